@@ -1,0 +1,38 @@
+# One environment in .venv for everything; it is made once and again only when what it is made from changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Waiting threads spin for microseconds, then sleep: torch's own default lets two threads slow each other down tenfold
+# as soon as a core has other work.
+export GOMP_SPINCOUNT ?= 1000
+
+.PHONY: quickstart test lab lint wheel-test clean
+
+quickstart: $(INSTALLED)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
+	$(BIN)/python scripts/quickstart.py $(ARGS)
+
+test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest's)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lab: $(INSTALLED)  ## the claims of the papers on small models, on two CPU cores (ARGS as of deltazoo lab)
+	$(BIN)/deltazoo lab $(ARGS)
+
+lint: $(INSTALLED)  ## style, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel-test: $(INSTALLED)  ## build the wheel, install it into an empty environment, use it there
+	$(BIN)/python scripts/wheel_test.py
+
+clean:  ## remove the environment and what was built
+	rm -rf $(VENV) build dist
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "deltazoo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@

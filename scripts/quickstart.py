@@ -1,0 +1,120 @@
+"""Train a small Gated DeltaNet on this Python's standard library, reload it in a new process, sample, compare.
+
+``make quickstart`` runs this. A finished run is only shown again; ``--fresh`` trains anew.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.syntax import Syntax
+
+from deltazoo.bench.results import describe_run
+
+ROOT = Path(__file__).resolve().parents[1]
+console = Console()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fresh", action="store_true", help="train anew even if there is a finished run")
+    parser.add_argument("--output", default="runs/quickstart", help="folder of the run")
+    parser.add_argument("--set", action="append", default=[], help="section.key=value, as for deltazoo train")
+    parser.add_argument("--json", help="write machine, versions and all figures to this file too")
+    parser.add_argument("--commit", help="commit to record there; read from git unless given")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    on_gpu = torch.cuda.is_available()
+    config = f"quickstart_{'gpu' if on_gpu else 'cpu'}"
+    run = Path(arguments.output)
+    if arguments.fresh and (run / "config.yaml").is_file():
+        shutil.rmtree(run)
+
+    overrides = [part for override in arguments.set for part in ("--set", override)]
+    deltazoo("train", config, "--output", str(run), "--resume", *overrides)
+    sample = sample_in_new_process(run / "model")
+    console.print(
+        Panel(Syntax(sample["text"], "python", background_color="default"), title="sample from a new process")
+    )
+    deltazoo("eval", str(run), "--json", str(run / "score.json"))
+    figures = json.loads((run / "score.json").read_text(encoding="utf-8"))
+    if arguments.json:
+        about = describe_run(
+            device="cuda" if on_gpu else "cpu", commit=arguments.commit, command=["train", config, *overrides]
+        )
+        record = {
+            "run": {**asdict(about), "transformers": version("transformers")},
+            "seconds": time.perf_counter() - began,
+            "training": json.loads((run / "result.json").read_text(encoding="utf-8")),
+            "evaluation": figures,
+            "sample": sample,
+        }
+        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return report(run, figures, sample["tokens_per_second"], on_gpu)
+
+
+def deltazoo(*arguments: str) -> None:
+    """Run a deltazoo command as a user would; its bars and tables go to this terminal."""
+    console.print(f"\n[bold]$ deltazoo {' '.join(arguments)}[/]", highlight=False)
+    ended = subprocess.run([sys.executable, "-m", "deltazoo.cli", *arguments], env=environment())
+    if ended.returncode:
+        sys.exit(ended.returncode)
+
+
+def environment() -> dict[str, str]:
+    """Waiting threads spin for microseconds, then sleep: by default they slow each other down when a core is busy."""
+    return {"GOMP_SPINCOUNT": "1000", **os.environ}
+
+
+def sample_in_new_process(model: Path) -> dict:
+    """What a process that knows nothing but the folder reads from it."""
+    command = [sys.executable, str(ROOT / "scripts" / "sample.py"), str(model)]
+    console.print(f"\n[bold]$ python scripts/sample.py {model}[/]", highlight=False)
+    with console.status("a new process loads the checkpoint with AutoModelForCausalLM.from_pretrained"):
+        ended = subprocess.run([*command, "--json"], capture_output=True, text=True, env=environment())
+    if ended.returncode:
+        sys.exit(f"loading and sampling in a new process failed:\n{ended.stderr}")
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def report(run: Path, figures: dict, sampling_speed: float, on_gpu: bool) -> int:
+    """Say whether it worked and what to do next; the exit status tells the same."""
+    training = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    baselines = {baseline["name"]: baseline["bits_per_byte"] for baseline in figures["baselines"]}
+    rival = "xz -9" if on_gpu else "order-2 byte model"
+    margin = baselines[rival] - figures["bits_per_byte"]
+    console.print(
+        f"trained {training['seconds']:,.0f} s at {training['tokens_per_second']:,.0f} tokens/s in "
+        f"{training['precision']} on {training['device']}; sampled {sampling_speed:,.0f} tokens/s one by one\n"
+        f"loss curve: {run / 'loss.png'}",
+        highlight=False,
+    )
+    if margin <= 0:
+        console.print(f"[bold red]It did not work:[/] the model needs {-margin:.3f} bits per byte more than {rival}.")
+        return 1
+    console.print(f"[bold green]It worked:[/] the model needs {margin:.3f} bits per byte less than {rival}.\n")
+    console.print("What next?", style="bold")
+    size = "gpu" if on_gpu else "cpu"
+    for command in (
+        f'deltazoo generate {run} --prompt "def main("',
+        f"deltazoo eval {run} --primed   [dim]# lets xz read the training text first, as the model did[/]",
+        "deltazoo list",
+        f"deltazoo train quickstart_{size} --set model.mixer=kda --output runs/kda",
+        f"deltazoo train quickstart_{size} --set data.text=FOLDER --output runs/mine",
+    ):
+        console.print(f"  .venv/bin/{command}", highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

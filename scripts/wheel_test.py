@@ -1,0 +1,51 @@
+"""Build the wheel, install it into an empty virtual environment outside the checkout, and use it there."""
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+USE = """
+import deltazoo, torch
+from deltazoo.layers import GatedDeltaNet
+from deltazoo.cli.presets import presets
+assert "site-packages" in deltazoo.__file__, deltazoo.__file__
+assert "quickstart_cpu" in presets(), "the presets are missing from the wheel"
+y = GatedDeltaNet(hidden_size=64, num_heads=2, head_dim=32)(torch.randn(1, 70, 64))
+assert y.shape == (1, 70, 64) and y.isfinite().all()
+print("deltazoo", deltazoo.__version__, "works from the wheel")
+"""
+SMALL = (
+    "training.steps=2",
+    "training.warmup_steps=0",
+    "training.rows_per_batch=1",
+    "training.evaluation_rows=1",
+    "data.max_train_bytes=500000",
+    "tokenizer.vocab_size=300",
+)
+
+
+def run(*command: str, cwd: str | Path | None = None) -> None:
+    print("$", *command, flush=True)
+    subprocess.run(command, check=True, cwd=cwd)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, str(ROOT))
+        (wheel,) = Path(folder).glob("*.whl")
+        venv.create(Path(folder) / "venv", with_pip=True)
+        bin_folder = Path(folder) / "venv" / "bin"
+        constraints = str(ROOT / "constraints.txt")
+        run(str(bin_folder / "pip"), "install", "--quiet", "--constraint", constraints, str(wheel))
+        run(str(bin_folder / "python"), "-c", USE, cwd=folder)
+        run(str(bin_folder / "deltazoo"), "list", cwd=folder)
+        overrides = [part for override in SMALL for part in ("--set", override)]
+        run(str(bin_folder / "deltazoo"), "train", "quickstart_cpu", *overrides, "--output", "run", cwd=folder)
+        run(str(bin_folder / "deltazoo"), "generate", "run", "--prompt", "def ", "--max-new-tokens", "5", cwd=folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""`deltazoo bench`: the command line of the benchmarks and of the self-check."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="bench",
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _fail(message: object) -> NoReturn:
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(1)
+
+
+def _choices(text: str, allowed: tuple[str, ...], what: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"unknown {what} {name!r}, expected a comma-separated list out of {', '.join(allowed)}")
+    if not names:
+        raise ValueError(f"no {what} given, expected a comma-separated list out of {', '.join(allowed)}")
+    return names
+
+
+def _require(device: str) -> None:
+    import torch
+
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}, but torch sees no NVIDIA GPU")
+
+
+@app.callback(invoke_without_command=True, epilog="Example: [bold]deltazoo bench --check[/]")
+def main(
+    context: typer.Context,
+    check: Annotated[bool, typer.Option("--check", help="Compare the kernels with float64 on small inputs.")] = False,
+    backend: Annotated[str, typer.Option(help="Backend to check: triton or chunkwise.")] = "triton",
+    device: Annotated[str, typer.Option(help="Device to check it on.")] = "cuda",
+    jobs: Annotated[int, typer.Option(min=0, help="Processes at a time; 0: all in this one.")] = 8,
+) -> None:
+    """Time the operators (`bench ops`), or check the kernels on this machine (`bench --check`).
+
+    The check compares outputs and every gradient with float64, on easy and hard inputs, in about a minute; exit status
+    1 if anything is off.
+    """
+    if context.invoked_subcommand is not None:
+        if check:
+            _fail("--check stands alone: run `deltazoo bench --check`")
+        return
+    if not check:
+        _fail("nothing to do: use --check or a subcommand; see --help")
+    import torch
+
+    from deltazoo.bench.selfcheck import Verdict, run_selfcheck
+    from deltazoo.ops import resolve_backend
+
+    try:
+        [name] = _choices(backend, ("triton", "chunkwise"), "backend")
+        _require(device)
+        resolve_backend(name, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)
+    except (ValueError, RuntimeError) as error:
+        _fail(error)
+
+    def report(verdict: Verdict) -> None:
+        outcome = "ok  " if verdict.passed else "FAIL"
+        detail = verdict.message or f"{verdict.error:.1e} of {verdict.tolerance:.1e} in {verdict.tensor}"
+        typer.echo(f"{outcome} {verdict.case:<78} {detail}")
+
+    verdicts = run_selfcheck(backend=backend, device=device, jobs=jobs, report=report)
+    failed = sum(not verdict.passed for verdict in verdicts)
+    typer.echo(f"{len(verdicts) - failed} of {len(verdicts)} cases right")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Example: [bold]deltazoo bench ops --shapes train,small --ops delta,gdn --peers sdpa --out run.json[/]"
+)
+def ops(
+    out: Annotated[Path, typer.Option(help="JSON result file; rows of an existing one are kept or replaced.")],
+    shapes: Annotated[str, typer.Option(help="train, long, small, narrow, wide, table, sweep or BxTxHxKxV.")] = "table",
+    operators: Annotated[str, typer.Option("--ops", help="Out of delta,gdn,kda,softmax.")] = "delta,gdn,kda,softmax",
+    gates: Annotated[str, typer.Option(help="Out of weak,medium,strong.")] = "weak,medium,strong",
+    peers: Annotated[str, typer.Option(help="Out of fla,fla-safe-gate,sdpa, or none.")] = "fla,sdpa",
+    measure: Annotated[
+        str, typer.Option(help="Out of forward,training,graphs,memory,host,cold,decode.")
+    ] = "forward,training,graphs,memory,host,cold,decode",
+    precision: Annotated[str, typer.Option(help="Out of default,fast,strict: one row each.")] = "default",
+    ours: Annotated[bool, typer.Option(help="Time deltazoo itself.")] = True,
+    backend: Annotated[str, typer.Option(help="Our backend: triton or chunkwise.")] = "triton",
+    device: Annotated[str, typer.Option(help="Where to run.")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="Commit to record; read from git unless given.")] = None,
+    warm_up_jobs: Annotated[
+        int, typer.Option(min=0, help="Compile for self-tuning peers in so many processes first.")
+    ] = 0,
+    warm_up_only: Annotated[bool, typer.Option(help="Fill compile caches: first calls only, nothing saved.")] = False,
+    resume: Annotated[bool, typer.Option(help="Leave out what has rows in --out already, failures too.")] = False,
+) -> None:
+    """Time the operators side by side with peers and write a JSON result file.
+
+    A GPU lost to a faulty kernel costs that measurement only: the run goes on in a new process.
+    """
+    from deltazoo.bench.contestants import installed_peers, our_options, parse_peers
+    from deltazoo.bench.inputs import GATES, OPS
+    from deltazoo.bench.shapes import parse_shapes
+    from deltazoo.bench.suite import GROUPS, DeviceLost, Plan, bench_ops
+    from deltazoo.bench.warm_up import warm_up_commands, warm_up_peers
+
+    try:
+        precisions = _choices(precision, ("default", "fast", "strict"), "precision")
+        plan = Plan(
+            shapes=parse_shapes(shapes),
+            ops=_choices(operators, OPS, "operator"),
+            gates=_choices(gates, tuple(GATES), "gate strength"),
+            groups=_choices(measure, GROUPS, "measure"),
+            peers=parse_peers(peers),
+            precisions=[None if name == "default" else name for name in precisions],
+            ours=ours,
+            backend=_choices(backend, ("triton", "chunkwise"), "backend")[0],
+            device=device,
+            warm_up_only=warm_up_only,
+        )
+        for one in plan.precisions:
+            our_options(plan.backend, one)
+        _require(device)
+        if warm_up_jobs and not resume:
+            commands = warm_up_commands(plan.shapes, plan.ops, installed_peers(plan.peers)[0], device)
+            warm_up_peers(commands, warm_up_jobs, report=typer.echo)
+        results = bench_ops(plan, out, commit=commit, command=sys.argv[1:], resume=resume, report=typer.echo)
+    except (ValueError, RuntimeError, OSError) as error:
+        if isinstance(error, DeviceLost):
+            typer.echo(f"{error}; going on in a new process", err=True)
+            sys.stdout.flush()
+            os.execv(sys.executable, [*sys.orig_argv, *([] if resume else ["--resume"])])
+        _fail(error)
+    failed = sum(row.error is not None for row in results.rows.values())
+    typer.echo(f"{len(results.rows)} rows, {failed} of them failures" + ("" if warm_up_only else f", in {out}"))

@@ -1,0 +1,187 @@
+"""How long a call takes: on a GPU by events around warmed-up repeats with a cold L2 cache, on a CPU by the host clock.
+
+Repeats follow each other without synchronisation, so a call that the host cannot launch fast enough shows the time of
+its launches: that is what a user gets in eager mode. Replays of a captured graph show the time of the kernels alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = ["CpuStopwatch", "CudaStopwatch", "Spread", "Stopwatch", "stopwatch_for"]
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median of `count` samples with their 20th and 80th percentile, in the unit of the measure."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Spread:
+        """Raises ValueError without samples."""
+        if not samples:
+            raise ValueError("no samples to summarise")
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
+
+
+class Stopwatch(Protocol):
+    """What the suite asks of a clock."""
+
+    def milliseconds(self, call: Call) -> Spread:
+        """Time of a warmed-up call."""
+        ...
+
+    def graph_milliseconds(self, call: Call) -> Spread:
+        """Time of a replay of the call captured in a CUDA graph."""
+        ...
+
+    def peak_mib(self, call: Call) -> float:
+        """Most memory held at once during the call, above what was held before it."""
+        ...
+
+    def host_microseconds(self, call: Call) -> Spread:
+        """Time until the call returns to Python, without waiting for the GPU."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when the device is idle; raises what an earlier call left behind."""
+        ...
+
+
+def stopwatch_for(device: str) -> Stopwatch:
+    """The stopwatch for a device type."""
+    return CudaStopwatch() if torch.device(device).type == "cuda" else CpuStopwatch()
+
+
+class CudaStopwatch:
+    """Events on the current stream, a flush of the L2 cache before every repeat.
+
+    Args:
+        warmup_ms, repeat_ms: time to spend before and while measuring, in milliseconds of the call's own time.
+        at_least, at_most: bounds on the number of measured repeats.
+    """
+
+    def __init__(
+        self, warmup_ms: float = 25.0, repeat_ms: float = 150.0, at_least: int = 10, at_most: int = 300
+    ) -> None:
+        self.warmup_ms, self.repeat_ms, self.at_least, self.at_most = warmup_ms, repeat_ms, at_least, at_most
+        self._flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+
+    def wait(self) -> None:
+        """Waits for all streams; a broken context raises here."""
+        torch.cuda.synchronize()
+
+    def _timed(self, call: Call, repeats: int) -> list[float]:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for start, stop in events:
+            self._flush.zero_()
+            start.record()
+            call()
+            stop.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(stop) for start, stop in events]
+
+    def milliseconds(self, call: Call) -> Spread:
+        """Median over as many repeats as fit the budget, L2 cache flushed before each."""
+        call()
+        estimate = max(statistics.median(self._timed(call, 3)), 1e-3)
+        self._timed(call, min(max(int(self.warmup_ms / estimate), 1), self.at_most))
+        repeats = min(max(int(self.repeat_ms / estimate), self.at_least), self.at_most)
+        return Spread.of(self._timed(call, repeats))
+
+    def graph_milliseconds(self, call: Call) -> Spread:
+        """The same for replays of one captured graph."""
+        graph = self.capture(call)
+        try:
+            return self.milliseconds(graph.replay)
+        finally:
+            graph.reset()
+
+    def capture(self, call: Call) -> torch.cuda.CUDAGraph:
+        """The call as a graph, after warming up on the capturing stream."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+        return graph
+
+    def peak_mib(self, call: Call) -> float:
+        """From the caching allocator's own statistics, after a warm-up call."""
+        call()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - held) / 2**20
+
+    def host_microseconds(self, call: Call) -> Spread:
+        """Short batches between waits, so that the launch queue never fills up."""
+        return _host_microseconds(call, self.wait)
+
+
+class CpuStopwatch:
+    """The host clock, for trying out the harness without a GPU; no graphs, no memory statistics."""
+
+    def __init__(self, repeats: int = 5) -> None:
+        self.repeats = repeats
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+        pass
+
+    def milliseconds(self, call: Call) -> Spread:
+        """Median of a few calls after one to warm up."""
+        call()
+        samples = []
+        for _ in range(self.repeats):
+            start = time.perf_counter_ns()
+            call()
+            samples.append((time.perf_counter_ns() - start) / 1e6)
+        return Spread.of(samples)
+
+    def graph_milliseconds(self, call: Call) -> Spread:
+        """Raises NotImplementedError."""
+        raise NotImplementedError("CUDA graphs need an NVIDIA GPU")
+
+    def peak_mib(self, call: Call) -> float:
+        """Raises NotImplementedError."""
+        raise NotImplementedError("peak memory is read from the CUDA allocator")
+
+    def host_microseconds(self, call: Call) -> Spread:
+        """As `milliseconds`: the host does all the work."""
+        return _host_microseconds(call, self.wait, batches=1, calls=self.repeats)
+
+
+def _host_microseconds(call: Call, wait: Callable[[], None], batches: int = 20, calls: int = 20) -> Spread:
+    for _ in range(3):
+        call()
+    samples = []
+    for _ in range(batches):
+        wait()
+        for _ in range(calls):
+            start = time.perf_counter_ns()
+            call()
+            samples.append((time.perf_counter_ns() - start) / 1e3)
+    wait()
+    return Spread.of(samples)

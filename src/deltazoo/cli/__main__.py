@@ -1,0 +1,5 @@
+"""``python -m deltazoo.cli`` is ``deltazoo``."""
+
+from deltazoo.cli.app import main
+
+main()

@@ -1,0 +1,1 @@
+"""One module, one command: each has a function ``register(app)``."""

@@ -1,0 +1,25 @@
+"""``deltazoo list``: the variants of the zoo."""
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("list", epilog="Example: [bold]deltazoo list[/]")(list_variants)
+
+
+def list_variants() -> None:
+    """List the variants: how each forgets and how it corrects."""
+    from deltazoo.spec import get_variant
+    from deltazoo.spec import list_variants as names
+
+    table = Table(title="deltazoo variants")
+    for column in ("variant", "step size", "decay", "what is special", "paper"):
+        table.add_column(column, no_wrap=column == "variant", overflow="fold")
+    for name in names():
+        spec = get_variant(name)
+        step = {"none": "no correction"}.get(spec.step_size, spec.step_size)
+        table.add_row(name, step, spec.decay, spec.summary, spec.paper.rpartition(", ")[2])
+    Console().print(table)

@@ -1,0 +1,371 @@
+"""The layer that every variant shares: project, convolve, normalise, run the rule, gate, project."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from deltazoo.layers.float32_parameters import Float32Parameters
+from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
+from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout, token_layout
+from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize
+from deltazoo.layers.rule import RuleInputs, effective_step
+from deltazoo.layers.short_conv import ShortConvolution
+from deltazoo.layers.state import MixerState, StateStore
+from deltazoo.ops import DeltaRuleOutput, decay, delta_rule, delta_rule_step, linear_attention, linear_attention_step
+from deltazoo.spec import DeltaRuleSpec, get_variant
+
+__all__ = ["DeltaRuleAttention"]
+
+
+class DeltaRuleAttention(Float32Parameters):
+    """A delta-rule linear attention layer of any variant: `y = layer(x)`, both `[B, T, hidden_size]`.
+
+    The parameters lie flat on the layer, under the names of the checkpoints on the Hub. Linear maps are always called
+    as modules, so adapters and quantised replacements act on them.
+
+    Args:
+        variant: name of a registered variant, or a `DeltaRuleSpec` (`dataclasses.replace` changes one choice of one).
+        hidden_size: width of the input and output.
+        num_heads: query and key heads.
+        head_dim: channels per query and key head.
+        num_v_heads: value heads, a multiple of `num_heads`, sharing key heads in groups; `num_heads` unless given.
+        expand_v: channels per value head over `head_dim`; the variant's own unless given.
+        use_short_conv: short convolutions on q, k and v; without them SiLU alone.
+        conv_size: their taps.
+        allow_neg_eigval: double the step size (arXiv:2411.12537); the variant's own unless given.
+        neg_eigval: with `allow_neg_eigval`, what is doubled. "both": erase and write, as the paper's code and the Hub
+            checkpoints do. "erase": the erase term alone, as the paper's equations read.
+        decay_lower_bound: replace the softplus gate by `lower_bound * sigmoid(...)`; the variant's own unless given.
+        beta_bias: a bias on `b_proj`, as in NVlabs' Gated DeltaNet.
+        num_micro_steps: Householder steps per token, each with a key, a value and a step size of its own
+            (DeltaProduct, arXiv:2502.10297). The state decays before the first and is read after the last.
+        norm_eps: of the output norm.
+        initializer_range: standard deviation of the linear weights.
+        layer_idx: the layer's place in `past_key_values`.
+        backend: of the operator: None, "triton", "chunkwise" or "reference".
+
+    Raises:
+        ValueError: sizes that do not fit together, options the variant cannot act on, an unknown variant.
+    """
+
+    float32_parameters = ("A_log", "dt_bias")
+
+    def __init__(
+        self,
+        variant: str | DeltaRuleSpec,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_v_heads: int | None = None,
+        expand_v: float | None = None,
+        use_short_conv: bool = True,
+        conv_size: int = 4,
+        allow_neg_eigval: bool | None = None,
+        neg_eigval: str = "both",
+        decay_lower_bound: float | None = None,
+        beta_bias: bool = False,
+        num_micro_steps: int = 1,
+        norm_eps: float = 1e-5,
+        initializer_range: float = 0.02,
+        layer_idx: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = get_variant(variant) if isinstance(variant, str) else variant
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        self.head_k_dim = head_dim
+        self.expand_v = self.spec.expand_v if expand_v is None else expand_v
+        self.head_v_dim = round(head_dim * self.expand_v)
+        self.conv_size = conv_size if use_short_conv else 0
+        self.allow_neg_eigval = self.spec.allow_neg_eigval if allow_neg_eigval is None else allow_neg_eigval
+        self.neg_eigval = neg_eigval
+        self.decay_lower_bound = self.spec.decay_lower_bound if decay_lower_bound is None else decay_lower_bound
+        self.num_micro_steps = num_micro_steps
+        self.initializer_range = initializer_range
+        self.layer_idx = layer_idx
+        self.backend = backend
+        self._check_options(beta_bias)
+
+        query_dim, value_dim = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
+        key_dim, written_dim = num_micro_steps * query_dim, num_micro_steps * value_dim
+        linear = partial(nn.Linear, bias=False)
+        self.q_proj = linear(hidden_size, query_dim)
+        self.k_proj = linear(hidden_size, key_dim)
+        self.v_proj = linear(hidden_size, written_dim)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(query_dim, conv_size)
+            self.k_conv1d = ShortConvolution(key_dim, conv_size)
+            self.v_conv1d = ShortConvolution(written_dim, conv_size)
+        if self.spec.corrects:
+            self.b_proj = nn.Linear(hidden_size, num_micro_steps * self.num_v_heads, bias=beta_bias)
+        self._make_decay_gate()
+        self._make_output_gate(norm_eps)
+        self.o_proj = linear(value_dim, hidden_size)
+        self.init_parameters()
+
+    def _check_options(self, beta_bias: bool) -> None:
+        name = self.spec.name
+        for option in ("hidden_size", "num_heads", "head_k_dim", "num_v_heads", "num_micro_steps"):
+            if getattr(self, option) < 1:
+                raise ValueError(f"{option.replace('_k_', '_')} must be at least 1, got {getattr(self, option)}")
+        if self.num_v_heads % self.num_heads:
+            raise ValueError(f"num_v_heads={self.num_v_heads} must be a multiple of num_heads={self.num_heads}")
+        if self.head_v_dim < 1 or not math.isclose(self.head_v_dim, self.head_k_dim * self.expand_v):
+            raise ValueError(
+                f"expand_v={self.expand_v} times head_dim={self.head_k_dim} must be a positive whole number, "
+                f"got {self.head_k_dim * self.expand_v}"
+            )
+        if self.neg_eigval not in ("both", "erase"):
+            raise ValueError(f"neg_eigval must be 'both' or 'erase', got {self.neg_eigval!r}")
+        if self.neg_eigval == "erase" and not self.allow_neg_eigval:
+            raise ValueError("neg_eigval='erase' acts only with allow_neg_eigval=True")
+        if self.allow_neg_eigval and not self.spec.corrects:
+            raise ValueError(f"variant {name!r} has no correction term, so allow_neg_eigval=True cannot act")
+        if beta_bias and not self.spec.corrects:
+            raise ValueError(f"variant {name!r} has no step size, so beta_bias=True cannot act")
+        if self.decay_lower_bound is not None and self.spec.decay == "none":
+            raise ValueError(f"variant {name!r} has no decay, so decay_lower_bound={self.decay_lower_bound} cannot act")
+        if self.decay_lower_bound is not None and self.decay_lower_bound >= 0:
+            raise ValueError(f"decay_lower_bound is a log-decay and must be negative, got {self.decay_lower_bound}")
+
+    def _make_decay_gate(self) -> None:
+        if self.spec.decay == "none":
+            return
+        if self.spec.decay == "scalar":
+            channels = self.num_v_heads
+            self.a_proj = nn.Linear(self.hidden_size, channels, bias=False)
+        else:
+            channels = self.num_v_heads * self.head_k_dim
+            self.f_proj = self._low_rank(channels, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(channels, dtype=torch.float32))
+        self.mark_float32_parameters()
+
+    def _make_output_gate(self, norm_eps: float) -> None:
+        if self.spec.output_gate == "none":
+            self.o_norm: RMSNorm = RMSNorm(self.head_v_dim, norm_eps)
+            return
+        value_dim = self.num_v_heads * self.head_v_dim
+        self.g_proj: nn.Module = (
+            nn.Linear(self.hidden_size, value_dim, bias=False)
+            if self.spec.output_gate == "full"
+            else self._low_rank(value_dim, bias=True)
+        )
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, self.spec.gate_activation)
+
+    def _low_rank(self, channels: int, *, bias: bool) -> nn.Sequential:
+        """Two linear maps through head_v_dim channels; the released KDA models have a bias in the output gate only."""
+        return nn.Sequential(
+            nn.Linear(self.hidden_size, self.head_v_dim, bias=False),
+            nn.Linear(self.head_v_dim, channels, bias=bias),
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: StateStore | None = None,
+        cu_seqlens: Tensor | None = None,
+        *,
+        layout: TokenLayout | None = None,
+    ) -> Tensor:
+        """Mix the tokens.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            attention_mask: `[B, T]` bool or integer for these tokens, 1 = real; padding may lie anywhere. Padded
+                positions leave no trace in the results of others and come out as zeros.
+            past_key_values: where the layer finds and leaves its state (`StateStore`); any number of tokens may follow
+                any number of earlier ones.
+            cu_seqlens: `[N + 1]` boundaries of sequences packed along T, with B = 1.
+            layout: attention_mask or cu_seqlens already worked out with `token_layout`, so that the layers of a model
+                share it.
+
+        Returns:
+            `[B, T, hidden_size]`.
+
+        Raises:
+            ValueError: arguments that do not fit each other or the layer.
+        """
+        layout = self._resolve_layout(hidden_states, attention_mask, cu_seqlens, layout)
+        past = self._load_state(past_key_values)
+
+        x = layout.compact(hidden_states) if isinstance(layout, PaddedLayout) else hidden_states
+        q, k, v, window = self._convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x), past, layout)
+        q, k, v = self._split_heads(q, k, v)
+        q, k = self._normalize(q, k)
+        inputs = self.rule_inputs(x, q, k, v)
+        if isinstance(layout, PaddedLayout):
+            inputs = inputs.silence(layout.real)
+        output, recurrent_state = self._run_rule(inputs, past, layout)
+        output = self.o_proj(rearrange(self._norm_and_gate(output, x), "b t h v -> b t (h v)"))
+
+        self._store_state(past_key_values, MixerState(window, recurrent_state), num_new_tokens=x.shape[1])
+        return layout.restore(output) if isinstance(layout, PaddedLayout) else output
+
+    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+        """Gates of the current tokens: the one method a variant may override.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            q, k, v: per head, convolved and normalised, in the dtype the operator will see. With n micro-steps the
+                heads of k and v are those of the first step, then those of the second, and so on.
+        """
+        beta = None
+        if self.spec.corrects:
+            b = torch.sigmoid(at_least_float32(self.b_proj(hidden_states)))
+            beta = effective_step(self.spec, b, k, allow_neg_eigval=self.allow_neg_eigval)
+            if self.neg_eigval == "erase":
+                v = v / 2  # the write is beta * v: halved values undo the doubling there, exactly
+        return RuleInputs(q, k, v, beta, self._log_decay(hidden_states))
+
+    def _log_decay(self, hidden_states: Tensor) -> Tensor | None:
+        if self.spec.decay == "none":
+            return None
+        if self.spec.decay == "scalar":
+            a = self.a_proj(hidden_states)
+        else:
+            a = rearrange(self.f_proj(hidden_states), "b t (h k) -> b t h k", h=self.num_v_heads)
+        if self.decay_lower_bound is not None:
+            return decay.bounded_decay(a, self.A_log, self.dt_bias, self.decay_lower_bound)
+        return decay.softplus_decay(a, self.A_log, self.dt_bias)
+
+    def _convolve(
+        self, q: Tensor, k: Tensor, v: Tensor, past: MixerState | None, layout: TokenLayout | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if not self.conv_size:
+            return F.silu(q), F.silu(k), F.silu(v), None
+        widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
+        q_past = k_past = v_past = None
+        if past is not None:
+            q_past, k_past, v_past = self._conv_state(past, sum(widths)).split(widths, dim=1)
+        q, q_state = self.q_conv1d(q, q_past, layout)
+        k, k_state = self.k_conv1d(k, k_past, layout)
+        v, v_state = self.v_conv1d(v, v_past, layout)
+        return q, k, v, torch.cat([q_state, k_state, v_state], dim=1)
+
+    @staticmethod
+    def _conv_state(past: MixerState, channels: int) -> Tensor:
+        if past.conv is None or past.conv.ndim != 3 or past.conv.shape[1] != channels:
+            shape = None if past.conv is None else tuple(past.conv.shape)
+            raise ValueError(f"the convolution state must have shape [N, {channels}, conv_size - 1], got {shape}")
+        return past.conv
+
+    def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = (rearrange(x, "b t (h k) -> b t h k", k=self.head_k_dim) for x in (q, k))
+        return q, k, rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
+
+    def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            l2_normalize(q) if self.spec.normalize_q else q,
+            l2_normalize(k) if self.spec.normalize_k else k,
+        )
+
+    def _run_rule(self, inputs: RuleInputs, past: MixerState | None, layout: TokenLayout | None) -> DeltaRuleOutput:
+        steps = self.num_micro_steps
+        packed = isinstance(layout, PackedLayout)
+        one_token = inputs.v.shape[1] == 1 and not packed and not torch.is_grad_enabled()
+        if steps > 1:
+            inputs = inputs.interleave(steps)
+        if one_token and past is not None:
+            return self._run_steps(inputs, past.recurrent)
+        rule: Callable[..., DeltaRuleOutput] = linear_attention
+        if inputs.beta is not None:
+            rule = partial(delta_rule, precision="strict" if self.allow_neg_eigval else "fast")
+        output, final_state = rule(
+            *inputs.arguments(),
+            initial_state=None if past is None else past.recurrent,
+            cu_seqlens=layout.cu_seqlens * steps if isinstance(layout, PackedLayout) else None,
+            backend=self.backend,
+        )
+        return DeltaRuleOutput(output if steps == 1 else output[:, steps - 1 :: steps], final_state)
+
+    def _run_steps(self, inputs: RuleInputs, state: Tensor) -> DeltaRuleOutput:
+        """One token after a state: its micro-steps, read after the last."""
+        step: Callable[..., DeltaRuleOutput] = linear_attention_step if inputs.beta is None else delta_rule_step
+        output = inputs.v
+        for i in range(self.num_micro_steps):
+            arguments = (None if x is None else x[:, i : i + 1] for x in inputs.arguments())
+            output, state = step(*arguments, state=state, backend=self.backend)
+        return DeltaRuleOutput(output, state)
+
+    def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+        if self.spec.output_gate == "none":
+            return self.o_norm(output)
+        gate = rearrange(self.g_proj(hidden_states), "b t (h v) -> b t h v", h=self.num_v_heads)
+        return self.o_norm(output, gate)
+
+    def _resolve_layout(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        layout: TokenLayout | None,
+    ) -> TokenLayout | None:
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {tuple(hidden_states.shape)}")
+        if layout is not None:
+            if attention_mask is not None or cu_seqlens is not None:
+                raise ValueError(
+                    "layout already says where sequences lie: pass no attention_mask or cu_seqlens beside it"
+                )
+            return layout
+        batch_size, num_tokens = hidden_states.shape[:2]
+        return token_layout(batch_size, num_tokens, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
+
+    def _load_state(self, past_key_values: StateStore | None) -> MixerState | None:
+        if past_key_values is None:
+            return None
+        if self.layer_idx is None:
+            raise ValueError("past_key_values needs to know which layer asks: construct the layer with layer_idx")
+        return past_key_values.get_state(self.layer_idx)
+
+    def _store_state(self, past_key_values: StateStore | None, state: MixerState, *, num_new_tokens: int) -> None:
+        if past_key_values is not None:
+            assert self.layer_idx is not None  # _load_state saw to it
+            past_key_values.set_state(self.layer_idx, state, num_new_tokens)
+
+    def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
+        """How each of the layer's parameters starts: name -> function that fills the tensor in place.
+
+        Args:
+            initializer_range: standard deviation of the linear weights; the layer's own unless given.
+        """
+        linear = normal(self.initializer_range if initializer_range is None else initializer_range)
+        known: dict[str, Initializer] = {
+            "A_log": partial(decay_rate_, rate_range=self.spec.decay_rate_range),
+            "dt_bias": partial(log_uniform_step_, dt_range=self.spec.dt_range),
+            "o_norm.weight": nn.init.ones_,
+        }
+        if self.decay_lower_bound is not None:
+            known["A_log"] = nn.init.zeros_  # the bounded gate starts from a plain sigmoid
+        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
+            known[f"{name}.weight"] = short_conv_
+
+        def initializer(name: str) -> Initializer:
+            return known.get(name) or (nn.init.zeros_ if name.endswith(".bias") else linear)
+
+        return {name: initializer(name) for name, _ in self.named_parameters()}
+
+    def init_parameters(self, initializer_range: float | None = None) -> None:
+        """Start all parameters afresh, except those a checkpoint has filled (`_is_hf_initialized`)."""
+        for name, initialize in self.initializers(initializer_range).items():
+            parameter = self.get_parameter(name)
+            if not getattr(parameter, "_is_hf_initialized", False):
+                initialize(parameter)
+
+    def extra_repr(self) -> str:
+        """Variant and shape, for printing."""
+        heads = f"{self.num_heads} heads of {self.head_k_dim}"
+        values = f"{self.num_v_heads} value heads of {self.head_v_dim}"
+        signs = f", negative eigenvalues on {self.neg_eigval}" if self.allow_neg_eigval else ""
+        steps = f", {self.num_micro_steps} micro-steps" if self.num_micro_steps > 1 else ""
+        return f"{self.spec.name}, {heads}, {values}{signs}{steps}"

@@ -1,0 +1,43 @@
+"""Parameters that keep float32 when the rest of a model is cast to half precision."""
+
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Float32Parameters"]
+
+
+class Float32Parameters(nn.Module):
+    """A module some of whose own parameters are never narrower than float32, and never decayed.
+
+    Decay gates need it: `A_log` in bfloat16 puts the decay rate off by up to 1 %, and weight decay on it changes how
+    long a head remembers. `to`, `half`, `bfloat16` and the like move these parameters but do not narrow them; widening
+    to float64 works as usual.
+    """
+
+    float32_parameters: ClassVar[tuple[str, ...]] = ()
+    """Names of those parameters; a name the module has no parameter for is skipped."""
+
+    def mark_float32_parameters(self) -> None:
+        """Set `_no_weight_decay` on them, where optimisers of other libraries look for it."""
+        for parameter in self._float32_parameters():
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def _float32_parameters(self) -> list[nn.Parameter]:
+        return [p for name in self.float32_parameters if (p := self._parameters.get(name)) is not None]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        parameters = self._float32_parameters()
+        kept = [tensor for p in parameters for tensor in (p, p.grad) if tensor is not None]
+
+        def move_without_narrowing(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if any(tensor is k for k in kept) and torch.finfo(moved.dtype).bits < 32:
+                return tensor.to(moved.device, torch.float32)
+            return moved
+
+        super()._apply(move_without_narrowing, recurse)
+        self.mark_float32_parameters()  # leaving the meta device makes new parameters, without the mark
+        return self

@@ -1,0 +1,39 @@
+"""How parameters start, as in the papers. Each function fills one tensor in place; all work on the meta device."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Initializer", "decay_rate_", "log_uniform_step_", "normal", "short_conv_"]
+
+Initializer = Callable[[Tensor], object]
+
+
+def normal(std: float) -> Initializer:
+    """Linear weights: normal with that standard deviation (`initializer_range`)."""
+    return partial(nn.init.normal_, std=std)
+
+
+def short_conv_(weight: Tensor) -> None:
+    """nn.Conv1d's default for `[channels, 1, taps]`: uniform within 1 / sqrt(taps)."""
+    bound = weight.shape[-1] ** -0.5
+    nn.init.uniform_(weight, -bound, bound)
+
+
+def decay_rate_(A_log: Tensor, rate_range: tuple[float, float]) -> None:
+    """`exp(A_log)` uniform on (low, high]: (0, 16] in arXiv:2412.06464, (1, 16] in arXiv:2405.21060 and 2510.26692."""
+    low, high = rate_range
+    # rand is in [0, 1), so the rate never is `low` itself: log(0) would switch the head's decay off for good.
+    with torch.no_grad():
+        A_log.copy_(torch.log(high - (high - low) * torch.rand_like(A_log)))
+
+
+def log_uniform_step_(dt_bias: Tensor, dt_range: tuple[float, float]) -> None:
+    """`softplus(dt_bias)` log-uniform on the range, through the inverse of softplus (arXiv:2405.21060)."""
+    low, high = map(math.log, dt_range)
+    with torch.no_grad():
+        dt = torch.exp(low + (high - low) * torch.rand_like(dt_bias))
+        dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))

@@ -1,0 +1,30 @@
+"""The feed-forward block between mixers."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["SwiGLU", "default_intermediate_size"]
+
+
+def default_intermediate_size(hidden_size: int, hidden_ratio: float = 4) -> int:
+    """Two thirds of `hidden_ratio * hidden_size`, rounded up to a multiple of 256.
+
+    With three matrices instead of two, this has about the parameters of a plain MLP of that ratio (arXiv:2002.05202).
+    """
+    return 256 * -(-int(hidden_size * hidden_ratio * 2 / 3) // 256)
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, without biases (arXiv:2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int | None = None) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size or default_intermediate_size(hidden_size)
+        self.gate_proj = nn.Linear(hidden_size, self.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., hidden_size]` to the same shape."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

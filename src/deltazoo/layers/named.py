@@ -1,0 +1,82 @@
+"""The variants' layers under their own names: `GatedDeltaNet(hidden_size, num_heads, head_dim)`."""
+
+from typing import ClassVar, TypedDict, Unpack
+
+from deltazoo.layers.delta_attention import DeltaRuleAttention
+
+__all__ = [
+    "EFLA",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "LinearAttention",
+    "Longhorn",
+    "NegativeEigenvalueDeltaNet",
+]
+
+
+class LayerOptions(TypedDict, total=False):
+    """Keyword arguments of `DeltaRuleAttention`, which says what each means."""
+
+    num_v_heads: int | None
+    expand_v: float | None
+    use_short_conv: bool
+    conv_size: int
+    allow_neg_eigval: bool | None
+    neg_eigval: str
+    decay_lower_bound: float | None
+    beta_bias: bool
+    num_micro_steps: int
+    norm_eps: float
+    initializer_range: float
+    layer_idx: int | None
+    backend: str | None
+
+
+class _NamedLayer(DeltaRuleAttention):
+    variant: ClassVar[str]
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, **options: Unpack[LayerOptions]) -> None:
+        super().__init__(self.variant, hidden_size, num_heads, head_dim, **options)
+
+
+class DeltaNet(_NamedLayer):
+    """Variant `delta_net` (arXiv:2406.06484): write the error of what the state recalls under the key."""
+
+    variant = "delta_net"
+
+
+class NegativeEigenvalueDeltaNet(_NamedLayer):
+    """Variant `neg_delta_net` (arXiv:2411.12537): DeltaNet whose transition may also reflect, which tracks states."""
+
+    variant = "neg_delta_net"
+
+
+class GatedDeltaNet(_NamedLayer):
+    """Variant `gated_deltanet` (arXiv:2412.06464): DeltaNet that can also forget, one decay per head."""
+
+    variant = "gated_deltanet"
+
+
+class EFLA(_NamedLayer):
+    """Variant `efla` (arXiv:2512.12602): the delta rule's differential equation solved exactly, with raw keys."""
+
+    variant = "efla"
+
+
+class KimiDeltaAttention(_NamedLayer):
+    """Variant `kda` (arXiv:2510.26692): Gated DeltaNet with one decay per key channel."""
+
+    variant = "kda"
+
+
+class Longhorn(_NamedLayer):
+    """Variant `longhorn` (arXiv:2407.14207): the implicit step of online regression, with raw keys."""
+
+    variant = "longhorn"
+
+
+class LinearAttention(_NamedLayer):
+    """Variant `linear_attention` (arXiv:2006.16236): writes without erasing, the baseline."""
+
+    variant = "linear_attention"

@@ -1,0 +1,69 @@
+"""Normalisations, computed in float32 at least: RMSNorm with and without a gate, the L2 norm of queries and keys."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize"]
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` in float32; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x * rsqrt(sum x^2 + eps)` over the last axis, in x's dtype.
+
+    The epsilon is inside the root, as in the released checkpoints: it bounds the gradient at the zero vector.
+    """
+    wide = at_least_float32(x)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """`x * rsqrt(mean x^2 + eps) * weight` over the last axis, in x's dtype (arXiv:1910.07467)."""
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., dim]`."""
+        return self._normalize(x).to(x.dtype)
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        wide = at_least_float32(x)
+        return F.rms_norm(wide, (self.dim,), self.weight.to(wide.dtype), self.eps)
+
+    def extra_repr(self) -> str:
+        """Size and epsilon, for printing."""
+        return f"{self.dim}, eps={self.eps}"
+
+
+class GatedRMSNorm(RMSNorm):
+    """RMSNorm, then times an activated gate: `norm(x) * activation(gate)`.
+
+    SiLU in Gated DeltaNet (arXiv:2412.06464), sigmoid in Kimi Delta Attention (arXiv:2510.26692, which finds SiLU
+    clearly worse there).
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5, activation: str = "silu") -> None:
+        super().__init__(dim, eps)
+        activations: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+        if activation not in activations:
+            raise ValueError(f"unknown gate activation {activation!r}; known: {', '.join(activations)}")
+        self.activation = activation
+        self._activate = activations[activation]
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        """Normalise x `[..., dim]` and multiply by the activated gate of the same shape."""
+        return (self._normalize(x) * self._activate(at_least_float32(gate))).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Size, epsilon and activation, for printing."""
+        return f"{super().extra_repr()}, activation={self.activation!r}"

@@ -1,0 +1,33 @@
+"""HuggingFace models: configurations, classes per Hub type, and their registration with the Auto classes."""
+
+from deltazoo.models.auto import load_fla_checkpoint, model_types, register_auto_classes
+from deltazoo.models.cache import DeltaRuleCacheLayer, prepare_cache
+from deltazoo.models.configuration import (
+    DeltaNetConfig,
+    DeltaRuleConfig,
+    EFLAConfig,
+    GatedDeltaNetConfig,
+    KDAConfig,
+)
+from deltazoo.models.modeling import DeltaRuleForCausalLM, DeltaRuleModel, DeltaRulePreTrainedModel
+from deltazoo.models.named import *  # noqa: F403
+from deltazoo.models.named import __all__ as _named
+
+__all__ = [  # noqa: PLE0604
+    "DeltaNetConfig",
+    "DeltaRuleCacheLayer",
+    "DeltaRuleConfig",
+    "DeltaRuleForCausalLM",
+    "DeltaRuleModel",
+    "DeltaRulePreTrainedModel",
+    "EFLAConfig",
+    "GatedDeltaNetConfig",
+    "KDAConfig",
+    "load_fla_checkpoint",
+    "model_types",
+    "prepare_cache",
+    "register_auto_classes",
+    *_named,
+]
+
+register_auto_classes()

@@ -1,0 +1,325 @@
+"""The recurrent state inside transformers' caches: the only file that knows how those caches work inside.
+
+A model puts one `DeltaRuleCacheLayer` per linear layer into the plain `DynamicCache` or `StaticCache` that `generate`
+or the user made. transformers' own linear-attention cache layer will not do: it counts no tokens, so that a cache of
+such layers alone has no length, and it forgets the state of layers without a convolution.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+    StaticLayer,
+)
+
+from deltazoo.layers.state import MixerState
+
+__all__ = ["CacheStates", "DeltaRuleCacheLayer", "prepare_cache"]
+
+
+class _Step(NamedTuple):
+    """One call of a mixer, kept so that part of it can be run again."""
+
+    mixer: nn.Module
+    hidden_states: Tensor
+    attention_mask: Tensor | None
+
+
+class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+    """Convolution window, fp32 state and token count of one delta-rule layer; its size does not depend on the count.
+
+    Args:
+        static: write new states into the tensors of the first call, whose addresses then never change, and count tokens
+            on the device: what a `StaticCache` promises to compiled code and CUDA graphs.
+        mask_length: what the cache's softmax layers make masks for, if their number of keys is fixed.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, static: bool = False, mask_length: int | None = None) -> None:
+        CacheLayerMixin.__init__(self)
+        LinearAttentionCacheLayerMixin.__init__(self)
+        self.static = static
+        self.mask_length = mask_length
+        self.num_tokens: int | Tensor = 0
+        self._before: MixerState | None = None
+        self._steps: list[_Step] = []
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether compiled code may use the layer again and again without a new trace."""
+        return self.static
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether tokens can be taken back, given `activate_past_recording`."""
+        return not self.static
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the state; AttributeError before the first token, as cache layers have it."""
+        if self.recurrent_states[0] is None:
+            raise AttributeError("batch_size")
+        return self.recurrent_states[0].shape[0]
+
+    @property
+    def state(self) -> MixerState | None:
+        """What the mixer carries on from, or None before its first token."""
+        if not self.has_previous_state[0]:
+            return None
+        return MixerState(self.conv_states[0], self.recurrent_states[0])  # type: ignore[arg-type]
+
+    def store(self, state: MixerState, num_new_tokens: int) -> None:
+        """Keep the state after `num_new_tokens` more tokens."""
+        if self.static:
+            self._overwrite(state)
+            self._count_on_device(num_new_tokens, state.recurrent.device)
+        else:
+            self._keep(state)
+            self.num_tokens += num_new_tokens
+
+    def _overwrite(self, state: MixerState) -> None:
+        conv, recurrent = self.conv_states[0], self.recurrent_states[0]
+        if recurrent is None:
+            return self._keep(MixerState(_at_fixed_address(state.conv), _at_fixed_address(state.recurrent)))
+        recurrent.copy_(state.recurrent)
+        if conv is not None:
+            conv.copy_(state.conv)  # type: ignore[arg-type]
+        self.has_previous_state[0] = True
+
+    def _keep(self, state: MixerState) -> None:
+        self.conv_states[0], self.recurrent_states[0] = state
+        self.is_conv_states_initialized[0] = state.conv is not None
+        self.is_recurrent_states_initialized[0] = True
+        self.has_previous_state[0] = True
+        self.device, self.dtype = state.recurrent.device, state.recurrent.dtype  # type: ignore[assignment]
+        self.is_initialized = True
+
+    def _count_on_device(self, num_new_tokens: int, device: torch.device) -> None:
+        if isinstance(self.num_tokens, int):
+            self.num_tokens = _at_fixed_address(torch.tensor(self.num_tokens, device=device))
+        self.num_tokens.add_(num_new_tokens)  # type: ignore[union-attr]
+
+    # Length and mask questions, asked by transformers.
+
+    def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
+        """Tokens seen so far, padding included."""
+        return self.num_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys in the cache's softmax layers, which older versions ask the first layer for."""
+        return self.mask_length or self.num_tokens + query_length, 0  # type: ignore[return-value]
+
+    def get_max_length(self) -> int:
+        """No maximum (-1): the state has no time axis."""
+        return -1
+
+    # Rows: beam search and batch manipulation.
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes the former row `beam_idx[i]`."""
+        self._take_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the given rows."""
+        self._take_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, copies side by side."""
+        if self.has_previous_state[0]:
+            self._take_rows(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
+
+    def _take_rows(self, rows: Tensor) -> None:
+        if self._steps:
+            raise RuntimeError("rows of a cache cannot be moved between a recorded step and its crop")
+        if self.state is None:
+            return
+        rows = rows.to(self.device)
+        conv, recurrent = self.state
+        self._keep(MixerState(None if conv is None else conv[rows], recurrent[rows]))
+
+    def reset(self) -> None:
+        """Forget all tokens; a static layer keeps its tensors."""
+        self._before, self._steps = None, []
+        self.has_previous_state[0] = False
+        if self.static:
+            for x in (self.conv_states[0], self.recurrent_states[0], self.num_tokens):
+                if isinstance(x, Tensor):
+                    x.zero_()
+            return
+        self.conv_states[0] = self.recurrent_states[0] = None
+        self.is_conv_states_initialized[0] = self.is_recurrent_states_initialized[0] = False
+        self.is_initialized = False
+        self.num_tokens = 0
+
+    # Taking tokens back: assisted and prompt-lookup decoding.
+
+    def activate_past_recording(self) -> None:
+        """From now on remember what `crop` needs to take back tokens."""
+        if self.static:
+            raise ValueError("a static cache cannot take tokens back; assisted decoding needs a DynamicCache")
+        self.record_past = True
+
+    def record(self, mixer: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None) -> None:
+        """Remember a call of the mixer until the next `crop`; to be called before the call itself."""
+        if not self._steps:
+            self._before = self.state
+        self._steps.append(_Step(mixer, hidden_states.detach(), attention_mask))
+
+    @torch.no_grad()
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens by running the mixer again on those that stay.
+
+        A recurrence cannot be run backwards, but the state before the recorded steps is at hand. `crop(0)` only lets go
+        of what was recorded. A positive number is the length to keep, as older versions of transformers have it.
+
+        Raises:
+            RuntimeError: nothing or too little was recorded.
+        """
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(0, tokens_to_remove - int(self.num_tokens))
+        recorded = sum(step.hidden_states.shape[1] for step in self._steps)
+        keep = recorded + tokens_to_remove
+        if keep < 0:
+            raise RuntimeError(
+                f"cannot take back {-tokens_to_remove} tokens of a recurrent state: {recorded} were recorded "
+                "(call activate_past_recording before the forward passes to undo)"
+            )
+        steps, before = self._steps, self._before
+        self._steps, self._before = [], None
+        if tokens_to_remove == 0:
+            return
+        self.num_tokens += tokens_to_remove
+        states = _OneState(before)
+        for mixer, hidden_states, attention_mask in steps:
+            count = min(keep, hidden_states.shape[1])
+            if count:
+                mask = None if attention_mask is None else attention_mask[:, :count]
+                mixer(hidden_states[:, :count], attention_mask=mask, past_key_values=states)
+            keep -= count
+        if states.state is not None:
+            self._keep(states.state)
+        else:
+            self.reset()
+
+    # The rest of transformers' interface, for code that reads and writes linear-attention states itself.
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare: the first `store` brings its tensors."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refuse keys and values: the layer at this place is linear."""
+        raise ValueError("this cache layer belongs to a delta-rule layer and holds no keys and values")
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Refuse: window and state are kept together by `store`."""
+        raise NotImplementedError("a delta-rule cache layer takes its states through store()")
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Refuse: window and state are kept together by `store`."""
+        raise NotImplementedError("a delta-rule cache layer takes its states through store()")
+
+
+class CacheStates:
+    """A transformers cache as the `past_key_values` that `deltazoo.layers` expect.
+
+    Args:
+        cache: made ready by `prepare_cache`.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    def remember(self, mixer: nn.Module, layer_idx: int, hidden_states: Tensor, attention_mask: Tensor | None) -> None:
+        """Keep what the mixer is about to be called with, if the cache must be able to take tokens back."""
+        layer = _layer(self.cache, layer_idx)
+        if layer.record_past:
+            layer.record(mixer, hidden_states, attention_mask)
+
+    def get_state(self, layer_idx: int) -> MixerState | None:
+        """The layer's state, or None before its first token."""
+        return _layer(self.cache, layer_idx).state
+
+    def set_state(self, layer_idx: int, state: MixerState, num_new_tokens: int) -> None:
+        """Keep the layer's state after `num_new_tokens` further tokens."""
+        _layer(self.cache, layer_idx).store(state, num_new_tokens)
+
+
+def _at_fixed_address(x: Any) -> Any:
+    """A copy that compiled code and CUDA graphs may rely on to stay where it is; None stays None."""
+    if x is None:
+        return None
+    x = x.clone()
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(x)
+    return x
+
+
+def _layer(cache: Cache, layer_idx: int) -> DeltaRuleCacheLayer:
+    return cache.layers[layer_idx]  # type: ignore[return-value]
+
+
+class _OneState:
+    """The state of one layer on its own."""
+
+    def __init__(self, state: MixerState | None) -> None:
+        self.state = state
+
+    def get_state(self, layer_idx: int) -> MixerState | None:
+        return self.state
+
+    def set_state(self, layer_idx: int, state: MixerState, num_new_tokens: int) -> None:
+        self.state = state
+
+
+def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
+    """Put a `DeltaRuleCacheLayer` at every linear layer's place of a fresh cache, in place; a prepared one stays.
+
+    Args:
+        cache: a `DynamicCache` (with or without config) or a `StaticCache`.
+        layer_types: the model's, from its config.
+
+    Raises:
+        ValueError: the cache has other layers than the model, and has been used.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}")
+    if not cache.layers and cache.layer_class_to_replicate is not None:
+        cache.layers.extend(cache.layer_class_to_replicate() for _ in layer_types)
+    if len(cache.layers) != len(layer_types):
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers and the model {len(layer_types)}: it belongs to another model"
+        )
+    static = isinstance(cache, StaticCache)
+    lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    for index, layer_type in enumerate(layer_types):
+        layer = cache.layers[index]
+        if layer_type == "linear_attention":
+            if not isinstance(layer, DeltaRuleCacheLayer):
+                cache.layers[index] = _replacement(layer, index, static, lengths[0] if lengths else None)
+        elif not isinstance(layer, DynamicLayer | StaticLayer):
+            raise ValueError(
+                f"layer {index} of the model is a softmax layer, but the cache holds a {type(layer).__name__} there: "
+                "it belongs to another model"
+            )
+
+
+def _replacement(layer: Any, index: int, static: bool, mask_length: int | None) -> DeltaRuleCacheLayer:
+    used = getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
+    if used:
+        raise ValueError(
+            f"layer {index} of the model is linear, but the cache holds a used {type(layer).__name__} there: "
+            "it belongs to another model"
+        )
+    replacement = DeltaRuleCacheLayer(static, mask_length)
+    if getattr(layer, "record_past", False):
+        replacement.activate_past_recording()
+    return replacement

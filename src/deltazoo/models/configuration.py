@@ -1,0 +1,330 @@
+"""One configuration for every model of the zoo, and a named subclass per established Hub type.
+
+Keys carry fla-hub's names where fla-hub has one. Every key acts; a key that this class does not know, or that has
+nothing to act on (softmax heads in a model without softmax layers), is refused.
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation import GenerationConfig
+
+from deltazoo.layers.mlp import default_intermediate_size
+from deltazoo.models.adapters import offer_lora_targets
+from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config
+from deltazoo.spec import DeltaRuleSpec, get_variant
+
+__all__ = ["DeltaNetConfig", "DeltaRuleConfig", "EFLAConfig", "GatedDeltaNetConfig", "KDAConfig"]
+
+LAYER_TYPES = ("linear_attention", "full_attention")
+_LEGACY_LAYER_TYPES = {"attention": "full_attention"}
+
+# Keys outside the dataclass that PreTrainedConfig itself understands or that transformers writes into config.json.
+_BASE_KEYS = frozenset(
+    {
+        "_commit_hash",
+        "_name_or_path",
+        "attn_implementation",
+        "auto_map",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "quantization_config",
+        "rope_scaling",
+        "rope_theta",
+        "tie_last_hidden_states",
+        "torch_dtype",
+    }
+)
+
+
+@strict
+class DeltaRuleConfig(PreTrainedConfig):
+    """Configuration of a causal language model whose token mixers are delta-rule layers, softmax layers, or both.
+
+    Args:
+        mixer: name of the variant of the linear layers, one of `deltazoo.list_variants()`.
+        vocab_size: number of tokens.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: number of blocks; a block is a mixer and an MLP.
+        num_heads: heads of queries and keys in the linear layers.
+        num_v_heads: heads of values, a multiple of `num_heads`; default `num_heads`.
+        head_dim: channels per query/key head; default `hidden_size // num_heads`.
+        expand_v: channels of a value head relative to `head_dim`; default as in the variant's paper.
+        use_short_conv: short causal convolutions on queries, keys and values.
+        conv_size: their kernel size.
+        use_gate: whether the linear layers gate their output; default as in the variant's paper.
+        allow_neg_eigval: step sizes up to 2, so that transition eigenvalues reach -1; default as in the variant.
+        neg_eigval: `"both"` doubles the step size of erasing and writing, `"erase"` that of erasing alone.
+        decay_lower_bound: bounded decay gate instead of the softplus gate; default as in the variant.
+        beta_bias: a bias on the step size's projection.
+        intermediate_size: width of the SwiGLU MLP; default `hidden_ratio * hidden_size * 2/3`, rounded up to 256.
+        hidden_ratio: see `intermediate_size`.
+        norm_eps: epsilon of every RMSNorm.
+        initializer_range: standard deviation of the initial weights.
+        tie_word_embeddings: one matrix for embedding and output head.
+        max_position_embeddings: longest sequence planned for; RoPE scalings and tools that pick a length read it.
+        layer_types: per block `"linear_attention"` or `"full_attention"`; default all linear.
+        num_attention_heads: heads of the softmax layers.
+        num_key_value_heads: key/value heads of the softmax layers; default `num_attention_heads`.
+        qkv_bias: biases on the query, key and value projections of the softmax layers.
+        rope_parameters: rotary embedding of the softmax layers; default plain RoPE with theta 10,000.
+        classifier_dropout: dropout before the token classification head; default 0.1.
+        backend: operator backend of the linear layers, see `deltazoo.ops.delta_rule`.
+        use_cache: whether a forward pass outside training returns a cache.
+
+    Raises:
+        ValueError: for unknown keys (with the nearest known one), unknown names, and sizes that do not fit together.
+        NotImplementedError: for fla-hub keys that stand for a model our layers do not compute.
+
+    The defaults follow fla-hub's configurations; sizes per paper are in `configs/`.
+    """
+
+    model_type: ClassVar[str] = "delta_rule"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    base_model_tp_plan: ClassVar[dict[str, Any]] = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan: ClassVar[dict[str, Any]] = {
+        "embeddings": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "sequences"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
+        "embeddings": "free_full_weight",
+        "layers.*": "free_full_weight",
+        "norm": "keep_full_weight",
+    }
+
+    mixer: str = "gated_deltanet"
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    num_heads: int = 16
+    num_v_heads: int | None = None
+    head_dim: int | None = None
+    expand_v: int | float | None = None
+    use_short_conv: bool = True
+    conv_size: int = 4
+    use_gate: bool | None = None
+    allow_neg_eigval: bool | None = None
+    neg_eigval: str = "both"
+    decay_lower_bound: float | None = None
+    beta_bias: bool = False
+    intermediate_size: int | None = None
+    hidden_ratio: int | float | None = 4
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    layer_types: list[str] | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    qkv_bias: bool = False
+    rope_parameters: dict | None = None
+    classifier_dropout: float | int | None = None
+    backend: str | None = None
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **extra: Any) -> None:
+        own = {field.name: getattr(self, field.name) for field in fields(DeltaRuleConfig)}
+        translated = translate_fla_config({**own, **extra})
+        for name in own:
+            if translated[name] != own[name]:
+                setattr(self, name, translated[name])
+        extra = {key: value for key, value in translated.items() if key not in own}
+        self._refuse_unknown(extra)
+        self._fill_defaults()
+        is_hybrid = "full_attention" in (self.layer_types or ())
+        if not is_hybrid:
+            self._refuse_softmax_keys()
+            extra = {key: value for key, value in extra.items() if key not in ("rope_scaling", "rope_theta")}
+        super().__post_init__(**extra)
+        if not is_hybrid:
+            self.rope_parameters = None
+        self.validate_architecture()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values."""
+        # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
+        offer_lora_targets(self.model_type)
+        return super().to_dict()
+
+    @property
+    def variant(self) -> DeltaRuleSpec:
+        """The spec of the linear layers: that of `mixer`, with the output gate switched as `use_gate` says."""
+        spec = get_variant(self.mixer)
+        if self.use_gate == (spec.output_gate != "none"):
+            return spec
+        return replace(spec, output_gate="full" if self.use_gate else "none")
+
+    @property
+    def mixer_kwargs(self) -> dict[str, Any]:
+        """What `deltazoo.layers.DeltaRuleAttention` takes, apart from the layer index."""
+        return {
+            "variant": self.variant,
+            "hidden_size": self.hidden_size,
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "num_v_heads": self.num_v_heads,
+            "expand_v": self.expand_v,
+            "use_short_conv": self.use_short_conv,
+            "conv_size": self.conv_size,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "neg_eigval": self.neg_eigval,
+            "decay_lower_bound": self.decay_lower_bound,
+            "beta_bias": self.beta_bias,
+            "norm_eps": self.norm_eps,
+            "initializer_range": self.initializer_range,
+            "backend": self.backend,
+        }
+
+    def validate_architecture(self) -> None:
+        """Raise ValueError unless names are known and sizes fit together."""
+        get_variant(self.mixer)
+        assert self.num_v_heads is not None and self.layer_types is not None  # filled by _fill_defaults
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.num_v_heads < 1 or self.num_v_heads % self.num_heads:
+            raise ValueError(
+                f"num_v_heads must be a positive multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
+            )
+        self._validate_layer_types(self.layer_types)
+        if "full_attention" in self.layer_types:
+            self._validate_softmax_heads()
+
+    def _validate_layer_types(self, layer_types: Sequence[str]) -> None:
+        for layer_type in layer_types:
+            if layer_type not in LAYER_TYPES:
+                raise ValueError(f"layer_types: {_unknown('layer type', layer_type, LAYER_TYPES)}")
+        if len(layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types must name num_hidden_layers={self.num_hidden_layers} layers, got {len(layer_types)}"
+            )
+
+    def _validate_softmax_heads(self) -> None:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads is None or groups is None:
+            raise ValueError("softmax layers (layer_types) need num_attention_heads")
+        if heads < 1 or self.hidden_size % heads:
+            raise ValueError(f"num_attention_heads must divide hidden_size = {self.hidden_size}, got {heads}")
+        if groups < 1 or heads % groups:
+            raise ValueError(f"num_key_value_heads must divide num_attention_heads = {heads}, got {groups}")
+        if (self.hidden_size // heads) % 2:
+            raise ValueError(
+                f"RoPE needs an even head size, got {self.hidden_size} / {heads} = {self.hidden_size // heads}"
+            )
+
+    def _fill_defaults(self) -> None:
+        spec = get_variant(self.mixer)
+        if self.num_v_heads is None:
+            self.num_v_heads = self.num_heads
+        if self.head_dim is None:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"num_heads must divide hidden_size = {self.hidden_size} unless head_dim is given, "
+                    f"got {self.num_heads}"
+                )
+            self.head_dim = self.hidden_size // self.num_heads
+        if self.expand_v is None:
+            self.expand_v = spec.expand_v
+        if self.use_gate is None:
+            self.use_gate = spec.output_gate != "none"
+        if self.allow_neg_eigval is None:
+            self.allow_neg_eigval = spec.allow_neg_eigval
+        if self.intermediate_size is None:
+            self.intermediate_size = default_intermediate_size(self.hidden_size, self.hidden_ratio or 4)
+        if self.layer_types is None:
+            self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        self.layer_types = [_LEGACY_LAYER_TYPES.get(layer_type, layer_type) for layer_type in self.layer_types]
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+
+    def _refuse_unknown(self, extra: dict[str, Any]) -> None:
+        generation_keys = GenerationConfig._get_default_generation_params()
+        for key in extra:
+            if key not in _BASE_KEYS and key not in generation_keys:
+                known = [field.name for field in fields(self)]
+                raise ValueError(f"{type(self).__name__}: {_unknown('key', key, known)}")
+
+    def _refuse_softmax_keys(self) -> None:
+        given = {
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "rope_parameters": self.rope_parameters,
+            "qkv_bias": self.qkv_bias,
+        }
+        for key, value in given.items():
+            if value:
+                raise ValueError(
+                    f"{key}={value!r} configures softmax layers, but layer_types has none; "
+                    'name them there as "full_attention"'
+                )
+
+
+def _unknown(kind: str, value: object, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(value), known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"unknown {kind} {value!r}; {hint}known: {', '.join(known)}"
+
+
+class _NamedConfig(DeltaRuleConfig):
+    """A Hub type that stands for one variant: its `mixer` is fixed, and what it saves fla-hub's classes can load."""
+
+    def __post_init__(self, **extra: Any) -> None:
+        if self.mixer != type(self).mixer:
+            raise ValueError(
+                f"model type {self.model_type!r} has mixer {type(self).mixer!r}, got mixer={self.mixer!r}; "
+                "use DeltaRuleConfig for a free choice"
+            )
+        super().__post_init__(**extra)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values, in our keys and in those that fla-hub's classes read."""
+        return add_fla_keys(super().to_dict())
+
+
+@strict
+class DeltaNetConfig(_NamedConfig):
+    """DeltaNet (arXiv:2406.06484); with `allow_neg_eigval=True` its variant of arXiv:2411.12537."""
+
+    model_type: ClassVar[str] = "delta_net"
+    mixer: str = "delta_net"
+
+
+@strict
+class GatedDeltaNetConfig(_NamedConfig):
+    """Gated DeltaNet (arXiv:2412.06464)."""
+
+    model_type: ClassVar[str] = "gated_deltanet"
+    num_hidden_layers: int = 21
+    num_heads: int = 6
+    head_dim: int | None = 256
+
+
+@strict
+class KDAConfig(_NamedConfig):
+    """Kimi Delta Attention (arXiv:2510.26692)."""
+
+    model_type: ClassVar[str] = "kda"
+    mixer: str = "kda"
+    head_dim: int | None = 128
+
+
+@strict
+class EFLAConfig(_NamedConfig):
+    """Error-free linear attention (arXiv:2512.12602)."""
+
+    model_type: ClassVar[str] = "efla"
+    mixer: str = "efla"

@@ -1,0 +1,352 @@
+"""The one model of the zoo: blocks of a token mixer and an MLP, whatever the variant and whatever the mix of layers.
+
+The named classes of the Hub types are subclasses without a body (`auto`). State-dict keys are those of the fla-hub
+checkpoints: `model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp}`, `model.norm`, `lm_head`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from deltazoo.layers import DeltaRuleAttention, ShortConvolution
+from deltazoo.layers.initialization import short_conv_
+from deltazoo.layers.layout import PaddedLayout
+from deltazoo.layers.mlp import SwiGLU
+from deltazoo.layers.norm import RMSNorm
+from deltazoo.models.cache import CacheStates, prepare_cache
+from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.models.sequences import BatchSequences, describe_batch
+from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
+
+__all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
+
+# Describing the batch; `describe_batch` turns them into one description.
+_SEQUENCE_KEYS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+# What transformers' trainer, generation and pipelines pass through models and others act on.
+_PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
+
+
+class SoftmaxInputs(NamedTuple):
+    """What the softmax layers of a hybrid model share in one forward pass."""
+
+    attention_mask: Any
+    position_embeddings: tuple[Tensor, Tensor]
+    kernel_kwargs: dict[str, Any]
+
+
+class DeltaRuleBlock(GradientCheckpointingLayer):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: DeltaRuleConfig, layer_idx: int) -> None:
+        super().__init__()
+        assert config.layer_types is not None
+        self.layer_idx = layer_idx
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn: nn.Module
+        if config.layer_types[layer_idx] == "full_attention":
+            self.attn = SoftmaxAttention(config, layer_idx)
+        else:
+            self.attn = DeltaRuleAttention(**config.mixer_kwargs, layer_idx=layer_idx)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        sequences: BatchSequences,
+        softmax: SoftmaxInputs | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """Map `[B, T, hidden_size]` to the same shape.
+
+        Args:
+            hidden_states: the residual stream.
+            sequences: padding or packing of the batch.
+            softmax: masks and rotary embeddings, needed by softmax layers only.
+            past_key_values: a cache made ready by `prepare_cache`.
+        """
+        mixed = self.attn_norm(hidden_states)
+        if isinstance(self.attn, SoftmaxAttention):
+            assert softmax is not None
+            mixed, _ = self.attn(
+                mixed, softmax.position_embeddings, softmax.attention_mask, past_key_values, **softmax.kernel_kwargs
+            )
+        else:
+            mixed = self._mix(mixed, sequences, past_key_values)
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+    def _mix(self, x: Tensor, sequences: BatchSequences, cache: Cache | None) -> Tensor:
+        if sequences.flattened:
+            return self.attn(x.reshape(1, -1, x.shape[-1]), layout=sequences.layout).view_as(x)
+        if cache is None:
+            return self.attn(x, layout=sequences.layout)
+        states = CacheStates(cache)
+        mask = sequences.layout.mask if isinstance(sequences.layout, PaddedLayout) else None
+        states.remember(self.attn, self.layer_idx, x, mask)
+        return self.attn(x, past_key_values=states, layout=sequences.layout)
+
+
+class DeltaRulePreTrainedModel(PreTrainedModel):
+    """Initialisation of the weights, and what transformers may do with these models."""
+
+    config: DeltaRuleConfig
+    config_class = DeltaRuleConfig
+    base_model_prefix = "model"
+    _input_embed_layer = "embeddings"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DeltaRuleBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
+    # Quantisers leave these alone: a few rows each, and step sizes and decays suffer most from rounding.
+    _keep_in_fp32_modules = ["b_proj", "a_proj", "f_proj"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    # A recurrent state would have to travel between the ranks that share a sequence.
+    _supports_context_parallel = False
+    # Tokens can be taken back (DeltaRuleCacheLayer.crop), so assisted decoding works.
+    _is_stateful = False
+    _can_record_outputs = {"hidden_states": DeltaRuleBlock, "attentions": SoftmaxAttention}  # noqa: RUF012
+
+    def prepare_cache(self, cache: Cache) -> None:
+        """Make a fresh `DynamicCache` or `StaticCache` fit this model's layers, in place; ValueError if it cannot."""
+        prepare_cache(cache, self.config.layer_types or ())
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        # For quantisers alone: a float16 model computes its gate projections in float16 like all others.
+        plan = super()._get_dtype_plan(dtype)
+        return {name: wide for name, wide in plan.items() if name not in (self._keep_in_fp32_modules or ())}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # transformers asks only about modules with missing parameters of their own, so a convolution is filled here
+        # although its layer knows how to as well.
+        if isinstance(module, DeltaRuleAttention):
+            module.init_parameters(self.config.initializer_range)
+        elif isinstance(module, ShortConvolution):
+            if not getattr(module.weight, "_is_hf_initialized", False):
+                short_conv_(module.weight)
+        else:
+            super()._init_weights(module)
+
+
+class DeltaRuleModel(DeltaRulePreTrainedModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: DeltaRuleConfig) -> None:
+        super().__init__(config)
+        assert config.num_hidden_layers is not None and config.layer_types is not None
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(DeltaRuleBlock(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        is_hybrid = "full_attention" in config.layer_types
+        self.rotary_emb = RotaryEmbedding(config) if is_hybrid else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | Mapping[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        sequences: BatchSequences | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Final hidden states.
+
+        Args:
+            input_ids: `[B, T]` token numbers.
+            attention_mask: `[B, past + T]`, 1 = real token; padding may lie anywhere.
+            position_ids: `[B, T]`, for rotary embeddings; positions that start again mark packed documents.
+            past_key_values: the cache to continue; changed in place.
+            inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
+            use_cache: return a cache; a packed batch, which no further call could continue, returns none.
+            sequences: padding and packing as `describe_batch` makes them; worked out here unless given.
+            kwargs: `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` for packed documents, and what transformers passes through.
+
+        Raises:
+            ValueError: inputs that do not fit each other, the cache or the model; unknown arguments.
+        """
+        _refuse_unknown(kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embeddings(input_ids)
+        if past_key_values is not None:
+            self.prepare_cache(past_key_values)
+        if sequences is None:
+            sequences = self.describe(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+        if sequences.starts is not None and past_key_values is not None:
+            raise ValueError("packed documents cannot fill or continue a cache: run them without past_key_values")
+        if use_cache and past_key_values is None and sequences.starts is None:
+            past_key_values = DynamicCache(config=self.config)
+            self.prepare_cache(past_key_values)
+
+        softmax = self._softmax_inputs(inputs_embeds, sequences, past_key_values, kwargs)
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, sequences=sequences, softmax=softmax, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def describe(
+        self,
+        tokens: Tensor,
+        attention_mask: Tensor | Mapping[str, Tensor | None] | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        kwargs: Mapping[str, Any],
+    ) -> BatchSequences:
+        """Where the sequences of a batch lie; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        given = {key: kwargs[key] for key in _SEQUENCE_KEYS if kwargs.get(key) is not None}
+        return describe_batch(
+            tokens.shape[0],
+            tokens.shape[1],
+            past_length,
+            tokens.device,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **given,
+        )
+
+    def _softmax_inputs(
+        self, x: Tensor, sequences: BatchSequences, cache: Cache | None, kwargs: Mapping[str, Any]
+    ) -> SoftmaxInputs | None:
+        if self.rotary_emb is None:
+            return None
+        positions, packed = sequences.position_ids, sequences.document_positions
+        if isinstance(sequences.attention_mask, Mapping):
+            mask: Any = sequences.attention_mask["full_attention"]
+        else:
+            mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=x,
+                attention_mask=sequences.attention_mask,
+                past_key_values=cache,
+                position_ids=packed,
+            )
+        kernel_kwargs = {key: kwargs[key] for key in (*_SEQUENCE_KEYS, *_PASSED_THROUGH) if key in kwargs}
+        return SoftmaxInputs(mask, self.rotary_emb(x, positions), {**kernel_kwargs, "position_ids": packed})
+
+
+class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, GenerationMixin):
+    """The decoder with a language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
+
+    def __init__(self, config: DeltaRuleConfig) -> None:
+        super().__init__(config)
+        self.model = DeltaRuleModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | Mapping[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and the loss if labels are given. Arguments as for `DeltaRuleModel`, and:
+
+        Args:
+            labels: `[B, T]` token numbers, -100 to leave one out; token t predicts label t + 1. In a packed batch the
+                first token of a document is nobody's label, so the loss is that of the documents one by one.
+            logits_to_keep: how many last positions (0 = all), or which positions, get logits.
+            kwargs: as for `DeltaRuleModel`; `num_items_in_batch` divides the summed loss.
+        """
+        shift_labels = kwargs.pop("shift_labels", None)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        sequences = None
+        if labels is not None and tokens is not None:
+            if past_key_values is not None:
+                self.prepare_cache(past_key_values)
+            sequences = self.model.describe(tokens, attention_mask, position_ids, past_key_values, kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            sequences=sequences,
+            **kwargs,
+        )
+        logits = self.lm_head(_select_positions(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            if sequences is not None and sequences.starts is not None:
+                labels = labels.masked_fill(sequences.starts, -100)
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=kwargs.get("num_items_in_batch"),
+                shift_labels=shift_labels,
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _prepare_cache_for_generation(  # type: ignore[override, misc]
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
+    ) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            self.prepare_cache(cache)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+
+def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """The last n positions (0 = all), given ones `[n]` or `[B, n]`, or those of a mask `[B, T]`, which flattens."""
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
+    if logits_to_keep.dtype == torch.bool and logits_to_keep.ndim == 2:
+        return hidden_states[logits_to_keep]
+    if logits_to_keep.ndim == 2:
+        return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
+    return hidden_states[:, logits_to_keep]
+
+
+def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+    known = (*_SEQUENCE_KEYS, *_PASSED_THROUGH, "is_causal", "labels", "logits_to_keep")
+    for key in kwargs:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"forward() got an unexpected argument {key!r}{hint}")

@@ -1,0 +1,175 @@
+"""The Hub types by name: the one model of `modeling`, under the class names that checkpoints record.
+
+transformers' Auto classes want a class per configuration; nothing but that configuration tells these classes apart.
+"""
+
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+
+from deltazoo.models.configuration import DeltaNetConfig, EFLAConfig, GatedDeltaNetConfig, KDAConfig
+from deltazoo.models.modeling import DeltaRuleForCausalLM, DeltaRuleModel, DeltaRulePreTrainedModel
+
+__all__ = [
+    "DeltaNetForCausalLM",
+    "DeltaNetForQuestionAnswering",
+    "DeltaNetForSequenceClassification",
+    "DeltaNetForTokenClassification",
+    "DeltaNetModel",
+    "DeltaRuleForQuestionAnswering",
+    "DeltaRuleForSequenceClassification",
+    "DeltaRuleForTokenClassification",
+    "EFLAForCausalLM",
+    "EFLAForQuestionAnswering",
+    "EFLAForSequenceClassification",
+    "EFLAForTokenClassification",
+    "EFLAModel",
+    "GatedDeltaNetForCausalLM",
+    "GatedDeltaNetForQuestionAnswering",
+    "GatedDeltaNetForSequenceClassification",
+    "GatedDeltaNetForTokenClassification",
+    "GatedDeltaNetModel",
+    "KDAForCausalLM",
+    "KDAForQuestionAnswering",
+    "KDAForSequenceClassification",
+    "KDAForTokenClassification",
+    "KDAModel",
+]
+
+
+class DeltaRuleForSequenceClassification(GenericForSequenceClassification, DeltaRulePreTrainedModel):
+    """The decoder with a head that classifies a sequence by its last token."""
+
+
+class DeltaRuleForTokenClassification(GenericForTokenClassification, DeltaRulePreTrainedModel):
+    """The decoder with a head that classifies every token."""
+
+
+class DeltaRuleForQuestionAnswering(GenericForQuestionAnswering, DeltaRulePreTrainedModel):
+    """The decoder with a head that finds the start and the end of an answer."""
+
+    # The generic head looks for the embedding under another name than fla-hub's.
+    get_input_embeddings = DeltaRulePreTrainedModel.get_input_embeddings
+    set_input_embeddings = DeltaRulePreTrainedModel.set_input_embeddings
+
+
+class DeltaNetModel(DeltaRuleModel):
+    """DeltaNet, the decoder without a head."""
+
+    config_class = DeltaNetConfig
+
+
+class DeltaNetForCausalLM(DeltaRuleForCausalLM):
+    """DeltaNet, with a language-modelling head."""
+
+    config_class = DeltaNetConfig
+
+
+class DeltaNetForSequenceClassification(DeltaRuleForSequenceClassification):
+    """DeltaNet, with a head for sequences."""
+
+    config_class = DeltaNetConfig
+
+
+class DeltaNetForTokenClassification(DeltaRuleForTokenClassification):
+    """DeltaNet, with a head for every token."""
+
+    config_class = DeltaNetConfig
+
+
+class DeltaNetForQuestionAnswering(DeltaRuleForQuestionAnswering):
+    """DeltaNet, with a head for answers."""
+
+    config_class = DeltaNetConfig
+
+
+class GatedDeltaNetModel(DeltaRuleModel):
+    """Gated DeltaNet, the decoder without a head."""
+
+    config_class = GatedDeltaNetConfig
+
+
+class GatedDeltaNetForCausalLM(DeltaRuleForCausalLM):
+    """Gated DeltaNet, with a language-modelling head."""
+
+    config_class = GatedDeltaNetConfig
+
+
+class GatedDeltaNetForSequenceClassification(DeltaRuleForSequenceClassification):
+    """Gated DeltaNet, with a head for sequences."""
+
+    config_class = GatedDeltaNetConfig
+
+
+class GatedDeltaNetForTokenClassification(DeltaRuleForTokenClassification):
+    """Gated DeltaNet, with a head for every token."""
+
+    config_class = GatedDeltaNetConfig
+
+
+class GatedDeltaNetForQuestionAnswering(DeltaRuleForQuestionAnswering):
+    """Gated DeltaNet, with a head for answers."""
+
+    config_class = GatedDeltaNetConfig
+
+
+class KDAModel(DeltaRuleModel):
+    """Kimi Delta Attention, the decoder without a head."""
+
+    config_class = KDAConfig
+
+
+class KDAForCausalLM(DeltaRuleForCausalLM):
+    """Kimi Delta Attention, with a language-modelling head."""
+
+    config_class = KDAConfig
+
+
+class KDAForSequenceClassification(DeltaRuleForSequenceClassification):
+    """Kimi Delta Attention, with a head for sequences."""
+
+    config_class = KDAConfig
+
+
+class KDAForTokenClassification(DeltaRuleForTokenClassification):
+    """Kimi Delta Attention, with a head for every token."""
+
+    config_class = KDAConfig
+
+
+class KDAForQuestionAnswering(DeltaRuleForQuestionAnswering):
+    """Kimi Delta Attention, with a head for answers."""
+
+    config_class = KDAConfig
+
+
+class EFLAModel(DeltaRuleModel):
+    """Error-free linear attention, the decoder without a head."""
+
+    config_class = EFLAConfig
+
+
+class EFLAForCausalLM(DeltaRuleForCausalLM):
+    """Error-free linear attention, with a language-modelling head."""
+
+    config_class = EFLAConfig
+
+
+class EFLAForSequenceClassification(DeltaRuleForSequenceClassification):
+    """Error-free linear attention, with a head for sequences."""
+
+    config_class = EFLAConfig
+
+
+class EFLAForTokenClassification(DeltaRuleForTokenClassification):
+    """Error-free linear attention, with a head for every token."""
+
+    config_class = EFLAConfig
+
+
+class EFLAForQuestionAnswering(DeltaRuleForQuestionAnswering):
+    """Error-free linear attention, with a head for answers."""
+
+    config_class = EFLAConfig

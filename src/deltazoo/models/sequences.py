@@ -1,0 +1,263 @@
+"""Where the sequences of a batch lie, worked out once per forward pass from whatever the caller passed.
+
+transformers users say it in five ways: an `attention_mask`, `cu_seqlens`, FlashAttention's `cu_seq_lens_q`, `seq_idx`,
+or `position_ids` that start again. All of them end in one `BatchSequences`, which every layer of the model shares; two
+that disagree are refused, since a layer that trusts the wrong one leaks state from one document into the next.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.layers.layout import PackedLayout, TokenLayout, token_layout
+
+__all__ = ["BatchSequences", "describe_batch"]
+
+
+@dataclass(frozen=True)
+class BatchSequences:
+    """What the layers of a model need to know of a batch besides its tokens."""
+
+    layout: TokenLayout | None
+    """Padding or packing for the linear layers; None if every row is one whole sequence."""
+    flattened: bool
+    """Whether `layout` describes the batch laid out as one row, `[1, B * T]`."""
+    starts: Tensor | None
+    """`[B, T]` bool: where packed documents begin; None unless packed."""
+    position_ids: Tensor
+    """`[B or 1, T]` int64: place of each token in its sequence, for rotary embeddings."""
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None
+    """What softmax layers build their mask from: `[B, past + T]`, ready masks by layer type, or None."""
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "BatchSequences":
+        """The same on another device; accelerate asks for it where a model's layers lie on several."""
+
+        def moved(x: Any) -> Any:
+            return x.to(device, non_blocking=non_blocking) if isinstance(x, Tensor) else x
+
+        layout = self.layout
+        if layout is not None:
+            layout = replace(layout, **{part.name: moved(getattr(layout, part.name)) for part in fields(layout)})
+        mask = self.attention_mask
+        mask = {name: moved(x) for name, x in mask.items()} if isinstance(mask, Mapping) else moved(mask)
+        return BatchSequences(layout, self.flattened, moved(self.starts), moved(self.position_ids), mask)
+
+    @property
+    def document_positions(self) -> Tensor | None:
+        """`[B, T]` int64, from 0 in every packed document; None unless packed."""
+        return None if self.starts is None else _positions_from(self.starts)
+
+
+def describe_batch(
+    batch_size: int,
+    num_tokens: int,
+    past_length: int | Tensor,
+    device: torch.device,
+    *,
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> BatchSequences:
+    """Bring all descriptions of a batch into one.
+
+    Args:
+        batch_size, num_tokens: B and T of the current tokens.
+        past_length: tokens already in the cache; a tensor where the cache counts on the device.
+        device: of the current tokens.
+        attention_mask: `[B, past + T]` with 1 = real token, or masks by layer type as `generate` prepares them.
+        position_ids: `[B, T]` or `[1, T]`; a value not above the one before it begins a new document.
+        cu_seqlens: `[N + 1]` boundaries of packed documents, with B = 1.
+        cu_seq_lens_q, cu_seq_lens_k: the same under FlashAttention's names.
+        seq_idx: `[B, T]`, a number per document.
+
+    Raises:
+        ValueError: a description has the wrong shape, or two contradict each other.
+    """
+    shape = (batch_size, num_tokens)
+    mask = _current_padding(attention_mask, shape, past_length)
+    cu_seqlens = _one_cu_seqlens(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
+    position_ids = _checked_position_ids(position_ids, shape)
+
+    starts = _document_starts(shape, mask, position_ids, cu_seqlens, seq_idx)
+    if starts is None:
+        layout = token_layout(batch_size, num_tokens, attention_mask=mask)
+        if position_ids is None:
+            position_ids = _row_positions(attention_mask, num_tokens, past_length, device)
+        return BatchSequences(layout, False, None, position_ids, attention_mask)
+
+    if cu_seqlens is None or mask is not None:
+        cu_seqlens = _boundaries(starts)
+    layout = token_layout(1, batch_size * num_tokens, cu_seqlens=cu_seqlens)
+    if position_ids is None:
+        position_ids = _positions_from(starts)
+    return BatchSequences(layout, batch_size > 1, starts, position_ids, None)
+
+
+def _current_padding(
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None, shape: tuple[int, int], past_length: int | Tensor
+) -> Tensor | None:
+    """`[B, T]` bool of the current tokens, or None if all are known to be real."""
+    if isinstance(attention_mask, Mapping):
+        mask = attention_mask.get("linear_attention")
+        return None if mask is None else mask[:, -shape[1] :].bool()
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must have 2 dimensions [batch, tokens] with 1 = real token, got shape "
+            f"{tuple(attention_mask.shape)}; a linear layer cannot follow a mask over pairs of tokens"
+        )
+    if attention_mask.is_floating_point():
+        raise ValueError(f"attention_mask must be bool or integer with 1 = real token, got {attention_mask.dtype}")
+    total = past_length + shape[1] if isinstance(past_length, int) else attention_mask.shape[1]
+    if attention_mask.shape != (shape[0], total) or total < shape[1]:
+        raise ValueError(
+            f"attention_mask must have shape {(shape[0], total)}: {past_length} tokens in the cache and {shape[1]} new "
+            f"ones, got {tuple(attention_mask.shape)}"
+        )
+    mask = attention_mask[:, -shape[1] :]
+    if mask.dtype != torch.bool:
+        if _readable(mask) and mask.numel() and not 0 <= int(mask.min()) <= int(mask.max()) <= 1:
+            raise ValueError(
+                f"attention_mask must hold only 0 and 1, got values up to {int(mask.max())}; "
+                "to number packed documents pass seq_idx"
+            )
+        mask = mask.bool()
+    # Reading the mask costs one wait for the device per forward pass and saves every layer the work of padding.
+    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+
+
+def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
+    """The one `cu_seqlens` behind its several names."""
+    given = [candidate for candidate in candidates if candidate is not None]
+    for other in given[1:]:
+        if other is not given[0] and _readable(other) and not torch.equal(other, given[0]):
+            raise ValueError(
+                f"cu_seqlens, cu_seq_lens_q and cu_seq_lens_k must agree, got {given[0].tolist()} and {other.tolist()}"
+            )
+    return given[0] if given else None
+
+
+def _checked_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    if position_ids is None:
+        return None
+    if position_ids.ndim == 1:
+        position_ids = position_ids[None]
+    if position_ids.shape not in (shape, (1, shape[1])):
+        raise ValueError(f"position_ids must have shape {shape} or {(1, shape[1])}, got {tuple(position_ids.shape)}")
+    return position_ids
+
+
+def _document_starts(
+    shape: tuple[int, int],
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+) -> Tensor | None:
+    """`[B, T]` bool, True where a packed document begins, from every description given; None unless packed."""
+    found: dict[str, Tensor] = {}
+    if cu_seqlens is not None:
+        found["cu_seqlens"] = _starts_from_cu_seqlens(cu_seqlens, shape)
+    if seq_idx is not None:
+        found["seq_idx"] = _starts_from_seq_idx(seq_idx, shape)
+    if position_ids is not None and shape[1] > 1 and (not found or _readable(position_ids)):
+        restarts = _starts_from_positions(position_ids.expand(shape), mask)
+        if found or bool(restarts[:, 1:].any()):
+            found["position_ids"] = restarts
+    if not found:
+        return None
+    if mask is not None:
+        found = {name: _separate_padding(starts, mask) for name, starts in found.items()}
+    (name, starts), *others = found.items()
+    for other_name, other in others:
+        if _readable(starts) and not torch.equal(starts, other):
+            row, place = (starts != other).nonzero()[0].tolist()
+            raise ValueError(
+                f"{name} and {other_name} place the documents differently, first at row {row}, token {place}"
+            )
+    return starts
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether looking at values is free: not while tracing, and not where it makes the host wait for a device."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _starts_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
+    if shape[0] != 1:
+        raise ValueError(
+            f"packed documents (cu_seqlens) need batch size 1, got {shape[0]}: flatten the batch into one row"
+        )
+    layout = token_layout(1, shape[1], cu_seqlens=cu_seqlens)
+    assert isinstance(layout, PackedLayout)
+    return _starts_from_seq_idx(layout.sequence[None], shape)
+
+
+def _starts_from_seq_idx(seq_idx: Tensor, shape: tuple[int, int]) -> Tensor:
+    if seq_idx.shape != shape:
+        raise ValueError(f"seq_idx must have shape {shape}, got {tuple(seq_idx.shape)}")
+    first = torch.ones_like(seq_idx[:, :1], dtype=torch.bool)
+    return torch.cat([first, seq_idx[:, 1:] != seq_idx[:, :-1]], dim=1)
+
+
+def _starts_from_positions(position_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """A document begins at a real token whose position is not above that of the real token before it."""
+    positions = position_ids
+    if mask is not None:
+        # Padding may carry any position: let it repeat the highest one so far, which never looks like a restart.
+        positions = torch.where(mask, position_ids, -1)
+        before = _last_real(positions, mask)
+    else:
+        before = torch.cat([positions.new_full((positions.shape[0], 1), -1), positions[:, :-1]], dim=1)
+    starts = positions <= before
+    starts = starts & mask if mask is not None else starts
+    first = torch.ones_like(starts[:, :1])
+    return torch.cat([first, starts[:, 1:]], dim=1)
+
+
+def _last_real(positions: Tensor, mask: Tensor) -> Tensor:
+    """For every token the position of the last real token before it, -1 if there is none."""
+    places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    last = torch.where(mask, places, -1).cummax(1).values
+    last = torch.cat([last.new_full((last.shape[0], 1), -1), last[:, :-1]], dim=1)
+    return torch.where(last >= 0, positions.gather(1, last.clamp(min=0)), -1)
+
+
+def _separate_padding(starts: Tensor, mask: Tensor) -> Tensor:
+    """Every padded token a document of its own, and a document's first real token its start."""
+    places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    document = starts.cumsum(1)
+    real_before = torch.where(mask, document, 0).cummax(1).values
+    real_before = torch.cat([real_before.new_zeros(real_before.shape[0], 1), real_before[:, :-1]], dim=1)
+    return ~mask | (document > real_before) | (places == 0)
+
+
+def _boundaries(starts: Tensor) -> Tensor:
+    """`cu_seqlens` `[N + 1]` of the batch laid out as one row."""
+    flat = starts.flatten()
+    return torch.cat([flat.nonzero()[:, 0], torch.tensor([flat.numel()], device=flat.device)]).int()
+
+
+def _positions_from(starts: Tensor) -> Tensor:
+    """Places `[B, T]` from 0 in every document."""
+    places = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
+    return places - torch.where(starts, places, 0).cummax(1).values
+
+
+def _row_positions(
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None,
+    num_tokens: int,
+    past_length: int | Tensor,
+    device: torch.device,
+) -> Tensor:
+    """Count real tokens where a mask tells them apart, all tokens otherwise."""
+    if isinstance(attention_mask, Tensor):
+        return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
+    return (torch.arange(num_tokens, device=device) + past_length)[None]

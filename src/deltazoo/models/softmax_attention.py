@@ -1,0 +1,137 @@
+"""Softmax attention for the full-attention layers of hybrid models: RoPE, grouped heads, transformers' kernels."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from deltazoo.models.configuration import DeltaRuleConfig
+
+__all__ = ["RotaryEmbedding", "SoftmaxAttention"]
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of the rotary embedding (arXiv:2104.09864), plain or in any scaling transformers knows.
+
+    The attributes `config`, `rope_type`, `inv_freq` and `original_inv_freq` are what transformers' RoPE functions and
+    its weight initialisation look for.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, config: DeltaRuleConfig) -> None:
+        super().__init__()
+        assert config.rope_parameters is not None and config.num_attention_heads is not None
+        # transformers' RoPE functions read the head size under the name that linear layers use for theirs.
+        self.config = copy.copy(config)
+        self.config.head_dim = config.hidden_size // config.num_attention_heads
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        frequencies: Callable[..., tuple[Tensor, float]] = self.compute_default_rope_parameters
+        if self.rope_type != "default":
+            frequencies = ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = frequencies(self.config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: DeltaRuleConfig, **kwargs: Any) -> tuple[Tensor, float]:
+        """Frequencies `theta^(-2i/d)` in radians per position, and the scale of cosines and sines."""
+        assert config.rope_parameters is not None and config.head_dim is not None
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine `[B, T, head_dim]` in x's dtype, for positions `[B, T]`."""
+        angles = position_ids[..., None].float() * self.inv_freq.to(x.device, torch.float32)
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+
+
+class SoftmaxAttention(nn.Module):
+    """Causal softmax attention with rotary embeddings; fewer key/value heads than query heads are shared in groups.
+
+    Returns its attention weights beside the output where the chosen implementation computes them ("eager").
+    """
+
+    is_causal = True
+
+    def __init__(self, config: DeltaRuleConfig, layer_idx: int) -> None:
+        super().__init__()
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        assert heads is not None and groups is not None
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.hidden_size // heads
+        self.num_key_value_groups = heads // groups
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            position_embeddings: cosine and sine `[B or 1, T, head_dim]`.
+            attention_mask: as `create_causal_mask` makes it for the chosen implementation.
+            past_key_values: the cache that holds this layer's keys and values.
+            kwargs: for the implementation, such as the boundaries of packed sequences.
+
+        Returns:
+            `[B, T, hidden_size]`, and the weights `[B, heads, T, past + T]` or None.
+        """
+        query, key, value = (
+            rearrange(projection(hidden_states), "b t (h d) -> b h t d", d=self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = _rotate(query, *position_embeddings), _rotate(key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or "eager", _eager_attention)
+        output, weights = attend(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.head_dim**-0.5, **kwargs
+        )
+        return self.o_proj(output.flatten(2)), weights
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + d/2) of `[B, heads, T, d]` by their angles `[B, T, d]`."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+
+def _eager_attention(
+    module: SoftmaxAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The definition, with an additive mask; output `[B, T, heads, d]` and weights `[B, heads, T, S]`."""
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).transpose(1, 2), weights

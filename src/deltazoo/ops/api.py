@@ -1,0 +1,271 @@
+"""The public operators: check the arguments, choose a backend, call it. The contract is written here once."""
+
+import importlib.util
+import os
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.chunkwise import chunkwise
+from deltazoo.ops.reference import recurrent_loop, recurrent_step
+from deltazoo.ops.validation import check_shapes, check_step_shapes, check_tensor_values, unknown_name
+
+__all__ = [
+    "DeltaRuleOutput",
+    "delta_rule",
+    "delta_rule_step",
+    "linear_attention",
+    "linear_attention_step",
+    "resolve_backend",
+]
+
+BACKENDS = ["triton", "chunkwise", "reference"]
+PRECISIONS = ["fast", "strict"]
+
+
+class DeltaRuleOutput(NamedTuple):
+    """What every operator returns."""
+
+    output: Tensor
+    """`[B, T, HV, V]` in v's dtype."""
+    final_state: Tensor
+    """`[N, HV, K, V]` float32 (float64 for float64 inputs), N = B or the number of packed sequences."""
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+    precision: str = "fast",
+) -> DeltaRuleOutput:
+    """The (gated) delta rule over whole sequences.
+
+        S_t = (I - beta_t k_t k_t^T) D_t S_{t-1} + beta_t k_t v_t^T,     o_t = scale * S_t^T q_t
+
+    with `D_t = exp(log_decay_t)`: the identity, one factor per head, or one per key channel. All arguments get exact
+    gradients, the final state's gradient included. Deterministic. A result never depends on later tokens.
+
+    Args:
+        q, k: `[B, T, H, K]` float32, bfloat16 or float16 (float64 on the torch backends); used as given, so normalise
+            before. Under autocast q, k and v are cast as a matrix product would cast them.
+        v: `[B, T, HV, V]`, HV a multiple of H: value head j reads key head `j // (HV / H)`.
+        beta: `[B, T, HV]`, effective step size in [0, 2] (larger is allowed); float32 wanted, computed in float32.
+        log_decay: None, `[B, T, HV]` or `[B, T, HV, K]`; natural log, <= 0; -inf forgets everything.
+        scale: factor on q, `K ** -0.5` unless given.
+        initial_state: `[N, HV, K, V]`, zero unless given; N = B, or the number of packed sequences.
+        cu_seqlens: `[N + 1]` int32 or int64, boundaries of sequences packed along T with B = 1; may be empty sequences.
+        backend: "triton", "chunkwise" or "reference"; None takes triton on a GPU it supports, else chunkwise.
+        precision: of the triton backend for half-precision inputs. "fast" is made for step sizes up to 1. "strict" is
+            for larger ones: there a repeated key turns the state over again and again, and the rounding of single
+            half-precision terms would grow, so the products that carry the state take two or three terms
+            (docs/kernels.md). The torch backends, and triton in float32, are strict always.
+
+    Returns:
+        `DeltaRuleOutput(output, final_state)`.
+
+    Raises:
+        ValueError: arguments that break the contract; NotImplementedError: a named backend that cannot do the job.
+
+    Source: arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per channel).
+    """
+    return _whole_sequences(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend, precision)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> DeltaRuleOutput:
+    """Linear attention, the baseline without the correction term: `S_t = D_t S_{t-1} + k_t v_t^T`.
+
+    Arguments, results and errors as in `delta_rule`. Source: arXiv:2006.16236; with scalar decay arXiv:2405.21060.
+    """
+    return _whole_sequences(q, k, v, None, log_decay, scale, initial_state, cu_seqlens, backend, "fast")
+
+
+def delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    state: Tensor,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> DeltaRuleOutput:
+    """One token of the delta rule, for decoding; shapes as in `delta_rule` with T = 1.
+
+    Args:
+        state: `[B, HV, K, V]`, the state before the token; not modified.
+
+    Returns:
+        `DeltaRuleOutput(output [B, 1, HV, V], final_state [B, HV, K, V])`. The torch backends are differentiable; the
+        Triton kernel is for inference and is not chosen while gradients are recorded.
+
+    Raises:
+        ValueError, NotImplementedError: as `delta_rule`.
+    """
+    return _one_token(q, k, v, beta, log_decay, state, scale, backend)
+
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    state: Tensor,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> DeltaRuleOutput:
+    """One token of linear attention, for decoding; see `delta_rule_step`."""
+    return _one_token(q, k, v, None, log_decay, state, scale, backend)
+
+
+def resolve_backend(
+    backend: str | None,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_k_dim: int,
+    head_v_dim: int,
+    channel_decay: bool = False,
+) -> tuple[str, str]:
+    """Which backend a call would run, and why.
+
+    Args:
+        backend: the name asked for, or None.
+        device, dtype: of q, k, v.
+        head_k_dim, head_v_dim: K and V.
+        channel_decay: whether whole sequences with one decay per key channel are asked for.
+
+    Returns:
+        `(name, reason)`.
+
+    Raises:
+        ValueError: an unknown name. NotImplementedError: a named backend that cannot run such a call.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(unknown_name("backend", backend, BACKENDS))
+    if backend == "reference":
+        return "reference", "asked for: the token loop that defines the operator"
+    if backend == "chunkwise":
+        return "chunkwise", "asked for: the chunk form in plain torch"
+    obstacle = _triton_obstacle(torch.device(device), dtype, head_k_dim, head_v_dim, channel_decay)
+    if obstacle is None:
+        return "triton", "asked for" if backend else "the GPU kernels support this call"
+    if backend == "triton":
+        raise NotImplementedError(f"the triton backend cannot run this call: {obstacle}; use backend='chunkwise'")
+    return "chunkwise", f"no triton: {obstacle}"
+
+
+@lru_cache
+def _triton_obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int, channel_decay: bool) -> str | None:
+    """What keeps the kernels from running a call; None if nothing does."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not (interpreted and device.type == "cpu"):
+        return f"its kernels run on NVIDIA GPUs, not on {device.type}"
+    if not _is_installed("triton"):
+        return "triton is not installed"
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+        return f"its kernels need compute capability 8.0 or newer, which {torch.cuda.get_device_name(device)} has not"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its kernels take float32, bfloat16 and float16, not {dtype}"
+    if K > 256 or V > 512:
+        return f"its kernels take head dimensions up to K = 256 and V = 512, not K = {K} and V = {V}"
+    if channel_decay and device.type == "cuda" and dtype != torch.float32 and V <= 64:
+        return f"its backward pass is wrong for 16-bit inputs with decay per channel and V <= 64 (docs/log.md), V = {V}"
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # from an import hook that refuses it
+        return False
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
+    device = v.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v, float(k.shape[-1]) ** -0.5 if scale is None else float(scale)
+
+
+def _whole_sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str | None,
+    precision: str,
+) -> DeltaRuleOutput:
+    if precision not in PRECISIONS:
+        raise ValueError(unknown_name("precision", precision, PRECISIONS))
+    q, k, v, scale = _prepare(q, k, v, scale)
+    check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens)
+    name, _ = resolve_backend(
+        backend, device=v.device, dtype=v.dtype, head_k_dim=k.shape[-1], head_v_dim=v.shape[-1],
+        channel_decay=log_decay is not None and log_decay.ndim == 4,
+    )  # fmt: skip
+    if name == "reference":
+        check_tensor_values(log_decay, cu_seqlens, v.shape[1])
+        return DeltaRuleOutput(*recurrent_loop(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens))
+    if name == "triton":
+        from deltazoo.ops.triton.autograd import triton_delta_rule
+
+        strict = precision == "strict"
+        return DeltaRuleOutput(*triton_delta_rule(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict))
+    return DeltaRuleOutput(*chunkwise(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens))
+
+
+def _one_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+    scale: float | None,
+    backend: str | None,
+) -> DeltaRuleOutput:
+    q, k, v, scale = _prepare(q, k, v, scale)
+    check_step_shapes(q, k, v, beta, log_decay, state)
+    check_tensor_values(log_decay, None, 1)
+    name, _ = resolve_backend(backend, device=v.device, dtype=v.dtype, head_k_dim=k.shape[-1], head_v_dim=v.shape[-1])
+    recording = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, beta, log_decay, state)
+    )
+    if name == "triton" and recording:
+        if backend == "triton":
+            raise NotImplementedError("the triton step is for inference and has no gradient; use torch.no_grad()")
+        name = "chunkwise"
+    if name == "triton":
+        from deltazoo.ops.triton.recurrent import recurrent_step as triton_step
+
+        return DeltaRuleOutput(*triton_step(q, k, v, beta, log_decay, state.float(), scale))
+    beta, log_decay = (None if x is None else x[:, 0] for x in (beta, log_decay))
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    output, state = recurrent_step(q[:, 0], k[:, 0], v[:, 0], beta, log_decay, state.to(dtype), scale)
+    return DeltaRuleOutput(output[:, None].to(v.dtype), state)

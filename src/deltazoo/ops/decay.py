@@ -1,0 +1,54 @@
+"""Decay gates: from a projection of the input to the log-decay of the state. Natural logarithm, never positive."""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+__all__ = ["bounded_decay", "softplus_decay"]
+
+
+def softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """`log_decay = -exp(A_log) * softplus(a + dt_bias)`, the gate of Mamba2 and Gated DeltaNet (arXiv:2412.06464).
+
+    Args:
+        a: `[B, T, HV]` (one decay per head) or `[B, T, HV, K]` (one per key channel, arXiv:2510.26692).
+        A_log: `[HV]`, logarithm of the decay rate.
+        dt_bias: `[HV]` or `[HV * K]`, as `a`.
+
+    Returns:
+        log-decay in a's shape, float32 (float64 stays), <= 0.
+    """
+    rate, x = _rate_and_logit(a, A_log, dt_bias)
+    return -rate * F.softplus(x)
+
+
+def bounded_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float = -5.0) -> Tensor:
+    """`log_decay = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))`, the bounded gate of Kimi Delta Attention.
+
+    Args:
+        a, A_log, dt_bias: as in `softplus_decay`.
+        lower_bound: the strongest log-decay per token, negative; -5 in the published models.
+
+    Returns:
+        log-decay in a's shape, float32 (float64 stays), in (lower_bound, 0).
+    """
+    if not lower_bound < 0:
+        raise ValueError(f"lower_bound is a log-decay and must be negative, got {lower_bound}")
+    rate, x = _rate_and_logit(a, A_log, dt_bias)
+    return lower_bound * torch.sigmoid(rate * x)
+
+
+def _rate_and_logit(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    heads = a.shape[2] if a.ndim in (3, 4) else None
+    per_head = 1 if a.ndim == 3 else a.shape[-1]
+    if heads is None or A_log.shape != (heads,) or dt_bias.shape != (heads * per_head,):
+        raise ValueError(
+            "expected a [B, T, HV] with A_log [HV] and dt_bias [HV], or a [B, T, HV, K] with A_log [HV] and "
+            f"dt_bias [HV*K], got {tuple(a.shape)}, {tuple(A_log.shape)}, {tuple(dt_bias.shape)}"
+        )
+    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    rate, bias = A_log.to(dtype).exp(), dt_bias.to(dtype)
+    if a.ndim == 4:
+        rate, bias = rearrange(rate, "h -> h 1"), rearrange(bias, "(h k) -> h k", h=heads)
+    return rate, a.to(dtype) + bias

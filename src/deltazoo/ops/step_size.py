@@ -1,0 +1,78 @@
+"""Step-size rules: from the gate `b` and the key to the effective step size `beta` of the delta rule.
+
+The delta rule is one step of gradient descent on `0.5 * |S^T k - v|^2`. The three rules below are three ways to take
+that step: forward Euler, the exact flow over time `b`, and the implicit (proximal) step. They differ only in the
+eigenvalue of the transition along `k`: `1 - b*lam`, `exp(-b*lam)` and `1 / (1 + b*lam)`, with `lam = k^T k`.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["euler", "exact", "implicit"]
+
+
+def euler(b: Tensor) -> Tensor:
+    """Forward Euler, the plain delta rule: `beta = b` (arXiv:2406.06484).
+
+    Args:
+        b: gate, any shape, any float dtype.
+
+    Returns:
+        `b` in float32 (float64 stays float64).
+    """
+    return b if b.dtype == torch.float64 else b.float()
+
+
+def exact(b: Tensor, k: Tensor) -> Tensor:
+    """Exact flow of `dS/dt = -k k^T S + k v^T` over time `b`: `beta = (1 - exp(-b*lam)) / lam`.
+
+    Source: EFLA, arXiv:2512.12602.
+
+    Finite, with finite gradients, for every key: as `lam -> 0` it tends to `b`, as `lam -> inf` to `1 / lam`.
+
+    Args:
+        b: `[B, T, HV]`, gate >= 0.
+        k: `[B, T, H, K]` keys as the operator will see them, not normalised; HV is a multiple of H.
+
+    Returns:
+        `[B, T, HV]` float32 (float64 if either input is).
+    """
+    b, lam = _gate_and_squared_norm(b, k)
+    return b * _expm1_ratio(b * lam)
+
+
+def implicit(b: Tensor, k: Tensor) -> Tensor:
+    """Implicit (proximal) step: `beta = b / (1 + b*lam)`.
+
+    Source: Longhorn, arXiv:2407.14207, without its diagonal approximation of `k k^T`.
+
+    Args:
+        b: `[B, T, HV]`, gate >= 0.
+        k: `[B, T, H, K]` keys as the operator will see them, not normalised; HV is a multiple of H.
+
+    Returns:
+        `[B, T, HV]` float32 (float64 if either input is).
+    """
+    b, lam = _gate_and_squared_norm(b, k)
+    return b / (1 + b * lam)
+
+
+def _gate_and_squared_norm(b: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    if k.ndim != 4 or b.ndim != 3 or b.shape[:2] != k.shape[:2] or b.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"expected b [B, T, HV] and k [B, T, H, K], HV a multiple of H, got {tuple(b.shape)} and {tuple(k.shape)}"
+        )
+    dtype = torch.float64 if torch.float64 in (b.dtype, k.dtype) else torch.float32
+    # The square of a key of absurd size overflows float32; cut at 1e15 before squaring, b*lam and every gradient stay
+    # finite, and beta is below 1e-30 there anyway.
+    lam = k.to(dtype).clamp(-1e15, 1e15).square().sum(-1).repeat_interleave(b.shape[2] // k.shape[2], dim=2)
+    return b.to(dtype), lam
+
+
+def _expm1_ratio(x: Tensor) -> Tensor:
+    """`(1 - exp(-x)) / x` for x >= 0, continued by its series at 0 so that the gradient is finite there."""
+    # Each branch sees only its own x: where() multiplies the other one's gradient by zero, and 0 * inf is NaN.
+    small = x < 1e-2
+    near, far = torch.where(small, x, 0), torch.where(small, 1, x)
+    series = 1 - near / 2 * (1 - near / 3 * (1 - near / 4 * (1 - near / 5 * (1 - near / 6))))
+    return torch.where(small, series, -torch.expm1(-far) / far)

@@ -1,0 +1,110 @@
+"""The GPU operator as torch sees it: `deltazoo::triton_delta_rule` with its fake and autograd formulas.
+
+Registered on a bare `Library`: a `custom_op` would add more to each call than the launches cost.
+"""
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.triton import pipeline
+from deltazoo.ops.validation import check_tensor_values
+
+__all__ = ["triton_delta_rule"]
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? initial_state, "
+    "Tensor? cu_seqlens, bool strict"
+)
+_library = torch.library.Library("deltazoo", "FRAGMENT")
+_library.define(f"triton_delta_rule({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    f"triton_delta_rule_backward({_ARGUMENTS}, Tensor AP, Tensor chunk_beta, Tensor G, Tensor starts, "
+    "Tensor transitions, Tensor d_output, "
+    "Tensor? d_final) -> Tensor[]"
+)
+
+
+def triton_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Whole sequences on the GPU; arguments and results as in `deltazoo.ops.delta_rule`."""
+    op = torch.ops.deltazoo.triton_delta_rule.default
+    output, final, *_ = op(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
+    return output, final
+
+
+def _forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):  # type: ignore[no-untyped-def]
+    check_tensor_values(log_decay, cu_seqlens, v.shape[1])
+    with torch.cuda.device_of(v):
+        results = pipeline.forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
+    return tuple(q.new_empty(0) if x is None else x for x in results)
+
+
+def _backward(  # type: ignore[no-untyped-def]
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest
+):
+    AP, chunk_beta, G, starts, transitions, d_output, d_final = rest
+    beta_kept, G_kept = None if beta is None else chunk_beta, None if log_decay is None else G
+    kept = pipeline.Kept(AP, beta_kept, G_kept, starts, transitions)
+    with torch.cuda.device_of(v):
+        grads = pipeline.backward(
+            q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict,
+            kept=kept, d_output=d_output, d_final=d_final,
+        )  # fmt: skip
+    inputs = (q, k, v, beta, log_decay, initial_state)
+    return [grad.to(x.dtype) for x, grad in zip(inputs, grads, strict=True) if grad is not None]
+
+
+_library.impl("triton_delta_rule", _forward, "CompositeExplicitAutograd")
+_library.impl("triton_delta_rule_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("deltazoo::triton_delta_rule", lib=_library)
+def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):  # type: ignore[no-untyped-def]
+    problem = pipeline.Shapes(q, v, beta, log_decay, cu_seqlens, strict)
+    kept = [q.new_empty(0) for _ in range(5)]
+    if problem.decay < 2:
+        gate = (problem.slots, pipeline.CHUNK)
+        kept[0] = q.new_empty(problem.slots, problem.terms + 1, pipeline.CHUNK, pipeline.CHUNK)
+        if beta is not None:
+            kept[1] = q.new_empty(gate, dtype=torch.float32)
+        if log_decay is not None:
+            kept[2] = q.new_empty(gate, dtype=torch.float32)
+    if problem.segments > 1:
+        sizes = (problem.scans, problem.HV, problem.K)
+        kept[3] = q.new_empty((*sizes, problem.V), dtype=torch.float32)
+        kept[4] = q.new_empty((*sizes, problem.K), dtype=torch.float32)
+    final = q.new_empty((problem.N, problem.HV, problem.K, problem.V), dtype=torch.float32)
+    return v.new_empty(v.shape), final, *kept
+
+
+@torch.library.register_fake("deltazoo::triton_delta_rule_backward", lib=_library)
+def _(  # type: ignore[no-untyped-def]
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest
+):
+    return [x.new_empty(x.shape) for x in (q, k, v, beta, log_decay, initial_state) if x is not None]
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict = inputs
+    kept = output[2:]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept)
+    ctx.scale, ctx.strict = scale, strict
+
+
+def _autograd(ctx, d_output, d_final, *_):  # type: ignore[no-untyped-def]
+    q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept = ctx.saved_tensors
+    if d_output is None:
+        d_output = torch.zeros_like(v)
+    op = torch.ops.deltazoo.triton_delta_rule_backward.default
+    grads = iter(
+        op(q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, *kept, d_output, d_final)
+    )
+    given = [None if x is None else next(grads) for x in (q, k, v, beta, log_decay, initial_state)]
+    return *given[:5], None, given[5], None, None
+
+
+torch.library.register_autograd("deltazoo::triton_delta_rule", _autograd, setup_context=_setup_context, lib=_library)

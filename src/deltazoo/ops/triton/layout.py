@@ -1,0 +1,42 @@
+"""Where sequences and chunks lie: the few lines of address arithmetic that all kernels share.
+
+Per-chunk arrays are indexed by slot, `chunk * HV + head`. Without packing, chunk number `b * NT + i` is chunk i of
+row b. Packed sequences share one row: `chunk_offsets[n]` is the first chunk of sequence n, `chunk_sequence[i]` the
+sequence of chunk i; the arrays have room for `T / C + N` chunks, and spare ones belong to no sequence.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token of a chunk in the flattened tokens (int64), and how many tokens it has; none for spare chunks."""
+    if PACKED:
+        i_n = tl.load(chunk_sequence + i_t)
+        start = tl.load(cu_seqlens + i_n).to(tl.int64)
+        stop = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+        first = start + (i_t - tl.load(chunk_offsets + i_n)).to(tl.int64) * C
+        rows = tl.minimum(stop - first, C).to(tl.int32)
+    else:
+        first = i_b.to(tl.int64) * T + i_t * C
+        rows = tl.minimum(T - i_t * C, C)
+    return first, rows
+
+
+@triton.jit
+def sequence_bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token of a sequence or segment (int64), its length, and its first chunk (int64).
+
+    Rows that are not packed may be cut into `segments` pieces of `chunks` chunks, the last one shorter.
+    """
+    if PACKED:
+        first = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - first).to(tl.int32)
+        chunk = tl.load(chunk_offsets + i_n).to(tl.int64)
+    else:
+        row, start = (i_n // segments).to(tl.int64), i_n % segments * chunks
+        first = row * T + start * C
+        length = tl.minimum(T - start * C, chunks * C)
+        chunk = row * NT + start
+    return first, length, chunk

@@ -1,0 +1,284 @@
+"""Which kernels run in which order, and what is kept for the backward pass.
+
+Forward: prepare (chunk-parallel) -> scan (serial over chunks). Kept besides the inputs: the inverse and P of every
+chunk. Backward: scan again for the states, reverse scan, tail (chunk-parallel). With decay per channel the prepared
+operands are larger than the inputs, so the backward pass prepares them again instead of keeping them.
+
+Few heads and long rows leave most of the GPU idle in the serial scans. Rows are then cut into segments: one scan finds
+each segment's final state X from a zero state, another its transition M (the final state from the identity, without
+values); `S' = M S + X` chained over the segments gives the exact state each of them starts from, and all segments run
+at once. Backward the same chain runs transposed.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.triton.prepare import invert_kernel, prepare_channel_kernel, prepare_kernel
+from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
+from deltazoo.ops.triton.segments import chain_kernel
+from deltazoo.ops.triton.tail import tail_kernel
+from deltazoo.ops.triton.tiling import CHUNK, tiles_for
+
+__all__ = ["backward", "forward"]
+
+MIN_SEGMENT = 32
+"""Chunks in the shortest segment worth its three scans."""
+
+
+def chunk_table(cu_seqlens: Tensor | None, NT: int) -> tuple[Tensor | None, Tensor | None]:
+    """The sequence of each of NT chunks, and the first chunk of each sequence, int32 (see `layout`).
+
+    Built on the device, so that the host never waits for the entries of `cu_seqlens`.
+    """
+    if cu_seqlens is None:
+        return None, None
+    N = cu_seqlens.shape[0] - 1
+    offsets = torch.zeros(N + 1, dtype=torch.int32, device=cu_seqlens.device)
+    torch.cumsum((cu_seqlens.diff() + (CHUNK - 1)) // CHUNK, 0, dtype=torch.int32, out=offsets[1:])
+    chunks = torch.arange(NT, dtype=torch.int32, device=cu_seqlens.device)
+    sequence = torch.searchsorted(offsets, chunks, right=True, out_int32=True) - 1
+    return sequence.clamp_(max=N - 1), offsets
+
+
+def segments_of(chunks: int, programs: int) -> tuple[int, int]:
+    """Into how many segments to cut rows of so many chunks, and how many chunks each has.
+
+    Args:
+        programs: what the serial scans would run without a cut; about 256 fill a large GPU.
+    """
+    if chunks < 2 * MIN_SEGMENT or programs > 128:
+        return 1, chunks
+    length = -(-chunks // min(-(-256 // programs), chunks // MIN_SEGMENT))
+    return -(-chunks // length), length
+
+
+@dataclass
+class Prepared:
+    """What `prepare` makes of the inputs, per chunk or per token; see the kernels."""
+
+    AP: Tensor
+    beta: Tensor | None
+    G: Tensor | None
+    """log2-decay: cumulative per chunk `[slots, C]`, or, per channel, over the whole chunk `[slots, K]`."""
+    q_in: Tensor
+    k_in: Tensor
+    k_out: Tensor
+
+
+class Shapes:
+    """The sizes of one call, from shapes and dtypes alone."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        v: Tensor,
+        beta: Tensor | None,
+        log_decay: Tensor | None,
+        cu_seqlens: Tensor | None,
+        strict: bool,
+    ) -> None:
+        self.B, self.T, self.H, self.K = q.shape
+        self.HV, self.V = v.shape[2:]
+        self.half = q.dtype != torch.float32
+        self.decay = 0 if log_decay is None else log_decay.ndim - 2
+        self.terms = 0 if beta is None else 3 if strict and self.half else 1
+        self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.NT = -(-self.T // CHUNK) if cu_seqlens is None else self.T // CHUNK + self.N
+        """Chunks per row of the batch; packed, with room for the last, partial chunk of every sequence."""
+        self.slots = self.B * self.NT * self.HV
+        self.segments, self.segment_chunks = 1, self.NT
+        if cu_seqlens is None:
+            self.segments, self.segment_chunks = segments_of(self.NT, self.B * self.HV * -(-self.V // 64))
+        self.scans = self.N * self.segments
+        """Independent scans: sequences, or their segments."""
+
+
+class Problem(Shapes):
+    """One call: its inputs made contiguous, and the arguments that its launches share."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
+        initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(q, v, beta, log_decay, cu_seqlens, strict)
+        self.q, self.k, self.v = q.contiguous(), k.contiguous(), v.contiguous()
+        self.beta = None if beta is None else beta.contiguous()
+        self.log_decay = None if log_decay is None else log_decay.contiguous()
+        self.initial_state = None if initial_state is None else initial_state.float().contiguous()
+        self.tiles = tiles_for(self.K, self.V, self.half, self.decay, self.terms)
+        self.inverse_precision = "tf32" if self.half and not strict else "tf32x3"
+        self.cu_seqlens = cu_seqlens
+        self.chunk_sequence, self.chunk_offsets = chunk_table(cu_seqlens, self.NT)
+        self.common = dict(
+            scale=scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, BK=self.tiles.BK, C=CHUNK,
+            HAS_BETA=beta is not None, PACKED=cu_seqlens is not None, PRECISION="tf32" if self.half else "tf32x3",
+            cu_seqlens=cu_seqlens, chunk_offsets=self.chunk_offsets,
+        )  # fmt: skip
+
+    def float32(self, *shape: int) -> Tensor:
+        return self.q.new_empty(shape, dtype=torch.float32)
+
+    def per_chunk(self) -> dict:
+        """Arguments of the kernels that run one program per chunk and value head."""
+        return dict(H=self.H, chunk_sequence=self.chunk_sequence, **self.common)
+
+    def per_sequence(self) -> dict:
+        """Arguments of the kernels that walk through a sequence."""
+        heads = self.HV if self.decay == 2 else self.H
+        return dict(
+            HK=heads, DECAY=self.decay, TERMS=self.terms, segments=self.segments, chunks=self.segment_chunks,
+            **self.common,
+        )  # fmt: skip
+
+    def scan_grid(self, V: int, BV: int) -> tuple[int]:
+        return (-(-V // BV) * self.HV * self.scans,)
+
+
+def prepare(p: Problem) -> Prepared:
+    """The inverse and P of every chunk; per channel also the keys and queries with the chunk's decay multiplied in."""
+    AP = p.q.new_empty(p.slots, p.terms + 1, CHUNK, CHUNK)
+    chunk_beta = None if p.beta is None else p.float32(p.slots, CHUNK)
+    if p.decay < 2:
+        G = p.float32(p.slots, CHUNK) if p.decay else None
+        prepare_kernel[(p.slots,)](
+            p.q, p.k, p.beta, p.log_decay, AP, AP.view(torch.float32), chunk_beta, G, DECAY=p.decay, TERMS=p.terms,
+            INVERSE_PRECISION=p.inverse_precision, **p.per_chunk(), **p.tiles.prepare,
+        )  # fmt: skip
+        return Prepared(AP, chunk_beta, G, p.q, p.k, p.k)
+    G = p.float32(p.slots, p.K)
+    q_in, k_in, k_out = (p.q.new_empty(p.B, p.T, p.HV, p.K) for _ in range(3))
+    L = None if p.beta is None else p.float32(p.slots, CHUNK, CHUNK)
+    prepare_channel_kernel[(p.slots,)](
+        p.q, p.k, p.beta, p.log_decay, AP, L, chunk_beta, G, q_in, k_in, k_out, TERMS=p.terms,
+        **p.per_chunk() | p.tiles.channel,
+    )  # fmt: skip
+    if L is not None:
+        where = dict(cu_seqlens=p.cu_seqlens, chunk_sequence=p.chunk_sequence, chunk_offsets=p.chunk_offsets)
+        invert_kernel[(p.slots,)](
+            L, AP, T=p.T, NT=p.NT, HV=p.HV, C=CHUNK, TERMS=p.terms, PACKED=p.cu_seqlens is not None,
+            PRECISION=p.inverse_precision, **where, **p.tiles.prepare,
+        )  # fmt: skip
+    return Prepared(AP, chunk_beta, G, q_in, k_in, k_out)
+
+
+def scan(p: Problem, x: Prepared, initial_state: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    """Output and final states; with `keep` instead U and the states that enter the chunks."""
+    out = torch.empty_like(p.v)
+    states = p.v.new_empty(p.slots, p.V, p.K) if keep else p.float32(p.scans, p.HV, p.K, p.V)
+    tiles = p.tiles.keep if keep else p.tiles.scan
+    scan_kernel[p.scan_grid(p.V, tiles["BV"])](
+        x.q_in, x.k_in, x.k_out, p.v, x.beta, x.G, x.AP, out, out, states if keep else None, initial_state,
+        None if keep else states, V=p.V, HAS_V=True, INITIAL=int(initial_state is not None), OUTPUT=not keep, KEEP=keep,
+        **p.per_sequence(), **tiles,
+    )  # fmt: skip
+    return out, states
+
+
+def scan_segments(p: Problem, x: Prepared) -> tuple[Tensor, Tensor]:
+    """State that each segment starts from `[N * segments, HV, K, V]`, and its transition `[N * segments, HV, K, K]`."""
+
+    def run(V: int, v: Tensor | None) -> Tensor:
+        final = p.float32(p.scans, p.HV, p.K, V)
+        tiles = p.tiles.keep | dict(BV=min(p.tiles.keep["BV"], p.tiles.BK))
+        scan_kernel[p.scan_grid(V, tiles["BV"])](
+            x.q_in, x.k_in, x.k_out, v, x.beta, x.G, x.AP, None, None, None, None, final, V=V,
+            HAS_V=v is not None, INITIAL=0 if v is not None else 2, OUTPUT=False, KEEP=False,
+            **p.per_sequence(), **tiles,
+        )  # fmt: skip
+        return final
+
+    added, transitions = run(p.V, p.v), run(p.K, None)
+    return chain(p, transitions, added, p.initial_state, reverse=False), transitions
+
+
+def chain(p: Problem, transitions: Tensor, added: Tensor, first: Tensor | None, reverse: bool) -> Tensor:
+    """State that each segment starts from; in reverse the gradient of the state that it ends with."""
+    states = torch.empty_like(added)
+    BK, BV = min(p.tiles.BK, 64), 32
+    chain_kernel[(-(-p.V // BV) * p.HV * p.N,)](
+        transitions, added, first, states, p.segments, p.HV, K=p.K, V=p.V, BK=BK, BV=BV, REVERSE=reverse, num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
+    return states
+
+
+def reverse_scan(
+    p: Problem, x: Prepared, d_output: Tensor, d_final: Tensor | None, keep: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Z and the gradients of the states that leave the chunks (None without `keep`), and of the initial states."""
+    Z = torch.empty_like(d_output) if keep else None
+    d_states = d_output.new_empty(p.slots, p.V, p.K) if keep else None
+    d_initial = p.float32(p.scans, p.HV, p.K, p.V)
+    tiles = p.tiles.reverse
+    reverse_scan_kernel[p.scan_grid(p.V, tiles["BV"])](
+        x.q_in, x.k_in, x.k_out, x.beta, x.G, x.AP, d_output, Z, d_states, d_final, d_initial, V=p.V,
+        HAS_FINAL=d_final is not None, HAS_INITIAL=True, KEEP=keep, **p.per_sequence(), **tiles,
+    )  # fmt: skip
+    return Z, d_states, d_initial
+
+
+def reverse_scan_segments(
+    p: Problem, x: Prepared, d_output: Tensor, d_final: Tensor | None, transitions: Tensor
+) -> Tensor:
+    """Gradient of the state that each segment ends with, `[N * segments, HV, K, V]`."""
+    added = reverse_scan(p, x, d_output, None, keep=False)[2]
+    return chain(p, transitions, added, d_final, reverse=True)
+
+
+def forward(*inputs) -> tuple[Tensor | None, ...]:
+    """Output, final state, and what the backward pass keeps: AP, beta and G per chunk, and, of a row cut into segments,
+    their starts and transitions. Inputs as `Problem` takes them."""
+    p = Problem(*inputs)
+    x = prepare(p)
+    starts, transitions = p.initial_state, None
+    if p.segments > 1:
+        starts, transitions = scan_segments(p, x)
+    output, final = scan(p, x, starts, keep=False)
+    final = final.unflatten(0, (p.N, p.segments))[:, -1].contiguous() if p.segments > 1 else final
+    kept = (None, None, None) if p.decay == 2 else (x.AP, x.beta, x.G)
+    return output, final, *kept, None if transitions is None else starts, transitions
+
+
+class Kept(NamedTuple):
+    """What the forward pass keeps for the backward pass; per channel it keeps nothing per chunk."""
+
+    AP: Tensor
+    beta: Tensor | None
+    G: Tensor | None
+    starts: Tensor
+    """Of a row cut into segments: the state that each starts from."""
+    transitions: Tensor
+
+
+def backward(*inputs, kept: Kept, d_output: Tensor, d_final: Tensor | None) -> list[Tensor | None]:
+    """Gradients of q, k, v, beta, log_decay and initial_state; None for those that were not given."""
+    p = Problem(*inputs)
+    d_output = d_output.contiguous()
+    d_final = None if d_final is None else d_final.float().contiguous()
+    x = prepare(p) if p.decay == 2 else Prepared(kept.AP, kept.beta, kept.G, p.q, p.k, p.k)
+    starts = p.initial_state
+    if p.segments > 1:
+        starts, d_final = kept.starts, reverse_scan_segments(p, x, d_output, d_final, kept.transitions)
+    U, states = scan(p, x, starts, keep=True)
+    Z, d_states, d_starts = reverse_scan(p, x, d_output, d_final, keep=True)
+    d_initial = None if p.initial_state is None else d_starts.unflatten(0, (p.N, p.segments))[:, 0]
+    # Value heads that share a key head sum their dq and dk outside, in float32.
+    dtype = p.q.dtype if p.H == p.HV else torch.float32
+    dq, dk = (p.q.new_empty(p.B, p.T, p.HV, p.K, dtype=dtype) for _ in range(2))
+    dv = torch.empty_like(p.v)
+    shares = -(-p.K // p.tiles.tail["BK"])
+    d_beta = None if p.beta is None else p.float32(shares, *p.beta.shape)
+    d_log_decay = None if p.log_decay is None else p.float32(*(shares,) * (p.decay == 1), *p.log_decay.shape)
+    tail_kernel[(shares * p.slots,)](
+        p.q, p.k, p.v, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, dq, dk, dv, d_beta, d_log_decay,
+        shares_stride=p.B * p.T * p.HV, V=p.V, DECAY=p.decay, **p.per_chunk() | p.tiles.tail,
+    )  # fmt: skip
+    d_beta = None if d_beta is None else d_beta.sum(0)
+    if d_log_decay is not None and p.decay == 1:
+        d_log_decay = d_log_decay.sum(0)
+    if p.H != p.HV:
+        dq, dk = (grad.unflatten(2, (p.H, -1)).sum(3).to(p.q.dtype) for grad in (dq, dk))
+    return [dq, dk, dv, d_beta, d_log_decay, d_initial]

@@ -1,0 +1,293 @@
+"""Chunk-parallel preparation: the inverse `A = (I + L)^-1` of every chunk, `L = strict_lower(diag(beta) gram(k, k))`.
+
+One program owns one chunk of one value head. Forward substitution in float32 inside diagonal blocks of 16 tokens, then
+block substitution with small tf32 products, of three terms in strict mode: so the inverse survives repeated keys with
+any step size in [0, 2]. It is stored as one 16-bit term in fast mode and as three that sum to it in strict mode, since
+rounding it to one is what breaks chunk kernels on repeated keys with step sizes above 1 (docs/kernels.md).
+
+The program's own slot of the output doubles as its scratch memory: `L` goes through it from the layout of the matrix
+unit to the rows that the substitution reads. A barrier between store and load makes that visible inside the program.
+"""
+
+import triton
+import triton.language as tl
+
+from deltazoo.ops.triton.layout import chunk_bounds
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# A factor of 2^-200 is zero in float32, also behind a state of any size; a log-decay of -inf stays finite this way.
+LOG2_FLOOR = tl.constexpr(-200.0)
+
+
+@triton.jit
+def store_columns(A, X, first: tl.constexpr, C: tl.constexpr, TERMS: tl.constexpr):
+    """16 columns of the transposed inverse, as TERMS matrices that sum to it, largest first."""
+    offsets = tl.arange(0, C)[:, None] * C + first + tl.arange(0, 16)[None, :]
+    for i in tl.static_range(TERMS):
+        term = X.to(A.dtype.element_ty)
+        tl.store(A + i * C * C + offsets, term)
+        X -= term.to(tl.float32)
+
+
+@triton.jit
+def store_inverse(scratch, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
+    """Store the transpose of `(I + L)^-1`; `scratch [64, 64]` float32 holds the strictly lower L and is overwritten."""
+    o_c, o_j = tl.arange(0, C), tl.arange(0, 16)
+    block, column = o_c // 16, o_c % 16
+    # Diagonal blocks, all four at once: row c of D is column c of the inverse of its block.
+    D = tl.where((o_j[None, :] == 0) & (column[:, None] == 0), 1.0, 0.0)
+    p_row = scratch + block[:, None] * (16 * C + 16) + o_j[None, :]
+    for i in tl.static_range(1, 16):
+        x = tl.where(column == i, 1.0, 0.0) - tl.sum(tl.load(p_row + i * C) * D, 1)
+        D = tl.where(o_j[None, :] == i, x[:, None], D)
+
+    # Row blocks of the inverse, transposed: X_I = (E_I - sum_{J<I} L_IJ X_J) scaled by D_I from the left.
+    p_L = scratch + o_j[:, None] + o_j[None, :] * C
+    L10 = tl.load(p_L + 16 * C)
+    L20, L21 = tl.load(p_L + 32 * C), tl.load(p_L + 32 * C + 16)
+    L30, L31, L32 = tl.load(p_L + 48 * C), tl.load(p_L + 48 * C + 16), tl.load(p_L + 48 * C + 32)
+    tl.debug_barrier()  # every thread has read its part of L
+    tl.store(scratch + o_c[:, None] * 16 + o_j[None, :], D)
+    tl.debug_barrier()
+    p_D = scratch + o_j[:, None] * 16 + o_j[None, :]
+    D1, D2, D3 = tl.load(p_D + 256), tl.load(p_D + 512), tl.load(p_D + 768)
+    X0 = tl.where(block[:, None] == 0, D, 0.0)
+    R = tl.dot(X0, L10, input_precision=PRECISION)
+    X1 = tl.where(block[:, None] == 1, D, 0.0) - tl.dot(R, D1, input_precision=PRECISION)
+    R = tl.dot(X0, L20, input_precision=PRECISION)
+    R = tl.dot(X1, L21, R, input_precision=PRECISION)
+    X2 = tl.where(block[:, None] == 2, D, 0.0) - tl.dot(R, D2, input_precision=PRECISION)
+    R = tl.dot(X0, L30, input_precision=PRECISION)
+    R = tl.dot(X1, L31, R, input_precision=PRECISION)
+    R = tl.dot(X2, L32, R, input_precision=PRECISION)
+    X3 = tl.where(block[:, None] == 3, D, 0.0) - tl.dot(R, D3, input_precision=PRECISION)
+    tl.debug_barrier()  # the scratch is overwritten now
+    store_columns(A, X0, 0, C, TERMS)
+    store_columns(A, X1, 16, C, TERMS)
+    store_columns(A, X2, 32, C, TERMS)
+    store_columns(A, X3, 48, C, TERMS)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
+def prepare_kernel(
+    q,
+    k,
+    beta,
+    log_decay,
+    AP,
+    scratch,
+    chunk_beta,
+    G,
+    cu_seqlens,
+    chunk_sequence,
+    chunk_offsets,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    TERMS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INVERSE_PRECISION: tl.constexpr,
+):
+    """A, P, step sizes and cumulative log2-decay G of one chunk; no decay or one per head. Grid (B * NT * HV)."""
+    i_h, i_t, i_b = tl.program_id(0) % HV, tl.program_id(0) // HV % NT, tl.program_id(0) // HV // NT
+    first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+    if rows <= 0:
+        return
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_c, m_ck = o_c < rows, (o_c < rows)[:, None] & (o_k < K)[None, :]
+    below, above = o_c[:, None] > o_c[None, :], o_c[:, None] < o_c[None, :]
+    slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
+    o_qk = (first * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
+    o_gate = first * HV + i_h + o_c * HV
+    b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
+    b_q = tl.load(q + o_qk, mask=m_ck, other=0.0)
+    P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+    P = tl.where(above, 0.0, P)
+    if DECAY == 1:
+        b_g = tl.load(log_decay + o_gate, mask=m_c, other=0.0).to(tl.float32) * LOG2E
+        b_G = tl.cumsum(tl.maximum(b_g, LOG2_FLOOR), 0)
+        tl.store(G + slot * C + o_c, b_G)
+        D = tl.exp2(tl.where(above, 0.0, b_G[:, None] - b_G[None, :]))
+        P *= D
+    P = P.to(AP.dtype.element_ty)
+    AP += slot * ((TERMS + 1) * C * C)
+    if HAS_BETA:
+        b_beta = tl.load(beta + o_gate, mask=m_c, other=0.0).to(tl.float32)
+        tl.store(chunk_beta + slot * C + o_c, b_beta)
+        L = b_beta[:, None] * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        if DECAY == 1:
+            L *= D
+        SLOT: tl.constexpr = (TERMS + 1) * C * C * AP.dtype.element_ty.primitive_bitwidth // 32
+        scratch += slot * SLOT
+        in_blocks = (o_c // 16)[:, None] >= (o_c // 16)[None, :]
+        tl.store(scratch + o_c[:, None] * C + o_c[None, :], tl.where(below, L, 0.0), mask=in_blocks)
+        tl.debug_barrier()  # L was written by other threads of this program
+        store_inverse(scratch, AP, C, TERMS, INVERSE_PRECISION)
+    tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], P)
+
+
+@triton.jit
+def three_terms(x, DTYPE: tl.constexpr):
+    """Float32 x as three terms of DTYPE that sum to it; float32 stays one term and two that nothing reads."""
+    a = x.to(DTYPE)
+    b = (x - a.to(tl.float32)).to(DTYPE)
+    c = (x - a.to(tl.float32) - b.to(tl.float32)).to(DTYPE)
+    return a, b, c
+
+
+@triton.jit
+def masked_sum(mask, x, y, z):
+    """`mask @ (x + y + z)`: sums of selected rows on the matrix unit, of one sign, so that no exponent loses bits."""
+    M = mask.to(x.dtype)
+    if x.dtype == tl.float32:
+        out = tl.dot(M, x, input_precision="tf32x3")
+    else:
+        out = tl.dot(M, z)
+        out = tl.dot(M, y, out)
+        out = tl.dot(M, x, out)
+    return out
+
+
+@triton.jit
+def undo_decay(x, G, DTYPE: tl.constexpr):
+    """`x o exp2(-G)`, and which rows may use it: those with all of exp2(-G) in the range of DTYPE.
+
+    G falls along a chunk, so these rows come first, and whether a row is one of them never depends on later tokens.
+    """
+    LIMIT: tl.constexpr = 6.0 if tl.float16 == DTYPE else 100.0
+    return (x * tl.exp2(tl.minimum(-G, LIMIT))).to(DTYPE), tl.min(G, 1) >= -LIMIT
+
+
+@triton.jit
+def level_factor(g1, g2, g3, o_c, level):
+    """Decay between each row and the middle of its block of `2 << level` rows, as a factor <= 1 (g: log2-decays).
+
+    A pair of tokens i >= j with i in the right and j in the left half meets at that middle, so the product of the two
+    factors is the decay between them: no exponent is ever positive, whatever the gates are.
+    """
+    middle = (o_c >> (level + 1) << (level + 1)) + (1 << level) - 1
+    near, far = tl.minimum(o_c, middle)[:, None], tl.maximum(o_c, middle)[:, None]
+    return tl.exp2(masked_sum((o_c[None, :] > near) & (o_c[None, :] <= far), g1, g2, g3))
+
+
+@triton.jit
+def level_mask(o_c, level):
+    """Pairs (i, j) with i in the right and j in the left half of one block of `2 << level` rows."""
+    half = o_c >> level
+    return ((half >> 1)[:, None] == (half >> 1)[None, :]) & (half[:, None] > half[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
+def prepare_channel_kernel(
+    q,
+    k,
+    beta,
+    log_decay,
+    AP,
+    L,
+    chunk_beta,
+    G,
+    q_in,
+    k_in,
+    k_out,
+    cu_seqlens,
+    chunk_sequence,
+    chunk_offsets,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    TERMS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """For one decay per key channel: P, L, step sizes, and q and k with the chunk's decay multiplied in.
+
+    The decay sits inside the products over channels. Rows that the decay since the chunk's start leaves in range take
+    one product, `(q o exp(G)) (k o exp(-G))^T`; the rows after them, if any, take six levels of blocks, each twice as
+    long as the one before, which cover every pair of tokens once. Channels in tiles of BK. Grid (B * NT * HV).
+    """
+    i_h, i_t, i_b = tl.program_id(0) % HV, tl.program_id(0) // HV % NT, tl.program_id(0) // HV // NT
+    first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+    if rows <= 0:
+        return
+    o_c = tl.arange(0, C)
+    m_c = o_c < rows
+    slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    diagonal, below = o_c[:, None] == o_c[None, :], o_c[:, None] > o_c[None, :]
+    b_P = tl.zeros([C, C], dtype=tl.float32)
+    b_N = tl.zeros([C, C], dtype=tl.float32)
+    for i_k in tl.range(0, K, BK, num_stages=1):
+        o_k = i_k + tl.arange(0, BK)
+        m_ck = m_c[:, None] & (o_k < K)[None, :]
+        o_qk = (first * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
+        o_gk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+        b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
+        b_q = tl.load(q + o_qk, mask=m_ck, other=0.0)
+        b_g = tl.maximum(tl.load(log_decay + o_gk, mask=m_ck, other=0.0).to(tl.float32) * LOG2E, LOG2_FLOOR)
+        tl.store(G + slot * K + o_k, tl.sum(b_g, 0), mask=o_k < K)
+        g1, g2, g3 = three_terms(b_g, DTYPE)
+        b_G = masked_sum(o_c[None, :] <= o_c[:, None], g1, g2, g3)
+        exit = tl.exp2(masked_sum(o_c[None, :] > o_c[:, None], g1, g2, g3))
+        q_read, k_read = (b_q * tl.exp2(b_G)).to(DTYPE), (b_k * tl.exp2(b_G)).to(DTYPE)
+        tl.store(q_in + o_gk, q_read, mask=m_ck)
+        tl.store(k_in + o_gk, k_read, mask=m_ck)
+        tl.store(k_out + o_gk, (b_k * exit).to(DTYPE), mask=m_ck)
+        b_P += tl.where(diagonal, tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)[:, None], 0.0)
+        k_written, direct = undo_decay(b_k, b_G, DTYPE)
+        pairs = below & direct[:, None]
+        b_P += tl.where(pairs, tl.dot(q_read, tl.trans(k_written), input_precision=PRECISION), 0.0)
+        if HAS_BETA:
+            b_N += tl.where(pairs, tl.dot(k_read, tl.trans(k_written), input_precision=PRECISION), 0.0)
+        if tl.min(direct.to(tl.int32), 0) == 0:
+            for level in tl.range(6, num_stages=1):
+                f = level_factor(g1, g2, g3, o_c, level)
+                pairs = level_mask(o_c, level) & (direct == 0)[:, None]
+                k_f, q_f = (b_k * f).to(DTYPE), (b_q * f).to(DTYPE)
+                b_P += tl.where(pairs, tl.dot(q_f, tl.trans(k_f), input_precision=PRECISION), 0.0)
+                if HAS_BETA:
+                    b_N += tl.where(pairs, tl.dot(k_f, tl.trans(k_f), input_precision=PRECISION), 0.0)
+    AP += slot * ((TERMS + 1) * C * C) + TERMS * C * C
+    tl.store(AP + o_c[None, :] * C + o_c[:, None], (b_P * scale).to(AP.dtype.element_ty))
+    if HAS_BETA:
+        b_beta = tl.load(beta + first * HV + i_h + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
+        tl.store(chunk_beta + slot * C + o_c, b_beta)
+        tl.store(L + slot * C * C + o_c[:, None] * C + o_c[None, :], b_beta[:, None] * b_N)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "HV"])
+def invert_kernel(
+    L,
+    AP,
+    cu_seqlens,
+    chunk_sequence,
+    chunk_offsets,
+    T,
+    NT,
+    HV,
+    C: tl.constexpr,
+    TERMS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The inverse of one chunk, from an L that lies in memory; overwrites L. Grid (B * NT * HV)."""
+    i_h, i_t, i_b = tl.program_id(0) % HV, tl.program_id(0) // HV % NT, tl.program_id(0) // HV // NT
+    first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+    if rows <= 0:
+        return
+    slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
+    store_inverse(L + slot * C * C, AP + slot * ((TERMS + 1) * C * C), C, TERMS, PRECISION)

@@ -1,0 +1,313 @@
+"""Decoding: one token, or a handful, at a time, with the state read once and written once.
+
+A step does about one operation per byte of state, so the kernel is a copy of the state with arithmetic hidden in it.
+Each program takes a few value columns of one head, all keys deep: `[K, BV]` in registers. Value columns never mix, so
+programs share nothing. With `S~ = D S`, `u = beta (v - k^T S~)` and `S' = S~ + k u^T`, the output is read as
+
+    o = scale * (q^T S~ + (q^T k) u)        and not as        o = scale * q^T S'
+
+which is the same number, but then both sums over the keys depend on the decayed state alone and run side by side.
+
+Source: the recurrence of arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per
+channel).
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["MAX_KEY_DIM", "Tile", "choose_tile", "launch", "recurrent_step", "recurrent_steps"]
+
+MAX_KEY_DIM = 256
+"""All keys of a head sit in one program's registers."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Tile(NamedTuple):
+    """How one head's state is cut into programs."""
+
+    columns: int
+    """Value columns of one program, a power of two."""
+    warps: int
+    eviction: str = ""
+    """Triton's eviction policy for the state: "" or "evict_first"."""
+
+
+# Plain integers here and below: triton.next_power_of_2 and triton.cdiv cost microseconds a call on the host.
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@functools.cache
+def choose_tile(K: int, V: int) -> Tile:
+    """The tile for heads of size `[K, V]`: 32 value channels, so rows of 128 bytes, and 64 elements per thread.
+
+    It depends on nothing else, so a new batch size compiles nothing new. Measured on an H200 beside eight other tiles:
+    benchmarks/results/decode_step_h200.json.
+    """
+    rows, columns = _next_power_of_2(K), min(32, _next_power_of_2(V))
+    return Tile(columns, warps=max(1, rows * columns // 2048))
+
+
+# Left out: T, because T = 1 removes the loop, and the alignment of the states, because it allows 16-byte accesses.
+_UNSPECIALIZED = ["scale", "HV", "GROUP", *(f"{x}_{axis}" for x in "qkv" for axis in ("batch", "token", "head"))]
+
+
+@triton.jit(
+    do_not_specialize=_UNSPECIALIZED,
+    do_not_specialize_on_alignment=["q", "k", "v", "beta", "log_decay", "output", "T"],
+)
+def _recurrent_kernel(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V]
+    beta,  # [B, T, HV] or None: no correction term
+    log_decay,  # None, [B, T, HV] or [B, T, HV, K]
+    state,  # [B, HV, K, V]
+    new_state,  # the same shape, or the same memory
+    output,  # [B, T, HV, V]
+    scale,
+    T,
+    HV,
+    GROUP,
+    q_batch,  # strides; the last axis of q, k and v is contiguous, all other tensors wholly so
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DECAY_PER_CHANNEL: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    COLUMN_BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    matrix = (program // COLUMN_BLOCKS).to(
+        tl.int64
+    )  # this program's place in [B, HV]; 64 bits for every offset from it
+    batch = matrix // HV
+    head = matrix % HV
+    keys = tl.arange(0, BK)
+    columns = (program % COLUMN_BLOCKS) * BV + tl.arange(0, BV)
+    key_mask = keys < K
+    column_mask = columns < V
+
+    # The state first: it is nearly all of the traffic, and everything up to its first use happens while it flies.
+    tile = matrix * (K * V) + (keys[:, None] * V + columns[None, :])
+    tile_mask = key_mask[:, None] & column_mask[None, :]
+    S = tl.load(state + tile, mask=tile_mask, other=0.0, eviction_policy=EVICTION)
+
+    q += batch * q_batch + head // GROUP * q_head
+    k += batch * k_batch + head // GROUP * k_head
+    v += batch * v_batch + head * v_head
+    token_head = batch * T * HV + head
+    for _ in range(T):
+        q_t = tl.load(q + keys, mask=key_mask, other=0.0)
+        k_t = tl.load(k + keys, mask=key_mask, other=0.0)
+        v_t = tl.load(v + columns, mask=column_mask, other=0.0)
+        if log_decay is not None:
+            if DECAY_PER_CHANNEL:
+                g = tl.load(log_decay + token_head * K + keys, mask=key_mask, other=0.0)
+            else:
+                g = tl.load(log_decay + token_head)
+        if beta is not None:
+            b = tl.load(beta + token_head).to(tl.float32)
+
+        q_t = q_t.to(tl.float32)
+        k_t = k_t.to(tl.float32)
+        u = v_t.to(tl.float32)
+        if log_decay is not None:
+            decay = tl.exp(g.to(tl.float32))
+            S *= decay[:, None] if DECAY_PER_CHANNEL else decay
+        read = tl.sum(S * q_t[:, None], axis=0)
+        if beta is not None:
+            u = b * (u - tl.sum(S * k_t[:, None], axis=0))
+        S += k_t[:, None] * u[None, :]
+        o = scale * (read + tl.sum(q_t * k_t, axis=0) * u)
+        tl.store(output + token_head * V + columns, o.to(output.dtype.element_ty), mask=column_mask)
+        q += q_token
+        k += k_token
+        v += v_token
+        token_head += HV
+
+    tl.store(new_state + tile, S, mask=tile_mask, eviction_policy=EVICTION)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+    new_state: Tensor,
+    output: Tensor,
+    scale: float,
+    tile: Tile,
+) -> None:
+    """Run the kernel on tensors already laid out for it: read `state`, fill `new_state` and `output`.
+
+    Args:
+        q, k: `[B, T, H, K]`, v: `[B, T, HV, V]`; last axis contiguous, other strides free.
+        beta: `[B, T, HV]` or None; log_decay: None, `[B, T, HV]` or `[B, T, HV, K]`; contiguous.
+        state, new_state: `[B, HV, K, V]` float32, contiguous; may be one tensor.
+        output: `[B, T, HV, V]`, contiguous.
+        scale: factor on q.
+        tile: how to cut the state.
+    """
+    B, T, HV, V = v.shape
+    H, K = k.shape[2:]
+    _recurrent_kernel[(B * HV * -(-V // tile.columns),)](
+        q,
+        k,
+        v,
+        beta,
+        log_decay,
+        state,
+        new_state,
+        output,
+        scale,
+        T,
+        HV,
+        HV // H,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        K=K,
+        V=V,
+        BK=_next_power_of_2(K),
+        BV=tile.columns,
+        DECAY_PER_CHANNEL=log_decay is not None and log_decay.ndim == 4,
+        EVICTION=tile.eviction,
+        num_warps=tile.warps,
+    )
+
+
+def recurrent_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+    scale: float,
+    *,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token of the recurrence. No gradients: for inference.
+
+    Shapes are the caller's business (`check_step_shapes`); nothing here reads a value back from the device.
+
+    Args:
+        q, k: `[B, 1, H, K]` float32, bfloat16 or float16, K <= 256; v: `[B, 1, HV, V]` of the same dtype.
+        beta: `[B, 1, HV]`, effective step size; None leaves the correction term out (linear attention).
+        log_decay: None, `[B, 1, HV]` or `[B, 1, HV, K]`, natural log, <= 0; -inf forgets everything.
+        state: `[B, HV, K, V]`.
+        scale: factor on q.
+        inplace: write the new state into `state`, which must then be contiguous and float32 (a static cache).
+
+    Returns:
+        Output `[B, 1, HV, V]` in v's dtype and the new state, float32: `state` itself if `inplace`.
+
+    Raises:
+        ValueError: more or less than one token, or a state that cannot be updated in place.
+        NotImplementedError: float64, or K > 256.
+    """
+    if v.shape[1] != 1:
+        raise ValueError(f"a step takes one token (T = 1), got T = {v.shape[1]}; use recurrent_steps for a few")
+    return recurrent_steps(q, k, v, beta, log_decay, state, scale, inplace=inplace)
+
+
+def recurrent_steps(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+    scale: float,
+    *,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Several tokens in one launch, the state staying in registers between them: right for any T, fast for a few.
+
+    Arguments, results and errors as in `recurrent_step`, with T tokens; the state returned is the one after the last.
+    """
+    if inplace:
+        return torch.ops.deltazoo.recurrent_step_.default(q, k, v, beta, log_decay, state, scale), state
+    return torch.ops.deltazoo.recurrent_step.default(q, k, v, beta, log_decay, state, scale)
+
+
+def _functional(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    state = state.to(torch.float32).contiguous()
+    new_state = torch.empty_like(state)
+    return _run(q, k, v, beta, log_decay, state, new_state, scale), new_state
+
+
+def _in_place(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor, scale: float
+) -> Tensor:
+    if state.dtype != torch.float32 or not state.is_contiguous():
+        raise ValueError(
+            f"a state updated in place must be contiguous and float32, got {state.dtype} with strides {state.stride()} "
+            f"for shape {tuple(state.shape)}"
+        )
+    if not state.is_inference():  # the kernel writes behind autograd's back: let it notice
+        torch.autograd.graph.increment_version(state)
+    return _run(q, k, v, beta, log_decay, state, state, scale)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+    new_state: Tensor,
+    scale: float,
+) -> Tensor:
+    K, V = state.shape[2:]
+    if v.dtype not in _DTYPES:
+        raise NotImplementedError(f"the recurrent kernel takes float32, bfloat16 or float16, got {v.dtype}")
+    if K > MAX_KEY_DIM:
+        raise NotImplementedError(f"the recurrent kernel takes K <= {MAX_KEY_DIM}, got {K}")
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    beta, log_decay = (None if x is None else x.contiguous() for x in (beta, log_decay))
+    output = v.new_empty(v.shape)
+    with torch.cuda.device_of(v):  # Triton launches on the current device, which need not be the tensors'
+        launch(q, k, v, beta, log_decay, state, new_state, output, scale, choose_tile(K, V))
+    return output
+
+
+# The bare Library and not torch.library.custom_op: that one adds 11 microseconds to a call, this one 3, and a decode
+# step is too short to hide them.
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay"
+_library = torch.library.Library("deltazoo", "FRAGMENT")
+_library.define(f"recurrent_step({_ARGUMENTS}, Tensor state, float scale) -> (Tensor, Tensor)")
+_library.define(f"recurrent_step_({_ARGUMENTS}, Tensor(a!) state, float scale) -> Tensor")
+_library.impl("recurrent_step", _functional, "CompositeExplicitAutograd")
+_library.impl("recurrent_step_", _in_place, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("deltazoo::recurrent_step", lib=_library)
+def _(q, k, v, beta, log_decay, state, scale):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape), state.new_empty(state.shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("deltazoo::recurrent_step_", lib=_library)
+def _(q, k, v, beta, log_decay, state, scale):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape)

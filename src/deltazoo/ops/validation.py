@@ -1,0 +1,145 @@
+"""What the operators accept. Every message says what was passed and what was expected.
+
+Shapes, dtypes and devices are always checked. What a tensor holds (the sign of `log_decay`, the entries of
+`cu_seqlens`) is checked on the CPU always, and on a GPU only inside `check_values()`, because reading it makes the
+host wait for the device.
+"""
+
+import contextlib
+import difflib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_shapes", "check_step_shapes", "check_tensor_values", "check_values", "unknown_name"]
+
+_check_gpu_values = False
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@contextlib.contextmanager
+def check_values(enabled: bool = True) -> Iterator[None]:
+    """Inside this context the values of GPU tensors are checked too; each check makes the host wait for the device."""
+    global _check_gpu_values
+    previous, _check_gpu_values = _check_gpu_values, enabled
+    try:
+        yield
+    finally:
+        _check_gpu_values = previous
+
+
+def unknown_name(kind: str, name: object, known: list[str]) -> str:
+    """Message for a name that is not one of `known`, with the nearest match."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return (
+        f"unknown {kind} {name!r}{hint} Known: {', '.join(known)}"
+        if hint
+        else f"unknown {kind} {name!r}; known: {', '.join(known)}"
+    )
+
+
+def check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise ValueError unless shapes, dtypes and devices fit the contract of `delta_rule`."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions [B, T, heads, channels], got shape {tuple(x.shape)}")
+        if x.dtype not in _FLOATS:
+            raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
+    if q.shape != k.shape:
+        raise ValueError(f"q and k must have the same shape [B, T, H, K], got {tuple(q.shape)} and {tuple(k.shape)}")
+    B, T, H, K = k.shape
+    HV, V = v.shape[2:]
+    if v.shape[:2] != (B, T):
+        raise ValueError(f"v must have shape ({B}, {T}, HV, V) to match k, got {tuple(v.shape)}")
+    if H == 0 or HV == 0 or HV % H:
+        raise ValueError(f"the number of value heads must be a positive multiple of the key heads, got {HV} and {H}")
+    if K == 0 or V == 0:
+        raise ValueError(f"head dimensions must be positive, got K={K} and V={V}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if beta is not None:
+        _check_gate("beta", beta, [(B, T, HV)])
+    if log_decay is not None:
+        _check_gate("log_decay", log_decay, [(B, T, HV), (B, T, HV, K)])
+    N = B
+    if cu_seqlens is not None:
+        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+        if B != 1:
+            raise ValueError(
+                f"packed sequences (cu_seqlens) need batch size 1, got {B}: flatten the batch into one row"
+            )
+        N = len(cu_seqlens) - 1
+    if initial_state is not None:
+        _check_state("initial_state", initial_state, (N, HV, K, V))
+    _check_devices(q=q, k=k, v=v, beta=beta, log_decay=log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+def check_step_shapes(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, state: Tensor
+) -> None:
+    """Raise ValueError unless the arguments fit the contract of `delta_rule_step`: exactly one token."""
+    check_shapes(q, k, v, beta, log_decay, state, None)
+    if q.shape[1] != 1:
+        raise ValueError(f"a step takes one token (T = 1), got T = {q.shape[1]}; use delta_rule for more")
+
+
+def check_tensor_values(log_decay: Tensor | None, cu_seqlens: Tensor | None, T: int) -> None:
+    """Raise ValueError for positive log-decay or a malformed `cu_seqlens`; reads tensors only where that is cheap."""
+    if log_decay is not None and _readable(log_decay) and log_decay.numel():
+        largest = log_decay.detach().max().item()
+        if largest > 0:
+            raise ValueError(
+                f"log_decay must be <= 0 (a natural logarithm of a factor in [0, 1]), got a value of {largest:g}"
+            )
+    if cu_seqlens is not None and _readable(cu_seqlens):
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0:
+            raise ValueError(f"cu_seqlens must start at 0, got {bounds[0]}")
+        if bounds[-1] != T:
+            raise ValueError(f"cu_seqlens must end at the number of tokens, {T}, got {bounds[-1]}")
+        for i, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            if stop < start:
+                raise ValueError(f"cu_seqlens must not descend, got {start} then {stop} at positions {i} and {i + 1}")
+
+
+def _readable(x: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False  # a traced program has no values yet
+    return x.device.type == "cpu" or (_check_gpu_values and x.device.type != "meta")
+
+
+def _check_gate(name: str, x: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    if tuple(x.shape) not in shapes:
+        raise ValueError(
+            f"{name} must have shape {' or '.join(map(str, shapes))} to match k and v, got {tuple(x.shape)}"
+        )
+    if x.dtype not in _FLOATS:
+        raise ValueError(f"{name} must be a floating-point tensor, float32 wanted, got {x.dtype}")
+
+
+def _check_state(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape} [sequences, HV, K, V], got {tuple(x.shape)}")
+    if x.dtype not in _FLOATS:
+        raise ValueError(f"{name} must be a floating-point tensor, float32 wanted, got {x.dtype}")
+
+
+def _check_devices(**tensors: Tensor | None) -> None:
+    devices = {name: x.device for name, x in tensors.items() if x is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError(
+            f"all tensors must be on one device, got {', '.join(f'{n} on {d}' for n, d in devices.items())}"
+        )

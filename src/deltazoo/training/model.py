@@ -1,0 +1,35 @@
+"""The model that the ``model`` section of a configuration describes."""
+
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
+from deltazoo.spec import get_variant
+from deltazoo.training.tokenizer import begin_id
+
+
+def build_model(section: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A new model with random weights (from torch's global generator).
+
+    Args:
+        section: ``mixer`` and keys of ``DeltaRuleConfig``. A variant with a Hub type of its own gets it, any other
+            the generic ``delta_rule``.
+        tokenizer: gives the vocabulary size and the ids of the special tokens.
+
+    Raises:
+        ValueError: an unknown variant or key, or sizes that do not fit together.
+    """
+    keys = dict(section)
+    spec = get_variant(keys.pop("mixer"))
+    if spec.hub_model_type is None:
+        keys["mixer"] = spec.name
+    config = AutoConfig.for_model(
+        spec.hub_model_type or "delta_rule",
+        vocab_size=len(tokenizer),
+        bos_token_id=begin_id(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **keys,
+    )
+    return AutoModelForCausalLM.from_config(config)

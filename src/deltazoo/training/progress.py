@@ -1,0 +1,35 @@
+"""Progress for a person: a live bar on a terminal, silence elsewhere."""
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+T = TypeVar("T")
+
+# One console on standard error, so that results on standard output can be piped.
+console = Console(stderr=True)
+
+
+def progress_bar(*columns: str) -> Progress:
+    """A bar with counts and times; ``columns`` are templates such as ``"{task.fields[loss]}"`` put behind them."""
+    return Progress(
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        *(TextColumn(column) for column in columns),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    """Iterate with a bar that disappears at the end."""
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    with progress_bar() as progress:
+        yield from progress.track(items, total=total, description=description)

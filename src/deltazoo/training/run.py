@@ -1,0 +1,221 @@
+"""One training run from a configuration to a finished model on disk."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers.utils import logging
+
+from deltazoo.training.checkpoint import checkpoints, whole_or_not_at_all
+from deltazoo.training.config import RunConfig, load_config, save_config
+from deltazoo.training.corpus import Corpus, read_corpus
+from deltazoo.training.model import build_model
+from deltazoo.training.packing import PackedRows, pack_in_order, spread
+from deltazoo.training.progress import console
+from deltazoo.training.stream import StreamedRows
+from deltazoo.training.text import Records, TextFiles, open_text
+from deltazoo.training.tokenizer import build_tokenizer, encode_documents
+from deltazoo.training.trainer import PackedTrainer, training_arguments
+
+MODEL_CONFIG = "training.yaml"  # beside the weights: the configuration they come from
+_CONFIG, _TEXT, _RESULT = "config.yaml", "text.json", "result.json"
+_STORED = ("log_history", "num_parameters", "tokens_per_step", "seconds", "tokens_per_second", "device", "precision")
+# What a resumed run may change: nothing of it touches the losses.
+_FREE_TO_CHANGE = {"output", "training.evaluate_every", "training.evaluation_rows", "training.keep_checkpoints"}
+DEFAULT_TOKENIZER_SAMPLE = 50_000_000  # bytes of a stream that a tokenizer is trained on unless told otherwise
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a finished run leaves.
+
+    Attributes:
+        model_path: folder for ``AutoModelForCausalLM.from_pretrained``, with the tokenizer.
+        log_history: the Trainer's log entries of the whole run, also those before a resume.
+        num_parameters: of the model, tied ones counted once.
+        tokens_per_step: training tokens per optimizer step, over all devices.
+        seconds: wall-clock time of training in this process, without validation and saving.
+        tokens_per_second: training tokens over ``seconds``.
+        device: where it ran, for a person.
+        precision: ``bf16`` or ``fp32``.
+        corpus: the text it learned from.
+    """
+
+    model_path: Path
+    log_history: list[dict[str, Any]]
+    num_parameters: int
+    tokens_per_step: int
+    seconds: float
+    tokens_per_second: float
+    device: str
+    precision: str
+    corpus: Corpus
+
+
+def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
+    """Train a model from scratch, or go on from the latest checkpoint in the run's folder.
+
+    A resumed run has the losses that the unbroken run would have had; a finished one is only reported again.
+
+    Args:
+        config: what to train.
+        resume: go on where the run in ``config.output`` stopped; without a checkpoint there, start from the beginning.
+
+    Raises:
+        ValueError: the folder holds a run and ``resume`` is false, the configuration or the text is another one than
+            the run began with, or the text or the model cannot be made.
+        TrainingDiverged: the loss became NaN or infinite.
+        SaveError: the disk is full; what was saved before is whole.
+    """
+    folder = Path(config.output)
+    arguments = training_arguments(config)  # joins the other processes of a distributed run
+    processes = PartialState()
+    if processes.is_main_process:
+        _open_run(config, folder, resume)
+    processes.wait_for_everyone()
+    source = open_text(config.data)
+    sample = config.tokenizer.training_bytes or DEFAULT_TOKENIZER_SAMPLE
+    corpus = read_corpus(source, config.data, train_sample_bytes=sample)
+    _refuse_other_text(corpus, folder / _TEXT, config.data.streaming)
+    if (folder / _RESULT).is_file():
+        return _stored_result(folder, corpus)
+    with processes.main_process_first():
+        tokenizer = _tokenizer(config, corpus, folder / "tokenizer")
+    trainer = _trainer(config, arguments, source, corpus, tokenizer)
+    latest = checkpoints(folder)[-1:]
+    if latest:
+        console.print(f"going on from {latest[0]}", highlight=False)
+    with _one_progress_bar():
+        trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
+    result = TrainingResult(
+        model_path=folder / "model",
+        log_history=trainer.state.log_history,
+        num_parameters=trainer.num_parameters,
+        tokens_per_step=trainer.monitor.tokens_per_step,
+        seconds=trainer.monitor.seconds,
+        tokens_per_second=trainer.monitor.tokens_per_second,
+        device=device_name(trainer.args.device),
+        precision="bf16" if trainer.args.bf16 else "fp32",
+        corpus=corpus,
+    )
+    if processes.is_main_process:
+        with _one_progress_bar(), whole_or_not_at_all(result.model_path) as staging:
+            trainer.save_model(str(staging))
+            save_config(config, staging / MODEL_CONFIG)
+        values = {name: getattr(result, name) for name in _STORED}
+        (folder / _RESULT).write_text(json.dumps(values, indent=1), encoding="utf-8")
+    processes.wait_for_everyone()
+    return result
+
+
+@contextmanager
+def _one_progress_bar() -> Iterator[None]:
+    """transformers shows a bar of its own for every file it saves, which would tear ours apart."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    yield
+    if shown:
+        logging.enable_progress_bar()
+
+
+def device_name(device: torch.device) -> str:
+    """The device for a person, such as ``NVIDIA H200`` or ``CPU, 2 threads``."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+
+
+def _open_run(config: RunConfig, folder: Path, resume: bool) -> None:
+    """Claim the folder for a new run, or check that the run in it is this one."""
+    written = folder / _CONFIG
+    if not written.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, written)
+        return
+    if not resume:
+        raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")
+    before, now = _flat(load_config(written).to_dict()), _flat(config.to_dict())
+    changes = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in _FREE_TO_CHANGE
+    ]
+    if changes:
+        raise ValueError(f"the run in {folder} began with another configuration: {'; '.join(changes)}")
+
+
+def _refuse_other_text(corpus: Corpus, written: Path, streamed: bool) -> None:
+    """The text must be what the run began with: another Python version brings another standard library."""
+    if streamed:
+        return
+    digest = hashlib.blake2b(digest_size=16)
+    for document in [*corpus.train, *corpus.validation]:
+        digest.update(document.text.encode("utf-8"))
+    facts = {"text": corpus.description, "digest": digest.hexdigest()}
+    if not written.is_file():
+        written.write_text(json.dumps(facts), encoding="utf-8")
+    elif json.loads(written.read_text(encoding="utf-8")) != facts:
+        raise ValueError(f"{corpus.description} is no longer the text that the run in {written.parent} began with")
+
+
+def _tokenizer(config: RunConfig, corpus: Corpus, folder: Path) -> PreTrainedTokenizerBase:
+    if folder.is_dir():
+        return AutoTokenizer.from_pretrained(folder)
+    tokenizer = build_tokenizer(config.tokenizer, corpus.train)
+    with whole_or_not_at_all(folder) as staging:
+        tokenizer.save_pretrained(staging)
+    return tokenizer
+
+
+def _trainer(
+    config: RunConfig,
+    arguments: TrainingArguments,
+    source: TextFiles | Records,
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+) -> PackedTrainer:
+    settings = config.training
+    validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
+    rows = settings.steps * settings.rows_per_batch * settings.accumulation * arguments.world_size
+    train_rows: PackedRows | StreamedRows
+    if config.data.streaming:
+        assert isinstance(source, Records)
+        train_rows = StreamedRows(
+            source, config.data, tokenizer, settings.row_length, remembered=4 * rows // settings.steps
+        )
+    else:
+        encoded = encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
+        train_rows = PackedRows(encoded, settings.row_length, num_rows=rows, seed=config.seed)
+    set_seed(config.seed)
+    model = build_model(config.model, tokenizer)
+    if settings.gradient_checkpointing:
+        # transformers is renaming it; 5.14 knows the old name only.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return PackedTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        arguments=arguments,
+        train_rows=train_rows,
+        validation_rows=spread(pack_in_order(validation, settings.row_length), settings.evaluation_rows),
+        bytes_per_token=corpus.validation_bytes / sum(len(ids) - 1 for ids in validation),
+    )
+
+
+def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult:
+    values = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
+    return TrainingResult(model_path=folder / "model", corpus=corpus, **values)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

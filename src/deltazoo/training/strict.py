@@ -1,0 +1,89 @@
+"""From a YAML mapping to a dataclass, refusing whatever the dataclass does not name."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def from_mapping(cls: type[T], mapping: Any, where: str = "") -> T:
+    """Build the dataclass ``cls`` from ``mapping``; nested dataclass fields are built from nested mappings.
+
+    Args:
+        cls: a dataclass.
+        mapping: keys are field names. ``None`` counts as empty, as an empty YAML section does.
+        where: dotted path of the section, for messages; empty at the top.
+
+    Raises:
+        ValueError: an unknown key (the nearest known one is named), a missing required key, or a value of another type.
+    """
+    if mapping is None:
+        mapping = {}
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"{where or 'the configuration'} must be a mapping of keys to values, got {mapping!r}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in mapping:
+        if key not in fields:
+            raise ValueError(unknown_name("key", _join(where, key), fields))
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for name, field in fields.items():
+        if name in mapping:
+            values[name] = _convert(hints[name], mapping[name], _join(where, name))
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{_join(where, name)} is missing; it has no default")
+    return cls(**values)
+
+
+def unknown_name(kind: str, name: Any, known: typing.Iterable[str]) -> str:
+    """The message for a ``name`` that is not among ``known``: the nearest one first, then all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(str(name).rsplit(".", 1)[-1], known, n=1)
+    question = f": did you mean {near[0]!r}?" if near else "."
+    return f"unknown {kind} {str(name)!r}{question} Known: {', '.join(known)}"
+
+
+def _join(where: str, name: Any) -> str:
+    return f"{where}.{name}" if where else str(name)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return from_mapping(hint, value, where)  # type: ignore[arg-type]
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in options:
+            return None
+        remaining = [option for option in options if option is not type(None)]
+        return _convert(remaining[0], value, where)
+    if origin is typing.Literal:
+        if value not in options:
+            raise ValueError(f"{where} must be one of {', '.join(map(repr, options))}, got {value!r}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or len(value) != len(options):
+            raise ValueError(f"{where} must be a list of {len(options)} values, got {value!r}")
+        return tuple(
+            _convert(option, item, f"{where}[{i}]") for i, (option, item) in enumerate(zip(options, value, strict=True))
+        )
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} must be a mapping of keys to values, got {value!r}")
+        return dict(value)
+    return _scalar(hint, value, where)
+
+
+def _scalar(hint: type, value: Any, where: str) -> Any:
+    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        # YAML 1.1 reads 1e-3 as a string (it wants 1.0e-3): what was meant is plain.
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise ValueError(f"{where} must be of type {hint.__name__}, got {value!r}")

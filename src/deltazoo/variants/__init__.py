@@ -1,0 +1,25 @@
+"""The variants, one file each. Importing this package registers them; a new one needs one line here."""
+
+from deltazoo.variants import (
+    delta_net,
+    efla,
+    gated_deltanet,
+    kda,
+    linear_attention,
+    longhorn,
+    mamba2_style,
+    neg_delta_net,
+    neg_gated_deltanet,
+)
+
+__all__ = [
+    "delta_net",
+    "efla",
+    "gated_deltanet",
+    "kda",
+    "linear_attention",
+    "longhorn",
+    "mamba2_style",
+    "neg_delta_net",
+    "neg_gated_deltanet",
+]

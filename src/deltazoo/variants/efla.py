@@ -1,0 +1,25 @@
+"""EFLA, error-free linear attention: the delta rule's differential equation solved exactly over a time b.
+
+    S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,     beta_t = (1 - exp(-b_t l_t)) / l_t,     l_t = |k_t|^2
+
+DeltaNet takes one Euler step of `dS/dt = -k k^T S + k v^T`; this is the exact flow, with eigenvalue `exp(-b l)` in
+(0, 1] for keys of any length. So the key stays as it is, and its length is a second, per-key step size; the query is
+L2-normalised. (The formula has been read as normalising the key too; the authors' code does not.) beta saturates as l
+grows, so it wants a larger learning rate than DeltaNet: compare both at both rates.
+
+Paper: arXiv:2512.12602.
+"""
+
+from deltazoo.spec import DeltaRuleSpec, register_variant
+
+EFLA = register_variant(
+    DeltaRuleSpec(
+        name="efla",
+        paper="Error-Free Linear Attention, arXiv:2512.12602",
+        summary="DeltaNet with the exact step instead of Euler's, and keys of any length.",
+        equation="S_t = (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T, beta_t = (1 - exp(-b_t |k_t|^2)) / |k_t|^2",
+        step_size="exact",
+        normalize_k=False,
+        hub_model_type="efla",
+    )
+)

@@ -1,0 +1,259 @@
+"""Results that survive a kill and refuse strangers; gates; the page; the command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltazoo.cli import main
+from deltazoo.lab import Check, Experiment, Recipe, Scores
+from deltazoo.lab.claims import Claim, gap, too_easy, verdict_of
+from deltazoo.lab.complexity import flops, measure_complexity, parallel_scan
+from deltazoo.lab.numerics import judge_numerics, measure_numerics
+from deltazoo.lab.plots import draw_complexity, draw_numerics
+from deltazoo.lab.results import Environment, Record, ResultFile, read_records
+from deltazoo.lab.runner import Plan, run_suite
+from deltazoo.lab.selection import Selection, select
+from deltazoo.lab.tasks.parity import PARITY
+from deltazoo.lab.train import Outcome, Score
+from deltazoo.ops import delta_rule
+
+RECIPE = Recipe(hidden_size=16, num_heads=2, head_dim=8, train_lengths=(3, 9), test=(9, 20), test_sequences=8, steps=3)
+EXPERIMENT = Experiment(
+    name="tiny", task=PARITY, recipe=RECIPE, arms=("delta_net", "neg_delta_net"), seeds=(0,), spare_seeds=(1,)
+)
+HERE = Environment(device="a machine", torch="1", triton=None, version="0", commit="abc", code="123")
+INLINE = Plan(workers=0)
+
+
+def claim(bound: float) -> Claim:
+    return Claim(
+        name="tiny",
+        statement="It learns.",
+        paper="none",
+        differences="all",
+        experiments=(EXPERIMENT,),
+        judge=lambda scores: [scores.at_least("tiny", "neg_delta_net", 9, bound)],
+    )
+
+
+def finished(tmp_path: Path) -> ResultFile:
+    results = ResultFile(tmp_path / "results.jsonl", "mini", HERE)
+    assert run_suite([EXPERIMENT], [claim(0.0)], results, INLINE, report=lambda line: None) == 0
+    return results
+
+
+def record(arm: str, accuracy: float, *, seed: int = 0, curve=()) -> Record:
+    outcome = Outcome(parameters=1, scores={"9": Score(accuracy, 1.0, 8)}, curve=list(curve))
+    run = next(run for run in replace(EXPERIMENT, seeds=(seed,)).with_arms((arm,)).runs())
+    return Record.of("mini", run, outcome, HERE)
+
+
+def test_a_finished_suite_is_not_run_again_and_a_cut_line_is(tmp_path: Path) -> None:
+    path = finished(tmp_path).path
+    whole = path.read_text()
+    assert len(whole.splitlines()) == 2
+    reported: list[str] = []
+    run_suite([EXPERIMENT], [], ResultFile(path, "mini", HERE), INLINE, report=reported.append)
+    assert reported == [] and path.read_text() == whole
+
+    path.write_text(whole[:-40])  # killed in the middle of a line
+    assert len(read_records(path)) == 1
+    run_suite([EXPERIMENT], [], ResultFile(path, "mini", HERE), INLINE, report=reported.append)
+    assert len(reported) == 1
+    timeless = [{**json.loads(line), "seconds": 0, "cpu_seconds": 0} for line in path.read_text().splitlines()]
+    assert timeless == [{**json.loads(line), "seconds": 0, "cpu_seconds": 0} for line in whole.splitlines()]
+
+
+def test_worker_processes_give_the_same_numbers(tmp_path: Path) -> None:
+    inline = finished(tmp_path / "a")
+    spread = ResultFile(tmp_path / "b" / "results.jsonl", "mini", HERE)
+    assert run_suite([EXPERIMENT], [], spread, Plan(workers=2), report=lambda line: None) == 0
+    assert {key: r.scores for key, r in spread.records.items()} == {key: r.scores for key, r in inline.records.items()}
+
+
+def test_a_failed_claim_runs_its_spare_seeds(tmp_path: Path) -> None:
+    results = ResultFile(tmp_path / "results.jsonl", "mini", HERE)
+    run_suite([EXPERIMENT], [claim(2.0)], results, INLINE, report=lambda line: None)
+    assert sorted(r.seed for r in results.records.values()) == [0, 0, 1, 1]
+
+
+def test_out_of_time_is_counted_and_nothing_is_lost(tmp_path: Path) -> None:
+    results = ResultFile(tmp_path / "results.jsonl", "mini", HERE)
+    plan = replace(INLINE, time_limit=0.0)
+    assert run_suite([EXPERIMENT], [], results, plan, report=lambda line: None) == 2
+    assert run_suite([EXPERIMENT], [], results, INLINE, report=lambda line: None) == 0
+
+
+def test_a_failing_arm_is_named_after_the_others_have_run(tmp_path: Path) -> None:
+    wild = replace(EXPERIMENT, name="wild", recipe=replace(RECIPE, learning_rate=1e30, clip=1e30))
+    results = ResultFile(tmp_path / "results.jsonl", "mini", HERE)
+    with pytest.raises(RuntimeError, match="wild delta_net .*ArithmeticError"):
+        run_suite([wild, EXPERIMENT], [], results, INLINE, report=lambda line: None)
+    assert {r.experiment for r in results.records.values()} == {"tiny"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"code": "999"}, "other source files .*123, now 999; commit abc.*--fresh"),
+        ({"torch": "2"}, r"other torch \(1, now 2"),
+        ({"device": "another"}, "other device"),
+        ({"version": "9"}, "other version"),
+    ],
+)
+def test_results_of_another_version_do_not_mix(tmp_path: Path, change, message: str) -> None:
+    path = finished(tmp_path).path
+    with pytest.raises(ValueError, match=message):
+        ResultFile(path, "mini", replace(HERE, **change))
+    with pytest.raises(ValueError, match="of the suite 'mini', not 'full'"):
+        ResultFile(path, "full", HERE)
+
+
+def test_results_of_another_recipe_do_not_mix(tmp_path: Path) -> None:
+    path = finished(tmp_path).path
+    with pytest.raises(ValueError, match="under another recipe"):
+        run_suite([EXPERIMENT.with_steps(5)], [], ResultFile(path, "mini", HERE), INLINE)
+    path.write_text('{"suite": "mini"}\n')
+    with pytest.raises(ValueError, match="line 1 is not a result"):
+        read_records(path)
+
+
+def test_gates() -> None:
+    scores = Scores([record("delta_net", 0.6), record("delta_net", 0.8, seed=1), record("delta_net", 0.1, seed=2)])
+    assert scores.best("tiny", "delta_net", 9) == 0.8 and scores.mean("tiny", "delta_net", 9) == 0.5
+    check = scores.at_least("tiny", "delta_net", 9, 0.75)
+    assert check == Check("pass", "DeltaNet at 9: 0.800 (best of 3 seeds, median 0.600), wanted at least 0.75")
+    assert scores.at_least("tiny", "delta_net", 9, 0.9).verdict == "fail"
+    assert scores.at_least("tiny", "delta_net", 9, 0.9, otherwise="warn").verdict == "warn"
+    assert scores.at_most("tiny", "delta_net", 9, 0.75).verdict == "fail"
+    assert gap("a minus b", 0.2, 0.3).verdict == "fail" and gap("a minus b", 0.3, 0.3).verdict == "pass"
+    assert too_easy("linear attention", 0.95, 0.9).verdict == "fail"
+    assert verdict_of([Check("pass", ""), Check("warn", ""), Check("printed", "")]) == "warn"
+    assert claim(0.5).checks(Scores([]))[0].verdict == "not run"
+    curve = [(10, 1.0, 0.5), (20, 0.5, 0.96), (30, 0.1, 0.99)]
+    assert Scores([record("kda", 1.0, curve=curve)]).steps_to("tiny", "kda", 0.95) == 20
+    assert Scores([record("kda", 1.0, curve=curve[:1])]).steps_to("tiny", "kda", 0.95) is None
+
+
+def test_selection() -> None:
+    chosen = select("mini", only=["parity", "s3"], arms=["kda", "softmax"])
+    assert [e.name for e in chosen.experiments] == ["parity", "s3"] and chosen.experiments[0].arms == ("kda", "softmax")
+    assert [c.name for c in chosen.claims] == ["parity", "s3"]
+    assert select("mini", further_arms=["softmax"]).experiments[0].arms[-1] == "softmax"
+    digits = select("full", only=["digits_large"], arms=["efla"]).experiments[0]
+    assert {run.recipe.learning_rate for run in digits.runs()} == {1e-3, 3e-3}
+    with pytest.raises(ValueError, match="did you mean 'parity'"):
+        select("mini", only=["partiy"])
+    with pytest.raises(ValueError, match="unknown suite 'mimi'; did you mean 'mini'"):
+        select("mimi")
+    with pytest.raises(ValueError, match="unknown variant 'gdn'"):
+        select("mini", arms=["gdn"])
+
+
+def test_the_scan_is_the_delta_rule_and_costs_what_is_said() -> None:
+    q, k, v = (torch.randn(2, 37, 3, 8, dtype=torch.float64) for _ in range(3))
+    k = k / k.norm(dim=-1, keepdim=True)
+    beta = 2 * torch.rand(2, 37, 3, dtype=torch.float64)
+    expected = delta_rule(q, k, v, beta).output
+    torch.testing.assert_close(parallel_scan(q, k, v, beta), expected, rtol=1e-9, atol=1e-11)
+    assert flops("parallel scan", 1024, 64) == 1024 * 10 * 4 * 64**3
+    assert flops("softmax", 2048, 64) == 4 * flops("softmax", 1024, 64)
+    assert flops("chunkwise", 2048, 64) == 2 * flops("chunkwise", 1024, 64)
+
+
+def test_measurements_are_judged_and_drawn(tmp_path: Path) -> None:
+    measured = measure_numerics("cpu", tokens=1024)
+    checks = judge_numerics(measured)
+    assert [check.verdict for check in checks] == ["pass"] * len(checks)
+    norms = measured["state_norm"]
+    assert norms["unguarded"][-1] > 50 and max(norms["guarded"]) < 1.01
+    assert (
+        judge_numerics({**measured, "repeated_keys": [{"beta": 2.0, "error": 4e13, "loop": 1e-6}]})[-1].verdict
+        == "fail"
+    )
+    complexity = measure_complexity("cpu", longest=256, seconds=0.0)
+    assert {row["form"] for row in complexity["length"]} >= {"token loop", "parallel scan", "chunkwise", "softmax"}
+    for path in (
+        draw_numerics(tmp_path / "numerics.png", measured),
+        draw_complexity(tmp_path / "complexity.png", {**complexity, "environment": asdict(HERE)}),
+    ):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_says_what_the_results_say(tmp_path: Path) -> None:
+    from deltazoo.lab.report import write_page
+
+    results = finished(tmp_path)
+    selection = Selection((EXPERIMENT,), (claim(2.0),))
+    page = write_page(tmp_path / "lab.md", {"mini": (selection, list(results.records.values()), {})}).read_text()
+    score = results.records["tiny neg_delta_net lr=0.001 seed=0"].scores["9"].accuracy
+    assert "**FAIL**" in page and "chance 0.500" in page and "| DeltaNet [-1,1] | 0.001 | 1 |" in page
+    assert f"{score:.3f}" in page and "a machine" in page
+    assert (tmp_path / "images" / "lab_mini_tiny.png").exists()
+
+
+USERS_FILE = """
+from dataclasses import replace
+from deltazoo.lab import Experiment, Recipe, register_experiment, register_task
+from deltazoo.lab.tasks.parity import Parity
+from deltazoo.spec import get_variant, register_variant
+
+class Odd(Parity):
+    title = "the opposite of parity"
+
+    def sample(self, batch_size, length, generator):
+        batch = super().sample(batch_size, length, generator)
+        return batch._replace(targets=1 - batch.targets)
+
+odd = register_task(Odd(name="odd"))
+register_variant(replace(get_variant("delta_net"), name="mine", hub_model_type=None))
+recipe = Recipe(hidden_size=16, num_heads=2, head_dim=8, train_lengths=(3, 9), test=(9, 20), test_sequences=8, steps=3)
+register_experiment(Experiment(name="odd", task=odd, recipe=recipe, arms=("delta_net",), suites=("mini",)))
+"""
+
+
+@pytest.fixture
+def users_file(tmp_path: Path):
+    from deltazoo import spec
+    from deltazoo.lab import experiment, task
+
+    path = tmp_path / "users_task.py"
+    path.write_text(USERS_FILE)
+    yield path
+    task._TASKS.pop("odd", None)
+    spec._REGISTRY.pop("mine", None)
+    experiment._EXPERIMENTS.pop("odd", None)
+
+
+def test_a_users_task_and_variant_from_one_file(users_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as stop:
+        main(["lab", "--load", str(users_file), "--only", "odd", "--out", str(out), "--no-measure", "--workers", "1"])
+    assert stop.value.code == 0
+    assert {r.arm for r in read_records(out / "results.jsonl")} == {"delta_net", "mine"}
+    page = (out / "lab.md").read_text()
+    assert "the opposite of parity" in page and "| mine |" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "partiy"], "did you mean 'parity'"),
+        (["--variants", "gdn"], "unknown variant 'gdn'"),
+        (["--suite", "huge"], "unknown suite 'huge'"),
+        (["--load", "nowhere.py"], "to load"),
+        (["--device", "cuda"], "sees no NVIDIA GPU"),
+    ],
+)
+def test_bad_input_on_the_command_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(SystemExit) as stop:
+        main(["lab", *arguments])
+    assert stop.value.code == 1
+    assert message in " ".join(capsys.readouterr().err.split())

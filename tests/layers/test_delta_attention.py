@@ -1,0 +1,463 @@
+"""What the shared layer does for any variant: casts, gates, state, options, errors, and reductions between variants."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deltazoo import layers
+from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, token_layout
+from deltazoo.spec import get_variant
+
+HIDDEN, HEADS, HEAD_DIM = 32, 2, 8
+GATED = ["gated_deltanet", "kda", "mamba2_style"]
+
+
+def make(variant: str = "gated_deltanet", **options: object) -> DeltaRuleAttention:
+    return DeltaRuleAttention(variant, HIDDEN, HEADS, HEAD_DIM, layer_idx=0, **options)  # type: ignore[arg-type]
+
+
+def tokens(num_tokens: int = 9, batch_size: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(batch_size, num_tokens, HIDDEN, dtype=dtype)
+
+
+# Gate parameters keep float32.
+
+
+@pytest.mark.parametrize("variant", GATED)
+@pytest.mark.parametrize(
+    "cast",
+    [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to("cpu", torch.half)],
+)
+def test_gate_parameters_stay_float32_bit_for_bit(variant: str, cast: object) -> None:
+    layer = nn.Sequential(make(variant))
+    before = {name: layer[0].get_parameter(name).detach().clone() for name in ("A_log", "dt_bias")}
+    cast(layer)  # type: ignore[operator]
+    assert layer[0].q_proj.weight.dtype in (torch.bfloat16, torch.float16)
+    for name, value in before.items():
+        assert torch.equal(layer[0].get_parameter(name), value)
+        assert layer[0].get_parameter(name).dtype == torch.float32
+
+
+def test_gradients_of_gate_parameters_stay_float32_too() -> None:
+    layer = make()
+    layer(tokens()).sum().backward()
+    gradient = layer.A_log.grad.clone()  # type: ignore[union-attr]
+    layer.bfloat16()
+    assert torch.equal(layer.A_log.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_gate_parameters_may_widen() -> None:
+    layer = make().double()
+    assert layer.A_log.dtype == torch.float64
+    assert layer.bfloat16().A_log.dtype == torch.float32
+
+
+def test_gates_are_marked_and_stay_marked_when_they_leave_the_meta_device() -> None:
+    with torch.device("meta"):
+        layer = make("kda")
+    layer = layer.bfloat16().to_empty(device="cpu")
+    for name in ("A_log", "dt_bias"):
+        parameter = layer.get_parameter(name)
+        assert parameter._no_weight_decay  # type: ignore[attr-defined]
+        assert parameter.dtype == torch.float32 and parameter.device.type == "cpu"
+
+
+@pytest.mark.parametrize("variant", GATED)
+def test_a_bfloat16_layer_computes_its_gates_in_float32(variant: str) -> None:
+    layer = make(variant).bfloat16()
+    q = torch.randn(2, 9, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    inputs = layer.rule_inputs(tokens().bfloat16(), q, q, q.repeat(1, 1, 1, 2))
+    assert inputs.log_decay is not None and inputs.log_decay.dtype == torch.float32
+    assert (inputs.log_decay.bfloat16() != inputs.log_decay).any()
+    if inputs.beta is not None:
+        assert inputs.beta.dtype == torch.float32
+        assert (inputs.beta.bfloat16() != inputs.beta).any()
+
+
+def test_weight_decay_spares_gates_norms_and_biases() -> None:
+    model = nn.ModuleDict({"attn": make("kda"), "norm": layers.RMSNorm(4), "head": nn.Linear(4, 4)})
+    spared = layers.parameters_without_decay(model)
+    assert spared == {
+        "attn.A_log",
+        "attn.dt_bias",
+        "attn.o_norm.weight",
+        "attn.g_proj.1.bias",
+        "norm.weight",
+        "head.bias",
+    }
+
+
+# Options.
+
+
+@pytest.mark.parametrize("num_v_heads", [2, 4, 6])
+@pytest.mark.parametrize("variant", ["gated_deltanet", "kda", "efla"])
+def test_grouped_value_heads_equal_repeated_key_heads(variant: str, num_v_heads: int) -> None:
+    grouped = make(variant, num_v_heads=num_v_heads).double()
+    full = DeltaRuleAttention(variant, HIDDEN, num_v_heads, HEAD_DIM).double()
+    weights = grouped.state_dict()
+    for name in ("q_proj", "k_proj", "q_conv1d", "k_conv1d"):
+        per_head = weights[f"{name}.weight"].unflatten(0, (HEADS, HEAD_DIM))
+        weights[f"{name}.weight"] = per_head.repeat_interleave(num_v_heads // HEADS, dim=0).flatten(0, 1)
+    full.load_state_dict(weights)
+    x = tokens(dtype=torch.float64)
+    torch.testing.assert_close(grouped(x), full(x), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        ("delta_net", {"use_short_conv": False}),
+        ("delta_net", {"conv_size": 2}),
+        ("delta_net", {"num_v_heads": 4}),
+        ("delta_net", {"expand_v": 1.5}),
+        ("delta_net", {"allow_neg_eigval": True}),
+        ("neg_delta_net", {"allow_neg_eigval": False}),
+        ("neg_delta_net", {"neg_eigval": "erase"}),
+        ("neg_gated_deltanet", {"neg_eigval": "erase"}),
+        ("delta_net", {"beta_bias": True}),
+        ("kda", {"decay_lower_bound": -5.0}),
+        ("gated_deltanet", {"decay_lower_bound": -5.0}),
+        ("delta_net", {"norm_eps": 1e-2}),
+        ("delta_net", {"initializer_range": 0.1}),
+        ("efla", {"allow_neg_eigval": True}),
+        ("longhorn", {"allow_neg_eigval": True}),
+    ],
+    ids=str,
+)
+def test_every_option_acts(variant: str, options: dict) -> None:
+    x = tokens()
+    torch.manual_seed(1)
+    plain = make(variant)
+    torch.manual_seed(1)
+    changed = make(variant, **options)
+    same_parameters = {k: v.shape for k, v in plain.state_dict().items()} == {
+        k: v.shape for k, v in changed.state_dict().items()
+    }
+    assert not same_parameters or not torch.allclose(plain(x), changed(x), rtol=1e-3)
+
+
+def test_without_short_convolution_silu_remains_and_no_window_is_kept() -> None:
+    layer, states = make("delta_net", use_short_conv=False), LayerStates()
+    x = tokens(1)
+    y = layer(x, past_key_values=states)
+    assert states.states[0].conv is None
+    v = nn.functional.silu(layer.v_proj(x)).view(2, 1, HEADS, HEAD_DIM)
+    q, k = (
+        layers.l2_normalize(nn.functional.silu(p(x)).view(2, 1, HEADS, HEAD_DIM)) for p in (layer.q_proj, layer.k_proj)
+    )
+    b = torch.sigmoid(layer.b_proj(x))
+    o = (q * k).sum(-1, keepdim=True) * HEAD_DIM**-0.5 * b[..., None] * v
+    torch.testing.assert_close(y, layer.o_proj(layer.o_norm(o).flatten(2)))
+
+
+def test_bounded_gate_stays_above_its_bound_and_starts_as_a_plain_sigmoid() -> None:
+    layer = make("kda", decay_lower_bound=-5.0)
+    assert torch.equal(layer.A_log, torch.zeros(HEADS))
+    nn.init.constant_(layer.dt_bias, 30.0)
+    q = torch.zeros(2, 9, HEADS, HEAD_DIM)
+    log_decay = layer.rule_inputs(tokens(), q, q, q).log_decay
+    assert log_decay is not None
+    torch.testing.assert_close(log_decay, torch.full_like(log_decay, -5.0))
+
+
+def test_a_spec_may_be_passed_in_place_of_a_name() -> None:
+    ungated = replace(get_variant("gated_deltanet"), output_gate="none")
+    layer = DeltaRuleAttention(ungated, HIDDEN, HEADS, HEAD_DIM)
+    assert not hasattr(layer, "g_proj")
+    assert layer(tokens()).shape == (2, 9, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("DeltaNet", "delta_net"),
+        ("NegativeEigenvalueDeltaNet", "neg_delta_net"),
+        ("GatedDeltaNet", "gated_deltanet"),
+        ("EFLA", "efla"),
+        ("KimiDeltaAttention", "kda"),
+        ("Longhorn", "longhorn"),
+        ("LinearAttention", "linear_attention"),
+    ],
+)
+def test_named_layers_are_their_variants(name: str, variant: str) -> None:
+    layer = getattr(layers, name)(HIDDEN, HEADS, HEAD_DIM, num_v_heads=4)
+    assert layer.spec is get_variant(variant)
+    assert layer(tokens()).shape == (2, 9, HIDDEN)
+
+
+def test_a_subclass_needs_to_override_rule_inputs_alone() -> None:
+    class Forgetful(DeltaRuleAttention):
+        def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+            inputs = super().rule_inputs(hidden_states, q, k, v)
+            assert inputs.beta is not None
+            return inputs._replace(log_decay=torch.full_like(inputs.beta, float("-inf")))
+
+    layer = Forgetful("delta_net", HIDDEN, HEADS, HEAD_DIM, use_short_conv=False)
+    x = tokens()
+    whole = layer(x)
+    alone = torch.cat([layer(x[:, t : t + 1]) for t in range(x.shape[1])], dim=1)
+    torch.testing.assert_close(whole, alone)
+
+
+def test_linear_maps_are_called_as_modules() -> None:
+    layer, called = make("kda"), set()
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_, name=name: called.add(name))
+    layer(tokens())
+    assert called == {name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+
+
+# Reductions between variants.
+
+
+def copy_shared(source: DeltaRuleAttention, target: DeltaRuleAttention) -> None:
+    own = target.state_dict()
+    shared = {name: p for name, p in source.state_dict().items() if name in own and own[name].shape == p.shape}
+    target.load_state_dict(shared, strict=False)
+
+
+def test_kda_with_equal_channels_is_a_scalar_gate() -> None:
+    channel = replace(get_variant("gated_deltanet"), name="channel", decay="channel")
+    gdn = make("gated_deltanet").double()
+    kda = DeltaRuleAttention(channel, HIDDEN, HEADS, HEAD_DIM).double()
+    copy_shared(gdn, kda)
+    with torch.no_grad():
+        kda.dt_bias.copy_(gdn.dt_bias.repeat_interleave(HEAD_DIM))
+        kda.A_log.copy_(gdn.A_log)
+        kda.f_proj[0].weight.zero_()
+        kda.f_proj[0].weight[:HEADS] = gdn.a_proj.weight
+        kda.f_proj[1].weight.zero_()
+        for head in range(HEADS):
+            kda.f_proj[1].weight[head * HEAD_DIM : (head + 1) * HEAD_DIM, head] = 1
+    x = tokens(dtype=torch.float64)
+    torch.testing.assert_close(kda(x), gdn(x), rtol=0, atol=1e-13)
+
+
+def test_gated_deltanet_that_never_forgets_is_delta_net() -> None:
+    gated = replace(get_variant("delta_net"), name="gated", decay="scalar")
+    with_gate, without = DeltaRuleAttention(gated, HIDDEN, HEADS, HEAD_DIM).double(), make("delta_net").double()
+    copy_shared(without, with_gate)
+    nn.init.constant_(with_gate.dt_bias, -1e4)
+    x = tokens(dtype=torch.float64)
+    torch.testing.assert_close(with_gate(x), without(x), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("variant", ["efla", "longhorn"])
+def test_small_gates_make_all_steps_euler_steps(variant: str) -> None:
+    other = make(variant, beta_bias=True).double()
+    raw = replace(get_variant("delta_net"), name="raw", normalize_k=False)
+    euler = DeltaRuleAttention(raw, HIDDEN, HEADS, HEAD_DIM, beta_bias=True).double()
+    nn.init.constant_(other.b_proj.bias, -18.0)  # b about 1e-8
+    euler.load_state_dict(other.state_dict())
+    x = tokens(dtype=torch.float64)
+    torch.testing.assert_close(other(x), euler(x), rtol=1e-5, atol=1e-9)
+
+
+def test_efla_on_unit_keys_is_delta_net_with_a_saturating_gate() -> None:
+    unit = replace(get_variant("efla"), name="unit_efla", normalize_k=True)
+    efla = DeltaRuleAttention(unit, HIDDEN, HEADS, HEAD_DIM).double()
+    x = tokens(dtype=torch.float64)
+    k = layers.l2_normalize(torch.randn(2, 9, HEADS, HEAD_DIM, dtype=torch.float64), eps=0)
+    beta = efla.rule_inputs(x, k, k, k).beta
+    torch.testing.assert_close(beta, -torch.expm1(-torch.sigmoid(efla.b_proj(x))))
+
+
+def test_undecayed_mamba2_style_is_linear_attention_up_to_its_output_gate() -> None:
+    ungated = replace(get_variant("mamba2_style"), name="ungated", output_gate="none")
+    mamba, linear = DeltaRuleAttention(ungated, HIDDEN, HEADS, HEAD_DIM).double(), make("linear_attention").double()
+    copy_shared(linear, mamba)
+    nn.init.constant_(mamba.dt_bias, -1e4)
+    x = tokens(dtype=torch.float64)
+    torch.testing.assert_close(mamba(x), linear(x), rtol=0, atol=1e-13)
+
+
+# State.
+
+
+def test_the_layer_never_writes_into_a_state_it_was_given() -> None:
+    layer, states = make(), LayerStates()
+    with torch.no_grad():
+        layer(tokens(), past_key_values=states)
+        snapshot = states.snapshot()
+        before = [x.clone() for x in states.states[0] if x is not None]
+        first = layer(tokens(1), past_key_values=states)
+        assert states.num_tokens[0] == 10 and snapshot.num_tokens[0] == 9
+        assert all(torch.equal(x, y) for x, y in zip(before, snapshot.states[0], strict=True))
+    assert first.shape == (2, 1, HIDDEN)
+
+
+def test_selected_rows_continue_like_themselves() -> None:
+    layer, states = make(), LayerStates()
+    rows = torch.tensor([1, 1, 0])
+    with torch.no_grad():
+        layer(tokens(), past_key_values=states)
+        chosen = states.select(rows)
+        x = tokens(2)
+        expected = layer(x, past_key_values=states)[rows]
+        torch.testing.assert_close(layer(x[rows], past_key_values=chosen), expected)
+
+
+def test_gradients_flow_through_the_state() -> None:
+    layer, states = make(), LayerStates()
+    x, later = tokens(5).requires_grad_(), tokens(1)
+    layer(x, past_key_values=states)
+    layer(later, past_key_values=states).sum().backward()
+    assert x.grad is not None and (x.grad.abs().sum((0, 2)) > 0).all()
+
+
+def test_packed_sequences_continue_from_one_state_each() -> None:
+    layer = make("kda").double()
+    lengths = [4, 1, 3]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    first, second = tokens(8, 1, torch.float64), tokens(8, 1, torch.float64)
+    packed, separate = LayerStates(), [LayerStates() for _ in lengths]
+    for x in (first, second):
+        whole = layer(x, cu_seqlens=bounds, past_key_values=packed)
+        parts = [
+            layer(x[:, start:stop], past_key_values=states)
+            for start, stop, states in zip(bounds[:-1], bounds[1:], separate, strict=True)
+        ]
+        torch.testing.assert_close(whole, torch.cat(parts, dim=1), rtol=0, atol=1e-13)
+
+
+def test_a_shared_layout_equals_its_mask() -> None:
+    layer, x = make(), tokens(4)
+    mask = torch.tensor([[0, 1, 1, 1], [1, 0, 1, 1]])
+    layout = token_layout(2, 4, attention_mask=mask)
+    assert torch.equal(layer(x, layout=layout), layer(x, attention_mask=mask))
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_v_heads": 3}, "num_v_heads=3 must be a multiple of num_heads=2"),
+        ({"num_v_heads": 0}, "num_v_heads must be at least 1, got 0"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"head_dim": -8}, "head_dim must be at least 1, got -8"),
+        ({"expand_v": 1.3}, r"expand_v=1.3 times head_dim=8 must be a positive whole number, got 10.4"),
+        ({"expand_v": 0}, "must be a positive whole number, got 0"),
+        ({"conv_size": 0}, "kernel_size=0"),
+        ({"neg_eigval": "write", "allow_neg_eigval": True}, "neg_eigval must be 'both' or 'erase', got 'write'"),
+        ({"neg_eigval": "erase"}, "neg_eigval='erase' acts only with allow_neg_eigval=True"),
+        ({"variant": "linear_attention", "allow_neg_eigval": True}, "'linear_attention' has no correction term"),
+        ({"variant": "mamba2_style", "beta_bias": True}, "'mamba2_style' has no step size"),
+        ({"variant": "efla", "decay_lower_bound": -5.0}, "'efla' has no decay"),
+        ({"variant": "kda", "decay_lower_bound": 5.0}, "must be negative, got 5.0"),
+        ({"variant": "gated_delta_net"}, "unknown variant 'gated_delta_net'; did you mean 'gated_deltanet'"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_act_are_refused(options: dict, message: str) -> None:
+    arguments = {"variant": "delta_net", "hidden_size": HIDDEN, "num_heads": HEADS, "head_dim": HEAD_DIM, **options}
+    with pytest.raises(ValueError, match=message):
+        DeltaRuleAttention(**arguments)
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(TypeError, match="expand_k"):
+        layers.DeltaNet(HIDDEN, HEADS, HEAD_DIM, expand_k=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hidden_states": torch.zeros(2, 9, HIDDEN + 1)}, r"must be \[B, T, 32\], got \(2, 9, 33\)"),
+        ({"hidden_states": torch.zeros(9, HIDDEN)}, r"must be \[B, T, 32\], got \(9, 32\)"),
+        ({"attention_mask": torch.ones(2, 12, dtype=torch.long)}, r"must have shape \(2, 9\)"),
+        ({"cu_seqlens": torch.tensor([0, 18])}, "need batch size 1, got 2"),
+        (
+            {
+                "layout": token_layout(2, 9, attention_mask=torch.ones(2, 9, dtype=torch.long)),
+                "cu_seqlens": torch.zeros(2),
+            },
+            "layout already says",
+        ),
+    ],
+    ids=["width", "rank", "mask", "packed batch", "layout and cu_seqlens"],
+)
+def test_bad_inputs_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()(**{"hidden_states": tokens(), **arguments})
+
+
+def test_a_state_needs_a_place() -> None:
+    with pytest.raises(ValueError, match="construct the layer with layer_idx"):
+        DeltaRuleAttention("delta_net", HIDDEN, HEADS, HEAD_DIM)(tokens(), past_key_values=LayerStates())
+
+
+@pytest.mark.parametrize(
+    ("conv", "recurrent", "message"),
+    [
+        (None, (2, HEADS, HEAD_DIM, HEAD_DIM), r"must have shape \[N, 48, conv_size - 1\], got None"),
+        ((2, 40, 3), (2, HEADS, HEAD_DIM, HEAD_DIM), r"got \(2, 40, 3\)"),
+        ((3, 48, 3), (3, HEADS, HEAD_DIM, HEAD_DIM), r"must have shape \(2, 16, 3\), got \(3, 16, 3\)"),
+        ((2, 48, 3), (2, HEADS, HEAD_DIM, 2 * HEAD_DIM), "initial_state must have shape"),
+    ],
+)
+def test_a_state_of_another_layer_is_refused(conv: tuple | None, recurrent: tuple, message: str) -> None:
+    states = LayerStates()
+    states.set_state(0, MixerState(None if conv is None else torch.zeros(conv), torch.zeros(recurrent)), 1)
+    with pytest.raises(ValueError, match=message):
+        make("delta_net")(tokens(), past_key_values=states)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown backend 'chunk'"):
+        make(backend="chunk")(tokens())
+
+
+# The report.
+
+
+def test_report_tells_backend_and_reason_of_every_layer() -> None:
+    model = nn.ModuleDict(
+        {"first": make("kda"), "mlp": layers.SwiGLU(8, 8), "second": make("efla", backend="reference")}
+    )
+    report = layers.report(model)
+    assert [(row.name, row.variant, row.backend) for row in report.layers] == [
+        ("first", "kda", "chunkwise"),
+        ("second", "efla", "reference"),
+    ]
+    assert all(row.reason for row in report.layers)
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["layer", "variant", "backend", "reason"]
+    assert lines[2].startswith("second  efla     reference  asked for")
+
+
+def test_report_of_a_bare_layer_and_of_none() -> None:
+    assert layers.report(make()).layers[0].name == "DeltaRuleAttention"
+    assert str(layers.report(nn.Linear(2, 2))) == "no delta-rule layers"
+
+
+def test_report_runs_what_it_says() -> None:
+    layer, x = make(backend="reference"), tokens()
+    looped = layer(x)
+    layer.backend = "chunkwise"
+    torch.testing.assert_close(layer(x), looped)
+    assert not torch.equal(layer(x), looped)
+
+
+@pytest.mark.parametrize("variant", ["neg_gated_deltanet", "kda", "efla"])
+def test_compiles_into_one_graph(variant: str) -> None:
+    torch.compiler.reset()
+    layer = make(variant)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    x = tokens()
+    torch.testing.assert_close(compiled(x), layer(x))
+    states, compiled_states = LayerStates(), LayerStates()
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 1, 1, 1]])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compiled(x, attention_mask=mask, past_key_values=compiled_states),
+            layer(x, attention_mask=mask, past_key_values=states),
+        )
+        torch.testing.assert_close(
+            compiled(x[:, :1], past_key_values=compiled_states), layer(x[:, :1], past_key_values=states)
+        )

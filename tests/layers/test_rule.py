@@ -1,0 +1,139 @@
+"""Step sizes of the variants, and the guard that keeps rounded keys from blowing up the state."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, l2_normalize, nonexpansive, rule
+from deltazoo.ops import delta_rule
+from deltazoo.spec import get_variant
+
+REPEATS = 16_384
+
+
+def longest_rounded_key() -> Tensor:
+    """Of 4,096 random unit keys rounded to bfloat16, the longest, in float32."""
+    keys = l2_normalize(torch.randn(4096, 128, generator=torch.Generator().manual_seed(0))).bfloat16().float()
+    return keys[keys.square().sum(-1).argmax()]
+
+
+def final_state_norm(beta: Tensor) -> float:
+    """Norm of the state after one key was repeated with these step sizes `[1, T, 1]`."""
+    T = beta.shape[1]
+    k = longest_rounded_key().expand(1, T, 1, 128)
+    v = torch.randn(1, T, 1, 4)
+    return delta_rule(k, k, v, beta, backend="chunkwise").final_state.norm().item()
+
+
+def test_a_rounded_key_is_too_long_for_a_step_of_two() -> None:
+    assert longest_rounded_key().square().sum() > 1.0015
+
+
+def test_guard_bounds_the_state_over_16k_repeats() -> None:
+    beta = torch.full((1, REPEATS, 1), 2.0)
+    guarded = nonexpansive(beta, longest_rounded_key().expand(1, REPEATS, 1, 128))
+    assert 0 < (beta - guarded).max() < 0.004
+    # Along the key the state is a walk: each step reflects it and adds twice a random value of 4 channels, so its norm
+    # is about 2 * sqrt(4 * T).
+    assert final_state_norm(guarded) < 5 * 2 * (4 * REPEATS) ** 0.5
+
+
+def test_without_the_guard_the_state_explodes() -> None:
+    norm = final_state_norm(torch.full((1, REPEATS, 1), 2.0))
+    assert not norm < 1e10
+
+
+def test_guard_leaves_short_keys_and_small_steps_alone() -> None:
+    k = torch.tensor([[0.0, 0.0], [0.5, 0.5], [1.0, 0.0], [1.0, 1.0], [2.0, 0.0]]).view(1, 5, 1, 2)
+    for step in (0.3, 1.0, 2.0):
+        beta = torch.full((1, 5, 2), step)
+        bound = torch.tensor([float("inf"), 4.0, 2.0, 1.0, 0.5])
+        assert torch.equal(nonexpansive(beta, k)[0, :, 0], torch.minimum(beta[0, :, 0], bound))
+
+
+def test_guard_counts_value_heads_per_key_head() -> None:
+    k = torch.tensor([1.0, 2.0]).view(1, 1, 2, 1)
+    assert nonexpansive(torch.full((1, 1, 4), 2.0), k).flatten().tolist() == [2, 2, 0.5, 0.5]
+
+
+def test_guard_passes_gradients_to_the_gate_only_where_it_does_not_bind() -> None:
+    k = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1).requires_grad_()
+    beta = torch.tensor([1.5, 1.5]).view(1, 2, 1).requires_grad_()
+    nonexpansive(beta, k).sum().backward()
+    assert beta.grad is not None and beta.grad.flatten().tolist() == [1, 0]
+    assert k.grad is None
+
+
+@pytest.mark.parametrize("name", ["delta_net", "efla", "longhorn"])
+@pytest.mark.parametrize("doubled", [False, True])
+def test_no_transition_expands(name: str, doubled: bool) -> None:
+    spec = get_variant(name)
+    k = torch.randn(1, 512, 1, 16).mul(torch.logspace(-3, 3, 512).view(1, 512, 1, 1)).bfloat16()
+    if spec.normalize_k:
+        k = l2_normalize(k)
+    b = torch.rand(1, 512, 1)
+    b[:, ::2] = 1
+    beta = rule.effective_step(spec, b, k, allow_neg_eigval=doubled)
+    eigenvalue = 1 - beta.double() * k.double().square().sum(-1)
+    rounding = 4 * torch.finfo(torch.float32).eps
+    assert eigenvalue.max() <= 1
+    slack = 0.004 if spec.normalize_k and not doubled else rounding  # unit keys, rounded, may overshoot zero slightly
+    assert eigenvalue.min() >= (-1 if doubled else 0) - slack
+    assert beta.dtype == torch.float32
+
+
+def test_eulers_step_on_raw_keys_is_guarded_too() -> None:
+    raw = replace(get_variant("delta_net"), name="raw_delta_net", normalize_k=False)
+    k = torch.full((1, 1, 1, 4), 3.0)
+    assert rule.effective_step(raw, torch.ones(1, 1, 1), k, allow_neg_eigval=False).item() == pytest.approx(2 / 36)
+
+
+def test_silenced_tokens_neither_write_nor_erase_nor_decay() -> None:
+    real = torch.tensor([[True, True, False], [True, False, False]])
+    q, k, v = torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 4), torch.randn(2, 3, 2, 4)
+    for gate_shape in ((2, 3, 2), (2, 3, 2, 4)):
+        inputs = RuleInputs(q, k, v, torch.rand(2, 3, 2), -torch.rand(gate_shape)).silence(real)
+        for x in inputs[2:]:
+            assert x is not None
+            assert (x[~real] == 0).all() and (x[real] != 0).all()
+    assert RuleInputs(q, k, v, None, None).silence(real)[3:] == (None, None)
+
+
+@pytest.mark.parametrize("neg_eigval", ["both", "erase"])
+def test_doubling_acts_on_erase_and_write_or_on_erase_alone(neg_eigval: str) -> None:
+    plain = DeltaRuleAttention("delta_net", 16, 2, 8, layer_idx=0).double()
+    doubled = DeltaRuleAttention("neg_delta_net", 16, 2, 8, neg_eigval=neg_eigval, layer_idx=0).double()
+    doubled.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 2, 16, dtype=torch.float64)
+    q, k, v = (
+        torch.randn(1, 2, 2, 8).double(),
+        l2_normalize(torch.randn(1, 2, 2, 8).double()),
+        torch.randn(1, 2, 2, 8).double(),
+    )
+    b = plain.rule_inputs(x, q, k, v).beta
+    _, _, written, beta, _ = doubled.rule_inputs(x, q, k, v)
+    assert b is not None and beta is not None
+    torch.testing.assert_close(beta, 2 * b)
+    torch.testing.assert_close(beta[..., None] * written, (2 if neg_eigval == "both" else 1) * b[..., None] * v)
+
+
+def constant_input_layer() -> DeltaRuleAttention:
+    """In bfloat16, with the step size at its limit of 2 and 32 heads to find a long key among."""
+    layer = DeltaRuleAttention("neg_delta_net", 16, 32, 16, beta_bias=True, initializer_range=0.5, layer_idx=0)
+    torch.nn.init.constant_(layer.b_proj.bias, 1e4)
+    return layer.bfloat16()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_layer_fed_one_token_for_ever_stays_bounded_thanks_to_the_guard(
+    guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not guarded:
+        monkeypatch.setattr(rule, "nonexpansive", lambda beta, k: beta)
+    layer, states = constant_input_layer(), LayerStates()
+    with torch.no_grad():
+        layer(torch.randn(1, 1, 16, dtype=torch.bfloat16).expand(1, 4096, 16), past_key_values=states)
+    largest = states.states[0].recurrent.abs().max()
+    assert (largest < 100) if guarded else not (largest < 1e4)

@@ -1,0 +1,55 @@
+import pytest
+import torch
+from tiny_models import CONFIGS, tiny_model, tiny_named, tokens
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.base import HfQuantizer
+
+peft = pytest.importorskip("peft")
+
+
+def adapted_modules(model):
+    return {name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_lora_has_default_targets(model_type):
+    model = peft.get_peft_model(tiny_named(model_type), peft.LoraConfig())
+    names = {name.rpartition(".")[2] for name in adapted_modules(model)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda", "hybrid"])
+def test_all_linear_reaches_every_projection_with_gradients(case):
+    model = tiny_model(case).train()
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights="gaussian"))
+    assert {name.removeprefix("base_model.model.") for name in adapted_modules(model)} == linear
+    ids = tokens(2, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            assert parameter.grad.abs().max() > 0, name
+
+
+def test_adapted_model_generates_and_comes_back(tmp_path):
+    tiny_model("gated_deltanet").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    ids = tokens(2, 6)
+    expected = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert torch.equal(loaded.generate(input_ids=ids, max_new_tokens=6, do_sample=False), expected)
+    merged = loaded.merge_and_unload()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda"])
+def test_quantisers_leave_gate_projections_alone(case):
+    model = tiny_model(case)
+    left_alone = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    gates = {"gated_deltanet": ["a_proj", "b_proj"], "kda": ["b_proj", "f_proj"]}[case]
+    assert {*gates, "lm_head"} <= set(left_alone)

@@ -1,0 +1,210 @@
+import copy
+
+import pytest
+import torch
+from tiny_models import FEW, OPTIONS, tiny_config, tiny_model, tokens
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from deltazoo.models import DeltaRuleCacheLayer
+
+
+def filled(model, ids, cache=None):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, use_cache=True).past_key_values
+
+
+def next_logits(model, cache, ids):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits
+
+
+def delta_layers(cache):
+    return [layer for layer in cache.layers if isinstance(layer, DeltaRuleCacheLayer)]
+
+
+def num_bytes(cache):
+    tensors = [t for layer in delta_layers(cache) for t in layer.state if t is not None]
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_size_does_not_depend_on_length(case):
+    model = tiny_model(case)
+    short, long = filled(model, tokens(2, 5)), filled(model, tokens(2, 90))
+    for _ in range(3):
+        long = filled(model, tokens(2, 1), long)
+    assert num_bytes(long) == num_bytes(short)
+    assert [layer.get_seq_length() for layer in delta_layers(long)] == [93] * len(delta_layers(long))
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_recurrent_state_is_float32_in_a_bfloat16_model(case):
+    model = tiny_model(case).to(torch.bfloat16)
+    cache = filled(model, tokens(2, 1), filled(model, tokens(2, 5)))
+    assert {layer.state.recurrent.dtype for layer in delta_layers(cache)} == {torch.float32}
+
+
+@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("with_config", [True, False])
+def test_users_own_dynamic_cache(case, with_config):
+    model, ids = tiny_model(case), tokens(2, 6)
+    cache = DynamicCache(config=model.config) if with_config else DynamicCache()
+    assert filled(model, ids, cache) is cache
+    assert type(cache) is DynamicCache
+    torch.testing.assert_close(
+        next_logits(model, cache, ids[:, :2]), next_logits(model, None, torch.cat([ids, ids[:, :2]], 1))[:, -2:]
+    )
+
+
+@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("static", [False, True])
+def test_rows_follow_reorder(case, static):
+    model, ids, more = tiny_model(case), tokens(3, 6), tokens(3, 2, seed=1)
+    cache = filled(model, ids, StaticCache(config=model.config, max_cache_len=16) if static else None)
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    expected = next_logits(model, filled(model, ids[order]), more)
+    torch.testing.assert_close(next_logits(model, cache, more), expected)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_rows_are_selected_and_repeated(case):
+    model, ids = tiny_model(case), tokens(3, 6)
+    cache = filled(model, ids)
+    cache.batch_select_indices(torch.tensor([1, 2]))
+    cache.batch_repeat_interleave(2)
+    rows, more = torch.tensor([1, 1, 2, 2]), tokens(4, 2, seed=1)
+    torch.testing.assert_close(next_logits(model, cache, more), next_logits(model, filled(model, ids[rows]), more))
+
+
+@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("static", [False, True])
+def test_reset_forgets(case, static):
+    model, ids, other = tiny_model(case), tokens(2, 6), tokens(2, 6, seed=1)
+    cache = filled(model, other, StaticCache(config=model.config, max_cache_len=16) if static else None)
+    cache.reset()
+    assert {int(layer.get_seq_length()) for layer in delta_layers(cache)} == {0}
+    if not static:
+        # Softmax layers are not ours: older versions of transformers leave zeros in place of their keys.
+        cache.layers = [layer if layer in delta_layers(cache) else DynamicLayer() for layer in cache.layers]
+    torch.testing.assert_close(next_logits(model, cache, ids), next_logits(model, None, ids))
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_copies_are_independent(case):
+    model, ids = tiny_model(case), tokens(2, 6)
+    cache = filled(model, ids)
+    fork = copy.deepcopy(cache)
+    expected = next_logits(model, fork, ids)
+    next_logits(model, fork, tokens(2, 3, seed=1))
+    torch.testing.assert_close(next_logits(model, cache, ids), expected)
+
+
+@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("removed", [0, 1, 3, 5])
+def test_crop_takes_tokens_back(case, removed):
+    model, ids, more = tiny_model(case).double(), tokens(1, 9), tokens(1, 3, seed=1)
+    cache = filled(model, ids[:, :4])
+    cache.activate_past_recording()
+    for part in ids[:, 4:].split(2, dim=1):
+        filled(model, part, cache)
+    cache.crop(-removed)
+    assert cache.get_seq_length() == 9 - removed
+    expected = next_logits(model, filled(model, ids[:, : 9 - removed]), more)
+    torch.testing.assert_close(next_logits(model, cache, more), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_crop_to_nothing():
+    model, ids = tiny_model("gated_deltanet"), tokens(1, 4)
+    cache = DynamicCache(config=model.config)
+    model.prepare_cache(cache)
+    cache.activate_past_recording()
+    filled(model, ids, cache)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(next_logits(model, cache, ids), next_logits(model, None, ids))
+
+
+def test_crop_without_recording_is_refused():
+    model = tiny_model("gated_deltanet")
+    cache = filled(model, tokens(1, 4))
+    with pytest.raises(RuntimeError, match="0 were recorded"):
+        cache.crop(-1)
+
+
+def test_static_cache_cannot_record():
+    model = tiny_model("gated_deltanet")
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    model.prepare_cache(cache)
+    with pytest.raises(ValueError, match="needs a DynamicCache"):
+        cache.activate_past_recording()
+
+
+def test_static_states_stay_at_their_addresses():
+    model = tiny_model("gated_deltanet")
+    cache = filled(model, tokens(2, 4), StaticCache(config=model.config, max_cache_len=16))
+    addresses = [t.data_ptr() for layer in delta_layers(cache) for t in layer.state]
+    filled(model, tokens(2, 1), cache)
+    cache.reset()
+    filled(model, tokens(2, 3), cache)
+    assert addresses == [t.data_ptr() for layer in delta_layers(cache) for t in layer.state]
+
+
+class TestCacheOfAnotherModel:
+    def test_other_number_of_layers(self):
+        cache = filled(tiny_model("gated_deltanet", num_hidden_layers=3), tokens(1, 4))
+        with pytest.raises(ValueError, match="cache has 3 layers and the model 2"):
+            filled(tiny_model("gated_deltanet"), tokens(1, 4), cache)
+
+    @pytest.mark.parametrize(("made_by", "used_by"), [("hybrid", "hybrid_softmax_first"), ("softmax_only", "hybrid")])
+    def test_other_kinds_of_layers(self, made_by, used_by):
+        cache = filled(tiny_model(made_by), tokens(1, 4))
+        with pytest.raises(ValueError, match="belongs to another model"):
+            filled(tiny_model(used_by), tokens(1, 4), cache)
+
+    def test_other_sizes(self):
+        cache = filled(tiny_model("gated_deltanet", head_dim=4), tokens(1, 4))
+        with pytest.raises(ValueError, match="must have shape"):
+            filled(tiny_model("gated_deltanet"), tokens(1, 4), cache)
+
+    def test_other_batch_size(self):
+        cache = filled(tiny_model("gated_deltanet"), tokens(1, 4))
+        with pytest.raises(ValueError, match="must have shape"):
+            filled(tiny_model("gated_deltanet"), tokens(2, 4), cache)
+
+    def test_not_a_cache(self):
+        with pytest.raises(ValueError, match="must be a transformers Cache, got list"):
+            tiny_model("gated_deltanet")(tokens(1, 4), past_key_values=[])
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_compiled_decoding_never_traces_again(case):
+    """One graph serves every length; the logits are those of the full forward pass."""
+    model, ids = tiny_model(case), tokens(2, 5)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    cache = filled(model, ids, StaticCache(config=model.config, max_cache_len=32))
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    with torch.no_grad():
+        for step in range(12):
+            ids = torch.cat([ids, tokens(2, 1, seed=step)], dim=1)
+            logits = compiled(ids[:, -1:].contiguous(), past_key_values=cache).logits
+            expected = model(ids, use_cache=False).logits[:, -1:]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+    assert len(graphs) == 1
+
+
+def test_use_cache():
+    model, ids = tiny_model("gated_deltanet"), tokens(1, 4)
+    assert model(ids).past_key_values is not None
+    assert model(ids, use_cache=False).past_key_values is None
+    model.config.use_cache = False
+    assert model(ids).past_key_values is None
+    assert tiny_config("gated_deltanet").use_cache

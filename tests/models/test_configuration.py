@@ -1,0 +1,200 @@
+import json
+
+import pytest
+import torch
+from tiny_models import CONFIGS, HYBRID, OPTIONS, SIZES, tiny_config
+
+from deltazoo.models import (
+    DeltaNetConfig,
+    DeltaRuleConfig,
+    DeltaRuleForCausalLM,
+    GatedDeltaNetConfig,
+    KDAConfig,
+)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_survives_saving_and_loading(case, tmp_path):
+    config = tiny_config(case, eos_token_id=3)
+    config.save_pretrained(tmp_path)
+    loaded = DeltaRuleConfig.from_pretrained(tmp_path)
+    assert loaded.to_dict() == config.to_dict() | {"transformers_version": loaded.transformers_version}
+    assert DeltaRuleConfig(**json.loads((tmp_path / "config.json").read_text())).to_dict() == loaded.to_dict()
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_default_sizes_fit_together(model_type):
+    config = CONFIGS[model_type]()
+    assert config.model_type == model_type
+    assert config.layer_types == ["linear_attention"] * config.num_hidden_layers
+    assert config.num_v_heads % config.num_heads == 0
+    assert config.rope_parameters is None
+
+
+def test_unknown_key_is_refused_with_the_nearest_one():
+    with pytest.raises(ValueError, match=r"unknown key 'hiden_size'; did you mean 'hidden_size'\?"):
+        DeltaRuleConfig(hiden_size=32)
+
+
+def test_unknown_mixer_is_refused_with_the_nearest_one():
+    with pytest.raises(ValueError, match="did you mean 'gated_deltanet'"):
+        DeltaRuleConfig(mixer="gated_delta_net")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"layer_types": ["linear_attention"]}, "num_hidden_layers=2 layers, got 1"),
+        ({"layer_types": ["linear_attention", "full_atention"]}, "did you mean 'full_attention'"),
+        ({"layer_types": ["linear_attention", "sliding_attention"]}, "unknown layer type 'sliding_attention'"),
+        ({"layer_types": HYBRID["layer_types"]}, "need num_attention_heads"),
+        ({**HYBRID, "num_attention_heads": 5}, "must divide hidden_size = 32, got 5"),
+        ({**HYBRID, "num_key_value_heads": 3}, "must divide num_attention_heads = 4, got 3"),
+        ({**HYBRID, "num_attention_heads": 32, "num_key_value_heads": 32}, "even head size, got 32 / 32 = 1"),
+        ({"num_attention_heads": 4}, "layer_types has none"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "layer_types has none"),
+        ({"num_v_heads": 3}, "multiple of num_heads = 2, got 3"),
+        ({"num_heads": 3, "head_dim": None}, "num_heads must divide hidden_size = 32"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be positive, got 0"),
+        ({"expand_v": 1.3}, "whole number"),
+        ({"neg_eigval": "erase"}, "only with allow_neg_eigval=True"),
+        ({"neg_eigval": "none", "allow_neg_eigval": True}, "'both' or 'erase'"),
+        ({"mixer": "linear_attention", "allow_neg_eigval": True}, "no correction term"),
+        ({"mixer": "delta_net", "decay_lower_bound": -5.0}, "no decay"),
+    ],
+)
+def test_contradictions_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        DeltaRuleForCausalLM(DeltaRuleConfig(**{**SIZES, **overrides}))
+
+
+def test_named_type_keeps_its_mixer():
+    with pytest.raises(ValueError, match="model type 'kda' has mixer 'kda', got mixer='efla'"):
+        KDAConfig(mixer="efla")
+
+
+def test_every_key_acts():
+    """Another value of a key changes the parameters' shapes, the outputs, or a documented behaviour."""
+    hybrid = {**SIZES, **HYBRID, "mixer": "neg_gated_deltanet", "rope_parameters": {"rope_theta": 1e4}}
+    flips = {
+        "mixer": "kda",
+        "vocab_size": 62,
+        "hidden_size": 40,
+        "num_hidden_layers": None,  # with layer_types, below
+        "num_heads": 1,
+        "num_v_heads": 4,
+        "head_dim": 4,
+        "expand_v": 1.0,
+        "use_short_conv": False,
+        "conv_size": 3,
+        "use_gate": False,
+        "allow_neg_eigval": False,
+        "neg_eigval": "erase",
+        "decay_lower_bound": -5.0,
+        "beta_bias": True,
+        "intermediate_size": 64,
+        "hidden_ratio": None,  # with intermediate_size, below
+        "norm_eps": 1e-2,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": True,
+        "layer_types": ["full_attention", "linear_attention"],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "qkv_bias": True,
+        "rope_parameters": {"rope_theta": 10.0},
+    }
+    # These describe no computation of the causal language model; the tests named here hold them.
+    elsewhere = {
+        "max_position_embeddings": "test_rope_scaling_reads_the_longest_sequence",
+        "classifier_dropout": "test_heads",
+        "backend": "test_backend_reaches_the_layers",
+        "use_cache": "test_cache",
+        "pad_token_id": "test_padding_token_embeds_to_zero",
+        "bos_token_id": "generation",
+        "eos_token_id": "generation",
+    }
+    own = set(DeltaRuleConfig.__annotations__) - {
+        "model_type",
+        "keys_to_ignore_at_inference",
+        "base_model_tp_plan",
+        "base_model_pp_plan",
+        "base_model_fsdp_plan",
+    }
+    assert own == set(flips) | set(elsewhere), "a new key needs a line here"
+
+    def fingerprint(**overrides):
+        torch.manual_seed(0)
+        model = DeltaRuleForCausalLM(DeltaRuleConfig(**{**hybrid, **overrides})).eval()
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        with torch.no_grad():
+            logits = model(torch.arange(12)[None] % 7).logits
+        return shapes, logits
+
+    shapes, logits = fingerprint()
+    for key, value in flips.items():
+        if value is None:
+            continue
+        other_shapes, other_logits = fingerprint(**{key: value})
+        assert other_shapes != shapes or not torch.equal(other_logits, logits), f"{key}={value!r} changes nothing"
+    assert len(fingerprint(num_hidden_layers=1, layer_types=["linear_attention"], num_attention_heads=None,
+                           num_key_value_heads=None, rope_parameters=None)[0]) < len(shapes)  # fmt: skip
+    assert DeltaRuleConfig(hidden_ratio=2).intermediate_size < DeltaRuleConfig().intermediate_size
+
+
+def test_backend_reaches_the_layers():
+    model = DeltaRuleForCausalLM(tiny_config("gated_deltanet", backend="reference"))
+    assert all(layer.attn.backend == "reference" for layer in model.model.layers)
+
+
+def test_padding_token_embeds_to_zero():
+    model = DeltaRuleForCausalLM(tiny_config("gated_deltanet", pad_token_id=5))
+    assert model.model.embeddings.weight[5].abs().max() == 0
+
+
+def test_rope_scaling_reads_the_longest_sequence():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    short = DeltaRuleForCausalLM(tiny_config("hybrid", rope_parameters=dict(rope), max_position_embeddings=8)).eval()
+    long = DeltaRuleForCausalLM(tiny_config("hybrid", rope_parameters=dict(rope), max_position_embeddings=64)).eval()
+    long.load_state_dict(short.state_dict())
+    ids = torch.arange(16)[None]
+    assert not torch.allclose(short(ids).logits[:, -1], long(ids).logits[:, -1])
+
+
+class TestFlaHubKeys:
+    def test_kernel_choices_are_dropped(self):
+        config = GatedDeltaNetConfig(
+            **SIZES, attn_mode="chunk", fuse_norm=True, fuse_swiglu=True, fuse_cross_entropy=True, hidden_act="swish"
+        )
+        assert "fuse_norm" not in config.to_dict()
+
+    def test_head_width_relative_to_the_model(self):
+        config = DeltaNetConfig(hidden_size=32, num_heads=4, expand_k=0.5, expand_v=1, num_hidden_layers=1)
+        assert (config.head_dim, config.expand_v) == (4, 2.0)
+
+    def test_hybrid_layers(self):
+        config = KDAConfig(
+            hidden_size=32,
+            num_heads=2,
+            head_dim=8,
+            num_hidden_layers=3,
+            attn={"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "rope_theta": 500.0},
+        )
+        assert config.layer_types == ["linear_attention", "full_attention", "linear_attention"]
+        assert (config.num_attention_heads, config.num_key_value_heads, config.qkv_bias) == (4, 2, True)
+        assert config.rope_parameters["rope_theta"] == 500.0
+
+    @pytest.mark.parametrize(
+        "key", [{"use_beta": False}, {"qk_norm": "sum"}, {"qk_activation": "relu"}, {"use_l2warp": True}]
+    )
+    def test_other_models_are_refused(self, key):
+        with pytest.raises(NotImplementedError, match=next(iter(key))):
+            DeltaNetConfig(**key)
+
+    def test_sliding_windows_are_refused(self):
+        with pytest.raises(NotImplementedError, match="window_size"):
+            KDAConfig(attn={"layers": [0], "num_heads": 4, "window_size": 64})
+
+    @pytest.mark.parametrize(("use_gate", "has_gate"), [(True, True), (False, False), (None, True)])
+    def test_use_gate(self, use_gate, has_gate):
+        model = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, mixer="gated_deltanet", use_gate=use_gate))
+        assert hasattr(model.model.layers[0].attn, "g_proj") == has_gate

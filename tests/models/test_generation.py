@@ -1,0 +1,189 @@
+"""Every way to decode equals, token for token in float32, a loop of full forward passes without a cache."""
+
+import pytest
+import torch
+from tiny_models import CONFIGS, FEW, OPTIONS, tiny_model, tiny_named, tokens
+from transformers.generation.streamers import BaseStreamer
+
+
+def greedy_loop(model, ids, new_tokens, attention_mask=None):
+    """The definition of greedy decoding."""
+    for _ in range(new_tokens):
+        with torch.no_grad():
+            logits = model(ids, attention_mask=attention_mask, use_cache=False).logits[:, -1]
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+        if attention_mask is not None:
+            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(ids), 1)], dim=1)
+    return ids
+
+
+def left_padded(rows, length):
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask = torch.zeros(len(rows), length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, length - len(row) :] = row
+        mask[i, length - len(row) :] = 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_greedy(case):
+    model, ids = tiny_model(case), tokens(2, 7)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), greedy_loop(model, ids, 8))
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_greedy_by_type(model_type):
+    model, ids = tiny_named(model_type), tokens(2, 7)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), greedy_loop(model, ids, 8))
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_greedy_left_padded_equals_each_row_alone(case):
+    model = tiny_model(case)
+    rows = [tokens(n, seed=n) for n in (2, 9, 5)]
+    ids, mask = left_padded(rows, 9)
+    batch = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    for row, generated in zip(rows, batch, strict=True):
+        assert torch.equal(generated[9:], greedy_loop(model, row[None], 6)[0, len(row) :])
+
+
+@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_k": 20},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5},
+        {"do_sample": True, "num_beams": 2},
+        {"do_sample": True, "num_return_sequences": 2},
+    ],
+    ids=["sample", "beam", "beams_returned", "beam_sample", "samples_returned"],
+)
+def test_cache_changes_nothing(case, options):
+    model, ids = tiny_model(case), tokens(2, 6)
+    results = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        results.append(model.generate(ids, max_new_tokens=8, use_cache=use_cache, **options))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_any_partition_of_the_tokens_equals_one_call(case):
+    model, ids = tiny_model(case).double(), tokens(2, 23)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache, logits = None, []
+        for part in ids.split([6, 1, 2, 9, 1, 4], dim=1):
+            output = model(part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits)
+    assert cache.get_seq_length() == 23
+    torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("length", [1, 2, 30])
+def test_second_turn_continues_the_returned_cache(case, length):
+    model, ids = tiny_model(case), tokens(2, 5)
+    first = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    conversation = torch.cat([first.sequences, tokens(2, length, seed=7)], dim=1)
+    second = model.generate(conversation, past_key_values=first.past_key_values, max_new_tokens=4, do_sample=False)
+    assert torch.equal(second, greedy_loop(model, conversation, 4))
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_prompt_as_embeddings(case):
+    model, ids = tiny_model(case), tokens(2, 7)
+    embeds = model.get_input_embeddings()(ids)
+    generated = model.generate(inputs_embeds=embeds, max_new_tokens=5, do_sample=False)
+    assert torch.equal(generated, greedy_loop(model, ids, 5)[:, 7:])
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_prefill_in_chunks(case):
+    model, ids = tiny_model(case), tokens(2, 11)
+    generated = model.generate(ids, max_new_tokens=5, do_sample=False, prefill_chunk_size=4)
+    assert torch.equal(generated, greedy_loop(model, ids, 5))
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_prompt_lookup(case):
+    model, ids = tiny_model(case), tokens(1, 6).repeat(1, 4)
+    generated = model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4)
+    assert torch.equal(generated, greedy_loop(model, ids, 20))
+
+
+@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("assistant", ["itself", "another"])
+def test_assisted(case, assistant):
+    model, ids = tiny_model(case), tokens(1, 6)
+    helper = model if assistant == "itself" else tiny_model("delta_net", num_hidden_layers=1)
+    generated = model.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=helper)
+    assert torch.equal(generated, greedy_loop(model, ids, 20))
+
+
+def test_streaming_hands_out_every_token_once():
+    class Collector(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+            self.ended = False
+
+        def put(self, value):
+            self.tokens.extend(value.flatten().tolist())
+
+        def end(self):
+            self.ended = True
+
+    model, ids, streamer = tiny_model("gated_deltanet"), tokens(1, 6), Collector()
+    generated = model.generate(ids, max_new_tokens=6, do_sample=False, streamer=streamer)
+    assert streamer.ended
+    assert streamer.tokens == generated[0].tolist()
+
+
+@pytest.mark.parametrize("keep", [1, 3, torch.tensor([0, 4]), torch.tensor([[0, 2], [5, 1]])], ids=str)
+def test_logits_to_keep(keep):
+    model, ids = tiny_model("hybrid"), tokens(2, 6)
+    with torch.no_grad():
+        logits, kept = model(ids).logits, model(ids, logits_to_keep=keep).logits
+    if isinstance(keep, int):
+        expected = logits[:, -keep:]
+    else:
+        rows = keep.expand(2, -1)
+        expected = torch.stack([logits[i, rows[i]] for i in range(2)])
+    torch.testing.assert_close(kept, expected)
+
+
+def test_logits_to_keep_as_a_mask():
+    model, ids = tiny_model("hybrid"), tokens(2, 6)
+    mask = tokens(2, 6, seed=2) % 2 == 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, logits_to_keep=mask).logits, model(ids).logits[mask])
+
+
+class TestStaticCache:
+    @pytest.mark.parametrize("case", FEW)
+    def test_greedy(self, case):
+        model, ids = tiny_model(case), tokens(2, 7)
+        expected = greedy_loop(model, ids, 6)
+        for _ in range(2):  # the second call may find the first one's cache
+            generated = model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="static")
+            assert torch.equal(generated, expected)
+
+    @pytest.mark.parametrize("case", FEW)
+    def test_greedy_left_padded(self, case):
+        model = tiny_model(case)
+        ids, mask = left_padded([tokens(n, seed=n) for n in (2, 7)], 7)
+        generated = model.generate(
+            ids, attention_mask=mask, max_new_tokens=6, do_sample=False, cache_implementation="static", pad_token_id=0
+        )
+        assert torch.equal(generated, greedy_loop(model, ids, 6, mask))
+
+    @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid"])
+    def test_beams(self, case):
+        model, ids = tiny_model(case), tokens(2, 6)
+        options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+        assert torch.equal(
+            model.generate(ids, cache_implementation="static", **options), model.generate(ids, **options)
+        )

@@ -1,0 +1,100 @@
+import pytest
+import torch
+from tiny_models import CONFIGS, VOCAB, tiny_model, tiny_named, tokens
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+HEADS = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+    "ForQuestionAnswering": AutoModelForQuestionAnswering,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = {f"w{i}": i for i in range(VOCAB)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w1", eos_token="w2", padding_side="left")
+
+
+@pytest.mark.parametrize("suffix", HEADS)
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_saves_and_loads(model_type, suffix, tmp_path):
+    model, ids = tiny_named(model_type, suffix, pad_token_id=1, num_labels=3), tokens(2, 6)
+    model.save_pretrained(tmp_path)
+    loaded = HEADS[suffix].from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    with torch.no_grad():
+        for ours, expected in zip(loaded(ids).to_tuple(), model(ids).to_tuple(), strict=True):
+            if isinstance(expected, torch.Tensor):
+                assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("suffix", HEADS)
+def test_starts_from_a_language_model(suffix, tmp_path):
+    language_model = tiny_model("hybrid")
+    language_model.save_pretrained(tmp_path)
+    model, info = HEADS[suffix].from_pretrained(tmp_path, num_labels=3, output_loading_info=True)
+    assert all("score" in key or "qa_outputs" in key for key in info["missing_keys"])
+    assert torch.equal(model.get_input_embeddings().weight, language_model.get_input_embeddings().weight)
+
+
+def test_sequence_head_reads_the_last_real_token():
+    model = tiny_named("gated_deltanet", "ForSequenceClassification", pad_token_id=1, num_labels=3)
+    ids = tokens(1, 6).clamp(min=2)
+    padded, mask = torch.cat([ids, torch.ones(1, 3, dtype=torch.long)], 1), torch.tensor([[1] * 6 + [0] * 3])
+    with torch.no_grad():
+        torch.testing.assert_close(model(padded, attention_mask=mask).logits, model(ids).logits)
+
+
+def test_heads_train():
+    ids = tokens(2, 6)
+    labels = {
+        "ForSequenceClassification": {"labels": torch.tensor([0, 2])},
+        "ForTokenClassification": {"labels": ids % 3},
+        "ForQuestionAnswering": {"start_positions": torch.tensor([0, 1]), "end_positions": torch.tensor([2, 3])},
+    }
+    for suffix, targets in labels.items():
+        model = tiny_named("kda", suffix, pad_token_id=1, num_labels=3).train()
+        model(ids, **targets).loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_classifier_dropout_acts():
+    ids = tokens(2, 6)
+    for dropout, varies in ((0.0, False), (0.5, True)):
+        model = tiny_named("efla", "ForTokenClassification", classifier_dropout=dropout).train()
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, model(ids).logits) != varies
+
+
+def test_text_generation_pipeline(tokenizer):
+    model = tiny_model("hybrid", pad_token_id=1, eos_token_id=2)
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompts = ["w5 w6 w7", "w8", "w9 w10 w11 w12 w13"]
+    options = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
+    alone = [generate(prompt, **options)[0]["generated_text"] for prompt in prompts]
+    batched = [result[0]["generated_text"] for result in generate(prompts, batch_size=3, **options)]
+    assert batched == alone
+
+
+def test_feature_extraction_pipeline(tokenizer, tmp_path):
+    tiny_model("gated_deltanet").save_pretrained(tmp_path)
+    extract = pipeline("feature-extraction", model=AutoModel.from_pretrained(tmp_path), tokenizer=tokenizer)
+    assert torch.tensor(extract("w5 w6 w7")).shape == (1, 3, 32)
+
+
+def test_text_classification_pipeline(tokenizer):
+    model = tiny_named("delta_net", "ForSequenceClassification", pad_token_id=1, num_labels=3)
+    classify = pipeline("text-classification", model=model, tokenizer=tokenizer)
+    scores = classify(["w5 w6", "w7 w8 w9"], top_k=None, batch_size=2)
+    assert [sum(label["score"] for label in row) for row in scores] == pytest.approx([1.0, 1.0])

@@ -1,0 +1,306 @@
+"""A padded row equals the row alone and a packed document the document alone: outputs, loss, states and gradients.
+
+In float64, so that what is left of a leak cannot hide in rounding.
+"""
+
+import pytest
+import torch
+from tiny_models import FEW, OPTIONS, tiny_model, tokens
+from transformers import DataCollatorWithFlattening, DynamicCache
+
+LENGTHS = [7, 1, 12, 2, 3]
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+LOSS = 1e-6  # transformers' loss function computes in float32
+
+
+def exact_model(case):
+    return tiny_model(case).double()
+
+
+def documents():
+    return [tokens(n, seed=10 + n) for n in LENGTHS]
+
+
+def padded(rows, side):
+    """ids and mask `[B, T]` with padding on a side, or scattered; what fills the padding must not matter."""
+    length = max(map(len, rows)) + 3
+    ids, mask = tokens(len(rows), length, seed=99), torch.zeros(len(rows), length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        if side == "left":
+            places = torch.arange(length - len(row), length)
+        elif side == "right":
+            places = torch.arange(len(row))
+        else:
+            places = torch.randperm(length, generator=torch.Generator().manual_seed(i))[: len(row)].sort().values
+        ids[i, places], mask[i, places] = row, 1
+    return ids, mask
+
+
+def packed(rows):
+    """ids `[1, T]`, boundaries, document numbers and positions."""
+    lengths = torch.tensor([len(row) for row in rows])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int()
+    seq_idx = torch.repeat_interleave(torch.arange(len(rows)), lengths)[None].int()
+    position_ids = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    return torch.cat(rows)[None], cu_seqlens, seq_idx, position_ids
+
+
+def descriptions(rows):
+    """The ways to say where packed documents lie."""
+    _, cu_seqlens, seq_idx, position_ids = packed(rows)
+    flash = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 12, "max_length_k": 12}
+    return {
+        "cu_seqlens": {"cu_seqlens": cu_seqlens},
+        "cu_seqlens_int64": {"cu_seqlens": cu_seqlens.long()},
+        "flash": flash,
+        "seq_idx": {"seq_idx": seq_idx},
+        "position_ids": {"position_ids": position_ids},
+        "all": {**flash, "cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "position_ids": position_ids},
+    }
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def summed_loss(model, ids, **kwargs):
+    """Sum over all predicted tokens."""
+    return model(ids, labels=kwargs.pop("labels", ids), num_items_in_batch=1, use_cache=False, **kwargs).loss
+
+
+def assert_same_gradients(ours, expected):
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-6, atol=1e-9 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("side", ["left", "right", "scattered"])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_padded_rows_equal_rows_alone(case, side):
+    model, rows = exact_model(case), documents()
+    ids, mask = padded(rows, side)
+    with torch.no_grad():
+        batch = model(ids, attention_mask=mask, use_cache=False).logits
+        for row, logits, real in zip(rows, batch, mask.bool(), strict=True):
+            torch.testing.assert_close(logits[real], model(row[None], use_cache=False).logits[0], **CLOSE)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "scattered"])
+@pytest.mark.parametrize("case", FEW)
+def test_padding_changes_no_gradient(case, side):
+    model, rows = exact_model(case), documents()
+    ids, mask = padded(rows, side)
+    expected = gradients(model, sum(summed_loss(model, row[None]) for row in rows if len(row) > 1))
+    # Right-shifted by hand: with scattered padding the next real token is not the next token.
+    shift_labels = torch.full_like(ids, -100)
+    for i, real in enumerate(mask.bool()):
+        places = real.nonzero()[:, 0]
+        shift_labels[i, places[:-1]] = ids[i, places[1:]]
+    loss = summed_loss(model, ids, attention_mask=mask, shift_labels=shift_labels)
+    assert_same_gradients(gradients(model, loss), expected)
+
+
+@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("side", ["left", "right", "scattered"])
+def test_padded_prompt_leaves_the_state_of_the_row_alone(case, side):
+    model, rows = exact_model(case), documents()
+    ids, mask = padded(rows, side)
+    more = tokens(len(rows), 2, seed=5)
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask).past_key_values
+        mask = torch.cat([mask, torch.ones(len(rows), 2, dtype=torch.long)], dim=1)
+        logits = model(more, attention_mask=mask, past_key_values=cache).logits
+        for i, row in enumerate(rows):
+            whole = model(torch.cat([row, more[i]])[None], use_cache=False).logits[0]
+            torch.testing.assert_close(logits[i], whole[-2:], **CLOSE)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_padded_second_turn(case):
+    """Turns of different lengths, padded on the left, continue one cache."""
+    model, ids = exact_model(case), tokens(2, 6)
+    turn, turn_mask = tokens(2, 4, seed=3), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    mask = torch.cat([torch.ones(2, 6, dtype=torch.long), turn_mask], dim=1)
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+        logits = model(turn, attention_mask=mask, past_key_values=cache).logits
+        for i in range(2):
+            alone = torch.cat([ids[i], turn[i][turn_mask[i].bool()]])[None]
+            torch.testing.assert_close(logits[i, -2:], model(alone).logits[0, -2:], **CLOSE)
+
+
+@pytest.mark.parametrize("way", descriptions(documents()))
+@pytest.mark.parametrize("case", FEW)
+def test_packed_documents_equal_documents_alone(case, way):
+    model, rows = exact_model(case), documents()
+    ids = packed(rows)[0]
+    with torch.no_grad():
+        batch = model(ids, use_cache=False, **descriptions(rows)[way]).logits[0]
+        for row, logits in zip(rows, batch.split(LENGTHS), strict=True):
+            torch.testing.assert_close(logits, model(row[None], use_cache=False).logits[0], **CLOSE)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_packed_loss_and_gradients(case):
+    model, rows = exact_model(case), documents()
+    ids, cu_seqlens, _, _ = packed(rows)
+    losses = [summed_loss(model, row[None]) for row in rows if len(row) > 1]
+    expected = gradients(model, sum(losses))
+    loss = summed_loss(model, ids, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(loss, sum(losses), rtol=LOSS, atol=0)
+    assert_same_gradients(gradients(model, loss), expected)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_mean_loss_counts_only_predicted_tokens(case):
+    model, rows = exact_model(case), documents()
+    ids, cu_seqlens, _, _ = packed(rows)
+    predicted = sum(len(row) - 1 for row in rows)
+    mean = model(ids, labels=ids, cu_seqlens=cu_seqlens).loss
+    torch.testing.assert_close(mean, summed_loss(model, ids, cu_seqlens=cu_seqlens) / predicted)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_nothing_leaks_between_documents(case):
+    model, rows = exact_model(case), documents()
+    _, cu_seqlens, _, _ = packed(rows)
+    changed = [rows[0], rows[1], (rows[2] + 1) % 60, rows[3], rows[4]]
+    with torch.no_grad():
+        before = model(torch.cat(rows)[None], cu_seqlens=cu_seqlens).logits[0].split(LENGTHS)
+        after = model(torch.cat(changed)[None], cu_seqlens=cu_seqlens).logits[0].split(LENGTHS)
+    for i in (0, 1, 3, 4):
+        assert torch.equal(before[i], after[i])
+    assert not torch.equal(before[2], after[2])
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("case", FEW)
+def test_flattening_collator(case, flash):
+    model, rows = exact_model(case), documents()
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=flash, return_seq_idx=flash)
+    batch = collate([{"input_ids": row.tolist()} for row in rows])
+    expected = sum(summed_loss(model, row[None]) for row in rows if len(row) > 1)
+    torch.testing.assert_close(summed_loss(model, batch.pop("input_ids"), **batch), expected, rtol=LOSS, atol=0)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_packed_rows_of_a_batch(case):
+    """Several packed rows, as trainers with fixed row length make them."""
+    model, rows = exact_model(case), documents()
+    first, second = [rows[0], rows[3], rows[4]], [rows[2]]
+    ids = torch.stack([torch.cat(first), torch.cat(second)])
+    position_ids = torch.stack([packed(first)[3][0], packed(second)[3][0]])
+    with torch.no_grad():
+        logits = model(ids, position_ids=position_ids, use_cache=False).logits
+    for row_logits, row in zip(logits, (first, second), strict=True):
+        for document, part in zip(row, row_logits.split([len(d) for d in row]), strict=True):
+            torch.testing.assert_close(part, model(document[None]).logits[0], **CLOSE)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_packed_rows_with_padding(case):
+    model, rows = exact_model(case), documents()
+    first, second = [rows[0], rows[3]], [rows[2]]
+    ids = torch.stack([torch.cat([*first, tokens(3)]), torch.cat(second)])
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    position_ids = torch.stack([torch.cat([packed(first)[3][0], torch.zeros(3, dtype=torch.long)]), torch.arange(12)])
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
+        torch.testing.assert_close(logits[0, :7], model(rows[0][None]).logits[0], **CLOSE)
+        torch.testing.assert_close(logits[0, 7:9], model(rows[3][None]).logits[0], **CLOSE)
+        torch.testing.assert_close(logits[1], model(rows[2][None]).logits[0], **CLOSE)
+
+
+def test_empty_documents_are_allowed():
+    model, ids = tiny_model("hybrid"), tokens(1, 6)
+    with torch.no_grad():
+        with_empty = model(ids, cu_seqlens=torch.tensor([0, 0, 4, 4, 6, 6])).logits
+        torch.testing.assert_close(with_empty, model(ids, cu_seqlens=torch.tensor([0, 4, 6])).logits)
+
+
+def test_left_padded_positions_are_no_documents():
+    """`generate` numbers real tokens from 0 and gives padding any position."""
+    model, ids = tiny_model("hybrid"), tokens(2, 5)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        for filler in (0, 1):
+            position_ids = (mask.cumsum(1) - 1).masked_fill(mask == 0, filler)
+            logits = model(ids, attention_mask=mask, position_ids=position_ids).logits
+            torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
+
+
+def test_descriptions_move_between_devices():
+    model, ids = tiny_model("hybrid"), tokens(2, 5)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    for kwargs in ({"attention_mask": mask}, {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, {}):
+        described = model.model.describe(ids, kwargs.get("attention_mask"), kwargs.get("position_ids"), None, {})
+        moved = described.to("meta", non_blocking=True)
+        tensors = [moved.position_ids, moved.starts, moved.attention_mask, *vars(moved.layout or mask).values()]
+        devices = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}
+        assert devices == {"meta"}
+
+
+class TestBadInput:
+    @pytest.fixture
+    def model(self):
+        return tiny_model("hybrid")
+
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"attention_mask": torch.ones(2, 5, dtype=torch.long)}, r"shape \(2, 6\).*got \(2, 5\)"),
+            ({"attention_mask": torch.ones(2, 7, dtype=torch.long)}, r"shape \(2, 6\).*got \(2, 7\)"),
+            ({"attention_mask": torch.ones(3, 6, dtype=torch.long)}, r"shape \(2, 6\).*got \(3, 6\)"),
+            ({"attention_mask": torch.ones(2, 6)}, "bool or integer"),
+            ({"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}, "2 dimensions"),
+            ({"attention_mask": torch.tensor([[1, 1, 2, 2, 2, 3]] * 2)}, "only 0 and 1.*seq_idx"),
+            ({"cu_seqlens": torch.tensor([0, 3, 6])}, "need batch size 1, got 2"),
+            ({"position_ids": torch.arange(5)[None]}, "position_ids must have shape"),
+            ({"seq_idx": torch.zeros(1, 6, dtype=torch.int)}, "seq_idx must have shape"),
+        ],
+    )
+    def test_descriptions_that_do_not_fit(self, model, kwargs, message):
+        with pytest.raises(ValueError, match=message):
+            model(tokens(2, 6), **kwargs)
+
+    @pytest.mark.parametrize("cu_seqlens", [[1, 6], [0, 5], [0, 4, 3, 6], [0]])
+    def test_malformed_boundaries(self, model, cu_seqlens):
+        with pytest.raises(ValueError, match="cu_seqlens must"):
+            model(tokens(1, 6), cu_seqlens=torch.tensor(cu_seqlens))
+
+    @pytest.mark.parametrize(
+        "kwargs",
+        [
+            {"cu_seqlens": torch.tensor([0, 3, 6]), "cu_seq_lens_q": torch.tensor([0, 2, 6])},
+            {"cu_seqlens": torch.tensor([0, 3, 6]), "position_ids": torch.arange(6)[None]},
+            {"cu_seqlens": torch.tensor([0, 3, 6]), "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 1]])},
+            {"seq_idx": torch.tensor([[0, 0, 1, 1, 1, 1]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])},
+        ],
+    )
+    def test_contradictions(self, model, kwargs):
+        with pytest.raises(ValueError, match="must agree|place the documents differently"):
+            model(tokens(1, 6), **kwargs)
+
+    @pytest.mark.parametrize("filled", [False, True])
+    @pytest.mark.parametrize("labels", [None, tokens(1, 6)], ids=["no_labels", "labels"])
+    def test_packed_batch_takes_no_cache(self, model, filled, labels):
+        cache = model(tokens(1, 4)).past_key_values if filled else DynamicCache(config=model.config)
+        with pytest.raises(ValueError, match="cannot fill or continue a cache"):
+            model(tokens(1, 6), labels=labels, past_key_values=cache, cu_seqlens=torch.tensor([0, 3, 6]))
+
+    def test_mask_must_cover_the_cache(self, model):
+        cache = model(tokens(1, 4)).past_key_values
+        with pytest.raises(ValueError, match=r"shape \(1, 6\): 4 tokens in the cache and 2 new ones, got \(1, 2\)"):
+            model(tokens(1, 2), past_key_values=cache, attention_mask=torch.ones(1, 2, dtype=torch.long))
+
+    def test_unknown_argument(self, model):
+        with pytest.raises(TypeError, match="'cu_seqlen'; did you mean 'cu_seqlens'"):
+            model(tokens(1, 6), cu_seqlen=torch.tensor([0, 6]))
+
+    def test_neither_ids_nor_embeddings(self, model):
+        with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+            model()

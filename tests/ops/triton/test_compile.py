@@ -1,0 +1,199 @@
+"""The chunk kernels compiled without a GPU: registers, shared memory and spills of what is launched.
+
+The launches are recorded by running the pipeline on meta tensors, so what is compiled here is what a call would launch
+on a Hopper card, its tiles included.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from deltazoo.ops.triton import pipeline  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
+)
+
+HOPPER = 90
+SHARED_MEMORY = {HOPPER: 232_448}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
+DECAYS = ("none", "scalar", "channel")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the operator, as far as its compiled kernels depend on it."""
+
+    arch: int = HOPPER
+    K: int = 128
+    V: int = 128
+    decay: str = "scalar"
+    terms: int = 1  # 0 without beta, 1 fast, 3 strict
+    dtype: torch.dtype = torch.bfloat16
+    packed: bool = False
+    state: bool = False
+    segmented: bool = False
+
+    def __str__(self) -> str:
+        flags = [name for name in ("packed", "state", "segmented") if getattr(self, name)]
+        dtype = TYPES[self.dtype]
+        return "-".join([f"sm{self.arch}", f"{self.K}x{self.V}", self.decay, f"terms{self.terms}", dtype, *flags])
+
+    def run(self) -> None:
+        """Forward and backward on meta tensors: every kernel is launched, nothing is computed."""
+        B, T, H, HV = 1, 64 * 64 if self.segmented else 256, 2, 4
+        N = 3 if self.packed else B
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        q = empty(B, T, H, self.K, dtype=self.dtype)
+        v = empty(B, T, HV, self.V, dtype=self.dtype)
+        beta = empty(B, T, HV) if self.terms else None
+        log_decay = {"none": None, "scalar": empty(B, T, HV), "channel": empty(B, T, HV, self.K)}[self.decay]
+        state = empty(N, HV, self.K, self.V) if self.state else None
+        cu_seqlens = empty(N + 1, dtype=torch.int32) if self.packed else None
+        inputs = (q, q, v, beta, log_decay, 0.1, state, cu_seqlens, self.terms == 3)
+        output, final_state, *kept = pipeline.forward(*inputs)
+        d_final = final_state if self.state else None
+        pipeline.backward(*inputs, kept=pipeline.Kept(*kept), d_output=output, d_final=d_final)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and its arguments by name, options such as num_warps among them."""
+
+    kernel: JITFunction
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        keep = "(keep)" if self.arguments.get("KEEP") else ""
+        return self.kernel.fn.__name__.removesuffix("_kernel") + keep
+
+    def compile(self, arch: int) -> CompiledKernel:
+        """As the launcher would for aligned tensors on a card of that architecture."""
+        signature, constants, attributes = {}, {}, {}
+        for position, parameter in enumerate(self.kernel.params):
+            value = self.arguments[parameter.name]
+            signature[parameter.name] = "constexpr"
+            if isinstance(value, Tensor):
+                signature[parameter.name] = "*" + TYPES[value.dtype]
+                attributes[(position,)] = [["tt.divisibility", 16]]
+            elif parameter.is_constexpr or value is None:
+                constants[(position,)] = value
+            else:
+                assert parameter.do_not_specialize or isinstance(value, float), f"{parameter.name} is specialised"
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        options = {name: self.arguments[name] for name in ("num_warps", "num_stages")}
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+class Recorder:
+    """Stands in for a kernel: `recorder[grid](...)` notes the launch."""
+
+    def __init__(self, kernel: JITFunction, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*positional: Any, **named: Any) -> None:
+            assert len(grid) == 1 and grid[0] > 0
+            arguments = dict(zip(self.kernel.arg_names, positional, strict=False))
+            assert not arguments.keys() & named.keys()
+            self.launches.append(Launch(self.kernel, arguments | named))
+
+        return launch
+
+
+def launches_of(call: Call, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    launches: list[Launch] = []
+    with monkeypatch.context() as patch:
+        for name, kernel in list(vars(pipeline).items()):
+            if isinstance(kernel, JITFunction):
+                patch.setattr(pipeline, name, Recorder(kernel, launches))
+        call.run()
+    return launches
+
+
+def resources(compiled: CompiledKernel, folder: Path) -> dict[str, int]:
+    """Registers per thread, and bytes per thread of local memory, where spilled registers go."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    text = subprocess.run([tool, "-res-usage", str(cubin)], capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "shared": compiled.metadata.shared}
+
+
+def spill_limit(call: Call, launch: Launch) -> int:
+    """Bytes per thread that may be spilled: a little anywhere, more where the products leave ptxas no choice."""
+    name = launch.kernel.fn.__name__
+    if call.dtype == torch.float32:  # three-term products; ptxas gives up on the scans
+        return 16_384 if "scan" in name else 2048
+    if call.K == 256 and "scan" in name:  # ptxas gives up on some of them: 32 registers, all else spilled
+        return 16_384
+    return 512
+
+
+def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Compiles every distinct launch of a call, prints what each needs, and complains about all that need too much."""
+    failures, seen = [], set()
+    for launch in launches_of(call, monkeypatch):
+        constants = {p.name: launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr}
+        key = (str(launch), *sorted(constants.items()))
+        if key in seen:
+            continue
+        seen.add(key)
+        used = resources(launch.compile(call.arch), folder)
+        line = f"{call} {launch}: " + ", ".join(f"{what} {number}" for what, number in used.items())
+        print(line)
+        limits = {"registers": 255, "spilled": spill_limit(call, launch), "shared": SHARED_MEMORY[call.arch]}
+        if any(used[what] > limit for what, limit in limits.items()):
+            failures.append(f"{line}; allowed: {limits}")
+    assert len(seen) >= 5, "a forward and a backward pass launch at least five kernels"
+    assert not failures, "\n".join(failures)
+
+
+REPRESENTATIVE = [
+    Call(HOPPER, segmented=True),
+    Call(HOPPER, decay="channel", terms=3, packed=True, state=True),
+    Call(HOPPER, 256, 256, decay="none", terms=3),
+    Call(HOPPER, 64, 64, decay="channel", terms=0),
+]
+SWEEP = [
+    *(
+        Call(arch, K, V, decay, terms, segmented=True)
+        for arch, K, V, decay, terms in product(SHARED_MEMORY, (64, 128, 256), (64, 128, 256), DECAYS, (0, 1, 3))
+        if K == V or V == 128
+    ),
+    *(Call(arch, K, K, d, 1, torch.float32) for arch, K, d in product(SHARED_MEMORY, (64, 128, 256), DECAYS)),
+    *(Call(arch, 256, 512, decay, 3) for arch, decay in product(SHARED_MEMORY, DECAYS)),
+]
+
+
+@pytest.mark.parametrize("call", REPRESENTATIVE, ids=str)
+def test_kernels_fit_the_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check(call, monkeypatch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", SWEEP, ids=str)
+def test_every_kernel_fits_every_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check(call, monkeypatch, tmp_path)

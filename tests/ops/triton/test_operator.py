@@ -1,0 +1,185 @@
+"""The chunk kernels as an operator of torch, and over the grid of shapes: opcheck, one graph, CUDA graphs, causality.
+
+`python test_operator.py` runs the checks that need no GPU through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from delta_rule_cases import SHAPE_CASES, DeltaRuleCase, DeltaRuleInputs
+from helpers import assert_within_reference, results_and_gradients
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from deltazoo.ops import DeltaRuleOutput, delta_rule
+
+pytest.importorskip("triton")
+
+DECAYS = ("none", "scalar", "channel")
+HALF = (torch.bfloat16, torch.float16)
+
+
+class RoundedProducts(TorchFunctionMode):
+    """Every matrix product rounds its operands to a dtype and accumulates in float32, as a matrix unit does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.__matmul__, Tensor.matmul, torch.matmul):
+            args = tuple(x.to(self.dtype).to(x.dtype) for x in args)
+        return function(*args, **(kwargs or {}))
+
+
+def judge(case: DeltaRuleCase, dtype: torch.dtype, device: str) -> None:
+    """At most twice the error of the chunk form in torch, whose products round as the kernels' do."""
+    inputs = case.make(device=device, dtype=dtype)
+    precision = "strict" if case.beta == "uniform" or case.beta > 1 else "fast"
+    actual = results_and_gradients(delta_rule, inputs, backend="triton", precision=precision)
+    plain = [results_and_gradients(delta_rule, inputs, backend="chunkwise")]
+    if dtype in HALF:
+        with RoundedProducts(dtype):
+            plain.append(results_and_gradients(delta_rule, inputs, backend="chunkwise"))
+    exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
+    assert_within_reference(actual, exact, plain, inputs, rounding=dtype)
+
+
+def without_beta(case: DeltaRuleCase, device: str) -> DeltaRuleInputs:
+    return replace(case.make(device=device, dtype=torch.float32), beta=None)
+
+
+OPERATOR_CASES = [
+    DeltaRuleCase("plain", T=70, K=8, V=12),
+    DeltaRuleCase("scalar_state", T=70, B=1, H=1, groups=2, K=8, V=12, decay="scalar", initial_state=True),
+    DeltaRuleCase("channel_packed", lengths=(30, 0, 40), H=1, K=8, V=12, decay="channel", initial_state=True),
+]
+
+
+def arguments_of_operator(inputs: DeltaRuleInputs) -> tuple[Any, ...]:
+    leaves = inputs.arguments() | {n: t.clone().requires_grad_() for n, t in inputs.leaves().items()}
+    ordered = (leaves[name] for name in ("q", "k", "v", "beta", "log_decay"))
+    return (*ordered, 0.25, leaves["initial_state"], inputs.cu_seqlens, False)
+
+
+def operator_passes_opcheck(device: str) -> None:
+    import deltazoo.ops.triton.autograd  # noqa: F401, registers the operator
+
+    for case in OPERATOR_CASES:
+        arguments = arguments_of_operator(case.make(device=device, dtype=torch.float32))
+        torch.library.opcheck(torch.ops.deltazoo.triton_delta_rule.default, arguments)
+    inputs = without_beta(OPERATOR_CASES[1], device)
+    torch.library.opcheck(torch.ops.deltazoo.triton_delta_rule.default, arguments_of_operator(inputs))
+
+
+def compiles_in_one_graph(device: str) -> None:
+    def layer(**arguments: Any) -> DeltaRuleOutput:
+        output, state = delta_rule(**arguments | dict(k=arguments["k"] * 0.5), backend="triton")
+        return DeltaRuleOutput(output.tanh(), state)
+
+    for case in OPERATOR_CASES:
+        torch.compiler.reset()
+        inputs = case.make(device=device, dtype=torch.float32)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        actual, expected = (results_and_gradients(f, inputs) for f in (compiled, layer))
+        for name in expected:
+            torch.testing.assert_close(actual[name], expected[name], msg=f"{case}: {name}")
+
+
+def future_changes_no_bit(device: str) -> None:
+    for decay in DECAYS:
+        T, cut = (300, 170) if device == "cuda" else (90, 50)
+        inputs = DeltaRuleCase("future", B=1, T=T, groups=2, decay=decay).make(device=device, dtype=torch.float16)
+        changed = {n: t if t is None else t.clone() for n, t in inputs.arguments().items()}
+        for name in ("q", "k", "v", "beta", "log_decay"):
+            if changed[name] is not None:
+                changed[name][:, cut:] *= -3 if name in "qkv" else 1 / 7
+        before, after = (delta_rule(**a, backend="triton").output for a in (inputs.arguments(), changed))
+        assert torch.equal(before[:, :cut], after[:, :cut]), decay
+        assert not torch.equal(before[:, cut:], after[:, cut:]), decay
+
+
+CHECKS = (operator_passes_opcheck, compiles_in_one_graph, future_changes_no_bit)
+
+
+def test_operator_through_the_interpreter() -> None:
+    here = Path(__file__).resolve()
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, str(here)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_operator_on_a_gpu(check: Any) -> None:
+    check("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", DECAYS)
+def test_forward_in_a_cuda_graph(decay: str) -> None:
+    """A replay computes from what lies in the captured inputs, also of a row that is cut into segments."""
+    case = DeltaRuleCase("graph", B=1, T=5000, H=1, K=64, V=64, decay=decay, beta=0.5, initial_state=True)
+    inputs = case.make(device="cuda", dtype=torch.bfloat16)
+    arguments = inputs.arguments()
+    delta_rule(**arguments, backend="triton")  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = delta_rule(**arguments, backend="triton")
+    arguments["v"].mul_(2)
+    arguments["initial_state"].zero_()
+    graph.replay()
+    expected = delta_rule(**arguments, backend="triton")
+    assert all(torch.equal(a, e) for a, e in zip(captured, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("case", SHAPE_CASES, ids=str)
+def test_shapes(case: DeltaRuleCase, dtype: torch.dtype) -> None:
+    judge(case, dtype, "cuda")
+
+
+def grid() -> list[tuple[DeltaRuleCase, torch.dtype]]:
+    """Two in three pairs of K and V, while lengths, heads, groups, decays and dtypes take turns at their own pace."""
+    heads = cycle(product((1, 3, 16), (1, 2, 4, 8)))
+    lengths, decays = cycle((1, 15, 63, 64, 65, 257, 4096)), cycle(DECAYS)
+    dtypes = cycle((torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16, torch.float32))
+    cases = []
+    for i, (K, V) in enumerate(product((16, 20, 32, 64, 96, 128, 192, 256), (16, 33, 64, 128, 256, 512))):
+        if (i + i // 6) % 3 == 1:
+            continue
+        (H, groups), T, decay, dtype = next(heads), next(lengths), next(decays), next(dtypes)
+        if T == 4096:
+            H, groups = min(H, 3), min(groups, 2)
+        name = f"{K}x{V}-T{T}-H{H}-groups{groups}-{decay}-{str(dtype).removeprefix('torch.')}"
+        options = dict(beta=0.6 if i % 2 else "uniform", initial_state=i % 4 < 2, seed=i)
+        cases.append((DeltaRuleCase(name, 1, T, H, groups, K, V, decay, **options), dtype))  # type: ignore[arg-type]
+    for decay, dtype in product(DECAYS, (torch.bfloat16, torch.float32)):
+        name = f"64x64-T65537-{decay}-{str(dtype).removeprefix('torch.')}"
+        cases.append((DeltaRuleCase(name, 1, 65_537, 1, 1, 64, 64, decay, log_decay=-0.02, beta=0.6), dtype))
+    return cases
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "dtype"), [pytest.param(*entry, id=str(entry[0])) for entry in grid()])
+def test_grid(case: DeltaRuleCase, dtype: torch.dtype) -> None:
+    judge(case, dtype, "cuda")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for check in CHECKS:
+        check("cpu")

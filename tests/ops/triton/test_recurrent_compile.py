@@ -1,0 +1,125 @@
+"""The decode kernel compiled for cards nobody has at hand: what it needs of them, and that nothing spills. No GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from deltazoo.ops.triton import recurrent  # noqa: E402
+
+HOPPER, ADA, CONSUMER_BLACKWELL = 90, 89, 120
+
+
+@dataclass(frozen=True)
+class Build:
+    """One specialisation of the kernel, with the tile the launcher would choose."""
+
+    arch: int = HOPPER
+    K: int = 128
+    V: int = 128
+    dtype: str = "bf16"
+    decay: str = "scalar"
+    beta: bool = True
+    one_token: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"sm{self.arch}-{self.K}x{self.V}-{self.dtype}-{self.decay}{'' if self.beta else '-no_beta'}"
+            f"{'' if self.one_token else '-loop'}"
+        )
+
+    @property
+    def tile(self) -> recurrent.Tile:
+        return recurrent.choose_tile(self.K, self.V)
+
+
+def build(case: Build) -> CompiledKernel:
+    """Compiles as the launcher would for aligned, contiguous tensors on a card of that architecture."""
+    kernel = JITFunction(recurrent._recurrent_kernel.fn)  # a compilable one even where TRITON_INTERPRET is set
+    pointers = {
+        **dict.fromkeys(("q", "k", "v", "output"), f"*{case.dtype}"),
+        **dict.fromkeys(("state", "new_state"), "*fp32"),
+        "beta": "*fp32" if case.beta else None,
+        "log_decay": None if case.decay == "none" else "*fp32",
+    }
+    constants = {
+        "K": case.K,
+        "V": case.V,
+        "BK": triton.next_power_of_2(case.K),
+        "BV": case.tile.columns,
+        "DECAY_PER_CHANNEL": case.decay == "channel",
+        "EVICTION": case.tile.eviction,
+        **{name: None for name, type in pointers.items() if type is None},
+        **({"T": 1} if case.one_token else {}),
+    }
+    types = {**pointers, "scale": "fp32"}
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ("state", "new_state")}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options={"num_warps": case.tile.warps})
+
+
+def cuobjdump(compiled: CompiledKernel, option: str, folder: Path) -> str:
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    return subprocess.run([tool, option, str(cubin)], capture_output=True, text=True, check=True).stdout
+
+
+def resources(compiled: CompiledKernel, folder: Path) -> dict[str, int]:
+    """Registers per thread, and bytes of stack and local memory: where spilled registers go."""
+    usage = cuobjdump(compiled, "-res-usage", folder)
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+
+
+BUILDS = [
+    *(Build(arch, K, K) for arch in (HOPPER, ADA, CONSUMER_BLACKWELL) for K in (64, 128, 256)),
+    *(Build(decay=decay, one_token=one) for decay in ("none", "channel") for one in (True, False)),
+    *(Build(K=K, V=V, decay="channel", dtype="fp32") for K, V in [(256, 512), (96, 192), (20, 33), (16, 16), (1, 1)]),
+    Build(decay="none", beta=False, dtype="fp16"),
+    Build(K=256, V=256, decay="channel", one_token=False),
+]
+
+
+@pytest.mark.parametrize("case", BUILDS, ids=str)
+def test_no_register_spills(case: Build, tmp_path: Path) -> None:
+    compiled = build(case)
+    used = resources(compiled, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, used
+    # 65,536 registers per SM and 8 KiB of state per warp: with 128 registers sixteen warps keep 128 KiB in flight.
+    assert used["REG"] <= (128 if case.one_token else 168), used
+    assert compiled.metadata.shared <= 4096
+
+
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_state_moves_in_16_byte_accesses_and_without_a_loop(K: int, tmp_path: Path) -> None:
+    case = Build(K=K, V=K)
+    compiled = build(case)
+    assert "scf.for" not in compiled.asm["ttgir"]
+    code = cuobjdump(compiled, "-sass", tmp_path)
+    per_thread = K * case.tile.columns // (32 * case.tile.warps)
+    assert len(re.findall(r"\bSTG\.E\.128\b", code)) == per_thread // 4
+    assert len(re.findall(r"\bLDG\.E\.128\b", code)) == per_thread // 4
+
+
+def test_state_loads_are_issued_before_anything_waits_for_memory(tmp_path: Path) -> None:
+    code = cuobjdump(build(Build()), "-sass", tmp_path)
+    instructions = re.findall(r"\b(LDG\.E\.128|BAR\.SYNC|SHFL|STS|LDS)\b", code)
+    num_loads = instructions.count("LDG.E.128")
+    assert instructions[:num_loads] == ["LDG.E.128"] * num_loads
+
+
+def test_offsets_of_the_state_have_64_bits() -> None:
+    """B * HV * K * V passes 2**31 at 8,192 sequences of 16 heads of 128 x 128."""
+    ttir = build(Build()).asm["ttir"]
+    assert re.search(r"tt\.addptr %\w+, %\w+ : tensor<128x\d+x!tt\.ptr<f32>[^\n]*, tensor<128x\d+xi64>", ttir), ttir

@@ -1,0 +1,82 @@
+"""What each part needs to be imported and to run, seen in fresh interpreters that lack the rest."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+from helpers import run_python
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def __init__(self, *names):
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r} (blocked by the test)", name=name)
+
+sys.meta_path.insert(0, Missing(*sys.argv[1].split(",")))
+"""
+
+RUN_THE_OPERATOR = """
+import torch
+from deltazoo.ops import delta_rule, delta_rule_step
+
+q, k = torch.nn.functional.normalize(torch.randn(2, 1, 70, 2, 8), dim=-1).unbind()
+v, beta = torch.randn(1, 70, 2, 8, requires_grad=True), torch.rand(1, 70, 2)
+output, state = delta_rule(q, k, v, beta, -torch.rand(1, 70, 2, 8))
+output.sum().backward()
+assert v.grad.isfinite().all()
+delta_rule_step(q[:, :1], k[:, :1], v[:, :1], beta[:, :1], state=state)
+"""
+
+RUN_A_LAYER = """
+import torch
+from deltazoo.layers import DeltaRuleAttention
+
+layer = DeltaRuleAttention(variant="gated_deltanet", hidden_size=32, num_heads=2, head_dim=16)
+layer(torch.randn(2, 10, 32)).sum().backward()
+"""
+
+
+def run_without(missing: str, code: str) -> str:
+    return run_python(WITHOUT + textwrap.dedent(code), missing)
+
+
+def test_blocking_a_module_works() -> None:
+    with pytest.raises(AssertionError, match="No module named 'triton'"):
+        run_without("triton", "import triton")
+
+
+def test_the_cpu_path_runs_without_triton() -> None:
+    run_without("triton", "import deltazoo" + RUN_THE_OPERATOR + RUN_A_LAYER)
+
+
+def test_operators_and_layers_need_torch_and_einops_alone() -> None:
+    others = "triton,transformers,datasets,tokenizers,accelerate,safetensors,matplotlib,yaml,rich,typer"
+    run_without(others, "import deltazoo" + RUN_THE_OPERATOR + RUN_A_LAYER)
+
+
+def test_asking_for_triton_where_there_is_none_says_so() -> None:
+    code = """
+    import torch
+    from deltazoo.ops import resolve_backend
+    call = dict(device="cuda", dtype=torch.float32, head_k_dim=64, head_v_dim=64)
+    name, reason = resolve_backend(None, **call)
+    assert name == "chunkwise" and "triton" in reason.lower(), (name, reason)
+    try:
+        resolve_backend("triton", **call)
+    except NotImplementedError as error:
+        print(error)
+    """
+    assert "triton" in run_without("triton", code)
+
+
+def test_importing_loads_neither_triton_nor_the_training_side() -> None:
+    """torch itself loads triton once it compiles or calls a custom operator; our import does not."""
+    code = "import sys, deltazoo.ops, deltazoo.layers\nprint(*sys.modules, sep='\\n')"
+    loaded = set(run_python(code).split())
+    assert not loaded & {"triton", "datasets", "matplotlib", "deltazoo.training", "deltazoo.cli"}

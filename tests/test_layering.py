@@ -1,0 +1,145 @@
+"""Who may import whom, read from the source (function bodies included), so that no layer grows roots upwards."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "deltazoo"
+
+# Every part of the package, lowest first, with the parts it may import besides itself.
+MAY_IMPORT: dict[str, set[str]] = {
+    "ops": set(),
+    "spec": {"ops"},
+    "layers": {"ops", "spec"},
+    "variants": {"ops", "spec", "layers"},
+    "models": {"ops", "spec", "layers", "variants"},
+    "bench": {"ops", "spec", "layers", "variants", "models"},
+    "swap": {"ops", "spec", "layers", "variants", "models"},
+    "training": {"ops", "spec", "layers", "variants", "models"},
+    "evaluation": {"ops", "spec", "layers", "variants", "models", "training"},
+    "lab": {"ops", "spec", "layers", "variants", "models", "training", "evaluation"},
+}
+MAY_IMPORT["_auto_registration"] = {"models"}
+MAY_IMPORT["cli"] = {*MAY_IMPORT}
+MAY_IMPORT["__init__"] = {*MAY_IMPORT}
+
+# What the lower parts may take from outside; the rest may use every declared dependency.
+OUTSIDE: dict[str, set[str]] = {
+    "ops": {"torch", "einops"},
+    "spec": {"torch", "einops"},
+    "layers": {"torch", "einops"},
+    "variants": {"torch", "einops"},
+}
+
+SEPARATE_BACKENDS = ("reference", "chunkwise", "triton")
+
+
+def imported_modules(source: str, module: str, *, is_package: bool) -> Iterator[str]:
+    """Absolute names of everything ``source`` imports; ``from a import b`` gives a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: None if is_package and node.level == 1 else -(node.level - is_package)]
+                base = ".".join([*parents, *([base] if base else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """Sentences about the imports of ``module`` that the rules forbid."""
+    parts = module.split(".")
+    part = parts[1] if len(parts) > 1 else "__init__"
+    found = set()
+    for name in imported_modules(source, module, is_package=is_package):
+        root, *inner = name.split(".")
+        if root == "deltazoo":
+            target = inner[0] if inner and inner[0] in MAY_IMPORT else None
+            if target is None and part in OUTSIDE:
+                found.add(f"{module} imports {name}: the package root lies above it")
+            elif target is not None and target != part and target not in MAY_IMPORT.get(part, set()):
+                found.add(f"{module} imports deltazoo.{target}, which lies above it")
+            if part == target == "ops" and len(inner) > 1 and len(parts) > 2:
+                mine, theirs = parts[2], inner[1]
+                if mine != theirs and mine in SEPARATE_BACKENDS and theirs in SEPARATE_BACKENDS:
+                    found.add(f"{module} imports the backend {theirs}; backends stay independent of each other")
+        elif root in sys.stdlib_module_names or not root:
+            continue
+        elif root == "triton":
+            if parts[1:3] != ["ops", "triton"] and part != "bench":
+                found.add(f"{module} imports triton; only deltazoo.ops.triton and the benchmarks may")
+        elif part in OUTSIDE and root not in OUTSIDE[part]:
+            found.add(f"{module} imports {root}; {part} may use {', '.join(sorted(OUTSIDE[part]))} alone")
+    return sorted(found)
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        names = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        yield ".".join(names[:-1] if names[-1] == "__init__" else names), path
+
+
+@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda x: x if isinstance(x, str) else "")
+def test_imports_point_downwards(module: str, path: Path) -> None:
+    assert not violations(path.read_text(encoding="utf-8"), module, is_package=path.name == "__init__.py")
+
+
+def test_every_part_of_the_package_has_its_place() -> None:
+    parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert parts <= set(MAY_IMPORT), f"say in MAY_IMPORT what {sorted(parts - set(MAY_IMPORT))} may import"
+
+
+def test_no_drawer_for_odds_and_ends() -> None:
+    names = ("utils", "util", "helpers", "misc", "common")
+    drawers = [module for module, _ in modules() if module.split(".")[-1] in names]
+    assert not drawers, f"a helper lives with its owner, not in {drawers}"
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("deltazoo.ops.api", "from deltazoo.layers import SwiGLU"),
+        ("deltazoo.ops.api", "def f():\n    import deltazoo.models.auto"),
+        ("deltazoo.ops.api", "from deltazoo import spec"),
+        ("deltazoo.ops.api", "from ..layers.norm import RMSNorm"),
+        ("deltazoo.ops.chunkwise", "from deltazoo.ops.reference import recurrent_loop"),
+        ("deltazoo.ops.chunkwise", "from deltazoo.ops import reference"),
+        ("deltazoo.ops.chunkwise", "from . import reference"),
+        ("deltazoo.ops.triton.scan", "from deltazoo.ops.chunkwise import chunkwise"),
+        ("deltazoo.ops.decay", "import triton"),
+        ("deltazoo.ops.decay", "import numpy as np"),
+        ("deltazoo.layers.norm", "from deltazoo import delta_rule"),
+        ("deltazoo.layers.norm", "import deltazoo"),
+        ("deltazoo.layers.norm", "from transformers import PreTrainedModel"),
+        ("deltazoo.variants.kda", "import deltazoo.models"),
+        ("deltazoo.models.modeling", "from deltazoo.training import train"),
+        ("deltazoo.training.run", "from deltazoo.cli import main"),
+        ("deltazoo.models.modeling", "import triton.language as tl"),
+    ],
+)
+def test_a_forbidden_import_is_noticed(module: str, source: str) -> None:
+    assert violations(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "is_package"),
+    [
+        ("deltazoo.ops.api", "from deltazoo.ops.reference import recurrent_loop\nimport torch, math", False),
+        ("deltazoo.ops.triton.scan", "import triton\nfrom deltazoo.ops.triton.prepare import prepare", False),
+        ("deltazoo.ops", "from .api import delta_rule\nfrom . import decay", True),
+        (
+            "deltazoo.models.modeling",
+            "from transformers import PreTrainedModel\nfrom deltazoo.layers import SwiGLU",
+            False,
+        ),
+        ("deltazoo", "from deltazoo.spec import get_variant", True),
+    ],
+)
+def test_a_permitted_import_is_not(module: str, source: str, is_package: bool) -> None:
+    assert not violations(source, module, is_package=is_package)

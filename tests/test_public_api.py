@@ -1,0 +1,129 @@
+"""The names and signatures others build on: they may be added to, not changed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import ModuleType
+
+import pytest
+
+import deltazoo
+import deltazoo.layers
+import deltazoo.ops
+
+PROMISED = {
+    "deltazoo": [
+        "DeltaRuleOutput",
+        "delta_rule",
+        "delta_rule_step",
+        "get_variant",
+        "linear_attention",
+        "linear_attention_step",
+        "list_variants",
+        "register_variant",
+        "report",
+    ],
+    "deltazoo.ops": [
+        "DeltaRuleOutput",
+        "decay",
+        "delta_rule",
+        "delta_rule_step",
+        "linear_attention",
+        "linear_attention_step",
+        "resolve_backend",
+        "step_size",
+    ],
+    "deltazoo.ops.step_size": ["euler", "exact", "implicit"],
+    "deltazoo.ops.decay": ["bounded_decay", "softplus_decay"],
+    "deltazoo.layers": [
+        "EFLA",
+        "DeltaNet",
+        "DeltaRuleAttention",
+        "GatedDeltaNet",
+        "KimiDeltaAttention",
+        "LinearAttention",
+        "Longhorn",
+        "NegativeEigenvalueDeltaNet",
+    ],
+}
+
+SIGNATURES = {
+    "delta_rule": (
+        ["q", "k", "v", "beta", "log_decay"],
+        ["scale", "initial_state", "cu_seqlens", "backend"],
+    ),
+    "delta_rule_step": (["q", "k", "v", "beta", "log_decay"], ["state", "scale", "backend"]),
+    "linear_attention": (["q", "k", "v", "log_decay"], ["scale", "initial_state", "cu_seqlens", "backend"]),
+    "linear_attention_step": (["q", "k", "v", "log_decay"], ["state", "scale", "backend"]),
+}
+
+VARIANTS = [
+    "delta_net",
+    "efla",
+    "gated_deltanet",
+    "kda",
+    "linear_attention",
+    "longhorn",
+    "mamba2_style",
+    "neg_delta_net",
+    "neg_gated_deltanet",
+]
+
+MODULES = [importlib.import_module(name) for name in PROMISED]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(m, n) for m in MODULES for n in PROMISED[m.__name__]], ids=lambda x: getattr(x, "__name__", x)
+)
+def test_promised_name_is_there_and_announced(module: ModuleType, name: str) -> None:
+    assert hasattr(module, name), f"{module.__name__}.{name} is gone"
+    assert name in module.__all__
+    assert name in dir(module)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
+def test_everything_announced_exists_and_is_documented(module: ModuleType) -> None:
+    assert len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isfunction(value) or inspect.isclass(value) or inspect.ismodule(value):
+            assert inspect.getdoc(value), f"{module.__name__}.{name} has no docstring"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
+def test_a_star_import_brings_no_stray_names(module: ModuleType) -> None:
+    names: dict[str, object] = {}
+    exec(f"from {module.__name__} import *", names)
+    assert set(names) - {"__builtins__"} == set(module.__all__)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature_is_the_contract(name: str) -> None:
+    positional, keyword_only = SIGNATURES[name]
+    parameters = inspect.signature(getattr(deltazoo.ops, name)).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][: len(positional)] == positional
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} >= set(keyword_only)
+    assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters), "a misspelt argument would vanish"
+    for parameter in parameters:
+        required = parameter.name in ("q", "k", "v", "beta", "state")
+        assert (parameter.default is parameter.empty) == required, parameter.name
+        assert parameter.annotation is not parameter.empty, parameter.name
+
+
+def test_the_package_and_its_operators_are_the_same_objects() -> None:
+    for name in ("delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step", "DeltaRuleOutput"):
+        assert getattr(deltazoo, name) is getattr(deltazoo.ops, name)
+
+
+def test_the_nine_variants_are_registered() -> None:
+    assert set(deltazoo.list_variants()) >= set(VARIANTS)
+
+
+def test_unknown_attributes_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        deltazoo.no_such_name  # noqa: B018
+
+
+def test_version_is_a_release_number() -> None:
+    assert [part.isdigit() for part in deltazoo.__version__.split(".")[:2]] == [True, True]

@@ -1,0 +1,105 @@
+"""The registry, and specs that contradict themselves."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+import deltazoo
+from deltazoo import spec as registry
+from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants, register_variant
+
+NINE = {
+    "linear_attention",
+    "mamba2_style",
+    "delta_net",
+    "neg_delta_net",
+    "gated_deltanet",
+    "neg_gated_deltanet",
+    "efla",
+    "longhorn",
+    "kda",
+}
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+
+def my_rule(**changes: object) -> DeltaRuleSpec:
+    return replace(get_variant("delta_net"), name="my_rule", hub_model_type=None, **changes)  # type: ignore[arg-type]
+
+
+def test_the_nine_variants_are_registered_on_import() -> None:
+    assert set(list_variants()) >= NINE
+    assert deltazoo.list_variants() == list_variants()
+    for name in NINE:
+        assert get_variant(name).name == name
+
+
+@pytest.mark.parametrize("name", sorted(NINE))
+def test_every_variant_names_its_source_and_equation(name: str) -> None:
+    spec = get_variant(name)
+    assert "arXiv:" in spec.paper
+    assert "S_t = " in spec.equation and "S_{t-1}" in spec.equation
+    assert spec.summary.endswith(".")
+
+
+def test_equations_say_what_the_choices_say() -> None:
+    for spec in map(get_variant, NINE):
+        assert ("exp(g_t)" in spec.equation) == (spec.decay != "none"), spec.name
+        assert ("Diag" in spec.equation) == (spec.decay == "channel"), spec.name
+        assert (" 2 b_t" in spec.equation) == spec.allow_neg_eigval, spec.name
+        assert ("(I - " in spec.equation) == spec.corrects, spec.name
+
+
+def test_hub_types_are_those_of_published_checkpoints() -> None:
+    assert {get_variant(name).hub_model_type for name in NINE} == {"delta_net", "gated_deltanet", "kda", "efla", None}
+
+
+def test_a_registered_variant_is_found(own_registry: None) -> None:
+    spec = register_variant(my_rule(decay="scalar"))
+    assert get_variant("my_rule") is spec
+    assert list_variants()[-1] == "my_rule"
+
+
+def test_registering_an_equal_spec_again_changes_nothing(own_registry: None) -> None:
+    register_variant(my_rule())
+    register_variant(my_rule())
+    assert list_variants().count("my_rule") == 1
+
+
+def test_a_taken_name_is_refused(own_registry: None) -> None:
+    register_variant(my_rule())
+    with pytest.raises(ValueError, match="'my_rule' is taken"):
+        register_variant(my_rule(decay="scalar"))
+
+
+def test_an_unknown_name_gets_the_nearest_match_and_the_list() -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown variant 'gated_delta_net'; did you mean 'gated_deltanet'\? known: .*kda"
+    ):
+        get_variant("gated_delta_net")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step_size": "eulr"}, "unknown step_size 'eulr'; did you mean 'euler'"),
+        ({"decay": "per_channel"}, "unknown decay 'per_channel'; did you mean 'channel'"),
+        ({"output_gate": "lowrank"}, "unknown output_gate 'lowrank'; did you mean 'low_rank'"),
+        ({"gate_activation": "swish"}, "unknown gate_activation 'swish'; known: silu, sigmoid"),
+        ({"step_size": "none", "allow_neg_eigval": True}, "allow_neg_eigval needs a correction term"),
+        ({"decay_lower_bound": -5.0}, "decay_lower_bound needs a decay"),
+        ({"decay": "scalar", "decay_lower_bound": 5.0}, "must be negative, got 5.0"),
+    ],
+)
+def test_contradictions_are_refused_by_name(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        my_rule(**changes)
+    assert "my_rule" in str(error.value)
+
+
+def test_a_spec_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        get_variant("kda").decay = "scalar"  # type: ignore[misc]

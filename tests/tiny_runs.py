@@ -1,0 +1,40 @@
+"""A training run small enough for a test: a few files of the standard library, a model of a few thousand parameters."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from deltazoo.training.config import RunConfig
+from deltazoo.training.strict import from_mapping
+
+FILES = (
+    "abc.py bisect.py contextlib.py copy.py dis.py fnmatch.py functools.py heapq.py keyword.py opcode.py operator.py "
+    "pprint.py queue.py sched.py shlex.py statistics.py string.py textwrap.py token.py types.py"
+)
+
+
+def write_text_folder(folder: Path) -> Path:
+    """Twenty files of real text, 300 kB; with the fraction of ``run_config`` a few of them are held out."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    folder.mkdir(parents=True)
+    for name in FILES.split():
+        (folder / name).write_bytes((library / name).read_bytes())
+    return folder
+
+
+def run_config(text: Path, output: Path, **changes: dict[str, Any]) -> RunConfig:
+    """A complete configuration; ``changes`` are sections whose keys replace or extend those here."""
+    values: dict[str, Any] = {
+        "output": str(output),
+        "data": {"text": str(text), "validation_fraction": 0.2, "max_validation_bytes": 3000},
+        "tokenizer": {"kind": "bpe", "vocab_size": 320},
+        "model": {"mixer": "gated_deltanet", "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "head_dim": 16}
+        | {"expand_v": 1, "intermediate_size": 48, "tie_word_embeddings": True},
+        "training": {"steps": 8, "row_length": 48, "rows_per_batch": 2, "learning_rate": 3e-3, "log_every": 1}
+        | {"evaluate_every": 4, "evaluation_rows": 2, "save_every": 4, "warmup_steps": 2, "precision": "fp32"},
+    }
+    for section, keys in changes.items():
+        values[section] = {**values[section], **keys}
+    return from_mapping(RunConfig, values)

@@ -1,0 +1,139 @@
+"""Every variant against its equation, written out once more, token by token and head by head, from the papers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltazoo.layers import DeltaRuleAttention
+
+HIDDEN, HEADS, VALUE_HEADS, K = 12, 2, 4, 4
+TOKENS = 7
+Weights = dict[str, Tensor]
+
+
+def convolved(weights: Weights, x: Tensor, name: str) -> Tensor:
+    """SiLU of the causal convolution of one projection `[T, channels]`."""
+    y = x @ weights[f"{name}_proj.weight"].T
+    kernel = weights[f"{name}_conv1d.weight"]
+    return F.silu(F.conv1d(F.pad(y.T, (3, 0)), kernel, groups=len(kernel)).T)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x @ x + 1e-6).sqrt()
+
+
+def gate(weights: Weights, x: Tensor, head: int) -> Tensor:
+    return torch.sigmoid(weights["b_proj.weight"][head] @ x)
+
+
+def scalar_decay(weights: Weights, x: Tensor, head: int) -> Tensor:
+    a = weights["a_proj.weight"][head] @ x
+    g = -torch.exp(weights["A_log"][head]) * torch.log(1 + torch.exp(a + weights["dt_bias"][head]))
+    return torch.exp(g) * torch.eye(K, dtype=x.dtype)
+
+
+def channel_decay(weights: Weights, x: Tensor, head: int) -> Tensor:
+    channels = slice(head * K, (head + 1) * K)
+    a = weights["f_proj.1.weight"][channels] @ weights["f_proj.0.weight"] @ x
+    g = -torch.exp(weights["A_log"][head]) * torch.log(1 + torch.exp(a + weights["dt_bias"][channels]))
+    return torch.diag(torch.exp(g))
+
+
+def no_decay(weights: Weights, x: Tensor, head: int) -> Tensor:
+    return torch.eye(K, dtype=x.dtype)
+
+
+def full_silu_gate(weights: Weights, x: Tensor) -> Tensor:
+    return F.silu(weights["g_proj.weight"] @ x)
+
+
+def low_rank_sigmoid_gate(weights: Weights, x: Tensor) -> Tensor:
+    return torch.sigmoid(weights["g_proj.1.weight"] @ weights["g_proj.0.weight"] @ x + weights["g_proj.1.bias"])
+
+
+def no_gate(weights: Weights, x: Tensor) -> Tensor:
+    return torch.ones((), dtype=x.dtype)
+
+
+# Per variant: (erase, write) from gate b and squared key length l; key as it enters; decay; output gate.
+Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def euler(b: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
+    return b, b
+
+
+def doubled(b: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
+    return 2 * b, 2 * b
+
+
+def exact(b: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
+    return (1 - torch.exp(-b * l)) / l, (1 - torch.exp(-b * l)) / l
+
+
+def implicit(b: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
+    return b / (1 + b * l), b / (1 + b * l)
+
+
+VARIANTS: dict[str, tuple[Rule | None, bool, Callable, Callable]] = {
+    "linear_attention": (None, False, no_decay, no_gate),
+    "mamba2_style": (None, False, scalar_decay, full_silu_gate),
+    "delta_net": (euler, True, no_decay, no_gate),
+    "neg_delta_net": (doubled, True, no_decay, no_gate),
+    "gated_deltanet": (euler, True, scalar_decay, full_silu_gate),
+    "neg_gated_deltanet": (doubled, True, scalar_decay, full_silu_gate),
+    "efla": (exact, False, no_decay, no_gate),
+    "longhorn": (implicit, False, no_decay, no_gate),
+    "kda": (euler, True, channel_decay, low_rank_sigmoid_gate),
+}
+
+
+def by_hand(variant: str, weights: Weights, x: Tensor, value_dim: int, neg_eigval: str = "both") -> Tensor:
+    """The layer's output for one sequence `[T, hidden]`."""
+    rule, unit_keys, decay, output_gate = VARIANTS[variant]
+    q, k, v = (convolved(weights, x, name) for name in "qkv")
+    outputs = torch.zeros(len(x), VALUE_HEADS * value_dim, dtype=x.dtype)
+    for head in range(VALUE_HEADS):
+        key_head = head // (VALUE_HEADS // HEADS)
+        keys, values = slice(key_head * K, (key_head + 1) * K), slice(head * value_dim, (head + 1) * value_dim)
+        S = torch.zeros(K, value_dim, dtype=x.dtype)
+        for t in range(len(x)):
+            q_t = unit(q[t, keys]) if rule else q[t, keys]
+            k_t = unit(k[t, keys]) if unit_keys else k[t, keys]
+            erase, write = torch.zeros(()), torch.ones(())
+            if rule:
+                erase, write = rule(gate(weights, x[t], head), k_t @ k_t)
+                write = write / 2 if neg_eigval == "erase" else write
+            transition = (torch.eye(K, dtype=x.dtype) - erase * torch.outer(k_t, k_t)) @ decay(weights, x[t], head)
+            S = transition @ S + write * torch.outer(k_t, v[t, values])
+            o = S.T @ q_t / K**0.5
+            outputs[t, values] = o / (o.square().mean() + 1e-5).sqrt() * weights["o_norm.weight"]
+    gated = torch.stack([o * output_gate(weights, x_t) for o, x_t in zip(outputs, x, strict=True)])
+    return gated @ weights["o_proj.weight"].T
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("expand_v", [1, 1.5])
+def test_the_layer_computes_the_papers_equation(variant: str, expand_v: float) -> None:
+    layer = DeltaRuleAttention(
+        variant, HIDDEN, HEADS, K, num_v_heads=VALUE_HEADS, expand_v=expand_v, initializer_range=0.5
+    ).double()
+    torch.nn.init.uniform_(layer.o_norm.weight, 0.5, 2)
+    x = torch.randn(2, TOKENS, HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        expected = torch.stack([by_hand(variant, layer.state_dict(), row, int(K * expand_v)) for row in x])
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["neg_delta_net", "neg_gated_deltanet"])
+def test_erasing_alone_can_be_doubled(variant: str) -> None:
+    layer = DeltaRuleAttention(
+        variant, HIDDEN, HEADS, K, num_v_heads=VALUE_HEADS, expand_v=1, neg_eigval="erase", initializer_range=0.5
+    ).double()
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        expected = by_hand(variant, layer.state_dict(), x, K, neg_eigval="erase")
+        torch.testing.assert_close(layer(x[None])[0], expected, rtol=0, atol=1e-12)
