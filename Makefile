@@ -9,13 +9,16 @@ INSTALLED := $(VENV)/.installed
 # as soon as a core has other work.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: quickstart test lab lint wheel-test clean
+.PHONY: quickstart test compile-test lab lint wheel-test clean
 
 quickstart: $(INSTALLED)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
 
 test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest's)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for cards that are not here: registers, shared memory
+	$(BIN)/python -m pytest -n 2 -m sweep $(ARGS)
 
 lab: $(INSTALLED)  ## the claims of the papers on small models, on two CPU cores (ARGS as of deltazoo lab)
 	$(BIN)/deltazoo lab $(ARGS)

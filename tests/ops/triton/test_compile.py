@@ -193,7 +193,7 @@ def test_kernels_fit_the_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_p
     check(call, monkeypatch, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", SWEEP, ids=str)
 def test_every_kernel_fits_every_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check(call, monkeypatch, tmp_path)

@@ -63,6 +63,7 @@ def tail_kernel(
     o_c, o_k, o_v = tl.arange(0, C), i_k * BK + tl.arange(0, BK), tl.arange(0, BV)
     m_c, m_k = o_c < rows, o_k < K
     m_ck = m_c[:, None] & m_k[None, :]
+    m_dv = o_c < tl.where(i_k == 0, rows, 0)  # dv needs no key channels: the first tile of them writes it
     slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
     o_gate = first * HV + i_h + o_c * HV
     share = i_k.to(tl.int64) * shares_stride
@@ -85,7 +86,7 @@ def tail_kernel(
         b_dbeta = tl.zeros([C], dtype=tl.float32)
     for i_v in tl.range(0, tl.cdiv(V, BV), num_stages=STAGES):
         m_v = i_v * BV + o_v < V
-        m_cv, m_vk = m_c[:, None] & m_v[None, :], m_v[:, None] & m_k[None, :]
+        m_cv, m_write, m_vk = m_c[:, None] & m_v[None, :], m_dv[:, None] & m_v[None, :], m_v[:, None] & m_k[None, :]
         b_dO = tl.load(d_output + v_base + i_v * BV + o_cv, mask=m_cv, other=0.0)
         b_U = tl.load(U + v_base + i_v * BV + o_cv, mask=m_cv, other=0.0)
         b_Z = tl.load(Z + v_base + i_v * BV + o_cv, mask=m_cv, other=0.0)
@@ -97,14 +98,14 @@ def tail_kernel(
         if DECAY != 0:
             b_overlap += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 2 - DECAY)
         if HAS_BETA:
-            b_v = tl.load(v + v_base + i_v * BV + o_cv, mask=m_cv & (i_k == 0), other=0.0)
+            b_v = tl.load(v + v_base + i_v * BV + o_cv, mask=m_write, other=0.0)
             b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
             b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
             b_dbeta += tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
             b_dv = b_beta[:, None] * b_Z.to(tl.float32)
         else:
             b_dv = b_Z
-        tl.store(dv + v_base + i_v * BV + o_cv, b_dv.to(dv.dtype.element_ty), mask=m_cv & (i_k == 0))
+        tl.store(dv + v_base + i_v * BV + o_cv, b_dv.to(dv.dtype.element_ty), mask=m_write)
 
     above, below = o_c[:, None] < o_c[None, :], o_c[:, None] > o_c[None, :]
     if DECAY == 1:
