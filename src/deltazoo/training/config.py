@@ -4,13 +4,15 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import yaml
 
 from deltazoo.training.strict import from_mapping
 
 STDLIB = "python_stdlib"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class OptimizationConfig:
     """Steps, batches, optimizer, schedule and what is written when.
 
     Attributes:
+        section: the section's name in the file, for messages; no key of it.
         steps: optimizer steps.
         row_length: tokens per packed row; the longest context a gradient sees.
         rows_per_batch: rows in one forward pass of one device.
@@ -116,6 +119,8 @@ class OptimizationConfig:
         save_every: steps between checkpoints; a multiple of ``log_every``, so that a resumed run logs the same means.
         keep_checkpoints: older checkpoints beyond this many are removed.
     """
+
+    section: ClassVar[str] = "training"
 
     steps: int
     row_length: int
@@ -142,26 +147,29 @@ class OptimizationConfig:
         counts = "steps row_length rows_per_batch accumulation log_every evaluate_every evaluation_rows save_every"
         for name in [*counts.split(), "keep_checkpoints"]:
             if getattr(self, name) < 1:
-                raise ValueError(f"training.{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"{self.section}.{name} must be at least 1, got {getattr(self, name)}")
         for name in ("learning_rate", "max_grad_norm"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"training.{name} must be positive and finite, got {value}")
+                raise ValueError(f"{self.section}.{name} must be positive and finite, got {value}")
         if self.weight_decay < 0:
-            raise ValueError(f"training.weight_decay must not be negative, got {self.weight_decay}")
+            raise ValueError(f"{self.section}.weight_decay must not be negative, got {self.weight_decay}")
         if not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(
-                f"training.warmup_steps must lie between 0 and steps ({self.steps}), got {self.warmup_steps}"
+                f"{self.section}.warmup_steps must lie between 0 and steps ({self.steps}), got {self.warmup_steps}"
             )
         if not 0.0 <= self.min_learning_rate_ratio < 1.0:
-            raise ValueError(f"training.min_learning_rate_ratio must lie in [0, 1), got {self.min_learning_rate_ratio}")
+            raise ValueError(
+                f"{self.section}.min_learning_rate_ratio must lie in [0, 1), got {self.min_learning_rate_ratio}"
+            )
         if self.schedule == "constant" and self.min_learning_rate_ratio:
-            raise ValueError("training.min_learning_rate_ratio has no meaning with schedule constant")
+            raise ValueError(f"{self.section}.min_learning_rate_ratio has no meaning with schedule constant")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"training.betas must lie in [0, 1), got {list(self.betas)}")
+            raise ValueError(f"{self.section}.betas must lie in [0, 1), got {list(self.betas)}")
         if self.save_every % self.log_every:
             raise ValueError(
-                f"training.save_every ({self.save_every}) must be a multiple of training.log_every ({self.log_every})"
+                f"{self.section}.save_every ({self.save_every}) must be a multiple of "
+                f"{self.section}.log_every ({self.log_every})"
             )
 
 
@@ -200,9 +208,15 @@ class RunConfig:
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a YAML file into a :class:`RunConfig`.
+    """Read a YAML file into a :class:`RunConfig`; see :func:`load_as`."""
+    return load_as(RunConfig, path, overrides)
+
+
+def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> T:
+    """Read a YAML file into the dataclass ``cls``.
 
     Args:
+        cls: a configuration class.
         path: the YAML file.
         overrides: ``section.key=value`` strings that replace values of the file; values are read as YAML.
 
@@ -221,12 +235,20 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     for override in overrides:
         _apply(values, override)
     try:
-        return from_mapping(RunConfig, values)
+        return from_mapping(cls, values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def save_config(config: RunConfig, path: str | Path) -> None:
+class Configuration(Protocol):
+    """A configuration that can be written out."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain lists and dictionaries, every default written out."""
+        ...
+
+
+def save_config(config: Configuration, path: str | Path) -> None:
     """Write the configuration with every default spelled out, so that the file alone repeats the run."""
     Path(path).write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
 

@@ -119,6 +119,28 @@ def spread(rows: Sequence[dict[str, np.ndarray]], count: int) -> list[dict[str, 
     return [rows[index * len(rows) // count] for index in range(count)]
 
 
+def collate_side_by_side(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
+    """Rows as a batch, for models whose softmax layers would otherwise look across all rows of it.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``position_ids`` [B, T] int64. The positions start again where a document
+        begins, which is how transformers tells packed documents apart; the first label of each is ignored. A row
+        shorter than the longest ends in copies of its last token, which no label counts and no other token sees.
+    """
+    length = max(len(row["input_ids"]) for row in rows)
+    padded = [np.pad(row["input_ids"], (0, length - len(row["input_ids"])), mode="edge") for row in rows]
+    ids = np.stack(padded)
+    labels, positions = ids.copy(), np.empty_like(ids)
+    for row, row_labels, row_positions in zip(rows, labels, positions, strict=True):
+        starts = row["starts"]
+        row_labels[starts] = IGNORED
+        row_labels[len(row["input_ids"]) :] = IGNORED
+        row_positions[:] = np.arange(length) - np.repeat(starts, np.diff(np.append(starts, length)))
+    return {
+        name: torch.from_numpy(x) for name, x in (("input_ids", ids), ("labels", labels), ("position_ids", positions))
+    }
+
+
 def collate(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
     """Rows one behind the other as a single packed sequence.
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from deltazoo.training.checkpoint import checkpoints, whole_or_not_at_all
-from deltazoo.training.config import RunConfig, load_config, save_config
+from deltazoo.training.config import Configuration, RunConfig, load_config, save_config
 from deltazoo.training.corpus import Corpus, read_corpus
 from deltazoo.training.model import build_model
 from deltazoo.training.packing import PackedRows, pack_in_order, spread
@@ -78,12 +78,12 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     arguments = training_arguments(config)  # joins the other processes of a distributed run
     processes = PartialState()
     if processes.is_main_process:
-        _open_run(config, folder, resume)
+        open_run(config, folder, resume)
     processes.wait_for_everyone()
     source = open_text(config.data)
     sample = config.tokenizer.training_bytes or DEFAULT_TOKENIZER_SAMPLE
     corpus = read_corpus(source, config.data, train_sample_bytes=sample)
-    _refuse_other_text(corpus, folder / _TEXT, config.data.streaming)
+    refuse_other_text(corpus, folder / _TEXT, config.data.streaming)
     if (folder / _RESULT).is_file():
         return _stored_result(folder, corpus)
     with processes.main_process_first():
@@ -92,7 +92,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     latest = checkpoints(folder)[-1:]
     if latest:
         console.print(f"going on from {latest[0]}", highlight=False)
-    with _one_progress_bar():
+    with one_progress_bar():
         trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
     result = TrainingResult(
         model_path=folder / "model",
@@ -106,7 +106,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
         corpus=corpus,
     )
     if processes.is_main_process:
-        with _one_progress_bar(), whole_or_not_at_all(result.model_path) as staging:
+        with one_progress_bar(), whole_or_not_at_all(result.model_path) as staging:
             trainer.save_model(str(staging))
             save_config(config, staging / MODEL_CONFIG)
         values = {name: getattr(result, name) for name in _STORED}
@@ -116,7 +116,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
 
 
 @contextmanager
-def _one_progress_bar() -> Iterator[None]:
+def one_progress_bar() -> Iterator[None]:
     """transformers shows a bar of its own for every file it saves, which would tear ours apart."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -132,8 +132,10 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
 
 
-def _open_run(config: RunConfig, folder: Path, resume: bool) -> None:
-    """Claim the folder for a new run, or check that the run in it is this one."""
+def open_run(
+    config: Configuration, folder: Path, resume: bool, load: Callable[[Path], Configuration] = load_config
+) -> None:
+    """Claim the folder for a new run, or check that the run in it is this one; ``load`` reads its configuration."""
     written = folder / _CONFIG
     if not written.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,7 @@ def _open_run(config: RunConfig, folder: Path, resume: bool) -> None:
         return
     if not resume:
         raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")
-    before, now = _flat(load_config(written).to_dict()), _flat(config.to_dict())
+    before, now = _flat(load(written).to_dict()), _flat(config.to_dict())
     changes = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
@@ -151,7 +153,7 @@ def _open_run(config: RunConfig, folder: Path, resume: bool) -> None:
         raise ValueError(f"the run in {folder} began with another configuration: {'; '.join(changes)}")
 
 
-def _refuse_other_text(corpus: Corpus, written: Path, streamed: bool) -> None:
+def refuse_other_text(corpus: Corpus, written: Path, streamed: bool) -> None:
     """The text must be what the run began with: another Python version brings another standard library."""
     if streamed:
         return
@@ -183,21 +185,11 @@ def _trainer(
 ) -> PackedTrainer:
     settings = config.training
     validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
-    rows = settings.steps * settings.rows_per_batch * settings.accumulation * arguments.world_size
-    train_rows: PackedRows | StreamedRows
-    if config.data.streaming:
-        assert isinstance(source, Records)
-        train_rows = StreamedRows(
-            source, config.data, tokenizer, settings.row_length, remembered=4 * rows // settings.steps
-        )
-    else:
-        encoded = encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
-        train_rows = PackedRows(encoded, settings.row_length, num_rows=rows, seed=config.seed)
+    train_rows = training_rows(config, source, corpus, tokenizer, arguments.world_size)
     set_seed(config.seed)
     model = build_model(config.model, tokenizer)
     if settings.gradient_checkpointing:
-        # transformers is renaming it; 5.14 knows the old name only.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        enable_gradient_checkpointing(model)
     return PackedTrainer(
         model=model,
         tokenizer=tokenizer,
@@ -207,6 +199,29 @@ def _trainer(
         validation_rows=spread(pack_in_order(validation, settings.row_length), settings.evaluation_rows),
         bytes_per_token=corpus.validation_bytes / sum(len(ids) - 1 for ids in validation),
     )
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Have the model recompute activations; transformers is renaming the method, and 5.14 knows the old name only."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def training_rows(
+    config: RunConfig,
+    source: TextFiles | Records,
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    world_size: int,
+) -> PackedRows | StreamedRows:
+    """The rows that a run reads, over all its processes."""
+    settings = config.training
+    rows = settings.steps * settings.rows_per_batch * settings.accumulation * world_size
+    if config.data.streaming:
+        assert isinstance(source, Records)
+        remembered = 4 * rows // settings.steps
+        return StreamedRows(source, config.data, tokenizer, settings.row_length, remembered=remembered)
+    encoded = encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
+    return PackedRows(encoded, settings.row_length, num_rows=rows, seed=config.seed)
 
 
 def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult:

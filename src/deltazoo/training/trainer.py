@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ class PackedTrainer(Trainer):
         train_rows: Dataset | IterableDataset,
         validation_rows: Sequence[dict[str, np.ndarray]],
         bytes_per_token: float,
+        collate_rows: Callable[..., dict[str, Any]] = collate,
     ) -> None:
         """``bytes_per_token`` of the held-out text turns the validation loss into bits per byte."""
         self._rows_per_step = config.training.rows_per_batch * config.training.accumulation * arguments.world_size
@@ -48,7 +49,7 @@ class PackedTrainer(Trainer):
             args=arguments,
             train_dataset=train_rows,
             eval_dataset=list(validation_rows),
-            data_collator=collate,
+            data_collator=collate_rows,
             processing_class=tokenizer,
             callbacks=[self.monitor],
         )
@@ -57,6 +58,7 @@ class PackedTrainer(Trainer):
         self._settings, self._bytes_per_token = config.training, bytes_per_token
         self._model, self._validation_rows = model, validation_rows
         self._output, self._saving_below = config.output, Path(config.output)
+        self._collate_rows = collate_rows
 
     @property
     def num_parameters(self) -> int:
@@ -95,7 +97,8 @@ class PackedTrainer(Trainer):
             raise ValueError("the validation rows are fixed when the trainer is made: evaluate() takes no other data")
         with self.monitor.pause():
             share = self._validation_rows[self.args.process_index :: self.args.world_size]
-            sums = torch.tensor(score_rows(self._model, share, self._settings.rows_per_batch), dtype=torch.float32)
+            found = score_rows(self._model, share, self._settings.rows_per_batch, self._collate_rows)
+            sums = torch.tensor(found, dtype=torch.float32)
             sums = self.accelerator.reduce(sums.to(self.args.device), reduction="sum").cpu()
         loss = float(sums[0] / sums[1])
         metrics = {

@@ -12,13 +12,18 @@ from deltazoo.training.packing import IGNORED, collate
 
 
 @torch.no_grad()
-def score_rows(model: PreTrainedModel, rows: Sequence[dict[str, np.ndarray]], rows_at_once: int) -> tuple[float, int]:
+def score_rows(
+    model: PreTrainedModel,
+    rows: Sequence[dict[str, np.ndarray]],
+    rows_at_once: int,
+    collate_rows: Callable[..., dict[str, Any]] = collate,
+) -> tuple[float, int]:
     """Negative log-likelihood of packed rows in nats, in total, and the number of predicted tokens."""
     was_training = model.training
     model.eval()
     nats, tokens = 0.0, 0
     for first in range(0, len(rows), rows_at_once):
-        batch = collate(rows[first : first + rows_at_once])
+        batch = collate_rows(rows[first : first + rows_at_once])
         nats += packed_nats(model, batch)
         tokens += int((batch["labels"] != IGNORED).sum())
     model.train(was_training)
@@ -26,11 +31,11 @@ def score_rows(model: PreTrainedModel, rows: Sequence[dict[str, np.ndarray]], ro
 
 
 def packed_nats(model: PreTrainedModel, batch: dict[str, Any]) -> float:
-    """Negative log-likelihood in nats of a batch as ``collate`` makes it, summed over its labels."""
+    """Negative log-likelihood in nats of a collated batch, summed over its labels."""
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     labels = inputs.pop("labels")
     logits = as_trained(model)(**inputs, use_cache=False).logits
-    return nats_of(logits[0, :-1], labels[0, 1:])
+    return nats_of(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def nats_of(logits: torch.Tensor, targets: torch.Tensor) -> float:
