@@ -1,7 +1,11 @@
+import copy
+
 import pytest
 import torch
 from tiny_models import FEW, OPTIONS, tiny_model, tokens
 from transformers import Trainer, TrainingArguments
+
+from deltazoo.layers import parameters_without_decay
 
 
 def gradients(model, ids, **kwargs):
@@ -145,6 +149,44 @@ class TestTrainer:
         trainer = Trainer(model=model, args=arguments, train_dataset=data)
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    def undecayed(self, model, path):
+        """Names of the parameters that transformers' own Trainer does not decay."""
+        trainer = Trainer(model=model, args=self.arguments(path, weight_decay=0.1))
+        _, group = trainer.create_optimizer().param_groups
+        assert group["weight_decay"] == 0
+        spared = {id(parameter) for parameter in group["params"]}
+        return {name for name, parameter in model.named_parameters() if id(parameter) in spared}
+
+    @pytest.mark.parametrize("case", OPTIONS)
+    def test_weight_decay_spares_gates_norms_and_biases(self, case, tmp_path):
+        model = tiny_model(case)
+        spared = parameters_without_decay(model)
+        assert self.undecayed(model, tmp_path) == spared
+        gates = {name for name, _ in model.named_parameters() if name.endswith(("A_log", "dt_bias"))}
+        assert gates <= spared and not any("proj.weight" in name for name in spared)
+
+    def test_weight_decay_spares_the_gates_of_copied_cast_and_loaded_models(self, tmp_path):
+        model = tiny_model("hybrid_kda")
+        spared = parameters_without_decay(model)
+        model.save_pretrained(tmp_path)
+        for other in (
+            copy.deepcopy(model),
+            model.to(torch.bfloat16),
+            type(model).from_pretrained(tmp_path),
+            type(model).from_pretrained(tmp_path, dtype=torch.bfloat16),
+        ):
+            assert self.undecayed(other, tmp_path) == spared
+
+    def test_weight_decay_moves_no_gate(self, tmp_path):
+        after = []
+        for decay in (0.0, 0.5):
+            model = tiny_model("gated_deltanet")
+            self.losses(model, self.arguments(tmp_path, max_steps=1, weight_decay=decay))
+            after.append(model.state_dict())
+        plain, decayed = after
+        for name, matrix in plain.items():
+            assert torch.equal(matrix, decayed[name]) == (matrix.ndim == 1), name
 
     def test_accumulation_equals_the_larger_batch(self, tmp_path):
         whole = self.losses(tiny_model("hybrid"), self.arguments(tmp_path, per_device_train_batch_size=4))

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -13,9 +12,11 @@ from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
 from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout, token_layout
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize
+from deltazoo.layers.rotary import Rotary, rotate
 from deltazoo.layers.rule import RuleInputs, effective_step
-from deltazoo.layers.short_conv import ShortConvolution
+from deltazoo.layers.short_conv import ShortConvolution, activation_function
 from deltazoo.layers.state import MixerState, StateStore
+from deltazoo.layers.weight_decay import UndecayedName
 from deltazoo.ops import DeltaRuleOutput, decay, delta_rule, delta_rule_step, linear_attention, linear_attention_step
 from deltazoo.spec import DeltaRuleSpec, get_variant
 
@@ -35,8 +36,9 @@ class DeltaRuleAttention(Float32Parameters):
         head_dim: channels per query and key head.
         num_v_heads: value heads, a multiple of `num_heads`, sharing key heads in groups; `num_heads` unless given.
         expand_v: channels per value head over `head_dim`; the variant's own unless given.
-        use_short_conv: short convolutions on q, k and v; without them SiLU alone.
+        use_short_conv: short convolutions on q, k and v; without them the activation alone.
         conv_size: their taps.
+        activation: of q, k and v, after the convolution: "silu" as in the papers, or "identity".
         allow_neg_eigval: double the step size (arXiv:2411.12537); the variant's own unless given.
         neg_eigval: with `allow_neg_eigval`, what is doubled. "both": erase and write, as the paper's code and the Hub
             checkpoints do. "erase": the erase term alone, as the paper's equations read.
@@ -54,6 +56,8 @@ class DeltaRuleAttention(Float32Parameters):
     """
 
     float32_parameters = ("A_log", "dt_bias")
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class DeltaRuleAttention(Float32Parameters):
         expand_v: float | None = None,
         use_short_conv: bool = True,
         conv_size: int = 4,
+        activation: str = "silu",
         allow_neg_eigval: bool | None = None,
         neg_eigval: str = "both",
         decay_lower_bound: float | None = None,
@@ -85,6 +90,8 @@ class DeltaRuleAttention(Float32Parameters):
         self.expand_v = self.spec.expand_v if expand_v is None else expand_v
         self.head_v_dim = round(head_dim * self.expand_v)
         self.conv_size = conv_size if use_short_conv else 0
+        self.activation = activation
+        self._activate = activation_function(activation)
         self.allow_neg_eigval = self.spec.allow_neg_eigval if allow_neg_eigval is None else allow_neg_eigval
         self.neg_eigval = neg_eigval
         self.decay_lower_bound = self.spec.decay_lower_bound if decay_lower_bound is None else decay_lower_bound
@@ -101,9 +108,9 @@ class DeltaRuleAttention(Float32Parameters):
         self.k_proj = linear(hidden_size, key_dim)
         self.v_proj = linear(hidden_size, written_dim)
         if use_short_conv:
-            self.q_conv1d = ShortConvolution(query_dim, conv_size)
-            self.k_conv1d = ShortConvolution(key_dim, conv_size)
-            self.v_conv1d = ShortConvolution(written_dim, conv_size)
+            self.q_conv1d = ShortConvolution(query_dim, conv_size, activation)
+            self.k_conv1d = ShortConvolution(key_dim, conv_size, activation)
+            self.v_conv1d = ShortConvolution(written_dim, conv_size, activation)
         if self.spec.corrects:
             self.b_proj = nn.Linear(hidden_size, num_micro_steps * self.num_v_heads, bias=beta_bias)
         self._make_decay_gate()
@@ -145,8 +152,8 @@ class DeltaRuleAttention(Float32Parameters):
         else:
             channels = self.num_v_heads * self.head_k_dim
             self.f_proj = self._low_rank(channels, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(channels, dtype=torch.float32))
+        for name, size in (("A_log", self.num_v_heads), ("dt_bias", channels)):
+            self.register_parameter(UndecayedName(name), nn.Parameter(torch.empty(size, dtype=torch.float32)))
         self.mark_float32_parameters()
 
     def _make_output_gate(self, norm_eps: float) -> None:
@@ -176,6 +183,7 @@ class DeltaRuleAttention(Float32Parameters):
         cu_seqlens: Tensor | None = None,
         *,
         layout: TokenLayout | None = None,
+        rotary: Rotary | None = None,
     ) -> Tensor:
         """Mix the tokens.
 
@@ -188,6 +196,8 @@ class DeltaRuleAttention(Float32Parameters):
             cu_seqlens: `[N + 1]` boundaries of sequences packed along T, with B = 1.
             layout: attention_mask or cu_seqlens already worked out with `token_layout`, so that the layers of a model
                 share it.
+            rotary: cosines and sines `[B or 1, T, d]` that turn the first d channels of queries and keys, before they
+                are normalised; None: positions act through the recurrence alone, as in the papers.
 
         Returns:
             `[B, T, hidden_size]`.
@@ -199,8 +209,12 @@ class DeltaRuleAttention(Float32Parameters):
         past = self._load_state(past_key_values)
 
         x = layout.compact(hidden_states) if isinstance(layout, PaddedLayout) else hidden_states
+        if isinstance(layout, PaddedLayout) and rotary is not None:
+            rotary = layout.compact(_rows(rotary[0], x)), layout.compact(_rows(rotary[1], x))
         q, k, v, window = self._convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x), past, layout)
         q, k, v = self._split_heads(q, k, v)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         q, k = self._normalize(q, k)
         inputs = self.rule_inputs(x, q, k, v)
         if isinstance(layout, PaddedLayout):
@@ -242,7 +256,7 @@ class DeltaRuleAttention(Float32Parameters):
         self, q: Tensor, k: Tensor, v: Tensor, past: MixerState | None, layout: TokenLayout | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if not self.conv_size:
-            return F.silu(q), F.silu(k), F.silu(v), None
+            return self._activate(q), self._activate(k), self._activate(v), None
         widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
         q_past = k_past = v_past = None
         if past is not None:
@@ -369,3 +383,8 @@ class DeltaRuleAttention(Float32Parameters):
         signs = f", negative eigenvalues on {self.neg_eigval}" if self.allow_neg_eigval else ""
         steps = f", {self.num_micro_steps} micro-steps" if self.num_micro_steps > 1 else ""
         return f"{self.spec.name}, {heads}, {values}{signs}{steps}"
+
+
+def _rows(x: Tensor, batch: Tensor) -> Tensor:
+    """`[B or 1, T, d]` with the rows of `batch`."""
+    return x.expand(batch.shape[0], -1, -1)

@@ -1,13 +1,35 @@
 """Which backend each layer of a model runs, and why."""
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
-from deltazoo.layers.delta_attention import DeltaRuleAttention
 from deltazoo.ops import resolve_backend
+from deltazoo.spec import get_variant
 
-__all__ = ["LayerReport", "ModelReport", "report"]
+__all__ = ["LayerReport", "ModelReport", "RuleDescription", "RunsDeltaRule", "report"]
+
+
+class RuleDescription(NamedTuple):
+    """What a layer asks of the operator."""
+
+    variant: str
+    backend: str | None
+    """The one asked for; None leaves the choice to the operator."""
+    device: torch.device
+    dtype: torch.dtype
+    head_k_dim: int
+    head_v_dim: int
+
+
+@runtime_checkable
+class RunsDeltaRule(Protocol):
+    """A layer that runs the operator and can say how."""
+
+    def describe_rule(self) -> RuleDescription:
+        """What it asks of the operator where it is now."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +69,15 @@ def report(model: nn.Module) -> ModelReport:
     """
     layers = []
     for name, module in model.named_modules():
-        if isinstance(module, DeltaRuleAttention):
-            weight = module.v_proj.weight
+        if isinstance(module, RunsDeltaRule):
+            rule = module.describe_rule()
             backend, reason = resolve_backend(
-                module.backend,
-                device=weight.device,
-                dtype=weight.dtype,
-                head_k_dim=module.head_k_dim,
-                head_v_dim=module.head_v_dim,
-                channel_decay=module.spec.decay == "channel",
+                rule.backend,
+                device=rule.device,
+                dtype=rule.dtype,
+                head_k_dim=rule.head_k_dim,
+                head_v_dim=rule.head_v_dim,
+                channel_decay=get_variant(rule.variant).decay == "channel",
             )
-            layers.append(LayerReport(name or type(module).__name__, module.spec.name, backend, reason))
+            layers.append(LayerReport(name or type(module).__name__, rule.variant, backend, reason))
     return ModelReport(tuple(layers))

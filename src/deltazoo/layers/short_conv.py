@@ -1,5 +1,7 @@
 """Short causal depthwise convolution with a state, for padded and for packed sequences."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,7 +9,22 @@ from torch import Tensor, nn
 from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout
 from deltazoo.layers.norm import at_least_float32
 
-__all__ = ["ShortConvolution"]
+__all__ = ["ShortConvolution", "activation_function"]
+
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "identity": _identity}
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """What acts on queries, keys and values before they are split into heads: "silu" or "identity"."""
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(map(repr, _ACTIVATIONS))}, got {name!r}")
+    return _ACTIVATIONS[name]
 
 
 class ShortConvolution(nn.Module):
@@ -16,16 +33,22 @@ class ShortConvolution(nn.Module):
     The delta-rule papers put one on q, k and v, with four taps (arXiv:2406.06484, whose ablation without it is clearly
     worse). Computed as shifted products in float32, which on a CPU takes two thirds of nn.Conv1d's time for training.
 
+    Args:
+        channels: how many, each with taps of its own.
+        kernel_size: taps per channel.
+        activation: "silu", or "identity" for the bare sum.
+
     Attributes:
         weight: `[channels, 1, kernel_size]` as in nn.Conv1d; the last tap belongs to the current token.
     """
 
-    def __init__(self, channels: int, kernel_size: int = 4) -> None:
+    def __init__(self, channels: int, kernel_size: int = 4, activation: str = "silu") -> None:
         super().__init__()
         if kernel_size < 1:
             raise ValueError(f"the short convolution needs at least one tap, got kernel_size={kernel_size}")
         self.channels = channels
         self.kernel_size = kernel_size
+        self.activate = activation_function(activation)
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
 
     def forward(
@@ -45,7 +68,7 @@ class ShortConvolution(nn.Module):
         if isinstance(layout, PackedLayout):
             return self._convolve_packed(x, self._past(x, state, layout.num_sequences), layout)
         history = torch.cat([self._past(x, state, x.shape[0]), x], dim=1)
-        output = self._convolve(history).to(x.dtype)
+        output = causal_convolution(history, self.weight).to(x.dtype)
         return output, self._last_inputs(history, layout).transpose(1, 2)
 
     def _past(self, x: Tensor, state: Tensor | None, sequences: int) -> Tensor:
@@ -56,16 +79,6 @@ class ShortConvolution(nn.Module):
         if state.shape != expected:
             raise ValueError(f"the convolution state must have shape {expected}, got {tuple(state.shape)}")
         return state.transpose(1, 2).to(x.dtype)
-
-    def _convolve(self, history: Tensor) -> Tensor:
-        """From inputs `[B, kernel_size - 1 + T, channels]` to outputs `[B, T, channels]`, float32 at least."""
-        history = at_least_float32(history)
-        taps = at_least_float32(self.weight)[:, 0].T.contiguous()
-        num_tokens = history.shape[1] - self.kernel_size + 1
-        total = history[:, :num_tokens] * taps[0]
-        for i in range(1, self.kernel_size):
-            total = torch.addcmul(total, history[:, i : i + num_tokens], taps[i])
-        return F.silu(total)
 
     def _last_inputs(self, history: Tensor, layout: PaddedLayout | None) -> Tensor:
         """The last `kernel_size - 1` real inputs of each row."""
@@ -86,7 +99,7 @@ class ShortConvolution(nn.Module):
         history = x.new_empty(x.shape[1] + width * layout.num_sequences, self.channels)
         history = history.index_copy(0, (begins[:, None] + offsets).flatten(), past.flatten(0, 1))
         history = history.index_copy(0, outputs + width, x[0])
-        output = self._convolve(history[None]).index_select(1, outputs).to(x.dtype)
+        output = causal_convolution(history[None], self.weight).index_select(1, outputs).to(x.dtype)
         return output, history[ends[:, None] + offsets].transpose(1, 2)
 
     def extra_repr(self) -> str:

@@ -1,0 +1,17 @@
+"""Rotary position embedding of queries and keys (arXiv:2104.09864), the half-split form of Llama and its kin."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["Rotary", "rotate"]
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines `[B or 1, T, d]`, each angle twice: channels i and i + d/2 form a pair."""
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn the first d channels of `[B, T, H, K]` by their angles, in x's dtype; channels from d on stay."""
+    cos, sin = (part[:, :, None].to(x.dtype) for part in rotary)
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
