@@ -12,7 +12,6 @@ from deltazoo.layers.norm import at_least_float32
 __all__ = ["ShortConvolution", "activation_function"]
 
 
-
 def _identity(x: Tensor) -> Tensor:
     return x
 

@@ -19,9 +19,10 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.state import MixerState
 
-__all__ = ["CacheStates", "DeltaRuleCacheLayer", "prepare_cache"]
+__all__ = ["CacheStates", "DeltaRuleCacheLayer", "prepare_cache", "prepare_cache_layer"]
 
 
 class _Step(NamedTuple):
@@ -30,6 +31,7 @@ class _Step(NamedTuple):
     mixer: nn.Module
     hidden_states: Tensor
     attention_mask: Tensor | None
+    rotary: Rotary | None
 
 
 class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -144,7 +146,11 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             return
         rows = rows.to(self.device)
         conv, recurrent = self.state
-        self._keep(MixerState(None if conv is None else conv[rows], recurrent[rows]))
+        taken = MixerState(None if conv is None else conv[rows], recurrent[rows])
+        if self.static and len(rows) == self.batch_size:
+            self._overwrite(taken)
+        else:
+            self._keep(taken)
 
     def reset(self) -> None:
         """Forget all tokens; a static layer keeps its tensors."""
@@ -168,11 +174,13 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             raise ValueError("a static cache cannot take tokens back; assisted decoding needs a DynamicCache")
         self.record_past = True
 
-    def record(self, mixer: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None) -> None:
+    def record(
+        self, mixer: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None, rotary: Rotary | None = None
+    ) -> None:
         """Remember a call of the mixer until the next `crop`; to be called before the call itself."""
         if not self._steps:
             self._before = self.state
-        self._steps.append(_Step(mixer, hidden_states.detach(), attention_mask))
+        self._steps.append(_Step(mixer, hidden_states.detach(), attention_mask, rotary))
 
     @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
@@ -199,11 +207,12 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             return
         self.num_tokens += tokens_to_remove
         states = _OneState(before)
-        for mixer, hidden_states, attention_mask in steps:
+        for mixer, hidden_states, attention_mask, rotary in steps:
             count = min(keep, hidden_states.shape[1])
             if count:
                 mask = None if attention_mask is None else attention_mask[:, :count]
-                mixer(hidden_states[:, :count], attention_mask=mask, past_key_values=states)
+                turned = {} if rotary is None else {"rotary": (rotary[0][:, :count], rotary[1][:, :count])}
+                mixer(hidden_states[:, :count], attention_mask=mask, past_key_values=states, **turned)
             keep -= count
         if states.state is not None:
             self._keep(states.state)
@@ -238,11 +247,18 @@ class CacheStates:
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
 
-    def remember(self, mixer: nn.Module, layer_idx: int, hidden_states: Tensor, attention_mask: Tensor | None) -> None:
+    def remember(
+        self,
+        mixer: nn.Module,
+        layer_idx: int,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary: Rotary | None = None,
+    ) -> None:
         """Keep what the mixer is about to be called with, if the cache must be able to take tokens back."""
         layer = _layer(self.cache, layer_idx)
         if layer.record_past:
-            layer.record(mixer, hidden_states, attention_mask)
+            layer.record(mixer, hidden_states, attention_mask, rotary)
 
     def get_state(self, layer_idx: int) -> MixerState | None:
         """The layer's state, or None before its first token."""
@@ -298,13 +314,10 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
         raise ValueError(
             f"the cache has {len(cache.layers)} layers and the model {len(layer_types)}: it belongs to another model"
         )
-    static = isinstance(cache, StaticCache)
-    lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
     for index, layer_type in enumerate(layer_types):
         layer = cache.layers[index]
         if layer_type == "linear_attention":
-            if not isinstance(layer, DeltaRuleCacheLayer):
-                cache.layers[index] = _replacement(layer, index, static, lengths[0] if lengths else None)
+            prepare_cache_layer(cache, index)
         elif not isinstance(layer, DynamicLayer | StaticLayer):
             raise ValueError(
                 f"layer {index} of the model is a softmax layer, but the cache holds a {type(layer).__name__} there: "
@@ -312,14 +325,28 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
             )
 
 
-def _replacement(layer: Any, index: int, static: bool, mask_length: int | None) -> DeltaRuleCacheLayer:
+def prepare_cache_layer(cache: Cache, index: int) -> None:
+    """Put a `DeltaRuleCacheLayer` at one place of a fresh cache, in place; one that is there stays.
+
+    Raises:
+        ValueError: the cache has no such place, or holds keys and values there.
+    """
+    if cache.layer_class_to_replicate is not None:
+        cache.layers.extend(cache.layer_class_to_replicate() for _ in range(index + 1 - len(cache.layers)))
+    if index >= len(cache.layers):
+        raise ValueError(f"the cache has {len(cache.layers)} layers and the model more: it belongs to another model")
+    layer = cache.layers[index]
+    if isinstance(layer, DeltaRuleCacheLayer):
+        return
     used = getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
     if used:
         raise ValueError(
             f"layer {index} of the model is linear, but the cache holds a used {type(layer).__name__} there: "
             "it belongs to another model"
         )
-    replacement = DeltaRuleCacheLayer(static, mask_length)
+    # Windows of sliding layers are shorter than what full softmax layers make masks for.
+    lengths = [other.max_cache_len for other in cache.layers if isinstance(other, StaticLayer)]
+    replacement = DeltaRuleCacheLayer(isinstance(cache, StaticCache), max(lengths, default=None))
     if getattr(layer, "record_past", False):
         replacement.activate_past_recording()
-    return replacement
+    cache.layers[index] = replacement

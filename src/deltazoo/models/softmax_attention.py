@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deltazoo.layers.rotary import rotate
 from deltazoo.models.configuration import DeltaRuleConfig
 
 __all__ = ["RotaryEmbedding", "SoftmaxAttention"]
@@ -98,10 +99,11 @@ class SoftmaxAttention(nn.Module):
             `[B, T, hidden_size]`, and the weights `[B, heads, T, past + T]` or None.
         """
         query, key, value = (
-            rearrange(projection(hidden_states), "b t (h d) -> b h t d", d=self.head_dim)
+            rearrange(projection(hidden_states), "b t (h d) -> b t h d", d=self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = _rotate(query, *position_embeddings), _rotate(key, *position_embeddings)
+        query, key = rotate(query, position_embeddings), rotate(key, position_embeddings)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or "eager", _eager_attention)
@@ -109,12 +111,6 @@ class SoftmaxAttention(nn.Module):
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.head_dim**-0.5, **kwargs
         )
         return self.o_proj(output.flatten(2)), weights
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d/2) of `[B, heads, T, d]` by their angles `[B, T, d]`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 
 
 def _eager_attention(
