@@ -15,7 +15,6 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -28,7 +27,9 @@ from deltazoo.layers.norm import RMSNorm
 from deltazoo.models.cache import CacheStates, prepare_cache
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.sequences import BatchSequences, describe_batch
+from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
+from deltazoo.models.step_capture import CapturedGeneration
 
 __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
 
@@ -99,7 +100,7 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         return self.attn(x, past_key_values=states, layout=sequences.layout)
 
 
-class DeltaRulePreTrainedModel(PreTrainedModel):
+class DeltaRulePreTrainedModel(SharedModel):
     """Initialisation of the weights, and what transformers may do with these models."""
 
     config: DeltaRuleConfig
@@ -249,7 +250,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         return SoftmaxInputs(mask, self.rotary_emb(x, positions), {**kernel_kwargs, "position_ids": packed})
 
 
-class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, GenerationMixin):
+class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, CapturedGeneration, GenerationMixin):
     """The decoder with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
