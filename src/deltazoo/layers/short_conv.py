@@ -67,7 +67,7 @@ class ShortConvolution(nn.Module):
         if isinstance(layout, PackedLayout):
             return self._convolve_packed(x, self._past(x, state, layout.num_sequences), layout)
         history = torch.cat([self._past(x, state, x.shape[0]), x], dim=1)
-        output = causal_convolution(history, self.weight).to(x.dtype)
+        output = self._convolve(history).to(x.dtype)
         return output, self._last_inputs(history, layout).transpose(1, 2)
 
     def _past(self, x: Tensor, state: Tensor | None, sequences: int) -> Tensor:
@@ -78,6 +78,16 @@ class ShortConvolution(nn.Module):
         if state.shape != expected:
             raise ValueError(f"the convolution state must have shape {expected}, got {tuple(state.shape)}")
         return state.transpose(1, 2).to(x.dtype)
+
+    def _convolve(self, history: Tensor) -> Tensor:
+        """From inputs `[B, kernel_size - 1 + T, channels]` to outputs `[B, T, channels]`, float32 at least."""
+        history = at_least_float32(history)
+        taps = at_least_float32(self.weight)[:, 0].T.contiguous()
+        num_tokens = history.shape[1] - self.kernel_size + 1
+        total = history[:, :num_tokens] * taps[0]
+        for i in range(1, self.kernel_size):
+            total = torch.addcmul(total, history[:, i : i + num_tokens], taps[i])
+        return self.activate(total)
 
     def _last_inputs(self, history: Tensor, layout: PaddedLayout | None) -> Tensor:
         """The last `kernel_size - 1` real inputs of each row."""
@@ -98,7 +108,7 @@ class ShortConvolution(nn.Module):
         history = x.new_empty(x.shape[1] + width * layout.num_sequences, self.channels)
         history = history.index_copy(0, (begins[:, None] + offsets).flatten(), past.flatten(0, 1))
         history = history.index_copy(0, outputs + width, x[0])
-        output = causal_convolution(history[None], self.weight).index_select(1, outputs).to(x.dtype)
+        output = self._convolve(history[None]).index_select(1, outputs).to(x.dtype)
         return output, history[ends[:, None] + offsets].transpose(1, 2)
 
     def extra_repr(self) -> str:
