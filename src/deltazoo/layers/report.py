@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from deltazoo.layers.delta_attention import DeltaRuleAttention
 from deltazoo.ops import resolve_backend
-from deltazoo.spec import get_variant
 
 __all__ = ["LayerReport", "ModelReport", "RuleDescription", "RunsDeltaRule", "report"]
 
@@ -22,11 +22,13 @@ class RuleDescription(NamedTuple):
     dtype: torch.dtype
     head_k_dim: int
     head_v_dim: int
+    channel_decay: bool
+    """Whether every key channel decays on its own."""
 
 
 @runtime_checkable
 class RunsDeltaRule(Protocol):
-    """A layer that runs the operator and can say how."""
+    """A layer of another library that runs the operator."""
 
     def describe_rule(self) -> RuleDescription:
         """What it asks of the operator where it is now."""
@@ -69,15 +71,32 @@ def report(model: nn.Module) -> ModelReport:
     """
     layers = []
     for name, module in model.named_modules():
-        if isinstance(module, RunsDeltaRule):
-            rule = module.describe_rule()
+        rule = _description(module)
+        if rule is not None:
             backend, reason = resolve_backend(
                 rule.backend,
                 device=rule.device,
                 dtype=rule.dtype,
                 head_k_dim=rule.head_k_dim,
                 head_v_dim=rule.head_v_dim,
-                channel_decay=get_variant(rule.variant).decay == "channel",
+                channel_decay=rule.channel_decay,
             )
             layers.append(LayerReport(name or type(module).__name__, rule.variant, backend, reason))
     return ModelReport(tuple(layers))
+
+
+def _description(module: nn.Module) -> RuleDescription | None:
+    if isinstance(module, RunsDeltaRule):
+        return module.describe_rule()
+    if not isinstance(module, DeltaRuleAttention):
+        return None
+    weight, spec = module.v_proj.weight, module.spec
+    return RuleDescription(
+        spec.name,
+        module.backend,
+        weight.device,
+        weight.dtype,
+        module.head_k_dim,
+        module.head_v_dim,
+        channel_decay=spec.decay == "channel",
+    )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout
 from deltazoo.layers.norm import at_least_float32
 
-__all__ = ["ShortConvolution", "activation_function"]
+__all__ = ["ShortConvolution", "activation_function", "depthwise_sum"]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -24,6 +24,32 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, _ACTIVATIONS))}, got {name!r}")
     return _ACTIVATIONS[name]
+
+
+def depthwise_sum(history: Tensor, weight: Tensor, places: Tensor | None = None) -> Tensor:
+    """`sum_j w_j x_{t-j}` per channel, as shifted products in float32.
+
+    Args:
+        history: `[B, taps - 1 + T, C]`, the inputs behind the `taps - 1` before them.
+        weight: `[C, 1, taps]` as in nn.Conv1d; the last tap belongs to the current token.
+        places: `[B, T]` integer, place of each token in its document, from 0: no tap reaches past its beginning. None
+            if every row is one document.
+
+    Returns:
+        `[B, T, C]` in float32 (float64 stays).
+    """
+    history = at_least_float32(history)
+    taps = at_least_float32(weight)[:, 0].T.contiguous()
+    last, num_tokens = len(taps) - 1, history.shape[1] - len(taps) + 1
+    total = _shifted(history, 0, num_tokens, last, places) * taps[0]
+    for i in range(1, len(taps)):
+        total = torch.addcmul(total, _shifted(history, i, num_tokens, last - i, places), taps[i])
+    return total
+
+
+def _shifted(history: Tensor, start: int, num_tokens: int, lag: int, places: Tensor | None) -> Tensor:
+    x = history[:, start : start + num_tokens]
+    return x if places is None or lag == 0 else x.masked_fill((places < lag)[..., None], 0)
 
 
 class ShortConvolution(nn.Module):
@@ -80,14 +106,7 @@ class ShortConvolution(nn.Module):
         return state.transpose(1, 2).to(x.dtype)
 
     def _convolve(self, history: Tensor) -> Tensor:
-        """From inputs `[B, kernel_size - 1 + T, channels]` to outputs `[B, T, channels]`, float32 at least."""
-        history = at_least_float32(history)
-        taps = at_least_float32(self.weight)[:, 0].T.contiguous()
-        num_tokens = history.shape[1] - self.kernel_size + 1
-        total = history[:, :num_tokens] * taps[0]
-        for i in range(1, self.kernel_size):
-            total = torch.addcmul(total, history[:, i : i + num_tokens], taps[i])
-        return self.activate(total)
+        return self.activate(depthwise_sum(history, self.weight))
 
     def _last_inputs(self, history: Tensor, layout: PaddedLayout | None) -> Tensor:
         """The last `kernel_size - 1` real inputs of each row."""
