@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "swap": {"ops", "spec", "layers", "variants", "models"},
     "training": {"ops", "spec", "layers", "variants", "models"},
     "evaluation": {"ops", "spec", "layers", "variants", "models", "training"},
-    "lab": {"ops", "spec", "layers", "variants", "models", "training", "evaluation"},
+    "lab": {"ops", "spec", "layers", "variants", "models", "bench", "training", "evaluation"},
 }
 MAY_IMPORT["_auto_registration"] = {"models"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT}

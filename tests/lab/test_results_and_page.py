@@ -15,6 +15,7 @@ from deltazoo.lab.claims import Claim, gap, too_easy, verdict_of
 from deltazoo.lab.complexity import flops, measure_complexity, parallel_scan
 from deltazoo.lab.numerics import judge_numerics, measure_numerics
 from deltazoo.lab.plots import draw_complexity, draw_numerics
+from deltazoo.lab.repeated_keys import judge_repeated_keys
 from deltazoo.lab.results import Environment, Record, ResultFile, read_records
 from deltazoo.lab.runner import Plan, run_suite
 from deltazoo.lab.selection import Selection, select
@@ -172,10 +173,11 @@ def test_measurements_are_judged_and_drawn(tmp_path: Path) -> None:
     assert [check.verdict for check in checks] == ["pass"] * len(checks)
     norms = measured["state_norm"]
     assert norms["unguarded"][-1] > 50 and max(norms["guarded"]) < 1.01
-    assert (
-        judge_numerics({**measured, "repeated_keys": [{"beta": 2.0, "error": 4e13, "loop": 1e-6}]})[-1].verdict
-        == "fail"
-    )
+    far_off = {"dtype": "bfloat16", "pattern": "one key", "beta": 2.0, "who": "token loop", "error": 4e13}
+    for row in (far_off, {**far_off, "error": None}):
+        assert judge_repeated_keys({"rows": [row]})[0].verdict == "fail"
+    assert judge_repeated_keys({"rows": [{**far_off, "who": "fla"}]})[0].verdict == "printed"
+    measured["repeated_keys"]["rows"].append({**far_off, "who": "fla", "error": None})
     complexity = measure_complexity("cpu", longest=256, seconds=0.0)
     assert {row["form"] for row in complexity["length"]} >= {"token loop", "parallel scan", "chunkwise", "softmax"}
     for path in (

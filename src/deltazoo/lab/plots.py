@@ -1,5 +1,6 @@
 """Pictures: colour tells the variant, marker and dash its options; chance and training lengths are drawn."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -102,17 +103,7 @@ def draw_numerics(path: Path, measured: dict[str, Any]) -> Path:
     axes[0].set(
         yscale="log", xlabel="tokens", ylabel="norm of the state over its start", title="beta = 2, bfloat16 keys"
     )
-    rows = measured["repeated_keys"]
-    for name, label, colour, marker in (
-        ("error", f"{measured['backend']}", "#0072B2", "o"),
-        ("loop", "token loop", "#8C8C8C", "s"),
-    ):
-        axes[1].plot(
-            [row["beta"] for row in rows], [row[name] for row in rows], color=colour, marker=marker, label=label
-        )
-    axes[1].set(
-        yscale="log", xlabel="beta", ylabel="relative error against float64", title="one key, 4,096 times, float32"
-    )
+    _draw_repeated_keys(axes[1], measured["repeated_keys"])
     for rule, colour in (("delta", "#0072B2"), ("scalar decay", "#009E73"), ("channel decay", "#D55E00")):
         rows = [row for row in measured["bf16"] if row["rule"] == rule]
         for form, dash, marker in (("loop", ":", "s"), ("chunk", "-", "o")):
@@ -132,6 +123,30 @@ def draw_numerics(path: Path, measured: dict[str, Any]) -> Path:
     for axis in axes:
         axis.legend(fontsize=8, frameon=False)
     return _save(figure, path)
+
+
+def _draw_repeated_keys(axis: Any, measured: dict[str, Any]) -> None:
+    """Error against beta, bfloat16, worse of the two patterns; a cross on the upper edge where it is not finite."""
+    rows = [row for row in measured["rows"] if row["dtype"] == "bfloat16"]
+    looks = {"token loop": ("#8C8C8C", "s"), "fla": ("#D55E00", "X"), "triton fast": ("#E69F00", "^")}
+    for who in dict.fromkeys(row["who"] for row in rows):
+        colour, marker = looks.get(who, ("#0072B2", "o"))
+        worst: dict[float, float] = {}
+        for row in (row for row in rows if row["who"] == who):
+            worst[row["beta"]] = max(worst.get(row["beta"], 0.0), math.inf if row["error"] is None else row["error"])
+        finite = {beta: error for beta, error in worst.items() if math.isfinite(error)}
+        axis.plot(finite.keys(), finite.values(), color=colour, marker=marker, label=who)
+        lost = [beta for beta in worst if beta not in finite]
+        edge = axis.get_xaxis_transform()
+        axis.plot(
+            lost, [0.98] * len(lost), "x", color=colour, transform=edge, label=f"{who}, not finite" if lost else None
+        )
+    axis.set(
+        yscale="log",
+        xlabel="beta",
+        ylabel="relative error against float64",
+        title=f"one key, or two in turn, {measured['tokens']:,} times, bfloat16",
+    )
 
 
 def draw_complexity(path: Path, measured: dict[str, Any]) -> Path:

@@ -142,7 +142,7 @@ def _suite(
             f"### {suite}: numerics\n",
             _picture(picture, base, "numerics"),
             *(_check(check) for check in judge_numerics(measured["numerics"])),
-            "\nOther libraries' kernels on repeated keys are not measured here; see the kernel benchmarks.\n",
+            "",
         ]
     if "complexity" in measured:
         picture = draw_complexity(images / f"lab_{suite}_complexity.png", measured["complexity"])
