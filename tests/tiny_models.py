@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {mixer: {"mixer": mixer} for mixer in delta
     "without_conv": {"use_short_conv": False},
     "kda_without_conv": {"mixer": "kda", "use_short_conv": False},
     "grouped_values": {"num_v_heads": 4, "expand_v": 1.5},
+    "micro_steps": {"mixer": "neg_gated_deltanet", "num_micro_steps": 2},
     "erase_only": {"mixer": "neg_delta_net", "neg_eigval": "erase"},
     "tied": {"tie_word_embeddings": True},
     "hybrid": HYBRID,

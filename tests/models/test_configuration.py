@@ -56,6 +56,7 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"num_v_heads": 3}, "multiple of num_heads = 2, got 3"),
         ({"num_heads": 3, "head_dim": None}, "num_heads must divide hidden_size = 32"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be positive, got 0"),
+        ({"num_micro_steps": 0}, "num_micro_steps must be positive, got 0"),
         ({"expand_v": 1.3}, "whole number"),
         ({"neg_eigval": "erase"}, "only with allow_neg_eigval=True"),
         ({"neg_eigval": "none", "allow_neg_eigval": True}, "'both' or 'erase'"),
@@ -92,6 +93,7 @@ def test_every_key_acts():
         "neg_eigval": "erase",
         "decay_lower_bound": -5.0,
         "beta_bias": True,
+        "num_micro_steps": 2,
         "intermediate_size": 64,
         "hidden_ratio": None,  # with intermediate_size, below
         "norm_eps": 1e-2,

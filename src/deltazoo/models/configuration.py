@@ -63,6 +63,8 @@ class DeltaRuleConfig(PreTrainedConfig):
         neg_eigval: `"both"` doubles the step size of erasing and writing, `"erase"` that of erasing alone.
         decay_lower_bound: bounded decay gate instead of the softplus gate; default as in the variant.
         beta_bias: a bias on the step size's projection.
+        num_micro_steps: keys, values and step sizes per token, applied one after another (DeltaProduct,
+            arXiv:2502.10297).
         intermediate_size: width of the SwiGLU MLP; default `hidden_ratio * hidden_size * 2/3`, rounded up to 256.
         hidden_ratio: see `intermediate_size`.
         norm_eps: epsilon of every RMSNorm.
@@ -118,6 +120,7 @@ class DeltaRuleConfig(PreTrainedConfig):
     neg_eigval: str = "both"
     decay_lower_bound: float | None = None
     beta_bias: bool = False
+    num_micro_steps: int = 1
     intermediate_size: int | None = None
     hidden_ratio: int | float | None = 4
     norm_eps: float = 1e-6
@@ -184,6 +187,7 @@ class DeltaRuleConfig(PreTrainedConfig):
             "neg_eigval": self.neg_eigval,
             "decay_lower_bound": self.decay_lower_bound,
             "beta_bias": self.beta_bias,
+            "num_micro_steps": self.num_micro_steps,
             "norm_eps": self.norm_eps,
             "initializer_range": self.initializer_range,
             "backend": self.backend,
@@ -193,7 +197,8 @@ class DeltaRuleConfig(PreTrainedConfig):
         """Raise ValueError unless names are known and sizes fit together."""
         get_variant(self.mixer)
         assert self.num_v_heads is not None and self.layer_types is not None  # filled by _fill_defaults
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "intermediate_size"):
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "intermediate_size")
+        for name in (*sizes, "num_micro_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_v_heads < 1 or self.num_v_heads % self.num_heads:
