@@ -8,6 +8,7 @@ from typing import Any
 
 from deltazoo.lab.arms import label_of, parse_arm
 from deltazoo.lab.experiment import Experiment
+from deltazoo.lab.repeated_keys import BOUNDS
 from deltazoo.lab.results import Record
 
 __all__ = ["draw_complexity", "draw_curves", "draw_experiment", "draw_numerics"]
@@ -147,6 +148,10 @@ def _draw_repeated_keys(axis: Any, measured: dict[str, Any]) -> None:
         ylabel="relative error against float64",
         title=f"one key, or two in turn, {measured['tokens']:,} times, bfloat16",
     )
+    bound = BOUNDS["bfloat16"]
+    axis.axhline(bound, color="black", linestyle=":", linewidth=1, label="wanted at most")
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, bound / 100), max(high, bound * 2))
 
 
 def draw_complexity(path: Path, measured: dict[str, Any]) -> Path:

@@ -14,12 +14,13 @@ from deltazoo.lab.claims import Check
 from deltazoo.layers import l2_normalize, nonexpansive
 from deltazoo.ops import delta_rule, resolve_backend
 
-__all__ = ["PATTERNS", "judge_repeated_keys", "measure_repeated_keys"]
+__all__ = ["BOUNDS", "PATTERNS", "judge_repeated_keys", "measure_repeated_keys"]
 
 PATTERNS = {"one key": 1, "two keys in turn": 2}
 """Name -> how many keys take turns."""
 _BETAS = tuple(1 + step / 10 for step in range(11))
-_BOUNDS = {"float32": 1e-3, "bfloat16": 0.05}
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.05}
+"""dtype -> the largest relative error that counts as right."""
 _HEADS = 16
 
 
@@ -58,7 +59,7 @@ def measure_repeated_keys(device: str, *, tokens: int, dim: int = 128) -> dict[s
 def judge_repeated_keys(measured: dict[str, Any]) -> list[Check]:
     """The gates: what layers with negative eigenvalues use stays near float64; every other form is printed."""
     checks = []
-    for dtype, bound in _BOUNDS.items():
+    for dtype, bound in BOUNDS.items():
         rows = [row for row in measured["rows"] if row["dtype"] == dtype]
         for who in dict.fromkeys(row["who"] for row in rows):
             worst = max((row for row in rows if row["who"] == who), key=_size)
