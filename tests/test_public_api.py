@@ -17,6 +17,7 @@ PROMISED = {
         "DeltaRuleOutput",
         "delta_rule",
         "delta_rule_step",
+        "generate",
         "get_variant",
         "linear_attention",
         "linear_attention_step",

@@ -6,16 +6,23 @@ One recurrence gives DeltaNet, Gated DeltaNet, EFLA, Longhorn, Kimi Delta Attent
 Importing the package makes their models known to transformers' Auto classes.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from deltazoo import variants as variants  # importing it registers the variants
 from deltazoo._auto_registration import expect_model_types
 from deltazoo.layers import report
 from deltazoo.ops import DeltaRuleOutput, delta_rule, delta_rule_step, linear_attention, linear_attention_step
 from deltazoo.spec import get_variant, list_variants, register_variant
 
+if TYPE_CHECKING:
+    from deltazoo.generation import generate as generate
+
 __all__ = [
     "DeltaRuleOutput",
     "delta_rule",
     "delta_rule_step",
+    "generate",
     "get_variant",
     "linear_attention",
     "linear_attention_step",
@@ -25,5 +32,15 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_NEED_TRANSFORMERS = {"generate": "deltazoo.generation"}
+"""Public functions by the module that is imported when one is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_TRANSFORMERS:
+        return getattr(importlib.import_module(_NEED_TRANSFORMERS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 expect_model_types()

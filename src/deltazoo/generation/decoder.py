@@ -1,0 +1,272 @@
+"""Token by token: a static cache, one step that ends in its own next input, and the loop around it.
+
+    prompt -> [pieces through the chunk kernels] -> state -> step -> token -> step -> token ...
+
+All that a step reads and writes stays where it is: state, token, which rows are finished. So on a GPU the step, the
+sampling included, is one CUDA graph, and the host only asks for the next replay while it hands out the token before.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.generation.streamers import BaseStreamer
+from transformers.masking_utils import create_masks_for_generate
+
+from deltazoo.generation.sampling import Sampling
+from deltazoo.models.modeling import DeltaRuleForCausalLM
+from deltazoo.models.step_capture import FixedTensors, capture
+
+__all__ = ["Decoder", "generate"]
+
+
+class Decoder:
+    """Continues prompts of one batch size with one model; keep it to reuse its captured step.
+
+    Args:
+        model: in evaluation mode, on the device where it stays; a captured step knows the addresses of its parameters.
+        batch_size: rows.
+        max_length: tokens of prompt and continuation at most; only the keys and values of softmax layers take room for
+            them, so that models without such layers need no maximum.
+        sampling: how tokens are drawn; the likeliest each time unless given.
+        eos_token_id: tokens that end a row; the model's own unless given, an empty sequence for none.
+        pad_token_id: what follows an end while other rows go on; the model's own or the first end unless given.
+        prefill_chunk: tokens of the prompt per forward pass; all at once unless given. The state is handed over, so
+            the result is the same; the memory for a long prompt is that of one piece.
+        seed: of the sampling.
+        compile: run the step through `torch.compile`: fewer, larger kernels for a wait at the first token.
+
+    Raises:
+        ValueError: a model or an option that the loop cannot act on.
+    """
+
+    def __init__(
+        self,
+        model: DeltaRuleForCausalLM,
+        batch_size: int = 1,
+        *,
+        max_length: int | None = None,
+        sampling: Sampling | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        prefill_chunk: int | None = None,
+        seed: int = 0,
+        compile: bool = False,
+    ) -> None:
+        if not isinstance(model, DeltaRuleForCausalLM):
+            raise ValueError(
+                f"the loop is for delta-rule language models, got {type(model).__name__}: use its generate"
+            )
+        if model.training:
+            raise ValueError("the model is in training mode: call model.eval() first")
+        self.is_hybrid = "full_attention" in (model.config.layer_types or ())
+        if self.is_hybrid and max_length is None:
+            raise ValueError("max_length is needed: the model has softmax layers, whose keys and values take room")
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        self.model = model
+        self.max_length = max_length
+        self.sampling = sampling or Sampling()
+        self.prefill_chunk = prefill_chunk
+        self.generator = torch.Generator(model.device).manual_seed(seed)
+        ends = _as_list(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
+        self.ends = torch.tensor(ends, dtype=torch.long, device=model.device)
+        pad = model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
+        self.pad = pad if pad is not None else (ends or [0])[0]
+
+        self.cache = StaticCache(config=model.config, max_cache_len=max_length or 1)
+        model.prepare_cache(self.cache)
+        self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
+        self.finished = torch.zeros(batch_size, 1, dtype=torch.bool, device=model.device)
+        self.position = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
+        self.real = torch.ones(batch_size, max_length or 1, dtype=torch.long, device=model.device)
+        self._forward: Callable[..., Any] = torch.compile(model, fullgraph=True) if compile else model
+        self._replay: Callable[[], object] | None = None
+
+    def stream(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128
+    ) -> Iterator[Tensor]:
+        """Yield the new tokens of all rows `[B]` int64 on the CPU, step by step, until every row has ended.
+
+        Args:
+            input_ids: `[B, T]`, T at least 1.
+            attention_mask: `[B, T]`, 1 = real; padding on the left.
+            max_new_tokens: the most to add.
+
+        Raises:
+            ValueError: a prompt that does not fit the decoder.
+        """
+        self._check(input_ids, attention_mask, max_new_tokens)
+        return self._stream(input_ids, attention_mask, max_new_tokens)
+
+    def _stream(self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> Iterator[Tensor]:
+        self._prefill(input_ids, attention_mask)
+        # A GPU works on the next token while the host reads the last one; a CPU does one thing at a time.
+        ahead = 1 if self.token.device.type == "cuda" else 0
+        waiting = deque([self._read()])
+        ended = torch.zeros(len(input_ids), dtype=torch.bool)
+        ends = self.ends.cpu()
+        for made in range(1, max_new_tokens + 1):
+            while len(waiting) > (ahead if made < max_new_tokens else 0):
+                token = waiting.popleft()()
+                yield token
+                ended |= torch.isin(token, ends)
+                if ended.all():
+                    return
+            if made < max_new_tokens:
+                self._advance()
+                waiting.append(self._read())
+
+    def _check(self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> None:
+        batch_size = len(self.token)
+        if input_ids.ndim != 2 or input_ids.shape[0] != batch_size or not input_ids.shape[1]:
+            raise ValueError(f"input_ids must have shape [{batch_size}, T] with T >= 1, got {tuple(input_ids.shape)}")
+        if input_ids.device != self.token.device:
+            raise ValueError(f"input_ids must be on the model's device {self.token.device}, got {input_ids.device}")
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        if attention_mask is not None and not bool(attention_mask[:, -1].all()):
+            raise ValueError("attention_mask must end with real tokens: pad prompts on the left")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if self.is_hybrid and self.max_length is not None and input_ids.shape[1] + max_new_tokens > self.max_length:
+            raise ValueError(
+                f"{input_ids.shape[1]} prompt tokens and {max_new_tokens} new ones exceed max_length={self.max_length}"
+            )
+
+    @torch.no_grad()
+    def _prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+        """Run the prompt from an empty state, and draw the first token."""
+        self.cache.reset()
+        num_tokens = input_ids.shape[1]
+        pieces = input_ids.split(self.prefill_chunk or num_tokens, dim=1)
+        done = 0
+        for piece in pieces:
+            done += piece.shape[1]
+            mask = None if attention_mask is None else attention_mask[:, :done]
+            output = self.model(
+                piece, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            )
+        if self.is_hybrid:
+            self.real.fill_(1)
+            if attention_mask is not None:
+                self.real[:, :num_tokens] = attention_mask
+            self.position.copy_(self.real[:, :num_tokens].sum(1, keepdim=True))
+        self.finished.zero_()
+        self._take(output.logits[:, -1])
+
+    def _take(self, logits: Tensor) -> None:
+        """Draw the next token; rows that ended get padding."""
+        chosen = self.sampling.choose(logits, self.generator)[:, None]
+        chosen = torch.where(self.finished, self.pad, chosen)
+        self.finished.logical_or_(torch.isin(chosen, self.ends))
+        self.token.copy_(chosen)
+
+    def _step(self) -> None:
+        masks = positions = None
+        if self.is_hybrid:
+            masks = create_masks_for_generate(
+                config=self.model.config,
+                inputs_embeds=self.real.new_empty(len(self.token), 1, 0, dtype=self.model.dtype),
+                attention_mask=self.real,
+                past_key_values=self.cache,
+            )
+            positions = self.position
+        output = self._forward(
+            self.token, attention_mask=masks, position_ids=positions, past_key_values=self.cache, use_cache=True
+        )
+        self._take(output.logits[:, -1])
+        self.position.add_(1)
+
+    @torch.no_grad()
+    def _advance(self) -> None:
+        if self._replay is None:
+            changed = [*FixedTensors(self.cache).changed, self.token, self.finished, self.position]
+            self._replay = capture(self._step, changed, [self.generator])
+        self._replay()
+
+    def _read(self) -> Callable[[], Tensor]:
+        """The current token on its way to the host; calling the result waits for it and for nothing after it."""
+        token = self.token[:, 0]
+        if token.device.type != "cuda":
+            token = token.clone()
+            return lambda: token
+        host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
+        host.copy_(token, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> Tensor:
+            arrived.synchronize()
+            return host
+
+        return wait
+
+
+def generate(
+    model: DeltaRuleForCausalLM,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    seed: int = 0,
+    prefill_chunk: int | None = None,
+    compile: bool = False,
+    streamer: BaseStreamer | None = None,
+) -> Tensor:
+    """Continue prompts, with the loop of `Decoder`; greedy tokens are those of `model.generate(do_sample=False)`.
+
+    Args:
+        model: a delta-rule language model in evaluation mode.
+        input_ids: `[B, T]` int64.
+        attention_mask: `[B, T]`, 1 = real; padding on the left.
+        max_new_tokens: the most to add.
+        temperature, top_k, top_p: see `Sampling`; temperature 0 takes the likeliest token.
+        eos_token_id, pad_token_id, seed, prefill_chunk, compile: see `Decoder`.
+        streamer: gets the prompt and then every token as soon as it is there, as in transformers.
+
+    Returns:
+        `[B, T + new]` int64: the prompts and what follows them.
+
+    Raises:
+        ValueError: a model, a prompt or an option that the loop cannot act on.
+    """
+    decoder = Decoder(
+        model,
+        len(input_ids),
+        max_length=input_ids.shape[-1] + max_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p),
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        prefill_chunk=prefill_chunk,
+        seed=seed,
+        compile=compile,
+    )
+    steps = decoder.stream(input_ids, attention_mask, max_new_tokens=max_new_tokens)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    made = []
+    for token in steps:
+        made.append(token)
+        if streamer is not None:
+            streamer.put(token)
+    if streamer is not None:
+        streamer.end()
+    return torch.cat([input_ids, torch.stack(made, dim=1).to(input_ids.device)], dim=1)
+
+
+def _as_list(tokens: int | Sequence[int] | None) -> list[int]:
+    if tokens is None:
+        return []
+    return [tokens] if isinstance(tokens, int) else list(tokens)

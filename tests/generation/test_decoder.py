@@ -1,0 +1,172 @@
+"""Our own loop gives the tokens of `model.generate`, however the prompt is cut and whatever the model."""
+
+import functools
+
+import pytest
+import torch
+from tiny_models import FEW, OPTIONS, tiny_model, tokens
+from transformers.generation.streamers import BaseStreamer
+
+import deltazoo
+from deltazoo.generation import Decoder, Sampling
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Collector(BaseStreamer):
+    def __init__(self):
+        self.received, self.ended = [], False
+
+    def put(self, value):
+        self.received.append(value)
+
+    def end(self):
+        self.ended = True
+
+
+def plain(model, ids, **options):
+    return model.generate(ids, max_new_tokens=9, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_greedy(case):
+    model, ids = tiny_model(case), tokens(2, 7)
+    assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=9), plain(model, ids))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prefill_chunk", [None, 1, 3, 7, 50])
+@pytest.mark.parametrize("case", FEW)
+def test_a_prompt_in_pieces(case, prefill_chunk, device):
+    model, ids = tiny_model(case).to(device), tokens(2, 7).to(device)
+    made = deltazoo.generate(model, ids, max_new_tokens=9, prefill_chunk=prefill_chunk)
+    assert torch.equal(made, plain(model, ids))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prefill_chunk", [None, 3])
+@pytest.mark.parametrize("case", FEW)
+def test_left_padded(case, prefill_chunk, device):
+    model, ids = tiny_model(case).to(device), tokens(3, 7).to(device)
+    mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3, [0] * 6 + [1]], device=device)
+    made = deltazoo.generate(model, ids, mask, max_new_tokens=9, prefill_chunk=prefill_chunk)
+    assert torch.equal(made, plain(model, ids, attention_mask=mask, pad_token_id=0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", FEW)
+def test_rows_end_one_by_one(case, device):
+    model, ids = tiny_model(case).to(device), tokens(4, 5).to(device)
+    ends = plain(model, ids)[:2, 7].tolist()  # the third new tokens of two rows
+    options = {"eos_token_id": ends, "pad_token_id": 60}
+    made = deltazoo.generate(model, ids, max_new_tokens=9, **options)
+    # Without a mask transformers would take the prompt's own tokens 60 for padding.
+    assert torch.equal(made, plain(model, ids, attention_mask=torch.ones_like(ids), **options))
+    assert (made[:, 5:] == 60).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_stops_when_all_rows_have_ended(device):
+    model, ids = tiny_model("gated_deltanet").to(device), tokens(1, 5).to(device)
+    end = plain(model, ids)[0, 6].item()
+    made = deltazoo.generate(model, ids, max_new_tokens=9, eos_token_id=end)
+    assert made.shape[1] <= 7 and made[0, -1] == end
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", FEW)
+def test_a_decoder_serves_one_prompt_after_another(case, device):
+    model = tiny_model(case).to(device)
+    decoder = Decoder(model, 2, max_length=30)
+    for seed, length in enumerate((7, 1, 12)):
+        ids = tokens(2, length, seed=seed).to(device)
+        made = torch.stack(list(decoder.stream(ids, max_new_tokens=9)), dim=1)
+        assert torch.equal(made, plain(model, ids)[:, length:].cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sampling_depends_on_the_seed_alone(device):
+    model, ids = tiny_model("kda").to(device), tokens(2, 5).to(device)
+    options = {"max_new_tokens": 20, "temperature": 1.0, "top_k": 30, "top_p": 0.95}
+    first, again, other = (deltazoo.generate(model, ids, seed=seed, **options) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sampled_tokens_are_not_the_same_draw_over_and_over(device):
+    """A graph that replayed one random state would repeat itself: uniform draws of 61 tokens do not."""
+    model, ids = tiny_model("kda").to(device), tokens(1, 5).to(device)
+    made = deltazoo.generate(model, ids, max_new_tokens=40, temperature=1e6)
+    assert len(set(made[0, 5:].tolist())) > 15
+
+
+def test_streaming_hands_out_the_prompt_and_every_token():
+    model, ids, streamer = tiny_model("gated_deltanet"), tokens(1, 6), Collector()
+    made = deltazoo.generate(model, ids, max_new_tokens=5, streamer=streamer)
+    assert streamer.ended and [len(x.flatten()) for x in streamer.received] == [6, 1, 1, 1, 1, 1]
+    assert torch.equal(torch.cat([x.flatten() for x in streamer.received]), made[0])
+
+
+def test_tokens_come_one_by_one():
+    steps = Decoder(tiny_model("kda")).stream(tokens(1, 4), max_new_tokens=10**9)
+    assert [next(steps).shape for _ in range(3)] == [(1,)] * 3
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv"])
+def test_the_cache_does_not_grow(case):
+    decoder = Decoder(tiny_model(case))
+    sizes = []
+    for length in (3, 300):
+        list(decoder.stream(tokens(1, length), max_new_tokens=2))
+        layers = decoder.cache.layers
+        sizes.append([x.numel() for layer in layers for x in layer.state if x is not None])
+    assert sizes[0] == sizes[1]
+
+
+def test_compiled(monkeypatch):
+    """With the tracer alone; code generation takes half a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    model, ids = tiny_model("hybrid"), tokens(2, 7)
+    assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=9, compile=True), plain(model, ids))
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("ids", "options", "message"),
+        [
+            (tokens(2, 4), {}, r"\[1, T\] with T >= 1, got \(2, 4\)"),
+            (tokens(1, 0), {}, r"got \(1, 0\)"),
+            (tokens(1, 4), {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+            (tokens(1, 4), {"attention_mask": torch.ones(1, 3)}, r"\(1, 4\), got \(1, 3\)"),
+            (tokens(1, 4), {"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "pad prompts on the left"),
+        ],
+    )
+    def test_prompts(self, ids, options, message):
+        with pytest.raises(ValueError, match=message):
+            Decoder(tiny_model("gated_deltanet")).stream(ids, **options)
+
+    def test_a_prompt_too_long_for_the_keys_and_values(self):
+        with pytest.raises(ValueError, match="4 prompt tokens and 7 new ones exceed max_length=10"):
+            Decoder(tiny_model("hybrid"), max_length=10).stream(tokens(1, 4), max_new_tokens=7)
+
+    @pytest.mark.parametrize(
+        ("case", "options", "message"),
+        [
+            ("hybrid", {}, "max_length is needed"),
+            ("kda", {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+        ],
+    )
+    def test_options(self, case, options, message):
+        with pytest.raises(ValueError, match=message):
+            Decoder(tiny_model(case), **options)
+
+    def test_models(self):
+        with pytest.raises(ValueError, match="training mode"):
+            Decoder(tiny_model("kda").train())
+        with pytest.raises(ValueError, match="got Linear"):
+            Decoder(torch.nn.Linear(2, 2))
+
+    def test_sampling_without_temperature(self):
+        with pytest.raises(ValueError, match="temperature=0"):
+            deltazoo.generate(tiny_model("kda"), tokens(1, 4), top_p=0.5)
+        assert Sampling(0.5, top_p=0.5).temperature == 0.5
