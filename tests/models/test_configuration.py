@@ -111,6 +111,7 @@ def test_every_key_acts():
         "classifier_dropout": "test_heads",
         "backend": "test_backend_reaches_the_layers",
         "use_cache": "test_cache",
+        "training_data": "test_sharing",
         "pad_token_id": "test_padding_token_embeds_to_zero",
         "bos_token_id": "generation",
         "eos_token_id": "generation",

@@ -81,6 +81,7 @@ def test_a_run_learns_and_leaves_a_model_for_transformers(text: Path, tmp_path: 
     assert model.config.model_type == "gated_deltanet"
     assert len(tokenizer) == model.config.vocab_size == 320
     assert sum(parameter.numel() for parameter in model.parameters()) == result.num_parameters
+    assert f"{result.corpus.description}; 40 steps of 96 tokens." in (result.model_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

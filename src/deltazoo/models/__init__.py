@@ -12,6 +12,7 @@ from deltazoo.models.configuration import (
 from deltazoo.models.modeling import DeltaRuleForCausalLM, DeltaRuleModel, DeltaRulePreTrainedModel
 from deltazoo.models.named import *  # noqa: F403
 from deltazoo.models.named import __all__ as _named
+from deltazoo.models.remote_code import export_remote_code
 
 __all__ = [  # noqa: PLE0604
     "DeltaNetConfig",
@@ -23,6 +24,7 @@ __all__ = [  # noqa: PLE0604
     "EFLAConfig",
     "GatedDeltaNetConfig",
     "KDAConfig",
+    "export_remote_code",
     "load_fla_checkpoint",
     "model_types",
     "prepare_cache",

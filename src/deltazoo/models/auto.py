@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from deltazoo.models import configuration, modeling, named
 from deltazoo.models.checkpoint import modernize_state_dict
 
-__all__ = ["load_fla_checkpoint", "model_types", "register_auto_classes"]
+__all__ = ["config_class_of", "load_fla_checkpoint", "model_types", "register_auto_classes"]
 
 _AUTO_CLASSES = {
     "Model": AutoModel,
@@ -71,6 +71,14 @@ def register_auto_classes(override: bool = False) -> None:
             )
 
 
+def config_class_of(model_type: str | None, path: Path) -> type[PreTrainedConfig]:
+    """Our configuration class for the `model_type` found in the checkpoint at `path`; ValueError if it is not ours."""
+    configs = {config.model_type: config for config in _CONFIGS}
+    if model_type not in configs:
+        raise ValueError(f"model type {model_type!r} in {path} is none of {', '.join(configs)}")
+    return configs[model_type]
+
+
 def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> modeling.DeltaRuleForCausalLM:
     """A causal language model from an fla-hub checkpoint of any age, even while fla's classes own the Auto classes.
 
@@ -85,10 +93,7 @@ def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> modeling.DeltaRuleFo
     """
     path = Path(path)
     values = json.loads((path / "config.json").read_text())
-    configs = {config.model_type: config for config in _CONFIGS}
-    if values.get("model_type") not in configs:
-        raise ValueError(f"model type {values.get('model_type')!r} in {path} is none of {', '.join(configs)}")
-    config = configs[values["model_type"]].from_dict(values)
+    config = config_class_of(values.get("model_type"), path).from_dict(values)
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ValueError(f"no safetensors files in {path}; pickled weights are not read")

@@ -79,6 +79,7 @@ class DeltaRuleConfig(PreTrainedConfig):
         classifier_dropout: dropout before the token classification head; default 0.1.
         backend: operator backend of the linear layers, see `deltazoo.ops.delta_rule`.
         use_cache: whether a forward pass outside training returns a cache.
+        training_data: what the weights were trained on, in words; for the model card.
 
     Raises:
         ValueError: for unknown keys (with the nearest known one), unknown names, and sizes that do not fit together.
@@ -135,6 +136,7 @@ class DeltaRuleConfig(PreTrainedConfig):
     classifier_dropout: float | int | None = None
     backend: str | None = None
     use_cache: bool = True
+    training_data: str | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

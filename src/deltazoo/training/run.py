@@ -188,6 +188,8 @@ def _trainer(
     train_rows = training_rows(config, source, corpus, tokenizer, arguments.world_size)
     set_seed(config.seed)
     model = build_model(config.model, tokenizer)
+    tokens_per_step = settings.row_length * settings.rows_per_batch * settings.accumulation * arguments.world_size
+    model.config.training_data = f"{corpus.description}; {settings.steps:,} steps of {tokens_per_step:,} tokens."
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return PackedTrainer(

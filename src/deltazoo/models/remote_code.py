@@ -1,0 +1,83 @@
+"""Checkpoints that load without `import deltazoo`: two short files that import the installed package and subclass.
+
+`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` then works in a process that has never heard of
+this package, and says `pip install deltazoo` where it is missing. The files hold no model code, so a checkpoint cannot
+carry a stale copy of it. They are subclasses because transformers marks the classes it finds in them as custom code,
+which ours must not become.
+"""
+
+import json
+from pathlib import Path
+
+__all__ = ["auto_map", "export_remote_code", "has_remote_code", "write_remote_code"]
+
+_CONFIGURATION, _MODELING = "configuration_deltazoo", "modeling_deltazoo"
+HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+"""What every model type has a class for, in the names of transformers."""
+
+_HEADER = '''"""Written by deltazoo (pip install deltazoo), which holds the model; nothing here but its name."""
+'''
+
+
+def export_remote_code(path: str | Path) -> None:
+    """Make a saved checkpoint load with `trust_remote_code=True` in a process that does not import deltazoo.
+
+    Writes `configuration_deltazoo.py` and `modeling_deltazoo.py` into the folder and names them in its `config.json`.
+
+    Args:
+        path: a folder that `save_pretrained` of one of our models has written.
+
+    Raises:
+        ValueError: the folder holds no `config.json`, or that of a model which is not ours.
+    """
+    from deltazoo.models.auto import config_class_of  # imports the models, which import this module
+
+    path = Path(path)
+    written = path / "config.json"
+    if not written.is_file():
+        raise ValueError(f"{path} holds no config.json: save the model there first")
+    values = json.loads(written.read_text(encoding="utf-8"))
+    config = config_class_of(values.get("model_type"), path).__name__
+    values["auto_map"] = auto_map(config)
+    write_remote_code(path, config)
+    written.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_remote_code(folder: Path, config: str) -> None:
+    """Write the two files; `config` is the name of the configuration class."""
+    classes = [_class_name(config, head) for head in HEADS]
+    (folder / f"{_CONFIGURATION}.py").write_text(_configuration_source(config), encoding="utf-8")
+    (folder / f"{_MODELING}.py").write_text(_modeling_source(config, classes), encoding="utf-8")
+
+
+def auto_map(config: str) -> dict[str, str]:
+    """What `config.json` must say for transformers to find the classes in the two files."""
+    return {"AutoConfig": f"{_CONFIGURATION}.{config}"} | {
+        f"AutoModel{head.removeprefix('Model')}": f"{_MODELING}.{_class_name(config, head)}" for head in HEADS
+    }
+
+
+def has_remote_code(config: object) -> bool:
+    """Whether a configuration comes from a checkpoint with the two files."""
+    found = getattr(config, "auto_map", None) or {}
+    return str(found.get("AutoConfig", "")).rpartition("--")[2].startswith(f"{_CONFIGURATION}.")
+
+
+def _class_name(config: str, head: str) -> str:
+    return config.removesuffix("Config") + head
+
+
+def _configuration_source(config: str) -> str:
+    return f"""{_HEADER}
+import deltazoo.models
+
+
+class {config}(deltazoo.models.{config}):
+    pass
+"""
+
+
+def _modeling_source(config: str, classes: list[str]) -> str:
+    subclasses = (f"class {name}(deltazoo.models.{name}):\n    config_class = {config}\n" for name in classes)
+    imports = f"import deltazoo.models\n\nfrom .{_CONFIGURATION} import {config}\n"
+    return "\n\n".join([f"{_HEADER}\n{imports}", *subclasses])

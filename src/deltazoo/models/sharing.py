@@ -1,0 +1,186 @@
+"""Saving, pushing and loading, as transformers does it, with three promises of our own.
+
+Every saved model has a model card, a card that is not ours is left alone, and weights are read from safetensors alone:
+a pickle can run code when it is read, so none ever is.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard
+from huggingface_hub.errors import EntryNotFoundError
+from transformers.modeling_utils import PreTrainedModel
+
+from deltazoo.models.model_card import CARD, is_own_card, make_model_card, write_model_card
+from deltazoo.models.remote_code import auto_map, has_remote_code, write_remote_code
+
+__all__ = ["SharedModel"]
+
+
+class SharedModel(PreTrainedModel):
+    """A `PreTrainedModel` that writes model cards and never unpickles."""
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any
+    ) -> Self:
+        """As transformers documents it, from safetensors files only.
+
+        Raises:
+            ValueError: pickled weights are asked for, by `use_safetensors=False` or by the name of a file.
+            OSError: there is no safetensors file.
+        """
+        if kwargs.get("use_safetensors") is False:
+            raise ValueError("use_safetensors=False asks for pickled weights, which are never read; pass nothing")
+        path = pretrained_model_name_or_path
+        if path is not None and os.path.isfile(path) and not os.fspath(path).endswith(".safetensors"):
+            raise ValueError(f"{path} is no safetensors file; pickled weights are never read")
+        return super().from_pretrained(path, *args, **{**kwargs, "use_safetensors": True})
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        *,
+        push_to_hub: bool = False,
+        remote_code: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """As transformers documents it, and a model card.
+
+        Args:
+            save_directory: folder of the checkpoint; made if need be.
+            is_main_process: whether this process is the one that writes, where several call.
+            push_to_hub: upload what was saved; `repo_id` defaults to the folder's name.
+            remote_code: add the files that `export_remote_code` describes. A model from a checkpoint with such files
+                keeps them.
+            kwargs: for transformers, such as `max_shard_size`, and with `push_to_hub=True` for the method of that name.
+
+        Raises:
+            ValueError: `push_to_hub=True` together with `distributed_checkpoint=True`.
+        """
+        if push_to_hub and kwargs.get("distributed_checkpoint"):
+            raise ValueError("a distributed checkpoint cannot be pushed: save without distributed_checkpoint=True")
+        hub = {key: kwargs.pop(key) for key in _HUB_ARGUMENTS if key in kwargs}
+        folder, config = Path(save_directory), type(self.config).__name__
+        before = _modification_times(folder)
+        remote_code = remote_code or has_remote_code(self.config)
+        if remote_code:
+            self.config.auto_map = auto_map(config)
+        super().save_pretrained(save_directory, is_main_process, **kwargs)
+        only_adapters = getattr(self, "_hf_peft_config_loaded", False)
+        if not _writes(is_main_process) or only_adapters:
+            return
+        if remote_code:
+            write_remote_code(folder, config)
+        write_model_card(self, folder)
+        if push_to_hub:
+            after = _modification_times(folder)
+            written = [path for path, time in after.items() if before.get(path) != time or path.name == CARD]
+            _upload(self, written, hub.pop("repo_id", folder.name), **hub)
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        max_shard_size: int | str = "50GB",
+        remote_code: bool = False,
+        tags: list[str] | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+    ) -> CommitInfo:
+        """Upload the model, its configuration and its model card to the Hub.
+
+        A card there that somebody has written or edited stays, with `tags` added. Arguments as transformers documents
+        them; `remote_code` as for `save_pretrained`.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size, remote_code=remote_code)
+            return _upload(
+                self,
+                sorted(Path(folder).iterdir()),
+                repo_id,
+                tags=tags,
+                private=private,
+                token=token,
+                commit_message=commit_message,
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+            )
+
+
+# What save_pretrained(push_to_hub=True) hands on.
+_HUB_ARGUMENTS = (
+    "repo_id",
+    "tags",
+    "private",
+    "token",
+    "commit_message",
+    "commit_description",
+    "revision",
+    "create_pr",
+)
+
+
+def _upload(
+    model: PreTrainedModel,
+    files: Sequence[Path],
+    repo_id: str,
+    *,
+    tags: list[str] | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+) -> CommitInfo:
+    """One commit of the files, with the Hub's card in place of ours where somebody has written that."""
+    api = HfApi(token=token, library_name="deltazoo")
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not create_pr:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    card = _written_by_others(files, repo_id, token)
+    if card is None:
+        card = make_model_card(model, repo_id, tags)
+    else:
+        card.data["tags"] = list(dict.fromkeys([*(card.data.get("tags") or ()), *(tags or ())]))
+    contents: dict[str, Path | bytes] = {path.name: path for path in files}
+    contents[CARD] = str(card).encode()
+    return api.create_commit(
+        repo_id,
+        [CommitOperationAdd(name, content) for name, content in contents.items()],
+        commit_message=commit_message or f"Upload {type(model).__name__}",
+        commit_description=commit_description,
+        revision=revision,
+        create_pr=create_pr,
+    )
+
+
+def _written_by_others(files: Sequence[Path], repo_id: str, token: bool | str | None) -> ModelCard | None:
+    """The card that must not be replaced: the one on the Hub, else the one among the files."""
+    cards = [ModelCard.load(path) for path in files if path.name == CARD]
+    with suppress(EntryNotFoundError):
+        cards.insert(0, ModelCard.load(repo_id, token=token))  # type: ignore[arg-type]
+    return next((card for card in cards if not is_own_card(str(card))), None)
+
+
+def _writes(is_main_process: bool) -> bool:
+    """Whether this is the one process that writes files."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return is_main_process and rank == 0
+
+
+def _modification_times(folder: Path) -> dict[Path, int]:
+    """Of the files in a folder, if there is one, in nanoseconds."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("*") if path.is_file()}

@@ -1,0 +1,324 @@
+"""Model cards, the Hub (replaced by a stand-in), checkpoints with code, and that no pickle is ever read."""
+
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors.torch import load_file
+from tiny_models import CONFIGS, HYBRID, tiny_model, tiny_named, tokens
+from transformers import AutoModelForCausalLM
+
+import deltazoo.models
+from deltazoo.models.auto import _AUTO_CLASSES
+from deltazoo.models.model_card import is_own_card, make_model_card, state_bytes
+from deltazoo.models.remote_code import HEADS, export_remote_code
+
+
+def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+
+
+class TestModelCard:
+    @pytest.mark.parametrize("model_type", CONFIGS)
+    def test_says_what_the_model_is(self, model_type):
+        model = tiny_named(model_type, **HYBRID, training_data="A shelf of books.")
+        card = make_model_card(model, "me/mine", tags=["books"])
+        spec = model.config.variant
+        for fact in (
+            spec.summary,
+            spec.equation,
+            spec.paper,
+            "A shelf of books.",
+            f"| parameters | {sum(p.numel() for p in model.parameters()):,}",
+            f"| layers | 2: 1 {spec.name}, 1 softmax attention |",
+            "| heads of a linear layer | 2 of 8 channels",
+            "| heads of a softmax layer | 4, 2 for keys |",
+            'AutoModelForCausalLM.from_pretrained("me/mine")',
+        ):
+            assert fact in card.text
+        assert card.data.library_name == "deltazoo"
+        assert card.data.pipeline_tag == "text-generation"
+        assert {"deltazoo", "linear-attention", model_type, spec.name, "hybrid", "books"} <= set(card.data.tags)
+
+    @pytest.mark.parametrize(
+        ("suffix", "task"),
+        [
+            ("Model", "feature-extraction"),
+            ("ForSequenceClassification", "text-classification"),
+            ("ForTokenClassification", "token-classification"),
+            ("ForQuestionAnswering", "question-answering"),
+        ],
+    )
+    def test_names_the_task_and_its_auto_class(self, suffix, task):
+        card = make_model_card(tiny_named("kda", suffix))
+        assert card.data.pipeline_tag == task
+        assert f"import AutoModel{suffix.removeprefix('Model')}\n" in card.text
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("case", ["grouped_values", "kda_without_conv", "hybrid", "softmax_only"])
+    def test_state_is_as_large_as_the_cache(self, case, dtype):
+        model = tiny_model(case).to(dtype)
+        cache = model(tokens(1, 9)).past_key_values
+        measured = {"linear_attention": 0, "full_attention": 0}
+        for layer_type, layer in zip(model.config.layer_types, cache.layers, strict=True):
+            kept = layer.state if layer_type == "linear_attention" else (layer.keys, layer.values)
+            measured[layer_type] += sum(x.nbytes for x in kept if x is not None)
+        constant, per_token = state_bytes(model)
+        assert (constant, 9 * per_token) == (measured["linear_attention"], measured["full_attention"])
+
+    def test_a_softmax_model_claims_no_linear_layers(self):
+        text = make_model_card(tiny_model("softmax_only")).text
+        assert "gated_deltanet" not in text and "linear layer" not in text
+
+    def test_is_written_on_saving_and_follows_the_model(self, tmp_path):
+        model = tiny_model("gated_deltanet")
+        model.save_pretrained(tmp_path)
+        card = (tmp_path / "README.md").read_text()
+        assert is_own_card(card) and "Not recorded." in card
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        loaded.config.training_data = "A shelf of books."
+        loaded.save_pretrained(tmp_path)
+        assert "A shelf of books." in (tmp_path / "README.md").read_text()
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert again.config.training_data == "A shelf of books."
+
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            lambda card: "# Mine\n",
+            lambda card: card.replace("Not recorded.", "My diary."),
+            lambda card: card.replace("library_name", "license: mit\nlibrary_name"),
+        ],
+        ids=["another", "edited text", "edited metadata"],
+    )
+    def test_never_replaces_what_somebody_wrote(self, edit, tmp_path):
+        model = tiny_model("gated_deltanet")
+        model.save_pretrained(tmp_path)
+        path = tmp_path / "README.md"
+        path.write_text(edit(path.read_text()))
+        written = path.read_text()
+        model.save_pretrained(tmp_path)
+        assert path.read_text() == written
+
+    def test_only_the_writing_process_writes_it(self, tmp_path):
+        tiny_model("gated_deltanet").save_pretrained(tmp_path, is_main_process=False)
+        assert not (tmp_path / "README.md").exists()
+
+
+class Hub:
+    """Stands in for the Hub: keeps what would have been uploaded."""
+
+    def __init__(self, monkeypatch):
+        self.files, self.commits, self.branches = {}, [], []
+        monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", self.create_repo)
+        monkeypatch.setattr(huggingface_hub.HfApi, "create_branch", self.create_branch)
+        monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", self.create_commit)
+        load = huggingface_hub.ModelCard.load
+        monkeypatch.setattr(
+            huggingface_hub.ModelCard, "load", lambda name, **kw: self.card() if isinstance(name, str) else load(name)
+        )
+
+    def create_repo(self, repo_id, **kwargs):
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/me/{repo_id.rpartition('/')[2]}")
+
+    def create_branch(self, repo_id, *, branch, **kwargs):
+        self.branches.append(branch)
+
+    def create_commit(self, repo_id, operations, **kwargs):
+        self.commits.append((repo_id, kwargs))
+        for operation in operations:
+            with operation.as_file() as file:
+                self.files[operation.path_in_repo] = file.read()
+
+    def card(self):
+        if "README.md" not in self.files:
+            raise EntryNotFoundError("no card")
+        return huggingface_hub.ModelCard(self.files["README.md"].decode())
+
+
+class TestHub:
+    @pytest.fixture
+    def hub(self, monkeypatch):
+        return Hub(monkeypatch)
+
+    def test_push_uploads_a_model_that_comes_back(self, hub, tmp_path):
+        model = tiny_named("kda")
+        model.push_to_hub("me/mine", tags=["books"], max_shard_size="8KB", commit_message="First")
+        ((repo_id, commit),) = hub.commits
+        assert repo_id == "me/mine" and commit["commit_message"] == "First"
+        card = hub.card()
+        assert is_own_card(str(card)) and "books" in card.data.tags and '"me/mine"' in card.text
+        assert all(name.endswith((".json", ".safetensors", ".md")) for name in hub.files)
+        for name, content in hub.files.items():
+            (tmp_path / name).write_bytes(content)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(loaded(tokens(1, 4)).logits, model(tokens(1, 4)).logits)
+
+    def test_a_card_on_the_hub_is_renewed_if_ours_and_kept_if_not(self, hub):
+        model = tiny_model("gated_deltanet")
+        model.push_to_hub("mine")
+        model.config.training_data = "A shelf of books."
+        model.push_to_hub("mine", tags=["books"])
+        assert "A shelf of books." in hub.card().text
+        hub.files["README.md"] = b"---\nlicense: mit\n---\n# Mine\n"
+        model.push_to_hub("mine", tags=["books"])
+        assert hub.card().data.to_dict() == {"license": "mit", "tags": ["books"]}
+        assert hub.card().text.strip() == "# Mine"
+
+    def test_save_and_push_uploads_only_what_was_saved(self, hub, tmp_path):
+        folder = tmp_path / "mine"
+        folder.mkdir()
+        (folder / "diary.txt").write_text("private")
+        (folder / "README.md").write_text("# Mine\n")
+        tiny_model("gated_deltanet").save_pretrained(folder, push_to_hub=True, revision="draft", remote_code=True)
+        assert hub.commits[0][0] == "me/mine" and hub.branches == ["draft"]
+        assert set(hub.files) == {path.name for path in folder.iterdir()} - {"diary.txt"}
+        assert hub.card().text.strip() == (folder / "README.md").read_text().strip() == "# Mine"
+
+    def test_sharded_checkpoints_are_not_pushed(self, hub, tmp_path):
+        with pytest.raises(ValueError, match="cannot be pushed"):
+            tiny_model("hybrid").save_pretrained(tmp_path / "x", push_to_hub=True, distributed_checkpoint=True)
+        assert not hub.commits and not (tmp_path / "x").exists()
+
+
+WITHOUT_DELTAZOO = """
+import sys
+class Missing:
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "deltazoo":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+class TestRemoteCode:
+    def test_every_head_has_a_class(self):
+        assert set(HEADS) == set(_AUTO_CLASSES)
+
+    def test_loads_without_importing_deltazoo(self, tmp_path):
+        """And what it saves again loads with the package as well, with the same weights."""
+        model = tiny_named("gated_deltanet", **HYBRID)
+        model.save_pretrained(tmp_path / "mine", remote_code=True)
+        done = run(
+            """
+            import sys
+            from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+            options = {"trust_remote_code": True}
+            model = AutoModelForCausalLM.from_pretrained(sys.argv[1], **options)
+            print(type(model).__name__, type(model).__module__.split(".")[0])
+            model.save_pretrained(sys.argv[2])
+            print(type(AutoModelForTokenClassification.from_pretrained(sys.argv[2], **options)).__name__)
+            """,
+            tmp_path / "mine",
+            tmp_path / "again",
+        )
+        assert done.returncode == 0, done.stderr
+        name, package, head = done.stdout.split()
+        assert (name, package) == ("GatedDeltaNetForCausalLM", "transformers_modules")
+        assert head == "GatedDeltaNetForTokenClassification"
+        assert {path.name for path in (tmp_path / "again").iterdir()} == {
+            path.name for path in (tmp_path / "mine").iterdir()
+        }
+        saved = load_file(tmp_path / "again" / "model.safetensors")
+        assert all(torch.equal(saved[name], x) for name, x in model.state_dict().items())
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert type(loaded) is type(model)
+
+    def test_missing_package_is_named(self, tmp_path):
+        tiny_named("efla").save_pretrained(tmp_path, remote_code=True)
+        done = run(
+            WITHOUT_DELTAZOO
+            + "from transformers import AutoModelForCausalLM\n"
+            + "AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)",
+            tmp_path,
+        )
+        assert done.returncode == 1
+        assert "pip install deltazoo" in done.stderr.strip().splitlines()[-1]
+
+    def test_nothing_runs_unless_asked(self, tmp_path):
+        """Neither with the package, which has the classes itself, nor without, where loading fails and says why."""
+        tiny_named("kda").save_pretrained(tmp_path, remote_code=True)
+        for name in ("configuration_deltazoo.py", "modeling_deltazoo.py"):
+            (tmp_path / name).write_text("print('the checkpoint runs code')")
+        load = "import sys\nfrom transformers import AutoModelForCausalLM as Auto\n"
+        load += "print(type(Auto.from_pretrained(sys.argv[1])))"
+        with_package = run("import deltazoo\n" + load, tmp_path)
+        assert "deltazoo.models.named.KDAForCausalLM" in with_package.stdout, with_package.stderr
+        without = run(load, tmp_path)
+        assert without.returncode == 1 and "trust_remote_code=True" in without.stderr
+        assert "runs code" not in with_package.stdout + without.stdout
+
+    @pytest.mark.parametrize("model_type", CONFIGS)
+    def test_a_saved_folder_gets_the_same_files(self, model_type, tmp_path):
+        model = tiny_named(model_type)
+        model.save_pretrained(tmp_path / "before")
+        export_remote_code(tmp_path / "before")
+        model.save_pretrained(tmp_path / "at once", remote_code=True)
+        for path in (tmp_path / "at once").iterdir():
+            if path.suffix in (".json", ".py"):
+                assert path.read_text() == (tmp_path / "before" / path.name).read_text(), path.name
+
+    def test_a_model_keeps_the_files_of_its_checkpoint(self, tmp_path):
+        tiny_named("kda").save_pretrained(tmp_path / "mine", remote_code=True)
+        AutoModelForCausalLM.from_pretrained(tmp_path / "mine").save_pretrained(tmp_path / "again")
+        assert (tmp_path / "again" / "modeling_deltazoo.py").exists()
+
+    def test_strangers_are_refused(self, tmp_path):
+        with pytest.raises(ValueError, match=r"holds no config.json"):
+            export_remote_code(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        with pytest.raises(ValueError, match="model type 'llama'"):
+            export_remote_code(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+class Trap:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+class TestNoPickle:
+    @pytest.fixture
+    def checkpoint(self, tmp_path):
+        """Pickled weights that would leave a trace, and no others."""
+        tiny_named("kda").save_pretrained(tmp_path / "mine")
+        (tmp_path / "mine" / "model.safetensors").unlink()
+        (tmp_path / "mine" / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "trace")))
+        yield tmp_path / "mine"
+        assert not (tmp_path / "trace").exists()
+        pickle.loads((tmp_path / "mine" / "pytorch_model.bin").read_bytes())
+        assert (tmp_path / "trace").exists()  # it would have
+
+    def test_pickled_weights_are_not_found(self, checkpoint):
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+            AutoModelForCausalLM.from_pretrained(checkpoint)
+
+    def test_nor_read_on_demand(self, checkpoint):
+        for options in ({}, {"weights_only": False}):
+            with pytest.raises(ValueError, match="never read"):
+                AutoModelForCausalLM.from_pretrained(checkpoint, use_safetensors=False, **options)
+
+    def test_nor_as_a_file(self, checkpoint):
+        config = CONFIGS["kda"].from_pretrained(checkpoint)
+        with pytest.raises(ValueError, match="never read"):
+            deltazoo.models.KDAForCausalLM.from_pretrained(checkpoint / "pytorch_model.bin", config=config)
+
+    def test_torch_load_is_never_called(self, checkpoint, monkeypatch):
+        """An ordinary pickle with nothing in it but tensors is refused all the same."""
+        torch.save(tiny_named("kda").state_dict(), checkpoint / "pytorch_model.bin.index.json")
+        monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+            AutoModelForCausalLM.from_pretrained(checkpoint, weights_only=True)
