@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": {"ops", "spec"},
     "variants": {"ops", "spec", "layers"},
     "models": {"ops", "spec", "layers", "variants"},
+    "acceleration": {"ops", "spec", "layers", "variants"},
     "generation": {"ops", "spec", "layers", "variants", "models"},
     "bench": {"ops", "spec", "layers", "variants", "models", "generation"},
     "swap": {"ops", "spec", "layers", "variants", "models"},

@@ -15,6 +15,7 @@ import deltazoo.ops
 PROMISED = {
     "deltazoo": [
         "DeltaRuleOutput",
+        "accelerate",
         "delta_rule",
         "delta_rule_step",
         "generate",
@@ -24,6 +25,7 @@ PROMISED = {
         "list_variants",
         "register_variant",
         "report",
+        "restore",
     ],
     "deltazoo.ops": [
         "DeltaRuleOutput",

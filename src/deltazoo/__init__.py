@@ -16,10 +16,13 @@ from deltazoo.ops import DeltaRuleOutput, delta_rule, delta_rule_step, linear_at
 from deltazoo.spec import get_variant, list_variants, register_variant
 
 if TYPE_CHECKING:
+    from deltazoo.acceleration import accelerate as accelerate
+    from deltazoo.acceleration import restore as restore
     from deltazoo.generation import generate as generate
 
 __all__ = [
     "DeltaRuleOutput",
+    "accelerate",
     "delta_rule",
     "delta_rule_step",
     "generate",
@@ -29,11 +32,16 @@ __all__ = [
     "list_variants",
     "register_variant",
     "report",
+    "restore",
 ]
 
 __version__ = "0.1.0"
 
-_NEED_TRANSFORMERS = {"generate": "deltazoo.generation"}
+_NEED_TRANSFORMERS = {
+    "accelerate": "deltazoo.acceleration",
+    "generate": "deltazoo.generation",
+    "restore": "deltazoo.acceleration",
+}
 """Public functions by the module that is imported when one is first asked for."""
 
 
@@ -41,6 +49,10 @@ def __getattr__(name: str) -> Any:
     if name in _NEED_TRANSFORMERS:
         return getattr(importlib.import_module(_NEED_TRANSFORMERS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 expect_model_types()

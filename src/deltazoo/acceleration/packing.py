@@ -1,0 +1,198 @@
+"""Packed documents, worked out once per forward pass of an accelerated model and handed to its delta-rule layers.
+
+transformers tells its softmax layers where documents begin by `position_ids` that start again, and tells its
+delta-rule layers by other arguments, or not at all. Here both learn it from whatever the caller passed. A document's
+first token forgets the state before it, so packed rows take no other path than unpacked ones, in any batch size.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.layers.layout import PackedLayout, token_layout
+
+__all__ = ["EXPLICIT_PACKING", "FORWARD_ARGUMENTS", "PLACES", "describe_documents"]
+
+FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+"""The first arguments of every base model's forward, in order."""
+EXPLICIT_PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
+"""Arguments that say where documents begin and mean nothing else."""
+PLACES = "deltazoo_places"
+"""The argument that takes each token's place in its document, `[B, T]` from 0, down to the layers."""
+
+
+def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a base model: find packed documents in the arguments, and tell all layers of them.
+
+    Documents are given by `cu_seqlens` or `cu_seq_lens_q` (one row), by `seq_idx`, or by `position_ids` that do not
+    rise by one, as transformers' softmax layers understand them. A packed batch fills no cache.
+
+    Raises:
+        ValueError: two descriptions contradict each other, or packing meets padding or a cache.
+        NotImplementedError: other layers of this model would mix the documents.
+    """
+    call = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
+    tokens = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+    if tokens is None:
+        return None  # the model itself complains
+    shape = (tokens.shape[0], tokens.shape[1])
+    mask = _padding_mask(call.get("attention_mask"), shape[1])
+    positions = _text_positions(call.get("position_ids"), shape)
+    starts = _explicit_starts(call, shape)
+    if starts is None:
+        starts = _starts_by_positions(model, call, positions, mask)
+        if starts is None:
+            return None
+    else:
+        _check_positions(starts, positions, call.get("position_ids"))
+
+    _check_layers(model)
+    _drop_padding_mask(call, mask)
+    _forgo_cache(call)
+    call[PLACES] = places = _places(starts)
+    if call.get("position_ids") is None:
+        call["position_ids"] = places
+    call.pop("cu_seqlens", None)  # our name, which softmax layers do not know
+    return (), call
+
+
+def _padding_mask(attention_mask: Any, num_tokens: int) -> Tensor | None:
+    """`[B, T]` bool, True = real, if the caller's mask is about tokens; masks over pairs of tokens are not."""
+    if isinstance(attention_mask, Mapping):
+        attention_mask = attention_mask.get("linear_attention")
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return None
+    return attention_mask[:, -num_tokens:].bool()
+
+
+def _text_positions(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """`[B, T]`; None if there are none, or only those of pictures (three rows: time, height, width)."""
+    if position_ids is None or (position_ids.ndim == 3 and position_ids.shape[0] == 3):
+        return None
+    return (position_ids[0] if position_ids.ndim == 3 else position_ids).expand(shape)
+
+
+def _explicit_starts(call: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:
+    """`[B, T]` bool: where documents begin by the arguments that say nothing else."""
+    found: dict[str, Tensor] = {}
+    for name in EXPLICIT_PACKING:
+        given = call.get(name)
+        if given is None:
+            continue
+        if name == "seq_idx":
+            if given.shape != shape:
+                raise ValueError(f"seq_idx must have shape {shape}, got {tuple(given.shape)}")
+            found[name] = _changes(given)
+        else:
+            layout = token_layout(*shape, cu_seqlens=given)
+            assert isinstance(layout, PackedLayout)
+            found[name] = _changes(layout.sequence[None])
+    if not found:
+        return None
+    (first, starts), *others = found.items()
+    for name, other in others:
+        if not torch.compiler.is_compiling() and not torch.equal(starts, other):
+            raise ValueError(f"{first} and {name} place the documents differently")
+    return starts
+
+
+def _changes(numbers: Tensor) -> Tensor:
+    return _after_first(numbers.diff(dim=1) != 0)
+
+
+def _after_first(starts: Tensor) -> Tensor:
+    """`[B, T]` from what is known of all but the first token, which always begins a document."""
+    return (
+        torch.cat([torch.ones_like(starts[:, :1]), starts], dim=1)
+        if starts.shape[1]
+        else starts.new_ones(starts.shape[0], 1)
+    )
+
+
+def _starts_by_positions(
+    model: nn.Module, call: Mapping[str, Any], positions: Tensor | None, mask: Tensor | None
+) -> Tensor | None:
+    """Where documents begin by positions alone; None if the batch is not packed."""
+    if positions is None or positions.shape[1] == 1:
+        return None
+    steps = positions.diff(dim=1)
+    starts = _after_first(steps != 1)
+    if torch.compiler.is_compiling():
+        # Values are not known yet. transformers' softmax layers, too, look for documents only where nothing else can be
+        # meant, and then do so whatever the values.
+        return None if mask is not None or _fills_cache(model, call) else starts
+    padded = mask is not None and not bool(mask.all())
+    if padded or call.get("past_key_values") is not None:
+        restarts = steps <= 0
+        if mask is not None:
+            restarts = restarts & mask[:, 1:] & mask[:, :-1]
+        if bool(restarts.any()):
+            other = "padding" if padded else "a cache"
+            raise ValueError(
+                f"position_ids start again inside a row, which packs documents, and there is {other}: transformers' "
+                "softmax layers do not separate documents then. Pass neither attention_mask nor past_key_values"
+            )
+        return None
+    return starts if bool(starts[:, 1:].any()) else None
+
+
+def _fills_cache(model: nn.Module, call: Mapping[str, Any]) -> bool:
+    use_cache = call.get("use_cache")
+    if use_cache is None:
+        use_cache = model.config.use_cache  # type: ignore[union-attr]
+    return bool(use_cache) or call.get("past_key_values") is not None
+
+
+def _check_positions(starts: Tensor, positions: Tensor | None, position_ids: Tensor | None) -> None:
+    if position_ids is not None and positions is None:
+        raise ValueError(
+            "packed documents need the text positions as the first of four rows of position_ids, got three rows "
+            f"{tuple(position_ids.shape)}: softmax layers would not separate the documents"
+        )
+    if positions is None or torch.compiler.is_compiling() or positions.shape[1] == 1:
+        return
+    differ = (_after_first(positions.diff(dim=1) != 1) != starts).nonzero()
+    if len(differ):
+        row, place = differ[0].tolist()
+        raise ValueError(
+            "position_ids and the packing arguments place the documents differently, first at "
+            f"row {row}, token {place}: position_ids must start again with every document, or be left out"
+        )
+
+
+def _check_layers(model: nn.Module) -> None:
+    config: Any = model.config
+    if "indexed_attention" in config.layer_types:
+        culprit = "sparse softmax layers, which pool neighbouring tokens,"
+    elif getattr(config, "ple_layer_ids", None):
+        culprit = "n-gram layers"
+    else:
+        return
+    raise NotImplementedError(
+        f"{type(model).__name__} cannot take packed documents: its {culprit} would mix them; pass them as padded rows"
+    )
+
+
+def _drop_padding_mask(call: dict[str, Any], mask: Tensor | None) -> None:
+    """A mask without padding says nothing, but would keep softmax layers from looking for documents."""
+    if mask is None:
+        return
+    if torch.compiler.is_compiling() or not bool(mask.all()):
+        raise ValueError("packed documents and padding in one batch: pass no attention_mask, and no padding")
+    call["attention_mask"] = None
+
+
+def _forgo_cache(call: dict[str, Any]) -> None:
+    if call.get("past_key_values") is not None or call.get("use_cache"):
+        raise ValueError(
+            "a packed batch cannot fill or continue a cache: pass use_cache=False and no past_key_values, "
+            "or run the documents as rows of a batch"
+        )
+    call["use_cache"] = False
+
+
+def _places(starts: Tensor) -> Tensor:
+    tokens = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
+    return tokens - torch.where(starts, tokens, 0).cummax(1).values

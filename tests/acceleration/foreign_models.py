@@ -1,0 +1,108 @@
+"""Tiny models of transformers' delta-rule families, as many as the installed version has, with random weights."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB = 61
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GDN = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "v_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "mlp_layer_types": ["dense"] * 2,
+}
+SPARSE = {"layer_types": ["linear_attention", "indexed_attention"]}
+
+# Family: model class, config class, options beyond COMMON.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**GDN, **EXPERTS, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
+    ),
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", GDN),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {**GDN, **EXPERTS, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen4_exp": (
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpTextConfig",
+        {**GDN, **EXPERTS, **SPARSE, "shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8,
+         "output_gate_type": "sigmoid", "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+         "indexer_budget": 32, "indexer_compress_ratio": 2},
+    ),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", {**GDN, "linear_allow_neg_eigval": True}),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {**MLA, "qk_rope_head_dim": 8, "linear_num_heads": 2, "linear_head_dim": 8},
+    ),
+    "bailing_hybrid": (
+        "BailingHybridForCausalLM",
+        "BailingHybridConfig",
+        {**MLA, "qk_rope_head_dim": 8, "head_dim": 8, "num_mtp_layers": 0},
+    ),
+    "glm5_next": (
+        "Glm5NextForConditionalGeneration",
+        "Glm5NextConfig",
+        {**MLA, **SPARSE, "qk_rope_head_dim": 0, "q_lora_rank": 8, "linear_num_heads": 2, "linear_head_dim": 8,
+         "index_topk": 32, "index_kpool": 2, "index_head_dim": 8, "index_n_heads": 2, "hc_mult": 2},
+    ),
+}  # fmt: skip
+INSTALLED = [name for name in FAMILIES if importlib.util.find_spec(f"transformers.models.{name}")]
+"""Older versions of transformers have fewer of these models."""
+
+
+def foreign_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """In evaluation mode, always with the same weights, whose effect shows in the logits."""
+    model_name, config_name, options = FAMILIES[family]
+    package = f"transformers.models.{family}"
+    config_class = getattr(importlib.import_module(f"{package}.configuration_{family}"), config_name)
+    options = {**COMMON, **options, **overrides}
+    if family == "glm5_next":
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 32, "num_heads": 2}
+        config = config_class(text_config=options, vision_config=vision, image_token_id=VOCAB - 1)
+    else:
+        config = config_class(**options)
+    torch.manual_seed(1)
+    model = getattr(importlib.import_module(f"{package}.modeling_{family}"), model_name)(config)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and not name.endswith("A_log"):
+                parameter.normal_(std=0.2, generator=generator)
+            else:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.to(dtype).eval()
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCAB - 1, shape, generator=torch.Generator().manual_seed(seed))
