@@ -15,12 +15,25 @@ def run(code):
     return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
 
 
+# Another library with models for the same Hub types, as flash-linear-attention is one.
 RIVAL = """
-import warnings
-from transformers import AutoConfig, PreTrainedConfig
-class RivalConfig(PreTrainedConfig):
-    model_type = "gated_deltanet"
-AutoConfig.register("gated_deltanet", RivalConfig, exist_ok=True)
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+def model_type(name):
+    class RivalConfig(PreTrainedConfig):
+        model_type = name
+    class RivalForCausalLM(PreTrainedModel):
+        config_class = RivalConfig
+        def __init__(self, config):
+            super().__init__(config)
+            self.weight = torch.nn.Parameter(torch.ones(1))
+            self.post_init()
+    AutoConfig.register(name, RivalConfig, exist_ok=EXIST_OK)
+    AutoModelForCausalLM.register(RivalConfig, RivalForCausalLM, exist_ok=EXIST_OK)
+    return RivalForCausalLM
+
+MODELS = {name: model_type(name) for name in ("delta_net", "gated_deltanet", "kda")}
 """
 
 
@@ -55,30 +68,52 @@ def test_import_without_transformers():
     assert "gated_deltanet" in result.stdout, result.stderr
 
 
-def test_name_taken_before_us_is_left_alone_until_overridden(tmp_path):
-    tiny_named("gated_deltanet").save_pretrained(tmp_path)
-    result = run(
-        f"""{RIVAL}
-import deltazoo.models
-print(type(AutoConfig.from_pretrained({str(tmp_path)!r})).__name__)
-print(type(deltazoo.models.GatedDeltaNetForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)
-deltazoo.models.register_auto_classes(override=True)
-print(type(AutoConfig.from_pretrained({str(tmp_path)!r})).__name__)
-"""
-    )
-    assert result.stdout.split() == ["RivalConfig", "GatedDeltaNetForCausalLM", "GatedDeltaNetConfig"], result.stderr
-    assert "'gated_deltanet' is taken by __main__.RivalConfig" in result.stderr
+@pytest.mark.parametrize(
+    ("imports", "exist_ok", "warned"),
+    [
+        ("import rival, deltazoo", True, True),
+        ("import deltazoo, rival", True, True),
+        ("import deltazoo.models, rival", False, False),
+        ("import deltazoo.models, rival", True, False),
+    ],
+)
+def test_a_library_with_the_same_names(imports, exist_ok, warned, tmp_path):
+    """It keeps the names in any order of import; our classes load our checkpoints all the same, until told otherwise.
 
-
-@pytest.mark.parametrize("ours", ["import deltazoo", "import deltazoo.models"])
-def test_name_taken_after_us_breaks_nothing(ours, tmp_path):
-    tiny_named("gated_deltanet").save_pretrained(tmp_path)
+    Registered after `deltazoo.models`, it takes the names from us, which only it could warn about.
+    """
+    (tmp_path / "rival.py").write_text(RIVAL.replace("EXIST_OK", str(exist_ok)))
+    for name in CONFIGS:
+        tiny_named(name).save_pretrained(tmp_path / name)
     result = run(
-        f"""{ours}
-{RIVAL}
-print(type(AutoConfig.from_pretrained({str(tmp_path)!r})).__name__)
-import deltazoo.models
-print(type(deltazoo.models.GatedDeltaNetForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)
-"""
+        f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        {imports}
+        from transformers import AutoModelForCausalLM
+        import deltazoo.models
+        for name, rival_class in rival.MODELS.items():
+            path = {str(tmp_path)!r} + "/" + name
+            model = rival_class(rival_class.config_class())
+            model.save_pretrained(path + "_rival")
+            assert type(AutoModelForCausalLM.from_pretrained(path + "_rival")) is rival_class, name
+            ours = {{
+                "delta_net": deltazoo.models.DeltaNetForCausalLM,
+                "gated_deltanet": deltazoo.models.GatedDeltaNetForCausalLM,
+                "kda": deltazoo.models.KDAForCausalLM,
+            }}[name]
+            model, info = ours.from_pretrained(path, output_loading_info=True)
+            assert type(model) is ours and not info["missing_keys"] and not info["unexpected_keys"], info
+        for name in ("delta_rule", "efla"):
+            model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/" + name)
+            assert type(model).__module__.startswith("deltazoo"), name
+        deltazoo.models.register_auto_classes(override=True)
+        for name in rival.MODELS:
+            model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/" + name)
+            assert type(model).__module__ == "deltazoo.models.named", name
+        """
     )
-    assert result.stdout.split() == ["RivalConfig", "GatedDeltaNetForCausalLM"], result.stderr
+    assert result.returncode == 0, result.stderr
+    for name in ("delta_net", "gated_deltanet", "kda"):
+        assert (f"'{name}' is taken by rival." in result.stderr) == warned
+    assert "'efla' is taken" not in result.stderr
