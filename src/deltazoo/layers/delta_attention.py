@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.layers.float32_parameters import Float32Parameters
@@ -220,7 +219,7 @@ class DeltaRuleAttention(Float32Parameters):
         if isinstance(layout, PaddedLayout):
             inputs = inputs.silence(layout.real)
         output, recurrent_state = self._run_rule(inputs, past, layout)
-        output = self.o_proj(rearrange(self._norm_and_gate(output, x), "b t h v -> b t (h v)"))
+        output = self.o_proj(self._norm_and_gate(output, x).flatten(2))
 
         self._store_state(past_key_values, MixerState(window, recurrent_state), num_new_tokens=x.shape[1])
         return layout.restore(output) if isinstance(layout, PaddedLayout) else output
@@ -247,7 +246,7 @@ class DeltaRuleAttention(Float32Parameters):
         if self.spec.decay == "scalar":
             a = self.a_proj(hidden_states)
         else:
-            a = rearrange(self.f_proj(hidden_states), "b t (h k) -> b t h k", h=self.num_v_heads)
+            a = _per_head(self.f_proj(hidden_states), self.head_k_dim)
         if self.decay_lower_bound is not None:
             return decay.bounded_decay(a, self.A_log, self.dt_bias, self.decay_lower_bound)
         return decay.softplus_decay(a, self.A_log, self.dt_bias)
@@ -274,8 +273,8 @@ class DeltaRuleAttention(Float32Parameters):
         return past.conv
 
     def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k = (rearrange(x, "b t (h k) -> b t h k", k=self.head_k_dim) for x in (q, k))
-        return q, k, rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
+        K, V = self.head_k_dim, self.head_v_dim
+        return _per_head(q, K), _per_head(k, K), _per_head(v, V)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (
@@ -314,7 +313,7 @@ class DeltaRuleAttention(Float32Parameters):
     def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         if self.spec.output_gate == "none":
             return self.o_norm(output)
-        gate = rearrange(self.g_proj(hidden_states), "b t (h v) -> b t h v", h=self.num_v_heads)
+        gate = _per_head(self.g_proj(hidden_states), self.head_v_dim)
         return self.o_norm(output, gate)
 
     def _resolve_layout(
@@ -388,3 +387,8 @@ class DeltaRuleAttention(Float32Parameters):
 def _rows(x: Tensor, batch: Tensor) -> Tensor:
     """`[B or 1, T, d]` with the rows of `batch`."""
     return x.expand(batch.shape[0], -1, -1)
+
+
+def _per_head(x: Tensor, channels: int) -> Tensor:
+    """`[B, T, heads * channels]` as `[B, T, heads, channels]`."""
+    return x.unflatten(-1, (-1, channels))

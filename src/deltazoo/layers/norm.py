@@ -11,7 +11,7 @@ __all__ = ["GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize"]
 
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32; float64 stays."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:

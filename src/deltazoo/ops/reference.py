@@ -28,7 +28,9 @@ def recurrent_step(
         output `[N, HV, V]` and the next state, both in the state's dtype.
     """
     group = v.shape[1] // k.shape[1]
-    q, k = (x.to(state.dtype).repeat_interleave(group, dim=1) for x in (q, k))
+    q, k = q.to(state.dtype), k.to(state.dtype)
+    if group > 1:
+        q, k = q.repeat_interleave(group, dim=1), k.repeat_interleave(group, dim=1)
     v = v.to(state.dtype)
     if log_decay is not None:
         decay = log_decay.to(state.dtype).exp()
