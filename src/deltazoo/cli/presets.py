@@ -8,13 +8,17 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
 
 
-def presets() -> dict[str, Path]:
-    """Name and file of every configuration that ships with the project."""
+_CONVERSION = "swap_"  # the names of conversion recipes begin with it
+
+
+def presets(*, conversions: bool = False) -> dict[str, Path]:
+    """Name and file of every training configuration, or of every conversion recipe, that ships with the project."""
     folder = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {name: path for name, path in found.items() if name.startswith(_CONVERSION) == conversions}
 
 
-def find_config(name: str) -> Path:
+def find_config(name: str, *, conversions: bool = False) -> Path:
     """The file that ``name`` means: a path, or the name of a configuration that ships with the project.
 
     Raises:
@@ -22,6 +26,7 @@ def find_config(name: str) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    if name in presets():
-        return presets()[name]
-    raise ValueError(f"there is no file {name!r}, and it names no preset: {unknown_name('preset', name, presets())}")
+    known = presets(conversions=conversions)
+    if name in known:
+        return known[name]
+    raise ValueError(f"there is no file {name!r}, and it names no preset: {unknown_name('preset', name, known)}")
