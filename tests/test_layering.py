@@ -17,16 +17,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec": {"ops"},
     "layers": {"ops", "spec"},
     "variants": {"ops", "spec", "layers"},
-    "models": {"ops", "spec", "layers", "variants"},
+    "models": {"ops", "spec", "layers", "variants", "_auto_registration"},
     "acceleration": {"ops", "spec", "layers", "variants"},
     "generation": {"ops", "spec", "layers", "variants", "models"},
     "bench": {"ops", "spec", "layers", "variants", "models", "generation"},
-    "swap": {"ops", "spec", "layers", "variants", "models"},
+    "swap": {"ops", "spec", "layers", "variants", "models", "training", "_auto_registration"},
     "training": {"ops", "spec", "layers", "variants", "models"},
     "evaluation": {"ops", "spec", "layers", "variants", "models", "training"},
     "lab": {"ops", "spec", "layers", "variants", "models", "bench", "training", "evaluation"},
 }
-MAY_IMPORT["_auto_registration"] = {"models"}
+MAY_IMPORT["_auto_registration"] = set()
 MAY_IMPORT["cli"] = {*MAY_IMPORT}
 MAY_IMPORT["__init__"] = {*MAY_IMPORT}
 

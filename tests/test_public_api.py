@@ -26,6 +26,8 @@ PROMISED = {
         "register_variant",
         "report",
         "restore",
+        "swap_attention",
+        "unswap_attention",
     ],
     "deltazoo.ops": [
         "DeltaRuleOutput",

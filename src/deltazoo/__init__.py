@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from deltazoo.acceleration import accelerate as accelerate
     from deltazoo.acceleration import restore as restore
     from deltazoo.generation import generate as generate
+    from deltazoo.swap import swap_attention as swap_attention
+    from deltazoo.swap import unswap_attention as unswap_attention
 
 __all__ = [
     "DeltaRuleOutput",
@@ -33,6 +35,8 @@ __all__ = [
     "register_variant",
     "report",
     "restore",
+    "swap_attention",
+    "unswap_attention",
 ]
 
 __version__ = "0.1.0"
@@ -41,6 +45,8 @@ _NEED_TRANSFORMERS = {
     "accelerate": "deltazoo.acceleration",
     "generate": "deltazoo.generation",
     "restore": "deltazoo.acceleration",
+    "swap_attention": "deltazoo.swap",
+    "unswap_attention": "deltazoo.swap",
 }
 """Public functions by the module that is imported when one is first asked for."""
 

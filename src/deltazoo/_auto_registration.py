@@ -2,20 +2,23 @@
 
 Importing transformers' models takes seconds, which the operators and layers have no need of. So nothing is registered
 at first: when transformers' table of model types comes into being, it is told that ours exist, and `deltazoo.models`
-is imported when one of them is first looked up.
+is imported when one of them is first looked up. Types of swapped models are registered one by one, since each brings
+the host's own classes with it.
 """
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["MODEL_TYPES", "expect_model_types"]
+__all__ = ["MODEL_TYPES", "SWAPPED_PREFIX", "expect_model_types", "fulfil"]
 
 MODEL_TYPES = ("delta_rule", "delta_net", "gated_deltanet", "kda", "efla")
+SWAPPED_PREFIX = "deltazoo_"
+"""Models with swapped attention (`deltazoo.swap.HOSTS`) have their host's model type after it."""
 _TABLE_MODULE = "transformers.models.auto.configuration_auto"
 
 
@@ -29,18 +32,39 @@ def expect_model_types() -> None:
 
 
 class _ExpectedTypes(dict[str, Any]):
-    """The entries that libraries add to transformers' table; our own are imported when asked for."""
+    """The entries that libraries add to transformers' table; ours are registered when asked for."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        super().__init__(entries)
+        self.expected = set(MODEL_TYPES)
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in MODEL_TYPES
+        return super().__contains__(key) or key in self.expected or _host_of(key) is not None
 
     def __missing__(self, key: str) -> Any:
-        if key not in MODEL_TYPES:
+        if key in self.expected:
+            importlib.import_module("deltazoo.models")
+        elif host := _host_of(key):
+            importlib.import_module("deltazoo.swap.models").register_swapped_classes(host)
+        if not super().__contains__(key):
             raise KeyError(key)
-        table = sys.modules[_TABLE_MODULE].CONFIG_MAPPING
-        table._extra_content = dict(self)
-        importlib.import_module("deltazoo.models")
-        return table._extra_content[key]
+        return self[key]
+
+
+def _host_of(key: object) -> str | None:
+    """The host's model type if `key` is that of a swapped model."""
+    if not isinstance(key, str) or not key.startswith(SWAPPED_PREFIX):
+        return None
+    host = key.removeprefix(SWAPPED_PREFIX)
+    return host if host in importlib.import_module("deltazoo.swap").HOSTS else None
+
+
+def fulfil(model_types: Iterable[str]) -> None:
+    """Expect these types no longer: from here on transformers' table says what was registered under their names."""
+    table_module = sys.modules.get(_TABLE_MODULE)
+    entries = None if table_module is None else table_module.CONFIG_MAPPING._extra_content
+    if isinstance(entries, _ExpectedTypes):
+        entries.expected.difference_update(model_types)
 
 
 class _TableFinder(MetaPathFinder):
@@ -66,6 +90,7 @@ class _TableFinder(MetaPathFinder):
 
 
 def _announce(table_module: ModuleType) -> None:
-    if "deltazoo.models" not in sys.modules:
-        table = table_module.CONFIG_MAPPING
-        table._extra_content = _ExpectedTypes(table._extra_content)
+    table = table_module.CONFIG_MAPPING
+    table._extra_content = _ExpectedTypes(table._extra_content)
+    if "deltazoo.models" in sys.modules:
+        fulfil(MODEL_TYPES)

@@ -8,8 +8,14 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """The large projections that linear and softmax layers have in common."""
 
 
-def offer_lora_targets(model_type: str) -> None:
-    """Tell PEFT, if it is loaded, which modules LoRA adapts when the caller names none."""
+def offer_lora_targets(model_type: str, like: str | None = None) -> None:
+    """Tell PEFT, if it is loaded, which modules LoRA adapts when the caller names none.
+
+    Args:
+        model_type: of one of our models.
+        like: a model type whose own targets are adapted as well, for models that have layers of both.
+    """
     constants = sys.modules.get("peft.utils.constants")
     if constants is not None:
-        constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, list(LORA_TARGETS))
+        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        targets.setdefault(model_type, list(dict.fromkeys([*LORA_TARGETS, *targets.get(like, ())])))

@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from deltazoo._auto_registration import fulfil
 from deltazoo.models import configuration, modeling, named
 from deltazoo.models.checkpoint import modernize_state_dict
 
@@ -52,8 +53,7 @@ def register_auto_classes(override: bool = False) -> None:
     Args:
         override: take such names over.
     """
-    # From here on the table holds classes, not promises of them (see deltazoo._auto_registration).
-    CONFIG_MAPPING._extra_content = dict(CONFIG_MAPPING._extra_content)
+    fulfil(model_types())
     for config in _CONFIGS:
         prefix = config.__name__.removesuffix("Config")
         for suffix, auto_class in _AUTO_CLASSES.items():

@@ -1,0 +1,16 @@
+"""Swapping softmax attention of existing transformers models for delta-rule layers, and back."""
+
+from deltazoo.swap.attention import SwappedAttention
+from deltazoo.swap.hosts import HOSTS, Host
+from deltazoo.swap.report import SwapReport
+from deltazoo.swap.surgery import swap_attention, swapped_layers, unswap_attention
+
+__all__ = [
+    "HOSTS",
+    "Host",
+    "SwapReport",
+    "SwappedAttention",
+    "swap_attention",
+    "swapped_layers",
+    "unswap_attention",
+]

@@ -1,0 +1,115 @@
+"""What sits in the attention slot of a swapped layer: a delta-rule layer behind the host's calling conventions."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from deltazoo.layers.layout import PaddedLayout
+from deltazoo.layers.rotary import Rotary
+from deltazoo.models.cache import CacheStates, prepare_cache_layer
+from deltazoo.models.sequences import BatchSequences
+from deltazoo.swap.hosted_attention import HostedDeltaAttention
+from deltazoo.swap.hosts import Host
+
+__all__ = ["SwappedAttention"]
+
+
+class SwappedAttention(nn.Module):
+    """A delta-rule layer called like the host's attention.
+
+    Args:
+        delta: the layer that works.
+        host: how the host calls.
+        layer_idx: the layer's place in the model and its cache.
+        rope: turn queries and keys by the host's rotary embedding.
+        teacher: the attention module that sat here, kept for distillation and `unswap_attention`; no part of parameters
+            and checkpoints.
+    """
+
+    def __init__(
+        self,
+        delta: HostedDeltaAttention,
+        host: Host,
+        layer_idx: int,
+        *,
+        rope: bool,
+        teacher: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.delta = delta
+        self.layer_idx = layer_idx
+        self.rope = rope
+        self._cache_argument = host.cache_argument
+        # In a tuple, where nn.Module does not look for parameters.
+        self._teacher: tuple[nn.Module, ...] = () if teacher is None else (teacher,)
+
+    @property
+    def teacher(self) -> nn.Module | None:
+        """The softmax attention that was here, called as before; None unless kept."""
+        return self._teacher[0] if self._teacher else None
+
+    def freeze_teacher(self) -> None:
+        """Stop gradients and dropout of a kept teacher, remembering what was trainable."""
+        for teacher in self._teacher:
+            self._trainable = {name: p.requires_grad for name, p in teacher.named_parameters()}
+            teacher.requires_grad_(False).eval()
+
+    def release_teacher(self) -> nn.Module:
+        """The teacher as it was before `freeze_teacher`, to be put back in its slot."""
+        (teacher,) = self._teacher
+        for name, parameter in teacher.named_parameters():
+            parameter.requires_grad_(self._trainable[name])
+        return teacher.train(self.training)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Rotary | None = None,
+        attention_mask: Any = None,
+        delta_batch: BatchSequences | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Mix tokens.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            position_embeddings: the host's cosines and sines `[B or 1, T, d]`.
+            attention_mask: the host's mask over pairs of tokens, which a recurrence has no use for; padding and packing
+                come in `delta_batch`.
+            delta_batch: as the base model describes it to its swapped layers; None: every row is one whole sequence.
+            kwargs: the host's others, its cache among them.
+
+        Returns:
+            `[B, T, hidden_size]`, and None in place of attention weights.
+        """
+        cache: Cache | None = kwargs.get(self._cache_argument)
+        rotary = position_embeddings if self.rope else None
+        layout = None if delta_batch is None else delta_batch.layout
+        if delta_batch is not None and delta_batch.flattened:
+            rows = hidden_states.shape[:2]
+            rotary = _map(rotary, lambda x: x.expand(*rows, -1).reshape(1, rows.numel(), -1))
+            flat = hidden_states.reshape(1, rows.numel(), -1)
+            return self.delta(flat, layout=layout, rotary=rotary).view_as(hidden_states), None
+        if cache is None:
+            return self.delta(hidden_states, layout=layout, rotary=rotary), None
+        prepare_cache_layer(cache, self.layer_idx)
+        states = CacheStates(cache)
+        mask = layout.mask if isinstance(layout, PaddedLayout) else None
+        states.remember(self.delta, self.layer_idx, hidden_states, mask, rotary)
+        return self.delta(hidden_states, past_key_values=states, layout=layout, rotary=rotary), None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the teacher along, whose parameters are not the module's."""
+        for teacher in self._teacher:
+            teacher._apply(fn)
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        """Place and what was kept, for printing."""
+        return f"layer_idx={self.layer_idx}, rope={self.rope}, teacher={'kept' if self._teacher else None}"
+
+
+def _map(rotary: Rotary | None, function: Callable[[Tensor], Tensor]) -> Rotary | None:
+    return None if rotary is None else (function(rotary[0]), function(rotary[1]))

@@ -1,0 +1,100 @@
+"""How padding and packing reach swapped layers: the base model describes each batch before it runs.
+
+By the time a mask arrives at an attention layer it speaks of pairs of tokens, within a sliding window perhaps, and no
+longer says which tokens are padding. So a hook on the base model works the description out from what the caller passed
+(`deltazoo.models.sequences`) and hands it down as one more keyword argument, which every host passes on to its
+attention. An argument survives recomputation under gradient checkpointing and leaves compiled code nothing to guard.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from deltazoo.models.sequences import describe_batch
+
+__all__ = ["describe_batches", "token_mask_for"]
+
+_TOKEN_MASK = "delta_token_mask"
+_SEQUENCE_KEYS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+def describe_batches(base_model: nn.Module) -> RemovableHandle:
+    """Have `base_model` describe every batch to its swapped layers, until the handle is removed."""
+    names = tuple(inspect.signature(base_model.forward).parameters)
+
+    def describe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        return (), _with_description(dict(zip(names, args, strict=False)) | kwargs)
+
+    return base_model.register_forward_pre_hook(describe, with_kwargs=True)
+
+
+def _with_description(kwargs: dict[str, Any]) -> dict[str, Any]:
+    tokens = kwargs.get("input_ids")
+    if tokens is None:
+        tokens = kwargs.get("inputs_embeds")
+    if tokens is None:
+        return kwargs  # the model itself says what is missing
+    cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
+    past_length = 0 if cache is None else cache.get_seq_length()
+    batch = describe_batch(
+        tokens.shape[0],
+        tokens.shape[1],
+        past_length,
+        tokens.device,
+        attention_mask=_token_mask(kwargs),
+        position_ids=position_ids,
+        **{key: kwargs[key] for key in _SEQUENCE_KEYS if kwargs.get(key) is not None},
+    )
+    kwargs["delta_batch"] = batch
+    kwargs.pop("cu_seqlens", None)  # the one name of ours that transformers does not know
+    if batch.starts is not None:
+        if cache is not None:
+            raise ValueError("packed documents cannot fill or continue a cache: run them without past_key_values")
+        # The softmax layers that remain tell documents apart by position_ids, and only without a mask.
+        padded = kwargs.pop("attention_mask", None) is not None
+        kwargs["position_ids"] = position_ids if position_ids is not None and not padded else batch.document_positions
+        kwargs["use_cache"] = False
+    return kwargs
+
+
+def _token_mask(kwargs: dict[str, Any]) -> Tensor | Mapping[str, Tensor | None] | None:
+    """What tells real tokens from padding: the caller's mask, or what `generate` keeps aside when it prepares masks."""
+    mask = kwargs.get("attention_mask")
+    if _TOKEN_MASK in kwargs:
+        return {"linear_attention": kwargs.pop(_TOKEN_MASK)}
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        return mask
+    raise ValueError(
+        f"a swapped model takes attention_mask [batch, tokens] with 1 = real token, got {_describe(mask)}: a linear "
+        "layer cannot follow a mask over pairs of tokens"
+    )
+
+
+def _describe(mask: Any) -> str:
+    return f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+
+
+def token_mask_for(attention_mask: Tensor | None, inputs: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """What `inputs` of a generation step lack: the padding among its tokens, if masks were prepared already.
+
+    Args:
+        attention_mask: `[B, past + T]` as the user gave it.
+        inputs: what `prepare_inputs_for_generation` made of it.
+
+    Returns:
+        An argument for the base model; it is None for single tokens, which are never padding, so that compiled decoding
+        sees the same arguments at every step.
+    """
+    prepared = inputs.get("attention_mask")
+    if prepared is None or prepared is attention_mask or (isinstance(prepared, Tensor) and prepared.ndim == 2):
+        return {}
+    tokens = inputs.get("input_ids")
+    num_tokens = (inputs["inputs_embeds"] if tokens is None else tokens).shape[1]
+    if attention_mask is None or num_tokens == 1:
+        return {_TOKEN_MASK: None}
+    mask = attention_mask[:, -num_tokens:].bool()
+    return {_TOKEN_MASK: None if not torch.compiler.is_compiling() and bool(mask.all()) else mask}

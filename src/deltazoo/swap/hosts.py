@@ -1,0 +1,109 @@
+"""What we know of the models whose attention can be swapped: a table of data, one entry per family.
+
+An entry says where attention sits in a transformers model, how it stores its projections and how it is called. Head
+counts and widths are read from the model at hand. To add a family, add an entry to `HOSTS` and, in
+`deltazoo._auto_registration`, its model type; the tests in `tests/swap` run over the whole table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+__all__ = ["HOSTS", "Host", "attention_slots", "host_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One family of transformers models; the defaults are Llama's ways."""
+
+    model_type: str
+    layers: str = "layers"
+    """Path of the list of decoder layers in the base model."""
+    attention: str = "self_attn"
+    """Name of the attention module in a decoder layer."""
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Names of the query, key and value projections, or of the one that holds all three."""
+    fused: Literal["stacked", "by_head"] | None = None
+    """How one projection holds all three: all queries, then keys, then values; or the three of each head in turn."""
+    transposed: bool = False
+    """Whether weights are `[in, out]` (transformers' Conv1D) instead of `[out, in]` (nn.Linear)."""
+    output: str = "o_proj"
+    """Name of the output projection."""
+    norms: tuple[str, str] | None = None
+    """Names of the norms of queries and keys, before rotary embedding: per head or over all, as their size says."""
+    norm_offset: float = 0.0
+    """What those norms add to their weight (Gemma: 1)."""
+    input_norm: str | None = "input_layernorm"
+    """Name of the norm before attention in a decoder layer; None where attention sees the residual stream itself."""
+    rope: bool = True
+    """Whether queries and keys are turned by rotary embeddings."""
+    rope_switch: str | None = None
+    """Attribute of the attention module that says whether this layer turns them; None: all do alike."""
+    cache_argument: str = "past_key_values"
+    """Name under which the decoder layer hands its cache to attention."""
+
+
+_QUERY_KEY_NORMS = ("q_norm", "k_norm")
+
+HOSTS: Mapping[str, Host] = {
+    host.model_type: host
+    for host in (
+        Host(model_type="llama"),
+        Host(model_type="mistral"),
+        Host(model_type="qwen2"),
+        Host(model_type="qwen3", norms=_QUERY_KEY_NORMS),
+        Host(model_type="gemma2"),
+        Host(model_type="gemma3_text", norms=_QUERY_KEY_NORMS, norm_offset=1.0),
+        Host(model_type="phi3", projections=("qkv_proj",), fused="stacked"),
+        Host(
+            model_type="gpt_neox",
+            attention="attention",
+            projections=("query_key_value",),
+            fused="by_head",
+            output="dense",
+            cache_argument="layer_past",
+        ),
+        Host(
+            model_type="gpt2",
+            layers="h",
+            attention="attn",
+            projections=("c_attn",),
+            fused="stacked",
+            transposed=True,
+            output="c_proj",
+            rope=False,
+            input_norm="ln_1",
+        ),
+        Host(model_type="olmo2", norms=_QUERY_KEY_NORMS, input_norm=None),
+        Host(model_type="smollm3", rope_switch="use_rope"),
+        Host(model_type="granite"),
+        Host(model_type="mixtral"),
+        Host(model_type="qwen3_moe", norms=_QUERY_KEY_NORMS),
+    )
+}
+"""By transformers' `model_type`."""
+
+
+def host_of(config: PreTrainedConfig) -> Host:
+    """The entry for a model's configuration.
+
+    Raises:
+        ValueError: an unknown family; the message lists the known ones.
+    """
+    host = HOSTS.get(config.model_type)
+    if host is None:
+        raise ValueError(
+            f"attention of model type {config.model_type!r} cannot be swapped; known families: {', '.join(HOSTS)}. "
+            "A family is one entry in deltazoo.swap.hosts.HOSTS"
+        )
+    return host
+
+
+def attention_slots(model: PreTrainedModel, host: Host) -> list[nn.Module]:
+    """The decoder layers of a model (base model or with a head), in order; attention is their `host.attention`."""
+    layers = model.base_model.get_submodule(host.layers)
+    assert isinstance(layers, nn.ModuleList)
+    return list(layers)

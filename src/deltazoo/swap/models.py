@@ -1,0 +1,253 @@
+"""Model and configuration classes of swapped models, made from the host's when they are first needed.
+
+A swapped Llama is a `DeltazooLlamaForCausalLM` with a `DeltazooLlamaConfig` of model type `deltazoo_llama`, whose
+`delta_layers` says what each swapped layer is. transformers alone cannot load such a checkpoint, and so cannot load it
+with softmax attention started afresh; after `import deltazoo` the Auto classes can.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from deltazoo._auto_registration import SWAPPED_PREFIX
+from deltazoo.layers import DeltaRuleAttention, ShortConvolution
+from deltazoo.layers.initialization import short_conv_
+from deltazoo.models.adapters import offer_lora_targets
+from deltazoo.models.cache import prepare_cache_layer
+from deltazoo.swap.attention import SwappedAttention
+from deltazoo.swap.batch import describe_batches, token_mask_for
+from deltazoo.swap.hosted_attention import HostedDeltaAttention
+from deltazoo.swap.hosts import HOSTS, Host, attention_slots
+
+__all__ = [
+    "SwappedModel",
+    "auto_classes_of",
+    "build_swapped_attention",
+    "install",
+    "register_swapped_classes",
+    "relabel",
+    "swapped_class",
+    "uninstall",
+]
+
+_AUTO_CLASSES = (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
+)
+_FLOAT32 = ("A_log", "dt_bias")
+
+
+class SwappedConfig:
+    """What the configuration of a swapped model has besides the host's; mixed into the host's class."""
+
+    model_type: ClassVar[str]
+    host_model_type: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values."""
+        # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
+        offer_lora_targets(self.model_type, like=self.host_model_type)
+        return super().to_dict()  # type: ignore[misc]
+
+
+class SwappedModel(PreTrainedModel):
+    """What a swapped model has besides the host's, whatever its head."""
+
+    # A recurrent state would have to travel between the ranks that share a sequence.
+    _supports_context_parallel = False
+    # Tokens can be taken back (DeltaRuleCacheLayer.crop), so assisted decoding works.
+    _is_stateful = False
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        host = HOSTS[config.host_model_type]  # type: ignore[attr-defined]
+        decoder_layers = attention_slots(self, host)
+        for index, options in _delta_layers(config).items():
+            attention = build_swapped_attention(host, config, index, options)
+            setattr(decoder_layers[index], host.attention, attention)
+        install(self, host)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, DeltaRuleAttention):
+            module.init_parameters(self.config.initializer_range)
+        elif isinstance(module, ShortConvolution):
+            if not getattr(module.weight, "_is_hf_initialized", False):
+                short_conv_(module.weight)
+        else:
+            super()._init_weights(module)
+
+
+class SwappedGeneration(GenerationMixin):
+    """What a swapped model needs to generate."""
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in the host; besides, padding stays known where masks are prepared ahead of the model."""
+        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids,  # type: ignore[arg-type]
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        return inputs | token_mask_for(attention_mask, inputs)
+
+    def _prepare_cache_for_generation(  # type: ignore[override, misc]
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
+    ) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        past_key_values = model_kwargs.get("past_key_values")
+        if past_key_values is not None:
+            for index in _delta_layers(self.config):  # type: ignore[attr-defined]
+                prepare_cache_layer(past_key_values, index)
+            if generation_config.is_assistant:
+                past_key_values.activate_past_recording()
+
+
+def _delta_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+    """The swapped layers as recorded; JSON made strings of their numbers."""
+    return {int(index): options for index, options in config.delta_layers.items()}  # type: ignore[attr-defined]
+
+
+def build_swapped_attention(
+    host: Host, config: PreTrainedConfig, index: int, options: dict[str, Any], teacher: nn.Module | None = None
+) -> SwappedAttention:
+    """The module for one slot, from what the configuration records; parameters start as in the variant's paper."""
+    options = dict(options)
+    rope = options.pop("rope")
+    delta = HostedDeltaAttention(
+        hidden_size=config.hidden_size, layer_idx=index, initializer_range=config.initializer_range, **options
+    )
+    return SwappedAttention(delta, host, index, rope=rope, teacher=teacher)
+
+
+def install(model: PreTrainedModel, host: Host) -> None:
+    """Bring a model whose slots hold swapped layers in order: base model's class, hook, parallel plans, dtypes."""
+    base = model.base_model
+    if not isinstance(base, SwappedModel):
+        base.__class__ = swapped_class(type(base))
+    base._delta_hook = describe_batches(base)  # type: ignore[assignment]
+    for part in _parts(model):
+        part._host_properties = part._keep_in_fp32_modules_strict, part._tp_plan  # type: ignore[assignment]
+        part._keep_in_fp32_modules_strict = {*(part._keep_in_fp32_modules_strict or ()), *_FLOAT32}
+        part._tp_plan = {entry: style for entry, style in (part._tp_plan or {}).items() if _matches(part, entry)}
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Undo `install` and what `relabel` did, once the slots hold the host's attention again."""
+    model.base_model._delta_hook.remove()  # type: ignore[operator, union-attr]
+    del model.base_model._delta_hook, model.config.delta_layers
+    for part in _parts(model):
+        part._keep_in_fp32_modules_strict, part._tp_plan = part._host_properties  # type: ignore[misc]
+        del part._host_properties
+        part.__class__ = part.host_class  # type: ignore[assignment]
+    model.config.__class__ = model.config_class  # type: ignore[assignment]
+
+
+def relabel(model: PreTrainedModel, delta_layers: dict[str, dict[str, Any]]) -> None:
+    """Turn a live model of a host's class into one of the swapped class; its configuration records the layers."""
+    model.__class__ = swapped_class(type(model))
+    model.config.__class__ = model.config_class  # type: ignore[assignment]
+    model.config.delta_layers = delta_layers
+
+
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The base model, and the model around it if there is one."""
+    base = model.base_model
+    return [base] if base is model else [base, model]  # type: ignore[list-item]
+
+
+def _matches(model: nn.Module, entry: str) -> bool:
+    """Whether an entry of a tensor-parallel plan names a module or parameter that is there; `*` stands for a number."""
+    wanted = entry.split(".")
+
+    def fits(name: str) -> bool:
+        parts = name.split(".")
+        return len(parts) == len(wanted) and all(
+            want == part or (want == "*" and part.isdigit()) for want, part in zip(wanted, parts, strict=True)
+        )
+
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    return any(fits(name) for name in names)
+
+
+def _swapped_config_class(host_config: type[Any]) -> type[Any]:
+    members = {
+        "__doc__": f"{host_config.__name__} of a model some of whose attention layers are delta-rule layers.",
+        "__annotations__": {"delta_layers": dict | None},
+        "model_type": SWAPPED_PREFIX + host_config.model_type,
+        "host_model_type": host_config.model_type,
+        "delta_layers": None,
+    }
+    return _make("Deltazoo" + host_config.__name__, (SwappedConfig, host_config), members, strict)
+
+
+def swapped_class(host_class: type[Any]) -> type[Any]:
+    """The class of models of `host_class` with swapped layers."""
+    mixins = (SwappedGeneration,) if issubclass(host_class, GenerationMixin) else ()
+    members = {
+        "__doc__": f"{host_class.__name__} with delta-rule layers in some of its attention slots.",
+        "config_class": _swapped_config_class(host_class.config_class),
+        "host_class": host_class,
+    }
+    return _make("Deltazoo" + host_class.__name__, (SwappedModel, *mixins, host_class), members)
+
+
+def auto_classes_of(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
+    """The model classes that transformers' Auto classes load for a host's configuration."""
+    found: list[Any] = [auto_class._model_mapping.get(type(config), None) for auto_class in _AUTO_CLASSES]
+    return [model_class for model_class in found if model_class is not None]
+
+
+def _make(
+    name: str,
+    bases: tuple[type, ...],
+    members: dict[str, Any],
+    decorate: Callable[[type[Any]], type[Any]] = lambda made: made,
+) -> type[Any]:
+    """The class of that name in this module, where pickle finds it; made at the first call."""
+    module = sys.modules[__name__]
+    if not hasattr(module, name):
+        setattr(module, name, decorate(type(name, bases, {**members, "__module__": __name__, "__qualname__": name})))
+    return getattr(module, name)
+
+
+def register_swapped_classes(model_type: str) -> None:
+    """Make the Auto classes know one family's swapped models; `model_type` is the host's."""
+    host_config = CONFIG_MAPPING[model_type]
+    config = _swapped_config_class(host_config)
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    for auto_class in _AUTO_CLASSES:
+        host_class: Any = auto_class._model_mapping.get(host_config, None)
+        if host_class is not None:
+            auto_class.register(config, swapped_class(host_class), exist_ok=True)
+    conversions = get_checkpoint_conversion_mapping(model_type)
+    if conversions is not None:
+        register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)

@@ -1,0 +1,117 @@
+"""What a swap did, or would do: per layer, in parameters, and in memory per sequence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
+
+__all__ = ["CONTEXTS", "LayerSwap", "MemoryAtLength", "SwapReport"]
+
+CONTEXTS = {"1k": 1024, "32k": 32 * 1024, "1M": 1024 * 1024}
+"""Context lengths, in tokens, at which memory is compared."""
+
+
+@dataclass(frozen=True)
+class LayerSwap:
+    """One swapped layer; names are those of its parameters, without the layer's path."""
+
+    index: int
+    path: str
+    """Of the attention slot in the model."""
+    copied: tuple[str, ...]
+    """Ours, filled from the host's weights."""
+    created: tuple[str, ...]
+    """Ours, started by rule."""
+    dropped: tuple[str, ...]
+    """The host's, parameters and properties of softmax attention alike, that have no counterpart."""
+    state_bytes: int
+    """Of one sequence, at any length."""
+
+
+@dataclass(frozen=True)
+class MemoryAtLength:
+    """Bytes that the cache of one sequence takes."""
+
+    num_tokens: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """Result of `swap_attention`; prints as tables."""
+
+    model_type: str
+    """Of the host."""
+    variant: str
+    init: str
+    dry_run: bool
+    """True: nothing was changed."""
+    layers: tuple[LayerSwap, ...]
+    num_layers: int
+    """Of the model, swapped or not."""
+    parameters_before: int
+    parameters_after: int
+    memory: tuple[MemoryAtLength, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Group(self._layer_table(), self._summary_table())
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+    def _layer_table(self) -> Table:
+        done = "would be swapped" if self.dry_run else "swapped"
+        title = f"{self.model_type}: {len(self.layers)} of {self.num_layers} attention layers {done} for {self.variant}"
+        table = Table(title=title)
+        for heading in ("layers", "copied", "created", "dropped"):
+            table.add_column(heading, overflow="fold")
+        for layers in self._alike():
+            first = layers[0]
+            cells = [", ".join(names) or "-" for names in (first.copied, first.created, first.dropped)]
+            table.add_row(_ranges([layer.index for layer in layers]), *cells)
+        return table
+
+    def _alike(self) -> list[list[LayerSwap]]:
+        """Layers grouped by what happened to them."""
+        groups: dict[tuple[tuple[str, ...], ...], list[LayerSwap]] = {}
+        for layer in self.layers:
+            groups.setdefault((layer.copied, layer.created, layer.dropped), []).append(layer)
+        return list(groups.values())
+
+    def _summary_table(self) -> Table:
+        table = Table()
+        for heading in ("", "before", "after", "ratio"):
+            table.add_column(heading, justify="right" if heading else "left")
+        ratio = self.parameters_after / self.parameters_before
+        table.add_row("parameters", f"{self.parameters_before:,}", f"{self.parameters_after:,}", f"{ratio:.3f}")
+        names = {length: name for name, length in CONTEXTS.items()}
+        for memory in self.memory:
+            label = f"cache of one sequence of {names[memory.num_tokens]} tokens"
+            ratio = memory.after / memory.before
+            table.add_row(label, _size(memory.before), _size(memory.after), f"{ratio:.3g}")
+        return table
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`[0, 1, 2, 5]` as "0-2, 5"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"

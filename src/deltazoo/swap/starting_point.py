@@ -1,0 +1,149 @@
+"""How a delta-rule layer starts in the place of softmax attention: what is copied, and what the rest begins with.
+
+Softmax attention answers a query with an average of past values, weighted by how well their keys fit. A delta rule with
+the same queries, keys and values answers `q^T S`, also a sum of past values weighted by `q . k`, so the projections can
+be copied; everything a delta rule has besides starts so that it hardly changes that answer:
+
+* **Convolutions** are the identity (last tap 1) and, like the host, have no SiLU behind them: at the first forward pass
+  the queries, keys and values are the host's own.
+* **Rotary embedding** stays, unless dropped by choice. It multiplies the score by a function of the distance alone, as
+  it did in the host. Keys keep their length under it, so unit keys stay unit keys.
+* **Norms of queries and keys** stay too. The L2 norm of the variant comes after them and sees their direction only;
+  what the host's norms weigh up per channel still counts.
+* **Step size** is the same for all tokens (`b_proj` is zero, its bias decides): `beta |k|^2 = 1/2`, where the sigmoid
+  is steepest and an old value under the same key is half replaced. For variants that keep the length of their keys the
+  bias is set from the length that the copied projection gives to random inputs; with the plain `b = 1/2` a key of
+  length 8 would overwrite all it touches.
+* **Decay** is slow and the same for all tokens (its projection is zero): softmax attention has none. The time
+  constants of the heads, or of the channels of each head, are spread evenly in the logarithm from 64 to 4,096 tokens,
+  so that some heads can learn to forget sooner and all receive a gradient.
+* **Output gate** is a constant: its weight is zero, and its bias makes it one (SiLU) or the steepest value, 1/2
+  (sigmoid), for which the norm's factor makes up.
+* **Output norm** takes the length out of `q^T S`, which grows with the number of tokens, and its factor puts one back:
+  that of the host's values, measured on random inputs sent through the layer's own norm and value projection. An
+  average of values is at most that long.
+
+Everything copied is copied exactly. `init="random"` leaves all of this out: every parameter starts as in the variant's
+paper.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.swap.host_weights import AttentionWeights
+from deltazoo.swap.hosted_attention import HostedDeltaAttention
+
+__all__ = ["DECAY_TIMES", "copied_parameters", "transfer"]
+
+DECAY_TIMES = (64.0, 4096.0)
+"""Tokens after which the fastest and the slowest head have lost all but 1/e of what they held."""
+_OPEN_SILU = 1.278464542761074
+"""Where SiLU is one."""
+_PROBES = 256
+
+
+def copied_parameters(delta: HostedDeltaAttention) -> list[str]:
+    """Names of the layer's parameters that `transfer` takes from the host."""
+    sources = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "q_norm.", "k_norm.")
+    return [name for name, _ in delta.named_parameters() if name.startswith(sources)]
+
+
+@torch.no_grad()
+def transfer(delta: HostedDeltaAttention, host: AttentionWeights, input_norm: nn.Module | None) -> None:
+    """Fill all parameters of a layer from the attention it replaces, in place.
+
+    Args:
+        delta: built with the host's heads; parameters on its device and in its dtype.
+        host: the host's projections.
+        input_norm: what hidden states pass through just before; None if nothing.
+    """
+    _copy_projections(delta, host)
+    probe = _probe(host.weights["v"], input_norm)
+    if delta.conv_size:
+        for convolution in (delta.q_conv1d, delta.k_conv1d, delta.v_conv1d):
+            nn.init.zeros_(convolution.weight)
+            convolution.weight[..., -1] = 1
+    if delta.spec.corrects:
+        nn.init.zeros_(delta.b_proj.weight)
+        nn.init.constant_(delta.b_proj.bias, _step_bias(delta, host, probe))
+    if delta.spec.decay != "none":
+        _start_decay(delta)
+    gate = _start_gate(delta)
+    nn.init.constant_(delta.o_norm.weight, _root_mean_square(_project(probe, host, "v")) / gate)
+
+
+def _copy_projections(delta: HostedDeltaAttention, host: AttentionWeights) -> None:
+    for name, source in host.weights.items():
+        projection = getattr(delta, f"{name}_proj")
+        projection.weight.copy_(_to_all_heads(source, projection.weight, delta, name))
+        if name in host.biases:
+            projection.bias.copy_(_to_all_heads(host.biases[name], projection.bias, delta, name))
+    for name, source in host.norms.items():
+        norm = getattr(delta, f"{name}_norm")
+        norm.weight.copy_(source if delta.qk_norm == "head" else _to_all_heads(source, norm.weight, delta, name))
+
+
+def _to_all_heads(source: Tensor, target: Tensor, delta: HostedDeltaAttention, name: str) -> Tensor:
+    """Keys and values of shared heads once for every head that uses them, where the target has room for that."""
+    if name not in ("k", "v") or source.shape[0] == target.shape[0]:
+        return source
+    copies = target.shape[0] // source.shape[0]
+    return source.unflatten(0, (-1, delta.head_k_dim)).repeat_interleave(copies, dim=0).flatten(0, 1)
+
+
+def _probe(weight: Tensor, input_norm: nn.Module | None) -> Tensor:
+    """Random hidden states `[tokens, hidden_size]` as they arrive at the projections, the same ones every time."""
+    noise = torch.randn(_PROBES, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    noise = noise.to(weight.device, weight.dtype)
+    return noise if input_norm is None else input_norm(noise)
+
+
+def _project(probe: Tensor, host: AttentionWeights, name: str) -> Tensor:
+    projected = probe.float() @ host.weights[name].float().T
+    return projected + host.biases[name].float() if name in host.biases else projected
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return x.float().square().mean().sqrt().item()
+
+
+def _step_bias(delta: HostedDeltaAttention, host: AttentionWeights, probe: Tensor) -> float:
+    """The logit of the b for which `beta |k|^2` is 1/2; zero for unit keys."""
+    if delta.spec.normalize_k:
+        return 0.0
+    if delta.qk_norm is None:
+        squared_length = _root_mean_square(_project(probe, host, "k")) ** 2 * delta.head_k_dim
+    else:
+        squared_length = _root_mean_square(host.norms["k"]) ** 2 * delta.head_k_dim
+    # beta |k|^2 is 1 - exp(-b |k|^2) under the exact step and b |k|^2 / (1 + b |k|^2) under the implicit one.
+    wanted = math.log(2) if delta.spec.step_size == "exact" else 1.0
+    b = wanted / squared_length
+    return math.log(b / (1 - b)) if b < 0.5 else 0.0
+
+
+def _start_decay(delta: HostedDeltaAttention) -> None:
+    per_head = delta.spec.decay == "scalar"
+    steps = delta.num_v_heads if per_head else delta.head_k_dim
+    low, high = map(math.log, DECAY_TIMES)
+    rate = torch.exp(-torch.linspace(low, high, steps)) if steps > 1 else torch.tensor([DECAY_TIMES[1] ** -1])
+    if not per_head:
+        rate = rate.repeat(delta.num_v_heads)
+    nn.init.zeros_(delta.A_log)
+    if delta.decay_lower_bound is None:
+        delta.dt_bias.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus inverted
+    else:
+        delta.dt_bias.copy_(torch.logit(rate / -delta.decay_lower_bound))
+    nn.init.zeros_(delta.a_proj.weight if per_head else delta.f_proj[1].weight)  # type: ignore[arg-type]
+
+
+def _start_gate(delta: HostedDeltaAttention) -> float:
+    """Make the output gate constant; returns its value."""
+    if delta.spec.output_gate == "none":
+        return 1.0
+    last: nn.Linear = delta.g_proj if delta.spec.output_gate == "full" else delta.g_proj[1]  # type: ignore[index, assignment]
+    nn.init.zeros_(last.weight)
+    silu = delta.spec.gate_activation == "silu"
+    nn.init.constant_(last.bias, _OPEN_SILU if silu else 0.0)
+    return 1.0 if silu else 0.5

@@ -1,0 +1,57 @@
+"""Whether a model's attention can be swapped at all; every refusal says what is in the way and what to do."""
+
+from collections import defaultdict
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from deltazoo.swap.hosts import Host, attention_slots, host_of
+from deltazoo.swap.models import SwappedModel, auto_classes_of
+
+__all__ = ["check_model"]
+
+
+def check_model(model: nn.Module) -> Host:
+    """The entry of `HOSTS` for a model that can be swapped.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: an unknown family, encoder-decoders and cross-attention, attention that looks ahead, models swapped
+            before, quantised models, layers that share their attention.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"expected a transformers model, got {type(model).__name__}; of a wrapped model (PEFT, DDP, compiled) pass "
+            "the model inside"
+        )
+    if isinstance(model, SwappedModel):
+        raise ValueError(
+            f"{type(model).__name__} is swapped already; unswap_attention first, or name all layers in one call"
+        )
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoders can be swapped")
+    host = host_of(config)
+    if type(model) not in auto_classes_of(config):
+        known = ", ".join(c.__name__ for c in auto_classes_of(config))
+        raise ValueError(f"{type(model).__name__} is no class that Auto classes load for {host.model_type!r}: {known}")
+    if getattr(config, "add_cross_attention", False):
+        raise ValueError("the model has cross-attention (config.add_cross_attention); only decoders can be swapped")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError("the model's attention looks ahead (config.use_bidirectional_attention); a recurrence cannot")
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("the model is quantised; swap the unquantised model, then quantise")
+    _check_unshared(model, host)
+    return host
+
+
+def _check_unshared(model: PreTrainedModel, host: Host) -> None:
+    """A matrix that two layers share would be copied for one and stay for the other."""
+    owners = defaultdict(list)
+    for index, decoder_layer in enumerate(attention_slots(model, host)):
+        attention = decoder_layer.get_submodule(host.attention)
+        for parameter in {id(p): p for p in attention.parameters()}.values():
+            owners[id(parameter)].append(index)
+    shared = sorted({tuple(layers) for layers in owners.values() if len(layers) > 1})
+    if shared:
+        raise ValueError(f"layers {list(shared[0])} share attention weights; give each layer weights of its own first")
