@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -49,9 +50,6 @@ OPTIONS: dict[str, dict[str, Any]] = {mixer: {"mixer": mixer} for mixer in delta
 }
 """Every mixer, and what else may change how states are kept."""
 
-FEW = ["gated_deltanet", "kda_without_conv", "hybrid", "hybrid_without_conv"]
-"""With and without convolutions, pure and hybrid: for tests that hardly depend on the mixer."""
-
 CONFIGS = {
     "delta_rule": DeltaRuleConfig,
     "delta_net": DeltaNetConfig,
@@ -61,23 +59,64 @@ CONFIGS = {
 }
 
 
+def _every_model() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Every model type (the generic one with every mixer), pure and hybrid, with and without convolutions in turns."""
+    types: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in CONFIGS if name != "delta_rule"}
+    types |= {f"delta_rule_{mixer}": ("delta_rule", {"mixer": mixer}) for mixer in deltazoo.list_variants()}
+    conv_free, tied = {"use_short_conv": False}, {"tie_word_embeddings": True}
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, HYBRID | conv_free), (conv_free | tied, HYBRID | tied)]
+    cases = {}
+    for number, (name, (model_type, mixer)) in enumerate(types.items()):
+        pure, hybrid = pairs[number % 2]
+        cases[f"every_{name}"] = (model_type, mixer | pure)
+        cases[f"every_{name}_hybrid"] = (model_type, mixer | hybrid)
+    return cases
+
+
+EVERY_MODEL = _every_model()
+MORE = list(EVERY_MODEL) if os.environ.get("DELTAZOO_EVERY_MODEL") else []
+"""For the table of features (scripts/render_features.py): too many for the test suite."""
+
+CASES = [*OPTIONS, *MORE]
+TYPES = [*CONFIGS, *MORE]
+FEW = ["gated_deltanet", "kda_without_conv", "hybrid", "hybrid_without_conv", *MORE]
+"""With and without convolutions, pure and hybrid: for tests that hardly depend on the mixer."""
+
+BUILT: set[str] = set()
+"""What has been built since it was last cleared, as `type or mixer, pure or hybrid`; see models/conftest.py."""
+
+
 def tiny_config(case: str, **overrides: Any) -> DeltaRuleConfig:
-    return DeltaRuleConfig(**{**SIZES, **OPTIONS[case], **overrides})
+    """Of the generic type with a case's options, or of one of `EVERY_MODEL`."""
+    model_type, options = EVERY_MODEL.get(case) or ("delta_rule", OPTIONS[case])
+    return _config(model_type, **{**options, **overrides})
 
 
 def tiny_model(case: str, **overrides: Any) -> DeltaRuleForCausalLM:
     """In evaluation mode, always with the same weights."""
-    torch.manual_seed(1)
-    return DeltaRuleForCausalLM(tiny_config(case, **overrides)).eval()
+    return _model(tiny_config(case, **overrides), "ForCausalLM")
 
 
 def tiny_named(model_type: str, suffix: str = "ForCausalLM", **overrides: Any) -> Any:
-    """A model of a Hub type: its causal language model, or the class with that suffix."""
-    config_class = CONFIGS[model_type]
+    """A model of a Hub type, or one of `EVERY_MODEL`: its causal language model, or the class with that suffix."""
+    model_type, options = EVERY_MODEL.get(model_type, (model_type, {}))
+    return _model(_config(model_type, **{**options, **overrides}), suffix)
+
+
+def _config(model_type: str, **options: Any) -> DeltaRuleConfig:
+    config = CONFIGS[model_type](**{**SIZES, **options})
+    kinds = set(config.layer_types or ())
+    if "linear_attention" in kinds:
+        name = f"delta_rule: {config.mixer}" if model_type == "delta_rule" else model_type
+        BUILT.add(f"{name}, {'pure' if len(kinds) == 1 else 'hybrid'}")
+    return config
+
+
+def _model(config: DeltaRuleConfig, suffix: str) -> Any:
+    name = type(config).__name__.removesuffix("Config") + suffix
     torch.manual_seed(1)
-    name = config_class.__name__.removesuffix("Config") + suffix
     model_class = getattr(named, name, None) or getattr(deltazoo.models, name)
-    return model_class(config_class(**{**SIZES, **overrides})).eval()
+    return model_class(config).eval()
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

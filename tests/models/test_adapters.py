@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tiny_models import CONFIGS, tiny_model, tiny_named, tokens
+from tiny_models import MORE, TYPES, tiny_model, tiny_named, tokens
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
 
@@ -11,14 +11,16 @@ def adapted_modules(model):
     return {name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.feature("LoRA, default targets")
 def test_lora_has_default_targets(model_type):
     model = peft.get_peft_model(tiny_named(model_type), peft.LoraConfig())
     names = {name.rpartition(".")[2] for name in adapted_modules(model)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda", "hybrid"])
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda", "hybrid", *MORE])
+@pytest.mark.feature("LoRA, all linear modules")
 def test_all_linear_reaches_every_projection_with_gradients(case):
     model = tiny_model(case).train()
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
@@ -31,6 +33,7 @@ def test_all_linear_reaches_every_projection_with_gradients(case):
             assert parameter.grad.abs().max() > 0, name
 
 
+@pytest.mark.feature("LoRA, saved, loaded, merged")
 def test_adapted_model_generates_and_comes_back(tmp_path):
     tiny_model("gated_deltanet").save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -48,6 +51,7 @@ def test_adapted_model_generates_and_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["gated_deltanet", "kda"])
+@pytest.mark.feature("quantisers leave gate projections alone")
 def test_quantisers_leave_gate_projections_alone(case):
     model = tiny_model(case)
     left_alone = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)

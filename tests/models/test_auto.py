@@ -49,18 +49,21 @@ def test_every_configuration_is_registered():
         "import deltazoo; from transformers import AutoConfig, AutoModelForCausalLM; AutoConfig.for_model('kda')",
     ],
 )
+@pytest.mark.feature("Auto classes after import deltazoo")
 def test_import_is_enough_to_load(imports, tmp_path):
     tiny_named("gated_deltanet").save_pretrained(tmp_path)
     result = run(f"{imports}; print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__module__)")
     assert result.stdout.strip() == "deltazoo.models.named", result.stderr
 
 
+@pytest.mark.feature("Auto classes after import deltazoo")
 def test_import_is_light():
     """Neither transformers nor triton is loaded before somebody needs it."""
     result = run("import deltazoo, sys; print({'transformers', 'triton'} & set(sys.modules))")
     assert result.stdout.strip() == "set()", result.stderr
 
 
+@pytest.mark.feature("Auto classes after import deltazoo")
 def test_import_without_transformers():
     result = run(
         "import sys; sys.modules['transformers'] = None; import deltazoo.layers; print(deltazoo.list_variants())"
@@ -77,6 +80,7 @@ def test_import_without_transformers():
         ("import deltazoo.models, rival", True, False),
     ],
 )
+@pytest.mark.feature("another library with the same model types")
 def test_a_library_with_the_same_names(imports, exist_ok, warned, tmp_path):
     """It keeps the names in any order of import; our classes load our checkpoints all the same, until told otherwise.
 

@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import FEW, OPTIONS, tiny_config, tiny_model, tokens
+from tiny_models import CASES, FEW, tiny_config, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -28,7 +28,8 @@ def num_bytes(cache):
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.feature("state of constant size")
 def test_size_does_not_depend_on_length(case):
     model = tiny_model(case)
     short, long = filled(model, tokens(2, 5)), filled(model, tokens(2, 90))
@@ -39,6 +40,7 @@ def test_size_does_not_depend_on_length(case):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("float32 state in a bfloat16 model")
 def test_recurrent_state_is_float32_in_a_bfloat16_model(case):
     model = tiny_model(case).to(torch.bfloat16)
     cache = filled(model, tokens(2, 1), filled(model, tokens(2, 5)))
@@ -47,6 +49,7 @@ def test_recurrent_state_is_float32_in_a_bfloat16_model(case):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.feature("the user's own DynamicCache")
 def test_users_own_dynamic_cache(case, with_config):
     model, ids = tiny_model(case), tokens(2, 6)
     cache = DynamicCache(config=model.config) if with_config else DynamicCache()
@@ -59,6 +62,7 @@ def test_users_own_dynamic_cache(case, with_config):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("static", [False, True])
+@pytest.mark.feature("cache rows reordered, selected, repeated")
 def test_rows_follow_reorder(case, static):
     model, ids, more = tiny_model(case), tokens(3, 6), tokens(3, 2, seed=1)
     cache = filled(model, ids, StaticCache(config=model.config, max_cache_len=16) if static else None)
@@ -69,6 +73,7 @@ def test_rows_follow_reorder(case, static):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("cache rows reordered, selected, repeated")
 def test_rows_are_selected_and_repeated(case):
     model, ids = tiny_model(case), tokens(3, 6)
     cache = filled(model, ids)
@@ -80,6 +85,7 @@ def test_rows_are_selected_and_repeated(case):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("static", [False, True])
+@pytest.mark.feature("cache reset and copied")
 def test_reset_forgets(case, static):
     model, ids, other = tiny_model(case), tokens(2, 6), tokens(2, 6, seed=1)
     cache = filled(model, other, StaticCache(config=model.config, max_cache_len=16) if static else None)
@@ -92,6 +98,7 @@ def test_reset_forgets(case, static):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("cache reset and copied")
 def test_copies_are_independent(case):
     model, ids = tiny_model(case), tokens(2, 6)
     cache = filled(model, ids)
@@ -103,6 +110,7 @@ def test_copies_are_independent(case):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("removed", [0, 1, 3, 5])
+@pytest.mark.feature("tokens taken back (crop)")
 def test_crop_takes_tokens_back(case, removed):
     model, ids, more = tiny_model(case).double(), tokens(1, 9), tokens(1, 3, seed=1)
     cache = filled(model, ids[:, :4])
@@ -115,6 +123,7 @@ def test_crop_takes_tokens_back(case, removed):
     torch.testing.assert_close(next_logits(model, cache, more), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.feature("tokens taken back (crop)")
 def test_crop_to_nothing():
     model, ids = tiny_model("gated_deltanet"), tokens(1, 4)
     cache = DynamicCache(config=model.config)
@@ -126,6 +135,7 @@ def test_crop_to_nothing():
     torch.testing.assert_close(next_logits(model, cache, ids), next_logits(model, None, ids))
 
 
+@pytest.mark.feature("errors: caches")
 def test_crop_without_recording_is_refused():
     model = tiny_model("gated_deltanet")
     cache = filled(model, tokens(1, 4))
@@ -133,6 +143,7 @@ def test_crop_without_recording_is_refused():
         cache.crop(-1)
 
 
+@pytest.mark.feature("errors: caches")
 def test_static_cache_cannot_record():
     model = tiny_model("gated_deltanet")
     cache = StaticCache(config=model.config, max_cache_len=8)
@@ -141,6 +152,7 @@ def test_static_cache_cannot_record():
         cache.activate_past_recording()
 
 
+@pytest.mark.feature("static cache")
 def test_static_states_stay_at_their_addresses():
     model = tiny_model("gated_deltanet")
     cache = filled(model, tokens(2, 4), StaticCache(config=model.config, max_cache_len=16))
@@ -151,6 +163,7 @@ def test_static_states_stay_at_their_addresses():
     assert addresses == [t.data_ptr() for layer in delta_layers(cache) for t in layer.state]
 
 
+@pytest.mark.feature("errors: caches")
 class TestCacheOfAnotherModel:
     def test_other_number_of_layers(self):
         cache = filled(tiny_model("gated_deltanet", num_hidden_layers=3), tokens(1, 4))
@@ -179,6 +192,7 @@ class TestCacheOfAnotherModel:
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("compiled decoding, one graph for every length")
 def test_compiled_decoding_never_traces_again(case):
     """One graph serves every length; the logits are those of the full forward pass."""
     model, ids = tiny_model(case), tokens(2, 5)

@@ -73,6 +73,7 @@ def same_logits(a, b):
         return torch.equal(a(tokens(2, 9)).logits, b(tokens(2, 9)).logits)
 
 
+@pytest.mark.feature("fla-hub checkpoints, both ways")
 def test_current_names_need_no_conversion(checkpoint):
     model, path = checkpoint
     loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
@@ -81,6 +82,7 @@ def test_current_names_need_no_conversion(checkpoint):
     assert same_logits(load_fla_checkpoint(path), model)
 
 
+@pytest.mark.feature("fla-hub checkpoints, both ways")
 def test_old_names(checkpoint):
     model, path = checkpoint
     current = load_file(path / "model.safetensors")
@@ -106,6 +108,7 @@ def test_old_names(checkpoint):
     assert saved.keys() == current.keys() and all(torch.equal(saved[name], x) for name, x in current.items())
 
 
+@pytest.mark.feature("fla-hub checkpoints, both ways")
 def test_saved_configuration_means_the_same_to_fla(checkpoint):
     """fla's formulas for the widths of a layer, applied to what we save, give the shapes of the weights we save."""
     model, path = checkpoint
@@ -134,6 +137,7 @@ def test_saved_configuration_means_the_same_to_fla(checkpoint):
     }
 
 
+@pytest.mark.feature("errors: checkpoints")
 def test_strangers_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match="model type 'llama'"):
@@ -144,6 +148,7 @@ def test_strangers_are_refused(tmp_path):
         load_fla_checkpoint(tmp_path)
 
 
+@pytest.mark.feature("errors: configurations")
 def test_contradicting_layers_are_refused():
     with pytest.raises(ValueError, match="place the softmax layers differently"):
         tiny_named("kda", attn=HYBRID_ATTN, layer_types=["full_attention", "linear_attention"])

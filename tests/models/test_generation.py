@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from tiny_models import CONFIGS, FEW, OPTIONS, tiny_model, tiny_named, tokens
+from tiny_models import CASES, FEW, MORE, TYPES, tiny_model, tiny_named, tokens
 from transformers.generation.streamers import BaseStreamer
+
+SAMPLING = pytest.mark.feature("sampling")
+BEAM_SEARCH = pytest.mark.feature("beam search")
 
 
 def greedy_loop(model, ids, new_tokens, attention_mask=None):
@@ -26,19 +29,22 @@ def left_padded(rows, length):
     return ids, mask
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.feature("greedy decoding")
 def test_greedy(case):
     model, ids = tiny_model(case), tokens(2, 7)
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), greedy_loop(model, ids, 8))
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.feature("greedy decoding")
 def test_greedy_by_type(model_type):
     model, ids = tiny_named(model_type), tokens(2, 7)
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), greedy_loop(model, ids, 8))
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("left-padded prompts")
 def test_greedy_left_padded_equals_each_row_alone(case):
     model = tiny_model(case)
     rows = [tokens(n, seed=n) for n in (2, 9, 5)]
@@ -52,13 +58,18 @@ def test_greedy_left_padded_equals_each_row_alone(case):
 @pytest.mark.parametrize(
     "options",
     [
-        {"do_sample": True, "top_k": 20},
-        {"do_sample": False, "num_beams": 3},
-        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5},
-        {"do_sample": True, "num_beams": 2},
-        {"do_sample": True, "num_return_sequences": 2},
+        pytest.param({"do_sample": True, "top_k": 20}, id="sample", marks=SAMPLING),
+        pytest.param({"do_sample": True, "num_return_sequences": 2}, id="samples_returned", marks=SAMPLING),
+        pytest.param({"do_sample": False, "num_beams": 3}, id="beam", marks=BEAM_SEARCH),
+        pytest.param(
+            {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5},
+            id="beams_returned",
+            marks=BEAM_SEARCH,
+        ),
+        pytest.param(
+            {"do_sample": True, "num_beams": 2}, id="beam_sample", marks=pytest.mark.feature("beam-sample decoding")
+        ),
     ],
-    ids=["sample", "beam", "beams_returned", "beam_sample", "samples_returned"],
 )
 def test_cache_changes_nothing(case, options):
     model, ids = tiny_model(case), tokens(2, 6)
@@ -69,7 +80,8 @@ def test_cache_changes_nothing(case, options):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.feature("tokens in pieces of any length")
 def test_any_partition_of_the_tokens_equals_one_call(case):
     model, ids = tiny_model(case).double(), tokens(2, 23)
     with torch.no_grad():
@@ -85,6 +97,7 @@ def test_any_partition_of_the_tokens_equals_one_call(case):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("length", [1, 2, 30])
+@pytest.mark.feature("second turn on a returned cache")
 def test_second_turn_continues_the_returned_cache(case, length):
     model, ids = tiny_model(case), tokens(2, 5)
     first = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
@@ -94,6 +107,7 @@ def test_second_turn_continues_the_returned_cache(case, length):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("inputs_embeds")
 def test_prompt_as_embeddings(case):
     model, ids = tiny_model(case), tokens(2, 7)
     embeds = model.get_input_embeddings()(ids)
@@ -102,6 +116,7 @@ def test_prompt_as_embeddings(case):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("prefill in chunks")
 def test_prefill_in_chunks(case):
     model, ids = tiny_model(case), tokens(2, 11)
     generated = model.generate(ids, max_new_tokens=5, do_sample=False, prefill_chunk_size=4)
@@ -109,6 +124,7 @@ def test_prefill_in_chunks(case):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("prompt-lookup decoding")
 def test_prompt_lookup(case):
     model, ids = tiny_model(case), tokens(1, 6).repeat(1, 4)
     generated = model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4)
@@ -117,6 +133,7 @@ def test_prompt_lookup(case):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("assistant", ["itself", "another"])
+@pytest.mark.feature("assisted decoding")
 def test_assisted(case, assistant):
     model, ids = tiny_model(case), tokens(1, 6)
     helper = model if assistant == "itself" else tiny_model("delta_net", num_hidden_layers=1)
@@ -124,7 +141,9 @@ def test_assisted(case, assistant):
     assert torch.equal(generated, greedy_loop(model, ids, 20))
 
 
-def test_streaming_hands_out_every_token_once():
+@pytest.mark.parametrize("case", ["gated_deltanet", *MORE])
+@pytest.mark.feature("streaming")
+def test_streaming_hands_out_every_token_once(case):
     class Collector(BaseStreamer):
         def __init__(self):
             self.tokens = []
@@ -136,15 +155,17 @@ def test_streaming_hands_out_every_token_once():
         def end(self):
             self.ended = True
 
-    model, ids, streamer = tiny_model("gated_deltanet"), tokens(1, 6), Collector()
+    model, ids, streamer = tiny_model(case), tokens(1, 6), Collector()
     generated = model.generate(ids, max_new_tokens=6, do_sample=False, streamer=streamer)
     assert streamer.ended
     assert streamer.tokens == generated[0].tolist()
 
 
 @pytest.mark.parametrize("keep", [1, 3, torch.tensor([0, 4]), torch.tensor([[0, 2], [5, 1]])], ids=str)
-def test_logits_to_keep(keep):
-    model, ids = tiny_model("hybrid"), tokens(2, 6)
+@pytest.mark.parametrize("case", ["hybrid", *MORE])
+@pytest.mark.feature("logits_to_keep")
+def test_logits_to_keep(case, keep):
+    model, ids = tiny_model(case), tokens(2, 6)
     with torch.no_grad():
         logits, kept = model(ids).logits, model(ids, logits_to_keep=keep).logits
     if isinstance(keep, int):
@@ -155,13 +176,16 @@ def test_logits_to_keep(keep):
     torch.testing.assert_close(kept, expected)
 
 
-def test_logits_to_keep_as_a_mask():
-    model, ids = tiny_model("hybrid"), tokens(2, 6)
+@pytest.mark.parametrize("case", ["hybrid", *MORE])
+@pytest.mark.feature("logits_to_keep")
+def test_logits_to_keep_as_a_mask(case):
+    model, ids = tiny_model(case), tokens(2, 6)
     mask = tokens(2, 6, seed=2) % 2 == 0
     with torch.no_grad():
         torch.testing.assert_close(model(ids, logits_to_keep=mask).logits, model(ids).logits[mask])
 
 
+@pytest.mark.feature("static cache")
 class TestStaticCache:
     @pytest.mark.parametrize("case", FEW)
     def test_greedy(self, case):
@@ -180,7 +204,7 @@ class TestStaticCache:
         )
         assert torch.equal(generated, greedy_loop(model, ids, 6, mask))
 
-    @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid"])
+    @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid", *MORE])
     def test_beams(self, case):
         model, ids = tiny_model(case), tokens(2, 6)
         options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tiny_models import CONFIGS, VOCAB, tiny_model, tiny_named, tokens
+from tiny_models import MORE, TYPES, VOCAB, tiny_model, tiny_named, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModel,
@@ -27,7 +27,8 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("suffix", HEADS)
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.feature("classification and question-answering heads")
 def test_saves_and_loads(model_type, suffix, tmp_path):
     model, ids = tiny_named(model_type, suffix, pad_token_id=1, num_labels=3), tokens(2, 6)
     model.save_pretrained(tmp_path)
@@ -40,6 +41,7 @@ def test_saves_and_loads(model_type, suffix, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", HEADS)
+@pytest.mark.feature("classification and question-answering heads")
 def test_starts_from_a_language_model(suffix, tmp_path):
     language_model = tiny_model("hybrid")
     language_model.save_pretrained(tmp_path)
@@ -48,6 +50,7 @@ def test_starts_from_a_language_model(suffix, tmp_path):
     assert torch.equal(model.get_input_embeddings().weight, language_model.get_input_embeddings().weight)
 
 
+@pytest.mark.feature("classification and question-answering heads")
 def test_sequence_head_reads_the_last_real_token():
     model = tiny_named("gated_deltanet", "ForSequenceClassification", pad_token_id=1, num_labels=3)
     ids = tokens(1, 6).clamp(min=2)
@@ -56,6 +59,7 @@ def test_sequence_head_reads_the_last_real_token():
         torch.testing.assert_close(model(padded, attention_mask=mask).logits, model(ids).logits)
 
 
+@pytest.mark.feature("classification and question-answering heads")
 def test_heads_train():
     ids = tokens(2, 6)
     labels = {
@@ -69,6 +73,7 @@ def test_heads_train():
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.feature("classification and question-answering heads")
 def test_classifier_dropout_acts():
     ids = tokens(2, 6)
     for dropout, varies in ((0.0, False), (0.5, True)):
@@ -77,8 +82,10 @@ def test_classifier_dropout_acts():
             assert torch.equal(model(ids).logits, model(ids).logits) != varies
 
 
-def test_text_generation_pipeline(tokenizer):
-    model = tiny_model("hybrid", pad_token_id=1, eos_token_id=2)
+@pytest.mark.parametrize("case", ["hybrid", *MORE])
+@pytest.mark.feature("text-generation pipeline")
+def test_text_generation_pipeline(case, tokenizer):
+    model = tiny_model(case, pad_token_id=1, eos_token_id=2)
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
     prompts = ["w5 w6 w7", "w8", "w9 w10 w11 w12 w13"]
     options = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
@@ -87,12 +94,14 @@ def test_text_generation_pipeline(tokenizer):
     assert batched == alone
 
 
+@pytest.mark.feature("feature-extraction pipeline")
 def test_feature_extraction_pipeline(tokenizer, tmp_path):
     tiny_model("gated_deltanet").save_pretrained(tmp_path)
     extract = pipeline("feature-extraction", model=AutoModel.from_pretrained(tmp_path), tokenizer=tokenizer)
     assert torch.tensor(extract("w5 w6 w7")).shape == (1, 3, 32)
 
 
+@pytest.mark.feature("text-classification pipeline")
 def test_text_classification_pipeline(tokenizer):
     model = tiny_named("delta_net", "ForSequenceClassification", pad_token_id=1, num_labels=3)
     classify = pipeline("text-classification", model=model, tokenizer=tokenizer)

@@ -5,7 +5,7 @@ In float64, so that what is left of a leak cannot hide in rounding.
 
 import pytest
 import torch
-from tiny_models import FEW, OPTIONS, tiny_model, tokens
+from tiny_models import CASES, FEW, tiny_model, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 LENGTHS = [7, 1, 12, 2, 3]
@@ -77,7 +77,8 @@ def assert_same_gradients(ours, expected):
 
 
 @pytest.mark.parametrize("side", ["left", "right", "scattered"])
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.feature("padding: left, right, scattered")
 def test_padded_rows_equal_rows_alone(case, side):
     model, rows = exact_model(case), documents()
     ids, mask = padded(rows, side)
@@ -89,6 +90,7 @@ def test_padded_rows_equal_rows_alone(case, side):
 
 @pytest.mark.parametrize("side", ["left", "right", "scattered"])
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("padding: gradients")
 def test_padding_changes_no_gradient(case, side):
     model, rows = exact_model(case), documents()
     ids, mask = padded(rows, side)
@@ -104,6 +106,7 @@ def test_padding_changes_no_gradient(case, side):
 
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.parametrize("side", ["left", "right", "scattered"])
+@pytest.mark.feature("padding: states")
 def test_padded_prompt_leaves_the_state_of_the_row_alone(case, side):
     model, rows = exact_model(case), documents()
     ids, mask = padded(rows, side)
@@ -118,6 +121,7 @@ def test_padded_prompt_leaves_the_state_of_the_row_alone(case, side):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("padding: second turn")
 def test_padded_second_turn(case):
     """Turns of different lengths, padded on the left, continue one cache."""
     model, ids = exact_model(case), tokens(2, 6)
@@ -133,6 +137,7 @@ def test_padded_second_turn(case):
 
 @pytest.mark.parametrize("way", descriptions(documents()))
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("packing: cu_seqlens, seq_idx, position_ids")
 def test_packed_documents_equal_documents_alone(case, way):
     model, rows = exact_model(case), documents()
     ids = packed(rows)[0]
@@ -142,7 +147,8 @@ def test_packed_documents_equal_documents_alone(case, way):
             torch.testing.assert_close(logits, model(row[None], use_cache=False).logits[0], **CLOSE)
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.feature("packing: loss and gradients")
 def test_packed_loss_and_gradients(case):
     model, rows = exact_model(case), documents()
     ids, cu_seqlens, _, _ = packed(rows)
@@ -154,6 +160,7 @@ def test_packed_loss_and_gradients(case):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("packing: loss and gradients")
 def test_mean_loss_counts_only_predicted_tokens(case):
     model, rows = exact_model(case), documents()
     ids, cu_seqlens, _, _ = packed(rows)
@@ -163,6 +170,7 @@ def test_mean_loss_counts_only_predicted_tokens(case):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("packing: cu_seqlens, seq_idx, position_ids")
 def test_nothing_leaks_between_documents(case):
     model, rows = exact_model(case), documents()
     _, cu_seqlens, _, _ = packed(rows)
@@ -177,6 +185,7 @@ def test_nothing_leaks_between_documents(case):
 
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("packing: DataCollatorWithFlattening")
 def test_flattening_collator(case, flash):
     model, rows = exact_model(case), documents()
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=flash, return_seq_idx=flash)
@@ -186,6 +195,7 @@ def test_flattening_collator(case, flash):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("packing: several rows, with padding")
 def test_packed_rows_of_a_batch(case):
     """Several packed rows, as trainers with fixed row length make them."""
     model, rows = exact_model(case), documents()
@@ -200,6 +210,7 @@ def test_packed_rows_of_a_batch(case):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("packing: several rows, with padding")
 def test_packed_rows_with_padding(case):
     model, rows = exact_model(case), documents()
     first, second = [rows[0], rows[3]], [rows[2]]
@@ -214,6 +225,7 @@ def test_packed_rows_with_padding(case):
         torch.testing.assert_close(logits[1], model(rows[2][None]).logits[0], **CLOSE)
 
 
+@pytest.mark.feature("packing: cu_seqlens, seq_idx, position_ids")
 def test_empty_documents_are_allowed():
     model, ids = tiny_model("hybrid"), tokens(1, 6)
     with torch.no_grad():
@@ -244,6 +256,7 @@ def test_descriptions_move_between_devices():
         assert devices == {"meta"}
 
 
+@pytest.mark.feature("errors: padding and packing")
 class TestBadInput:
     @pytest.fixture
     def model(self):

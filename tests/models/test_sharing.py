@@ -26,6 +26,7 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
 
 
+@pytest.mark.feature("model cards")
 class TestModelCard:
     @pytest.mark.parametrize("model_type", CONFIGS)
     def test_says_what_the_model_is(self, model_type):
@@ -144,6 +145,7 @@ class Hub:
         return huggingface_hub.ModelCard(self.files["README.md"].decode())
 
 
+@pytest.mark.feature("push_to_hub")
 class TestHub:
     @pytest.fixture
     def hub(self, monkeypatch):
@@ -199,6 +201,7 @@ sys.meta_path.insert(0, Missing())
 """
 
 
+@pytest.mark.feature("trust_remote_code checkpoints")
 class TestRemoteCode:
     def test_every_head_has_a_class(self):
         assert set(HEADS) == set(_AUTO_CLASSES)
@@ -290,6 +293,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.feature("no pickle is read")
 class TestNoPickle:
     @pytest.fixture
     def checkpoint(self, tmp_path):

@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import FEW, OPTIONS, tiny_model, tokens
+from tiny_models import CASES, FEW, MORE, tiny_model, tokens
 from transformers import Trainer, TrainingArguments
 
 from deltazoo.layers import parameters_without_decay
@@ -23,7 +23,8 @@ def assert_same_gradients(ours, expected, tolerance=1e-5):
         )
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.feature("gradients of every parameter")
 def test_every_parameter_gets_a_finite_gradient(case):
     model = tiny_model(case).train()
     loss, grads = gradients(model, tokens(2, 20))
@@ -33,9 +34,10 @@ def test_every_parameter_gets_a_finite_gradient(case):
         assert gradient.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda", "hybrid"])
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda", "hybrid", *MORE])
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.feature("gradient checkpointing, both kinds")
 def test_gradient_checkpointing(case, packing, use_reentrant):
     model, ids = tiny_model(case).train(), tokens(1, 20)
     kwargs = {"cu_seqlens": torch.tensor([0, 7, 20])} if packing else {}
@@ -50,6 +52,7 @@ def test_gradient_checkpointing(case, packing, use_reentrant):
 
 
 @pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("gradient accumulation")
 def test_summed_losses_of_micro_batches_equal_the_batch(case):
     model, ids = tiny_model(case).train(), tokens(4, 9)
     loss, expected = gradients(model, ids)
@@ -61,6 +64,7 @@ def test_summed_losses_of_micro_batches_equal_the_batch(case):
     assert_same_gradients({name: p.grad for name, p in model.named_parameters()}, expected)
 
 
+@pytest.mark.feature("ignored labels")
 def test_ignored_labels_do_not_count():
     model, ids = tiny_model("gated_deltanet"), tokens(1, 9)
     labels = ids.clone()
@@ -71,6 +75,7 @@ def test_ignored_labels_do_not_count():
 
 
 @pytest.mark.slow
+@pytest.mark.feature("torch.compile(fullgraph=True), training")
 def test_compiled_in_one_graph():
     """Training mode, plain rows and packed documents; the backward pass included."""
     model = tiny_model("hybrid").train()
@@ -88,6 +93,7 @@ def test_compiled_in_one_graph():
     torch._dynamo.reset()
 
 
+@pytest.mark.feature("hidden states and attentions")
 def test_output_hidden_states_and_attentions():
     model, ids = tiny_model("hybrid"), tokens(2, 6)
     model.set_attn_implementation("eager")
@@ -101,6 +107,7 @@ def test_output_hidden_states_and_attentions():
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 6))
 
 
+@pytest.mark.feature("attention implementations")
 def test_attention_implementations_agree():
     model, ids = tiny_model("hybrid").double(), tokens(1, 12)
     for kwargs in ({}, {"cu_seqlens": torch.tensor([0, 5, 12])}):
@@ -111,15 +118,18 @@ def test_attention_implementations_agree():
             torch.testing.assert_close(model(ids, **kwargs).logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.feature("errors: unsupported requests")
 def test_unknown_attention_implementation_is_refused():
     with pytest.raises((ValueError, ImportError), match="attn_implementation|attention"):
         tiny_model("hybrid").set_attn_implementation("flashy")
 
 
+@pytest.mark.feature("errors: unsupported requests")
 def test_context_parallelism_is_refused():
     assert not getattr(tiny_model("softmax_only"), "supports_context_parallel", False)
 
 
+@pytest.mark.feature("parallel plans")
 def test_parallel_plans_name_existing_modules():
     for case in ("gated_deltanet", "hybrid"):
         model = tiny_model(case)
@@ -158,7 +168,8 @@ class TestTrainer:
         spared = {id(parameter) for parameter in group["params"]}
         return {name for name, parameter in model.named_parameters() if id(parameter) in spared}
 
-    @pytest.mark.parametrize("case", OPTIONS)
+    @pytest.mark.parametrize("case", CASES)
+    @pytest.mark.feature("Trainer: gates, norms and biases not decayed")
     def test_weight_decay_spares_gates_norms_and_biases(self, case, tmp_path):
         model = tiny_model(case)
         spared = parameters_without_decay(model)
@@ -166,6 +177,7 @@ class TestTrainer:
         gates = {name for name, _ in model.named_parameters() if name.endswith(("A_log", "dt_bias"))}
         assert gates <= spared and not any("proj.weight" in name for name in spared)
 
+    @pytest.mark.feature("Trainer: gates, norms and biases not decayed")
     def test_weight_decay_spares_the_gates_of_copied_cast_and_loaded_models(self, tmp_path):
         model = tiny_model("hybrid_kda")
         spared = parameters_without_decay(model)
@@ -178,6 +190,7 @@ class TestTrainer:
         ):
             assert self.undecayed(other, tmp_path) == spared
 
+    @pytest.mark.feature("Trainer: gates, norms and biases not decayed")
     def test_weight_decay_moves_no_gate(self, tmp_path):
         after = []
         for decay in (0.0, 0.5):
@@ -188,25 +201,32 @@ class TestTrainer:
         for name, matrix in plain.items():
             assert torch.equal(matrix, decayed[name]) == (matrix.ndim == 1), name
 
-    def test_accumulation_equals_the_larger_batch(self, tmp_path):
-        whole = self.losses(tiny_model("hybrid"), self.arguments(tmp_path, per_device_train_batch_size=4))
+    @pytest.mark.parametrize("case", ["hybrid", *MORE])
+    @pytest.mark.feature("Trainer: accumulation")
+    def test_accumulation_equals_the_larger_batch(self, case, tmp_path):
+        whole = self.losses(tiny_model(case), self.arguments(tmp_path, per_device_train_batch_size=4))
         parts = self.losses(
-            tiny_model("hybrid"),
+            tiny_model(case),
             self.arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2),
         )
         assert parts == pytest.approx(whole, rel=1e-3)
 
-    def test_gradient_checkpointing_changes_no_loss(self, tmp_path):
-        plain = self.losses(tiny_model("gated_deltanet"), self.arguments(tmp_path))
+    @pytest.mark.parametrize("case", ["gated_deltanet", *MORE])
+    @pytest.mark.feature("Trainer: gradient checkpointing")
+    def test_gradient_checkpointing_changes_no_loss(self, case, tmp_path):
+        plain = self.losses(tiny_model(case), self.arguments(tmp_path))
         options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-        assert self.losses(tiny_model("gated_deltanet"), self.arguments(tmp_path, **options)) == plain
+        assert self.losses(tiny_model(case), self.arguments(tmp_path, **options)) == plain
 
-    def test_bfloat16_starts_from_the_same_loss(self, tmp_path):
-        plain = self.losses(tiny_model("gated_deltanet"), self.arguments(tmp_path))
-        mixed = self.losses(tiny_model("gated_deltanet"), self.arguments(tmp_path, bf16=True))
+    @pytest.mark.parametrize("case", ["gated_deltanet", *MORE])
+    @pytest.mark.feature("Trainer: bfloat16")
+    def test_bfloat16_starts_from_the_same_loss(self, case, tmp_path):
+        plain = self.losses(tiny_model(case), self.arguments(tmp_path))
+        mixed = self.losses(tiny_model(case), self.arguments(tmp_path, bf16=True))
         assert mixed[0] == pytest.approx(plain[0], rel=torch.finfo(torch.bfloat16).eps)
         assert all(torch.tensor(mixed).isfinite())
 
+    @pytest.mark.feature("A_log and dt_bias stay float32")
     def test_gate_parameters_stay_float32_in_bfloat16(self, tmp_path):
         model = tiny_model("gated_deltanet").to(torch.bfloat16)
         self.losses(model, self.arguments(tmp_path))
