@@ -14,6 +14,7 @@ from deltazoo.models import (
 
 
 @pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.feature("configurations survive saving")
 def test_survives_saving_and_loading(case, tmp_path):
     config = tiny_config(case, eos_token_id=3)
     config.save_pretrained(tmp_path)
@@ -23,6 +24,7 @@ def test_survives_saving_and_loading(case, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.feature("configurations survive saving")
 def test_default_sizes_fit_together(model_type):
     config = CONFIGS[model_type]()
     assert config.model_type == model_type
@@ -31,11 +33,13 @@ def test_default_sizes_fit_together(model_type):
     assert config.rope_parameters is None
 
 
+@pytest.mark.feature("errors: configurations")
 def test_unknown_key_is_refused_with_the_nearest_one():
     with pytest.raises(ValueError, match=r"unknown key 'hiden_size'; did you mean 'hidden_size'\?"):
         DeltaRuleConfig(hiden_size=32)
 
 
+@pytest.mark.feature("errors: configurations")
 def test_unknown_mixer_is_refused_with_the_nearest_one():
     with pytest.raises(ValueError, match="did you mean 'gated_deltanet'"):
         DeltaRuleConfig(mixer="gated_delta_net")
@@ -64,11 +68,13 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"mixer": "delta_net", "decay_lower_bound": -5.0}, "no decay"),
     ],
 )
+@pytest.mark.feature("errors: configurations")
 def test_contradictions_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         DeltaRuleForCausalLM(DeltaRuleConfig(**{**SIZES, **overrides}))
 
 
+@pytest.mark.feature("errors: configurations")
 def test_named_type_keeps_its_mixer():
     with pytest.raises(ValueError, match="model type 'kda' has mixer 'kda', got mixer='efla'"):
         KDAConfig(mixer="efla")
@@ -163,6 +169,7 @@ def test_rope_scaling_reads_the_longest_sequence():
     assert not torch.allclose(short(ids).logits[:, -1], long(ids).logits[:, -1])
 
 
+@pytest.mark.feature("fla-hub configurations")
 class TestFlaHubKeys:
     def test_kernel_choices_are_dropped(self):
         config = GatedDeltaNetConfig(
