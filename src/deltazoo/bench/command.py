@@ -9,6 +9,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from deltazoo.bench.model_command import model
+
 __all__ = ["app"]
 
 app = typer.Typer(
@@ -145,3 +147,9 @@ def ops(
         _fail(error)
     failed = sum(row.error is not None for row in results.rows.values())
     typer.echo(f"{len(results.rows)} rows, {failed} of them failures" + ("" if warm_up_only else f", in {out}"))
+
+
+app.command(
+    name="model",
+    epilog="Example: [bold]deltazoo bench model --device cpu --threads 2 --out run.json[/]",
+)(model)

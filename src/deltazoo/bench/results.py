@@ -96,6 +96,9 @@ class Run:
     copy_tb_s: float | None = None
     matmul_tflop_s: float | None = None
     missing_peers: dict[str, str] = field(default_factory=dict)
+    transformers: str | None = None
+    liger: str | None = None
+    threads: int | None = None
 
 
 @dataclass
@@ -190,6 +193,9 @@ def describe_run(*, device: str, commit: str | None, command: list[str], **measu
         cuda=torch.version.cuda,
         triton=_version("triton"),
         fla=_version("fla-core"),
+        transformers=_version("transformers"),
+        liger=_version("liger-kernel"),
+        threads=torch.get_num_threads(),
         command=command,
         **measured,
     )

@@ -1,0 +1,118 @@
+"""Decoding speed of a whole model: new tokens per second against the batch, one token against the context."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from deltazoo.bench.model_results import ModelRow
+from deltazoo.bench.stopwatch import Spread
+from deltazoo.generation import Decoder
+from deltazoo.models import DeltaRuleForCausalLM
+
+__all__ = ["DECODING_WAYS", "context_rows", "decoding_rows", "decoding_ways"]
+
+DECODING_WAYS = ("generate", "generate-captured", "loop", "loop-compiled")
+"""generate: transformers' method; -captured: with `capture_step=True`. loop: `deltazoo.generate`; -compiled: with
+`compile=True`."""
+
+_WARM_UP = 4
+"""Tokens before the clock starts."""
+
+_PIECE = 8192
+"""Tokens of a prompt per forward pass."""
+
+
+def decoding_ways(library: str, wanted: list[str]) -> list[str]:
+    """Those of the ways that a library's models have."""
+    return [way for way in wanted if library == "deltazoo" or way == "generate"]
+
+
+@torch.no_grad()
+def decoding_rows(
+    build: Callable[[], Any], row: ModelRow, *, device: str, dtype: torch.dtype, new_tokens: int
+) -> Iterator[ModelRow]:
+    """`decode_tok_s` for `row`'s way and batch, after a prompt of `row.tokens`."""
+    model, ids = _prepared(build, row, device, dtype)
+    if row.way.startswith("loop"):
+        gaps = _stream_gaps(_decoder(model, row).stream(ids, max_new_tokens=_WARM_UP + new_tokens))[_WARM_UP:]
+        yield row.measured("decode_tok_s", _speed(gaps, row.batch))
+        return
+    options = {"do_sample": False, "capture_step": True} if row.way == "generate-captured" else {"do_sample": False}
+    mask = torch.ones_like(ids)
+    model.generate(ids, attention_mask=mask, max_new_tokens=_WARM_UP, **options)
+    began = time.perf_counter()
+    model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
+    _wait(device)
+    yield row.measured("decode_tok_s", row.batch * new_tokens / (time.perf_counter() - began))
+
+
+@torch.no_grad()
+def context_rows(
+    build: Callable[[], Any], row: ModelRow, *, device: str, dtype: torch.dtype, new_tokens: int
+) -> Iterator[ModelRow]:
+    """`prefill_tok_s`, `token_ms` and on a GPU `context_peak_gib` after a context of `row.tokens`."""
+    model, ids = _prepared(build, row, device, dtype)
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    if isinstance(model, DeltaRuleForCausalLM):
+        steps = _decoder(model, row).stream(ids, max_new_tokens=_WARM_UP + new_tokens)
+    else:
+        steps = _plain_steps(model, ids, _WARM_UP + new_tokens)
+    began = time.perf_counter()
+    next(steps)
+    yield row.measured("prefill_tok_s", row.batch * row.tokens / (time.perf_counter() - began))
+    gaps = _stream_gaps(steps)[_WARM_UP - 1 :]
+    yield row.measured("token_ms", Spread.of([1e3 * gap for gap in gaps]))
+    if on_gpu:
+        yield row.measured("context_peak_gib", torch.cuda.max_memory_allocated() / 2**30)
+
+
+def _prepared(build: Callable[[], Any], row: ModelRow, device: str, dtype: torch.dtype) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = build().to(dtype).eval()
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    return model, torch.randint(0, model.config.vocab_size, (row.batch, row.tokens), device=device)
+
+
+def _decoder(model: DeltaRuleForCausalLM, row: ModelRow) -> Decoder:
+    return Decoder(model, row.batch, prefill_chunk=_PIECE, compile=row.way == "loop-compiled")
+
+
+def _plain_steps(model: Any, ids: Tensor, new_tokens: int) -> Iterator[Tensor]:
+    """Greedy tokens of any causal model, prompt in pieces, with its own growing cache."""
+    cache = DynamicCache(config=model.config)
+    for piece in ids.split(_PIECE, dim=1):
+        logits = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    for _ in range(new_tokens):
+        token = logits[:, -1:].argmax(-1)
+        yield token[:, 0].cpu()
+        logits = model(token, past_key_values=cache, use_cache=True).logits
+
+
+def _stream_gaps(steps: Iterator[Tensor]) -> list[float]:
+    """Seconds between one token and the next."""
+    gaps, before = [], time.perf_counter()
+    for _ in steps:
+        now = time.perf_counter()
+        gaps.append(now - before)
+        before = now
+    return gaps
+
+
+def _speed(gaps: list[float], batch: int) -> Spread:
+    """Tokens per second over all gaps, as transformers' method is timed, with the percentiles of single ones."""
+    spread = Spread.of(gaps)
+    return Spread(batch * len(gaps) / sum(gaps), batch / spread.high, batch / spread.low, spread.count)
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
