@@ -142,6 +142,17 @@ def resources(compiled: CompiledKernel, folder: Path) -> dict[str, int]:
     return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], "shared": compiled.metadata.shared}
 
 
+def operands_overwritten(compiled: CompiledKernel) -> bool:
+    """Whether products of one trip of a loop may still run while copies for the next trip land on their operands.
+
+    Triton lets them run on into the next trip (`pendings` > 0), which takes a second buffer per operand; it counts on
+    one where registers read the loaded tile as well.
+    """
+    code = compiled.asm["ttgir"]
+    run_on = re.search(r"warp_group_dot_wait .*pendings = [1-9]", code)
+    return bool(run_on and re.search(r"local_alloc : \(\) -> !ttg\.memdesc<1x\d+x\d+x[bf]", code))
+
+
 def spill_limit(call: Call, launch: Launch) -> int:
     """Bytes per thread that may be spilled: a little anywhere, more where the products leave ptxas no choice."""
     name = launch.kernel.fn.__name__
@@ -161,12 +172,15 @@ def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         if key in seen:
             continue
         seen.add(key)
-        used = resources(launch.compile(call.arch), folder)
+        compiled = launch.compile(call.arch)
+        used = resources(compiled, folder)
         line = f"{call} {launch}: " + ", ".join(f"{what} {number}" for what, number in used.items())
         print(line)
         limits = {"registers": 255, "spilled": spill_limit(call, launch), "shared": SHARED_MEMORY[call.arch]}
         if any(used[what] > limit for what, limit in limits.items()):
             failures.append(f"{line}; allowed: {limits}")
+        if operands_overwritten(compiled):
+            failures.append(f"{line}; copies for the next trip of a loop overwrite what its products still read")
     assert len(seen) >= 5, "a forward and a backward pass launch at least five kernels"
     assert not failures, "\n".join(failures)
 

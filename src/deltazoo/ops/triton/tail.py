@@ -7,7 +7,7 @@ from deltazoo.ops.triton.layout import chunk_bounds
 from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E, level_factor, level_mask, masked_sum, three_terms, undo_decay
 
 
-@triton.jit(do_not_specialize=["shares_stride", "T", "NT", "H", "HV"])
+@triton.jit(do_not_specialize=["shares_stride", "value_tiles", "T", "NT", "H", "HV"])
 def tail_kernel(
     q,
     k,
@@ -30,6 +30,7 @@ def tail_kernel(
     chunk_offsets,
     scale,
     shares_stride,
+    value_tiles,
     T,
     NT,
     H,
@@ -44,11 +45,13 @@ def tail_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
     """All gradients of one chunk of one value head, BK key channels; grid (K / BK * B * NT * HV).
 
     dq and dk are per value head; d_beta and, per head, d_log_decay are sums over key channels, so each tile of channels
-    stores its share, `[K / BK, B, T, HV]`.
+    stores its share, `[K / BK, B, T, HV]`. With COUNTED the number of value tiles, V / BV, is read from `value_tiles`
+    instead of being known to the compiler, which would dissolve a loop of one trip.
 
     The gradient of the cumulative log-decay has one form for every kind of decay, `q o dq + k o dk_row - k o dk_col`:
     token i's own terms carry `exp(G_i)` where it reads and `exp(-G_i)` where it is read.
@@ -84,7 +87,7 @@ def tail_kernel(
         b_row = tl.zeros([C, BK], dtype=tl.float32)  # Z S^T
         b_dL = tl.zeros([C, C], dtype=tl.float32)
         b_dbeta = tl.zeros([C], dtype=tl.float32)
-    for i_v in tl.range(0, tl.cdiv(V, BV), num_stages=STAGES):
+    for i_v in tl.range(0, value_tiles if COUNTED else tl.cdiv(V, BV), num_stages=STAGES):
         m_v = i_v * BV + o_v < V
         m_cv, m_write, m_vk = m_c[:, None] & m_v[None, :], m_dv[:, None] & m_v[None, :], m_v[:, None] & m_k[None, :]
         b_dO = tl.load(d_output + v_base + i_v * BV + o_cv, mask=m_cv, other=0.0)
@@ -94,7 +97,6 @@ def tail_kernel(
         b_dS = tl.load(d_states + slot * (K * V) + i_v * BV * K + o_vk, mask=m_vk, other=0.0)
         b_dq = tl.dot(b_dO, b_S, b_dq, input_precision=PRECISION)
         b_kc = tl.dot(b_U, b_dS, b_kc, input_precision=PRECISION)
-        b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION)
         if DECAY != 0:
             b_overlap += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 2 - DECAY)
         if HAS_BETA:
@@ -106,6 +108,9 @@ def tail_kernel(
         else:
             b_dv = b_Z
         tl.store(dv + v_base + i_v * BV + o_cv, b_dv.to(dv.dtype.element_ty), mask=m_write)
+        # A sum with the last product makes the trip wait for all of its products. Without it they run on while the next
+        # tile is copied over their operands: Triton has a single buffer for what registers read as well (docs/log.md).
+        b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION) + 0.0
 
     above, below = o_c[:, None] < o_c[None, :], o_c[:, None] > o_c[None, :]
     if DECAY == 1:

@@ -3,10 +3,20 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["CHUNK", "Tiles", "tiles_for"]
+__all__ = ["CHUNK", "NARROW_CHANNEL", "Tiles", "tiles_for"]
 
 CHUNK = 64
 """Tokens per chunk, in every kernel."""
+
+NARROW_CHANNEL = "loop"
+"""The tail for 16-bit inputs, decay per channel and V <= 64, which fits into one value tile. No candidate has been right
+on a GPU yet, so `ops.api` refuses such calls; tests/ops/triton/test_narrow_values.py judges them all.
+
+* `straight`: the loop over value tiles dissolves into straight code; wrong on an H200 with Triton 3.6.
+* `loop`: the loop stays one, its count read at run time, as for larger V, which is right there.
+* `halves`: value tiles of half the size, so that there are two.
+* `unpipelined`: one pipeline stage.
+"""
 
 
 class Tiles(NamedTuple):
@@ -18,7 +28,7 @@ class Tiles(NamedTuple):
     scan: dict[str, int]
     keep: dict[str, int]
     reverse: dict[str, int]
-    tail: dict[str, int]
+    tail: dict[str, int | bool]
 
 
 def _options(warps: int, stages: int, BV: int | None = None) -> dict[str, int]:
@@ -41,7 +51,8 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int) -> Tiles:
     prepare = _options(4, 1)
     if not half:
         serial = _options(4, 1, min(BV, 32 if BK <= 128 else 16))
-        return Tiles(BK, prepare, prepare | tile, serial, serial, serial, _options(4, 1, min(BV, 32)) | tile)
+        tail = _options(4, 1, min(BV, 32)) | tile | dict(COUNTED=False)
+        return Tiles(BK, prepare, prepare | tile, serial, serial, serial, tail)
     # Strict products and per-channel operands fill shared memory: then one wide program per multiprocessor. Eight warps
     # only with tiles of 128 value channels: over 64, Triton 3.6 has miscompiled them on Hopper (docs/log.md).
     wide = decay == 2 or terms == 3
@@ -51,4 +62,17 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int) -> Tiles:
         serial = _options(8, 2, 128)
     else:
         serial = _options(4, 2, BV)
-    return Tiles(BK, prepare, prepare | tile, serial, serial, serial, _options(4, 2, BV) | tile)
+    tail = _options(4, 2, BV) | tile | dict(COUNTED=False)
+    if decay == 2 and V <= 64:
+        tail |= _narrow_channel(BV)
+    return Tiles(BK, prepare, prepare | tile, serial, serial, serial, tail)
+
+
+def _narrow_channel(BV: int) -> dict[str, int | bool]:
+    candidates = dict(
+        straight={},
+        loop=dict(COUNTED=True),
+        halves=dict(BV=max(16, BV // 2)),
+        unpipelined=dict(COUNTED=True, num_stages=1, STAGES=1),
+    )
+    return candidates[NARROW_CHANNEL]
