@@ -1,0 +1,277 @@
+"""Train a small Llama on Python's standard library, swap its attention, convert it with a tenth of the tokens, compare.
+
+    python scripts/convert_standard_library.py --preset cpu      # two CPU cores
+    python scripts/convert_standard_library.py --preset gpu      # one large GPU
+    python scripts/convert_standard_library.py --preset cpu --variants kda --shares all
+
+Nothing is downloaded. For every variant and share of layers: held-out bits per byte after transfer, after each stage
+of the conversion, and of the same hybrid trained from scratch on as many tokens; how well pairs of tokens are recalled
+before and after; how fast and with how much memory the models decode behind long contexts. Everything goes into one
+JSON file; a finished arm is not run again, and an interrupted one goes on from its latest checkpoint.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
+
+import deltazoo
+from deltazoo.bench.results import describe_run
+from deltazoo.evaluation.long_context import measure_decoding
+from deltazoo.evaluation.recall import probe_recall
+from deltazoo.swap import swap_attention
+from deltazoo.swap.conversion import ConversionText, convert, read_stage, run_stage
+from deltazoo.swap.conversion_config import FineTuningConfig, load_conversion
+from deltazoo.swap.ranking import rank_layers
+from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.corpus import read_corpus
+from deltazoo.training.packing import spread
+from deltazoo.training.text import open_text
+from deltazoo.training.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARE_OF_TOKENS = 0.1
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of one run of the experiment.
+
+    Attributes:
+        llama: keys of ``LlamaConfig``.
+        vocab_size: of the tokenizer, trained on the text.
+        teacher: how the Llama is trained; the hybrid from scratch has its learning rate and batch.
+        variants: which are tried, unless others are named.
+        pairs: how many pairs the recall probe shows.
+        contexts: lengths behind which decoding is timed.
+        threads: of torch on a CPU.
+    """
+
+    llama: dict[str, int]
+    vocab_size: int
+    teacher: FineTuningConfig
+    variants: tuple[str, ...]
+    pairs: tuple[int, ...]
+    contexts: tuple[int, ...]
+    threads: int | None = None
+
+
+PRESETS = {
+    "cpu": Preset(
+        llama={"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 256},
+        vocab_size=512,
+        teacher=FineTuningConfig(
+            steps=1000, row_length=256, rows_per_batch=4, learning_rate=4e-3, schedule="linear", warmup_steps=50,
+            log_every=25, evaluate_every=250, evaluation_rows=32, save_every=500, keep_checkpoints=1,
+        ),
+        variants=("gated_deltanet", "delta_net"),
+        pairs=(2, 4, 8, 16),
+        contexts=(256, 1024, 4096, 8192),
+        threads=1,
+    ),
+    # 13 million tokens, four times the text: more would overfit. 52 M parameters.
+    "gpu": Preset(
+        llama={"hidden_size": 640, "num_hidden_layers": 10, "num_attention_heads": 5, "intermediate_size": 1728},
+        vocab_size=4096,
+        teacher=FineTuningConfig(
+            steps=400, row_length=1024, rows_per_batch=32, learning_rate=1.5e-3, schedule="linear", warmup_steps=40,
+            log_every=10, evaluate_every=100, evaluation_rows=64, save_every=200, keep_checkpoints=1,
+        ),
+        variants=tuple(deltazoo.list_variants()),
+        pairs=(4, 16, 64, 128),
+        contexts=(1024, 4096, 16384, 32768, 65536, 131072),
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=sorted(PRESETS), required=True)
+    parser.add_argument("--variants", nargs="+", help="in place of the preset's")
+    parser.add_argument("--shares", nargs="+", choices=["half", "all"], default=["half", "all"])
+    parser.add_argument("--set", action="append", default=[], help="section.key=value of the conversion, repeatable")
+    parser.add_argument("--folder", type=Path, help="of the runs; default runs/swap_PRESET")
+    parser.add_argument("--json", type=Path, help="the result; default benchmarks/results/swap_PRESET.json")
+    parser.add_argument("--commit", help="commit to record; read from git unless given")
+    arguments = parser.parse_args()
+    preset = PRESETS[arguments.preset]
+    if preset.threads and not torch.cuda.is_available():
+        torch.set_num_threads(preset.threads)
+    experiment = Experiment(preset, arguments.folder or Path("runs") / f"swap_{arguments.preset}", arguments)
+    variants = arguments.variants or preset.variants
+    result = arguments.json or ROOT / "benchmarks" / "results" / f"swap_{arguments.preset}.json"
+
+    record: dict[str, Any] = {"teacher": experiment.teacher(), "arms": []}
+    for variant in variants:
+        for share in arguments.shares:
+            console.rule(f"{variant}, {share}")
+            record["arms"].append(experiment.arm(variant, share))
+    record["decoding"] = experiment.decoding(variants[0], arguments.shares)
+    about = describe_run(
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        commit=arguments.commit,
+        command=["--preset", arguments.preset],
+    )
+    record = {"run": {**asdict(about), "transformers": version("transformers")}, "preset": arguments.preset, **record}
+    result.parent.mkdir(parents=True, exist_ok=True)
+    result.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    console.print(f"wrote {result}; next: python scripts/render_swap.py")
+
+
+class Experiment:
+    """A teacher and its conversions, each in a folder of its own below one folder."""
+
+    def __init__(self, preset: Preset, folder: Path, arguments: argparse.Namespace) -> None:
+        self.preset, self.folder = preset, folder
+        self.config = load_conversion(ROOT / "configs" / f"swap_{arguments.preset}.yaml", arguments.set)
+        self.tokens = sum(stage_tokens(stage) for stage in self.config.stages)
+        allowed = SHARE_OF_TOKENS * stage_tokens(preset.teacher)
+        if self.tokens > allowed:
+            raise SystemExit(
+                f"the conversion reads {self.tokens:,} tokens, more than a tenth of the training: {allowed:,.0f}"
+            )
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        tokenizer = folder / "tokenizer"
+        if not tokenizer.is_dir():
+            corpus = read_corpus(open_text(self.config.data), self.config.data)
+            build_tokenizer(TokenizerConfig(vocab_size=preset.vocab_size), corpus.train).save_pretrained(tokenizer)
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.text = ConversionText(self.config.data, self.tokenizer)
+
+    def new_llama(self) -> LlamaForCausalLM:
+        set_seed(0)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(self.tokenizer),
+                max_position_embeddings=max(self.preset.contexts) + 64,
+                tie_word_embeddings=True,
+                bos_token_id=self.tokenizer.bos_token_id,
+                eos_token_id=self.tokenizer.eos_token_id,
+                pad_token_id=self.tokenizer.pad_token_id,
+                **self.preset.llama,
+            )
+        )
+
+    def load(self, path: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(path).to(self.device)
+
+    @property
+    def teacher_path(self) -> Path:
+        return self.folder / "teacher" / "model"
+
+    def teacher(self) -> dict[str, Any]:
+        """Train it unless that is done; what it is and does."""
+        self.train_on_text(self.new_llama(), self.folder / "teacher", self.preset.teacher, "softmax")
+        model = self.load(self.teacher_path)
+        stage = read_stage(self.folder / "teacher")
+        return {
+            "parameters": model.num_parameters(),
+            "llama": self.preset.llama,
+            "text": self.text.corpus.description,
+            "bytes_per_token": self.text.bytes_per_token,
+            "tokens": stage.tokens,
+            "seconds": stage.seconds,
+            "tokens_per_second": stage.tokens_per_second,
+            "device": stage.device,
+            "bits_per_byte": self.text.bits_per_byte(model, self.preset.teacher),
+            "recall": self.recall(model),
+        }
+
+    def train_on_text(self, model: Any, folder: Path, stage: FineTuningConfig, mixer: str) -> None:
+        """Train from scratch, or go on, unless that is done."""
+        if not (folder / "result.json").is_file():
+            run = stage.as_run(folder, mixer, folder / "model", self.config.data, seed=self.config.seed)
+            run_stage(model, self.text, stage, run)
+
+    def layers(self, variant: str, share: str) -> tuple[list[int], list[dict[str, Any]]]:
+        """All layers, or the half whose swap hurts least; with the ranking that says so."""
+        num_layers = self.preset.llama["num_hidden_layers"]
+        if share == "all":
+            return list(range(num_layers)), []
+        rows = spread(self.text.validation_rows(self.preset.teacher.row_length), self.preset.teacher.evaluation_rows)
+        ranking = rank_layers(
+            self.load(self.teacher_path), variant, rows, rows_at_once=self.preset.teacher.rows_per_batch
+        )
+        return ranking.best(num_layers // 2), [asdict(score) for score in ranking.layers]
+
+    def arm(self, variant: str, share: str) -> dict[str, Any]:
+        """One conversion, and the same model trained from scratch."""
+        folder = self.folder / f"{variant}_{share}"
+        done = folder / "arm.json"
+        if done.is_file():
+            return json.loads(done.read_text(encoding="utf-8"))
+        layers, ranking = self.layers(variant, share)
+        model = self.load(self.teacher_path)
+        report = swap_attention(model, variant, layers=layers, keep_teacher=True)
+        recall = {"transfer": self.recall(model)}
+        config = replace(self.config, output=str(folder / "conversion"))
+        found = convert(model, self.tokenizer, config, resume=True)
+        recall["converted"] = self.recall(self.load(found.model_path))
+
+        stage = self.preset.teacher
+        scratch = replace(
+            stage, steps=self.tokens // tokens_per_step(stage), warmup_steps=max(1, stage.warmup_steps // 10)
+        )
+        model = self.new_llama()
+        swap_attention(model, variant, layers=layers, init="random")
+        self.train_on_text(model, folder / "scratch", scratch, variant)
+        model = self.load(folder / "scratch" / "model")
+        values = {
+            "variant": variant,
+            "share": share,
+            "layers": layers,
+            "ranking": ranking,
+            "parameters": report.parameters_after,
+            "tokens": self.tokens,
+            "scores": {**found.scores, "scratch": self.text.bits_per_byte(model, stage)},
+            "recall": {**recall, "scratch": self.recall(model)},
+            "stages": {name: asdict(stage) for name, stage in found.stages.items()},
+            "config": config.to_dict() | {"output": None},
+        }
+        done.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        for checkpoint in folder.rglob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        return values
+
+    def recall(self, model: Any) -> list[dict[str, Any]]:
+        model = model.to(self.device)
+        return [asdict(probe_recall(model, pairs, sequences=32)) for pairs in self.preset.pairs]
+
+    def decoding(self, variant: str, shares: Sequence[str]) -> list[dict[str, Any]]:
+        """Speed and memory of the teacher and of the variant's converted models."""
+        done = self.folder / "decoding.json"
+        if not done.is_file():
+            models = {"teacher": self.teacher_path}
+            for share in shares:
+                stage = self.config.stages[-1].section
+                models[f"{variant}, {share}"] = self.folder / f"{variant}_{share}" / "conversion" / stage / "model"
+            rows = []
+            for name, path in models.items():
+                model = self.load(path)
+                measure_decoding(model, 64, decoded=2)  # whatever is compiled or allocated the first time
+                for context in self.preset.contexts:
+                    console.print(f"decoding behind {context:,} tokens: {name}", highlight=False)
+                    rows.append({"model": name, **asdict(measure_decoding(model, context))})
+            done.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        return json.loads(done.read_text(encoding="utf-8"))
+
+
+def tokens_per_step(stage: Any) -> int:
+    return stage.rows_per_batch * stage.row_length * stage.accumulation
+
+
+def stage_tokens(stage: Any) -> int:
+    return stage.steps * tokens_per_step(stage)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Training a swapped model in: the stages one after another, each resumable, scored before and after."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from deltazoo.swap.conversion_config import ConversionConfig, StageConfig, load_conversion
+from deltazoo.swap.stages import (
+    AlignmentTrainer,
+    DistillationTrainer,
+    FineTuningTrainer,
+    choose_trained_parameters,
+    original_of,
+)
+from deltazoo.swap.surgery import swapped_layers
+from deltazoo.training.checkpoint import checkpoints, whole_or_not_at_all
+from deltazoo.training.config import DataConfig, RunConfig, save_config
+from deltazoo.training.corpus import read_corpus
+from deltazoo.training.packing import collate_side_by_side, pack_in_order, spread
+from deltazoo.training.progress import console
+from deltazoo.training.run import (
+    DEFAULT_TOKENIZER_SAMPLE,
+    MODEL_CONFIG,
+    device_name,
+    enable_gradient_checkpointing,
+    one_progress_bar,
+    open_run,
+    refuse_other_text,
+    training_rows,
+)
+from deltazoo.training.text import open_text
+from deltazoo.training.tokenizer import encode_documents
+from deltazoo.training.trainer import PackedTrainer, training_arguments
+from deltazoo.training.validation import score_rows
+
+__all__ = ["ConversionResult", "ConversionText", "StageResult", "convert", "run_stage"]
+
+_RESULT, _SCORES, _SWAP, _TEXT = "result.json", "scores.json", "swap.json", "text.json"
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a finished stage leaves.
+
+    Attributes:
+        history: the Trainer's log entries, also those before a resume.
+        tokens: training tokens read.
+        seconds: wall-clock time of training in the process that finished it, without validation and saving.
+        tokens_per_second: training tokens over ``seconds``, in that process.
+        trained_parameters: how many parameters the stage trained.
+        device: where it ran, for a person.
+    """
+
+    history: list[dict[str, Any]]
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    trained_parameters: int
+    device: str
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What a finished conversion leaves.
+
+    Attributes:
+        model_path: folder for ``AutoModelForCausalLM.from_pretrained``, with the tokenizer.
+        scores: held-out bits per byte: ``original``, ``transfer`` (swapped, before the first stage), and after each
+            stage under its name.
+        stages: per stage, in order.
+    """
+
+    model_path: Path
+    scores: dict[str, float]
+    stages: dict[str, StageResult]
+
+
+class ConversionText:
+    """The text of a conversion, tokenized for one model."""
+
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.data, self.tokenizer = data, tokenizer
+        self.source = open_text(data)
+        self.corpus = read_corpus(self.source, data, train_sample_bytes=DEFAULT_TOKENIZER_SAMPLE)
+
+    @cached_property
+    def validation(self) -> list[np.ndarray]:
+        """Token ids of the held-out documents."""
+        return encode_documents(self.tokenizer, self.corpus.validation, "tokenizing the held-out text")
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the held-out text."""
+        return self.corpus.validation_bytes / sum(len(ids) - 1 for ids in self.validation)
+
+    def validation_rows(self, row_length: int) -> list[dict[str, np.ndarray]]:
+        """All of the held-out text in rows."""
+        return pack_in_order(self.validation, row_length)
+
+    def bits_per_byte(self, model: PreTrainedModel, stage: StageConfig) -> float:
+        """Of the held-out text, all its rows, each row with no context but its own."""
+        rows = self.validation_rows(stage.row_length)
+        nats, tokens = score_rows(model, rows, stage.rows_per_batch, collate_side_by_side)
+        return nats / tokens / math.log(2) / self.bytes_per_token
+
+
+def convert(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ConversionConfig, *, resume: bool = False
+) -> ConversionResult:
+    """Train a freshly swapped model through the configured stages.
+
+    Args:
+        model: swapped with ``keep_teacher=True`` and not trained since: the originals are taken from it. The first
+            stage trains it in place; the result is what is on disk.
+        tokenizer: the model's own.
+        config: stages, text and folder.
+        resume: go on where the run in ``config.output`` stopped; without one there, start from the beginning.
+
+    Raises:
+        ValueError: the model is not swapped or kept no teachers, the folder holds a run and ``resume`` is false, or
+            swap, configuration or text are others than the run began with.
+        TrainingDiverged: a loss became NaN or infinite.
+        SaveError: the disk is full; what was saved before is whole.
+    """
+    layers = swapped_layers(model)
+    if not layers or any(layer.teacher is None for layer in layers.values()):
+        raise ValueError(
+            "convert needs a model whose attention was swapped with keep_teacher=True: the stages learn from the "
+            f"original, and {type(model).__name__} has {'no swapped layer' if not layers else 'not kept it'}"
+        )
+    if model.dtype != torch.float32:
+        raise ValueError(
+            f"the model's parameters are {model.dtype}, in which small updates are lost: load it with "
+            "dtype=torch.float32 (bf16 products are a matter of the stage's precision)"
+        )
+    folder = Path(config.output)
+    open_run(config, folder, resume, load=load_conversion)
+    _refuse_other_swap(model, folder / _SWAP)
+    text = ConversionText(config.data, tokenizer)
+    refuse_other_text(text.corpus, folder / _TEXT, config.data.streaming)
+    scores = _Scores(folder / _SCORES)
+    first, last = config.stages[0], config.stages[-1]
+    device: Any = training_arguments(_as_run(first, model, config, folder)).device
+    original = original_of(model).to(device)
+    if "transfer" not in scores.values:
+        scores.note("original", text.bits_per_byte(original, first))
+        scores.note("transfer", text.bits_per_byte(model.to(device), first))
+    results = {}
+    for stage in config.stages:
+        if not (folder / stage.section / _RESULT).is_file():
+            run_stage(model, text, stage, _as_run(stage, model, config, folder), original)
+        results[stage.section] = read_stage(folder / stage.section)
+        # Also after an unbroken stage: so a resumed run goes on from the very same weights.
+        model = AutoModelForCausalLM.from_pretrained(folder / stage.section / "model").to(device)
+        if stage.section not in scores.values:
+            scores.note(stage.section, text.bits_per_byte(model, stage))
+    return ConversionResult(folder / last.section / "model", scores.values, results)
+
+
+def run_stage(
+    model: PreTrainedModel,
+    text: ConversionText,
+    stage: StageConfig,
+    run: RunConfig,
+    original: PreTrainedModel | None = None,
+) -> None:
+    """Train one stage, or go on from its latest checkpoint; leaves the model and its result in the run's folder.
+
+    Args:
+        model: trained in place.
+        text: what it reads.
+        stage: which loss, and how.
+        run: the stage as a run, see ``StageConfig.as_run``.
+        original: whom to distil from; only for that stage.
+    """
+    folder = Path(run.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    choose_trained_parameters(model, stage)
+    if stage.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    trainer = _trainer(model, text, stage, run, original)
+    latest = checkpoints(folder)[-1:]
+    begun = f"going on from {latest[0]}" if latest else f"{stage.steps} steps"
+    console.print(f"[bold]{stage.section}[/]: {begun}", highlight=False)
+    with one_progress_bar():
+        trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
+        with whole_or_not_at_all(folder / "model") as staging:
+            trainer.save_model(str(staging))
+            save_config(run, staging / MODEL_CONFIG)
+    monitor = trainer.monitor
+    result = StageResult(
+        history=trainer.state.log_history,
+        tokens=stage.steps * monitor.tokens_per_step,
+        seconds=monitor.seconds,
+        tokens_per_second=monitor.tokens_per_second,
+        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        device=device_name(trainer.args.device),
+    )
+    _write(folder / _RESULT, asdict(result))
+
+
+def read_stage(folder: Path) -> StageResult:
+    """The result of a finished stage."""
+    return StageResult(**json.loads((folder / _RESULT).read_text(encoding="utf-8")))
+
+
+def _trainer(
+    model: PreTrainedModel, text: ConversionText, stage: StageConfig, run: RunConfig, original: PreTrainedModel | None
+) -> PackedTrainer:
+    arguments = training_arguments(run)
+    set_seed(run.seed)
+    given: dict[str, Any] = {
+        "model": model,
+        "tokenizer": text.tokenizer,
+        "config": run,
+        "arguments": arguments,
+        "train_rows": training_rows(run, text.source, text.corpus, text.tokenizer, arguments.world_size),
+        "validation_rows": spread(text.validation_rows(stage.row_length), stage.evaluation_rows),
+        "bytes_per_token": text.bytes_per_token,
+        "collate_rows": collate_side_by_side,
+    }
+    if stage.section == "align":
+        return AlignmentTrainer(**given)
+    if stage.section == "distill":
+        assert original is not None
+        return DistillationTrainer(**given, original=original)
+    return FineTuningTrainer(**given)
+
+
+def _as_run(stage: StageConfig, model: PreTrainedModel, config: ConversionConfig, folder: Path) -> RunConfig:
+    variant = next(iter(swapped_layers(model).values())).delta.spec.name
+    place = ("align", "distill", "finetune").index(stage.section)
+    path = folder / stage.section
+    return stage.as_run(path, variant, path / "model", config.data, seed=config.seed + place)
+
+
+class _Scores:
+    """Held-out scores on disk, so that a resumed run need not measure them again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.values: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def note(self, name: str, bits: float) -> None:
+        self.values[name] = bits
+        _write(self._path, self.values)
+        console.print(f"[bold]{name}[/]: {bits:.3f} held-out bits per byte", highlight=False)
+
+
+def _refuse_other_swap(model: PreTrainedModel, written: Path) -> None:
+    """A run goes on with the swap that it began with."""
+    now = json.loads(json.dumps({"model_type": model.config.model_type, "layers": model.config.delta_layers}))
+    if not written.is_file():
+        _write(written, now)
+    elif json.loads(written.read_text(encoding="utf-8")) != now:
+        raise ValueError(f"the run in {written.parent} began with another swap: see {written}")
+
+
+def _write(path: Path, values: Any) -> None:
+    """Whole or not at all: a killed process leaves no half file that a resume would trust."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,253 @@
+"""Conversions in miniature, on real text: every stage does its part, and a killed one goes on as if nothing happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import write_text_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
+
+import deltazoo.swap.conversion as conversion
+from deltazoo.swap import swap_attention, swapped_layers
+from deltazoo.swap.conversion import ConversionResult, ConversionText, convert, run_stage
+from deltazoo.swap.conversion_config import ConversionConfig, FineTuningConfig
+from deltazoo.swap.pictures import draw_conversion
+from deltazoo.swap.stages import choose_trained_parameters, divergence, original_of, teacher_forced
+from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.packing import collate_side_by_side
+from deltazoo.training.strict import from_mapping
+from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.trainer import PackedTrainer
+
+STAGE = {"row_length": 48, "rows_per_batch": 4, "log_every": 2, "evaluate_every": 10, "evaluation_rows": 4}
+STAGE |= {"precision": "fp32", "weight_decay": 0.0}
+
+
+def recipe(text: Path, output: Path) -> ConversionConfig:
+    values = {
+        "output": str(output),
+        "data": {"text": str(text), "validation_fraction": 0.2, "max_validation_bytes": 3000},
+        "align": {**STAGE, "steps": 16, "learning_rate": 1e-2, "save_every": 8},
+        "distill": {**STAGE, "steps": 16, "learning_rate": 3e-3, "save_every": 8},
+        "finetune": {**STAGE, "steps": 4, "learning_rate": 3e-4, "save_every": 4},
+    }
+    return from_mapping(ConversionConfig, values)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, and a Llama of a few thousand parameters that has read a little of it."""
+    folder = tmp_path_factory.mktemp("conversion")
+    config = recipe(write_text_folder(folder / "text"), folder / "unused")
+    corpus_text = ConversionText(config.data, build_tokenizer(TokenizerConfig("byte"), []))
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_size=320), corpus_text.corpus.train)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=0, eos_token_id=1))
+    stage = from_mapping(FineTuningConfig, {**STAGE, "steps": 80, "learning_rate": 1e-2, "save_every": 80})
+    run = stage.as_run(folder / "teacher", "softmax", folder / "teacher", config.data, seed=0)
+    run_stage(model, ConversionText(config.data, tokenizer), stage, run)
+    return folder
+
+
+def fresh(home: Path, variant: str = "gated_deltanet", **options: Any) -> tuple[Any, Any]:
+    """The trained Llama with all its layers swapped, and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(home / "teacher" / "model")
+    swap_attention(model, variant, keep_teacher=True, **options)
+    return model, AutoTokenizer.from_pretrained(home / "teacher" / "model")
+
+
+@pytest.fixture(scope="module")
+def unbroken(home: Path) -> ConversionResult:
+    return convert(*fresh(home), recipe(home / "text", home / "unbroken"))
+
+
+def losses(result: ConversionResult, stage: str) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in result.stages[stage].history if "loss" in entry}
+
+
+def batch(home: Path) -> dict[str, torch.Tensor]:
+    _, tokenizer = fresh(home)
+    text = ConversionText(recipe(home / "text", home).data, tokenizer)
+    found = collate_side_by_side(text.validation_rows(48)[:4])
+    return {name: found[name] for name in ("input_ids", "position_ids")}
+
+
+def test_alignment_brings_each_layer_closer_to_its_teacher(unbroken: ConversionResult) -> None:
+    found = losses(unbroken, "align")
+    assert found[16] < 0.8 * found[2]
+
+
+def test_each_stage_scores_better_than_the_transfer_alone(unbroken: ConversionResult) -> None:
+    scores = unbroken.scores
+    assert list(scores) == ["original", "transfer", "align", "distill", "finetune"]
+    assert scores["original"] < scores["transfer"]
+    assert scores["align"] < scores["transfer"]
+    assert scores["distill"] < scores["transfer"]
+    assert scores["finetune"] < scores["transfer"]
+
+
+def test_the_distillation_loss_falls(unbroken: ConversionResult) -> None:
+    found = losses(unbroken, "distill")
+    assert found[16] < found[2]
+
+
+def test_the_result_is_a_checkpoint_of_its_own(home: Path, unbroken: ConversionResult) -> None:
+    model = AutoModelForCausalLM.from_pretrained(unbroken.model_path)
+    assert sorted(swapped_layers(model)) == [0, 1]
+    text = ConversionText(recipe(home / "text", home).data, AutoTokenizer.from_pretrained(unbroken.model_path))
+    stage = recipe(home / "text", home).stages[-1]
+    assert text.bits_per_byte(model, stage) == unbroken.scores["finetune"]
+
+
+def test_all_curves_come_in_one_picture(unbroken: ConversionResult, tmp_path: Path) -> None:
+    histories = {name: stage.history for name, stage in unbroken.stages.items()}
+    path = draw_conversion(tmp_path / "loss.png", histories, unbroken.scores, "a conversion")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@contextmanager
+def dying(monkeypatch: pytest.MonkeyPatch, stage: str, after: int) -> Iterator[None]:
+    """The process dies in that stage after so many steps; after 0: between it and the one before."""
+
+    class Plug(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == after:
+                raise KeyboardInterrupt
+
+    make = conversion._trainer
+
+    def with_plug(*args: Any) -> PackedTrainer:
+        if args[2].section != stage:
+            return make(*args)
+        if not after:
+            raise KeyboardInterrupt
+        trainer = make(*args)
+        trainer.add_callback(Plug())
+        return trainer
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(conversion, "_trainer", with_plug)
+        yield
+
+
+@pytest.mark.parametrize(("stage", "after"), [("align", 11), ("distill", 0), ("distill", 11)])
+def test_a_killed_conversion_goes_on_as_if_nothing_had_happened(
+    home: Path, unbroken: ConversionResult, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str, after: int
+) -> None:
+    config = recipe(home / "text", tmp_path / "run")
+    with dying(monkeypatch, stage, after):
+        convert(*fresh(home), config)
+    result = convert(*fresh(home), config, resume=True)
+    assert result.scores == unbroken.scores
+    for name in ("align", "distill", "finetune"):
+        assert losses(result, name) == losses(unbroken, name)
+
+
+def test_a_finished_conversion_is_only_reported_again(home: Path, unbroken: ConversionResult) -> None:
+    before = (unbroken.model_path / "model.safetensors").stat().st_mtime_ns
+    again = convert(*fresh(home), recipe(home / "text", home / "unbroken"), resume=True)
+    assert again.scores == unbroken.scores
+    assert (unbroken.model_path / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_run_goes_on_only_as_it_began(home: Path, unbroken: ConversionResult) -> None:
+    config = recipe(home / "text", home / "unbroken")
+    with pytest.raises(ValueError, match="already holds a run"):
+        convert(*fresh(home), config)
+    with pytest.raises(ValueError, match="began with another swap"):
+        convert(*fresh(home, "kda"), config, resume=True)
+    with pytest.raises(ValueError, match=r"distill.steps was 16 and is 15"):
+        convert(*fresh(home), replace(config, distill=replace(config.distill, steps=15)), resume=True)
+
+
+def test_what_kept_no_original_cannot_be_converted(home: Path, tmp_path: Path) -> None:
+    config = recipe(home / "text", tmp_path / "run")
+    model, tokenizer = fresh(home)
+    with pytest.raises(ValueError, match="has no swapped layer"):
+        convert(original_of(model), tokenizer, config)
+    model = AutoModelForCausalLM.from_pretrained(home / "teacher" / "model")
+    swap_attention(model, "delta_net")
+    with pytest.raises(ValueError, match="has not kept it"):
+        convert(model, tokenizer, config)
+    with (
+        pytest.raises(ValueError, match=r"layers \[0, 1\] were swapped without keeping"),
+        teacher_forced(swapped_layers(model).values()),
+    ):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_16_bit_parameters_are_refused(home: Path, tmp_path: Path) -> None:
+    model, tokenizer = fresh(home)
+    with pytest.raises(ValueError, match="bfloat16"):
+        convert(model.bfloat16(), tokenizer, recipe(home / "text", tmp_path / "run"))
+
+
+def test_under_teacher_forcing_the_model_is_the_original(home: Path) -> None:
+    model, _ = fresh(home)
+    inputs = batch(home)
+    with teacher_forced(swapped_layers(model).values()) as errors:
+        forced = model(**inputs, use_cache=False).logits
+    assert torch.equal(forced, original_of(model)(**inputs, use_cache=False).logits)
+    assert len(errors) == 2
+    assert not torch.equal(forced, model(**inputs, use_cache=False).logits), "the hooks are gone afterwards"
+    assert len(errors) == 2
+
+
+def test_each_layer_learns_from_its_own_error_alone(home: Path) -> None:
+    model, _ = fresh(home)
+    choose_trained_parameters(model, recipe(home / "text", home).stages[0])
+    with teacher_forced(swapped_layers(model).values()) as errors:
+        model(**batch(home), use_cache=False)
+    errors[1].backward()
+    touched = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert touched
+    assert all("layers.1.self_attn.delta." in name for name in touched)
+
+
+def test_what_is_trained_is_what_the_stage_says(home: Path) -> None:
+    model, _ = fresh(home)
+    align, distill, _ = recipe(home / "text", home).stages
+    choose_trained_parameters(model, align)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if ".delta." in name}
+    choose_trained_parameters(model, distill)
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(p.requires_grad for layer in swapped_layers(model).values() for p in layer.teacher.parameters())
+
+
+def test_the_divergence_is_that_of_the_definition() -> None:
+    found, wanted = torch.randn(2, 2, 5, 7, dtype=torch.float64)
+    p, q = wanted.softmax(-1), found.softmax(-1)
+    expected = (p * (p / q).log()).sum(-1).mean()
+    # The function works in float32: 7 terms of order 1, each rounded to 2^-24.
+    assert abs(divergence(found, wanted).double() - expected) < 7 * 2**-22
+    assert divergence(wanted, wanted) == 0
+
+
+def test_packed_documents_do_not_reach_each_other(home: Path) -> None:
+    """In rows side by side, neither through softmax nor through the recurrence, nor by padding at the end."""
+    model, _ = fresh(home, layers=[1])
+    rows = [
+        {"input_ids": torch.arange(5, 25).numpy(), "starts": torch.tensor([0, 8]).numpy()},
+        {"input_ids": torch.arange(40, 50).numpy(), "starts": torch.tensor([0]).numpy()},
+    ]
+    inputs = collate_side_by_side(rows)
+    assert inputs["labels"].eq(-100).sum() == 3 + 10  # three beginnings, ten of padding
+    logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+    for row, span in ((0, slice(0, 8)), (0, slice(8, 20)), (1, slice(0, 10))):
+        alone = model(input_ids=inputs["input_ids"][row : row + 1, span], use_cache=False).logits
+        torch.testing.assert_close(logits[row : row + 1, span], alone)
+
+
+def test_scores_survive_on_disk(unbroken: ConversionResult) -> None:
+    written = unbroken.model_path.parents[1] / "scores.json"
+    assert json.loads(written.read_text()) == unbroken.scores
