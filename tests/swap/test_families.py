@@ -1,0 +1,59 @@
+"""Every family, every choice of layers, every variant: a swapped model is a whole language model."""
+
+import copy
+
+import pytest
+import torch
+from tiny_hosts import CHOICES, NUM_LAYERS, OWN, tiny_host, tokens
+from transformers import AutoModelForCausalLM
+
+import deltazoo
+from deltazoo.swap import HOSTS, swapped_layers
+
+VARIANTS = ["delta_net", "gated_deltanet", "kda", "efla"]
+
+
+def swapped(family, variant="gated_deltanet", layers="all", **options):
+    model = tiny_host(family)
+    deltazoo.swap_attention(model, variant, layers, **options)
+    return model
+
+
+@torch.no_grad()
+def stepwise(model, ids, prefill=5):
+    """Logits of a prefill and of single steps after it."""
+    out = model(ids[:, :prefill], use_cache=True)
+    logits = [out.logits]
+    for token in ids[:, prefill:].split(1, dim=1):
+        out = model(token, past_key_values=out.past_key_values)
+        logits.append(out.logits)
+    return torch.cat(logits, dim=1)
+
+
+def test_every_family_of_the_table_is_tested():
+    assert set(OWN) == set(HOSTS)
+
+
+@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_runs_decodes_and_reloads(family, choice, variant, tmp_path):
+    host, ids = tiny_host(family), tokens(2, 9)
+    model = copy.deepcopy(host)
+    report = deltazoo.swap_attention(model, variant, CHOICES[choice])
+    assert len(swapped_layers(model)) == len(report.layers) == {"one": 1, "half": 2, "all": NUM_LAYERS}[choice]
+
+    with torch.no_grad():
+        logits = model(ids).logits
+        assert logits.isfinite().all()
+        assert not torch.allclose(logits, host(ids).logits, atol=1e-3)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, logits)
+
+    model.double()
+    with torch.no_grad():
+        logits = model(ids).logits
+    torch.testing.assert_close(stepwise(model, ids), logits, rtol=1e-9, atol=1e-9)
