@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from deltazoo.layers.norm import at_least_float32
 from deltazoo.swap.hosts import Host
 
 __all__ = ["AttentionWeights", "HeadShape", "read_attention", "read_shape"]
@@ -103,7 +104,7 @@ def read_attention(host: Host, attention: Any, shape: HeadShape, index: int) -> 
         weights = _split(weights[0], host, shape)
         biases = [part for bias in biases for part in _split(bias, host, shape)]
     norms = {
-        part: getattr(attention, name).weight.float() + host.norm_offset
+        part: at_least_float32(getattr(attention, name).weight) + host.norm_offset
         for part, name in zip("qk", host.norms or (), strict=False)
     }
     return AttentionWeights(

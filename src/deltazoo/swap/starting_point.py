@@ -80,9 +80,10 @@ def _copy_projections(delta: HostedDeltaAttention, host: AttentionWeights) -> No
         projection.weight.copy_(_to_all_heads(source, projection.weight, delta, name))
         if name in host.biases:
             projection.bias.copy_(_to_all_heads(host.biases[name], projection.bias, delta, name))
-    for name, source in host.norms.items():
-        norm = getattr(delta, f"{name}_norm")
-        norm.weight.copy_(source if delta.qk_norm == "head" else _to_all_heads(source, norm.weight, delta, name))
+    if delta.qk_norm is not None:
+        for name, source in host.norms.items():
+            norm = getattr(delta, f"{name}_norm")
+            norm.weight.copy_(source if delta.qk_norm == "head" else _to_all_heads(source, norm.weight, delta, name))
 
 
 def _to_all_heads(source: Tensor, target: Tensor, delta: HostedDeltaAttention, name: str) -> Tensor:

@@ -1,0 +1,182 @@
+"""What a swap copies, starts, leaves alone and gives back."""
+
+import copy
+
+import pytest
+import torch
+from tiny_hosts import OWN, tiny_host, tokens
+
+import deltazoo
+from deltazoo.layers.rotary import rotate
+from deltazoo.swap import HOSTS, swapped_layers
+from deltazoo.swap.hosts import attention_slots
+
+
+def captured_attention(model, index, ids):
+    """Input, rotary embedding and output of one attention layer in a forward pass."""
+    host = HOSTS[model.config.model_type]
+    seen = {}
+
+    def keep(module, args, kwargs, output):
+        seen.update(kwargs, x=args[0] if args else kwargs["hidden_states"], output=output[0])
+
+    slot = attention_slots(model, host)[index].get_submodule(host.attention)
+    handle = slot.register_forward_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    handle.remove()
+    return seen["x"], seen.get("position_embeddings"), seen["output"], slot.scaling
+
+
+def softmax_attention(delta, x, rotary, scaling):
+    """Causal softmax attention with the projections and norms of a delta-rule layer."""
+    q, k, v = delta._split_heads(delta.q_proj(x), delta.k_proj(x), delta.v_proj(x))
+    if rotary is not None:
+        q, k = rotate(q, rotary), rotate(k, rotary)
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * scaling
+    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+    return delta.o_proj(torch.einsum("bhts,bshv->bthv", weights, v).flatten(2))
+
+
+@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_copied_weights_give_the_hosts_attention(family, grouped):
+    """In place of the delta rule, softmax over the copied projections is what the host computes: nothing mixed up."""
+    without_window = {"sliding_window": 64} if "sliding_window" in OWN[family] else {}
+    uncapped = {"attn_logit_softcapping": 1e6} if family == "gemma2" else {}
+    model, ids = tiny_host(family, **without_window, **uncapped).double(), tokens(2, 7)
+    x, rotary, expected, scaling = captured_attention(model, 2, ids)
+    deltazoo.swap_attention(model, "delta_net", [2], grouped=grouped)
+    layer = swapped_layers(model)[2]
+    with torch.no_grad():
+        actual = softmax_attention(layer.delta, x, rotary if layer.rope else None, scaling)
+    # Hosts compute norms of queries and keys, and score caps, in float32 at every dtype.
+    tolerance = 1e-9 if layer.delta.qk_norm is None and not uncapped else 1e-5
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_the_rest_stays_bit_for_bit_and_unswap_restores(family):
+    host, ids = tiny_host(family), tokens(2, 7)
+    host.requires_grad_(False)
+    slot = HOSTS[family].attention
+    list(attention_slots(host, HOSTS[family])[1].get_submodule(slot).parameters())[0].requires_grad_(True)
+    host.train()
+    model = copy.deepcopy(host)
+    deltazoo.swap_attention(model, "kda", "1:1", keep_teacher=True)
+    before, after = host.state_dict(), model.state_dict()
+    swapped = {f".{index}.{slot}." for index in swapped_layers(model)}
+    untouched = [name for name in before if not any(part in name for part in swapped)]
+    assert len(untouched) < len(before)
+    assert all(torch.equal(before[name], after[name]) for name in untouched)
+    assert not any("teacher" in name for name in after)
+
+    deltazoo.unswap_attention(model)
+    assert type(model) is type(host) and type(model.base_model) is type(host.base_model)
+    assert type(model.config) is type(host.config) and model.config.to_dict() == host.config.to_dict()
+    assert model._tp_plan == host._tp_plan
+    restored = model.state_dict()
+    assert list(restored) == list(before) and all(torch.equal(before[name], restored[name]) for name in before)
+    flags = [[(p.requires_grad, m.training) for m in x.modules() for p in m.parameters(False)] for x in (model, host)]
+    assert flags[0] == flags[1]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, host.eval()(ids).logits)
+
+
+def test_a_teacher_is_frozen_and_moves_along():
+    model = tiny_host("llama")
+    deltazoo.swap_attention(model, "gated_deltanet", [0], keep_teacher=True)
+    layer = swapped_layers(model)[0]
+    assert not any(p.requires_grad for p in layer.teacher.parameters())
+    assert all(p.requires_grad for p in layer.delta.parameters())
+    model.to(torch.bfloat16)
+    assert {p.dtype for p in layer.teacher.parameters()} == {torch.bfloat16}
+    assert copy.deepcopy(model).model.layers[0].self_attn.teacher is not layer.teacher
+
+
+def test_unswap_needs_a_teacher():
+    model = tiny_host("llama")
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not a swapped model"):
+        deltazoo.unswap_attention(model)
+    deltazoo.swap_attention(model, "delta_net", [1, 2])
+    with pytest.raises(ValueError, match=r"layers \[1, 2\] was not kept"):
+        deltazoo.unswap_attention(model)
+    assert list(swapped_layers(model)) == [1, 2]
+
+
+@pytest.mark.parametrize("variant", deltazoo.list_variants())
+def test_gates_start_as_documented(variant):
+    model = tiny_host("qwen3").double()
+    deltazoo.swap_attention(model, variant, [0])
+    delta = swapped_layers(model)[0].delta
+    x = torch.randn(2, 50, 32, dtype=torch.float64)
+    with torch.no_grad():
+        q, k, v = delta.q_proj(x), delta.k_proj(x), delta.v_proj(x)
+        for name, projected in zip("qkv", (q, k, v), strict=True):
+            convolved, _ = getattr(delta, f"{name}_conv1d")(projected)
+            assert torch.equal(convolved, projected)
+        q, k, v = delta._split_heads(q, k, v)
+        q, k = delta._normalize(q, k)
+        inputs = delta.rule_inputs(x, q, k, v)
+        if delta.spec.corrects:
+            eigenvalue_step = (inputs.beta * inputs.k.square().sum(-1)).mean().item()
+            assert eigenvalue_step == pytest.approx(1.0 if delta.allow_neg_eigval else 0.5, abs=0.05)
+        if delta.spec.decay != "none":
+            time = -1 / inputs.log_decay
+            assert time.min().item() == pytest.approx(64, rel=1e-3)
+            assert time.max().item() == pytest.approx(4096, rel=1e-3)
+        if delta.spec.output_gate != "none":
+            normed = torch.randn(2, 50, 4, 16, dtype=torch.float64)
+            bare = torch.nn.functional.rms_norm(normed, (16,), eps=delta.o_norm.eps)
+            gated = delta._norm_and_gate(normed, x)
+            ratio = (gated / bare).flatten()
+            torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+
+
+def test_random_start_takes_nothing_and_other_sizes():
+    model = tiny_host("qwen2")
+    report = deltazoo.swap_attention(
+        model, "gated_deltanet", [3], init="random", num_heads=2, num_v_heads=4, head_dim=8, expand_v=2
+    )
+    assert report.layers[0].copied == ()
+    assert {"q_proj.weight", "o_proj.weight"} <= set(report.layers[0].dropped)
+    delta = swapped_layers(model)[3].delta
+    assert (delta.num_v_heads, delta.head_v_dim) == (4, 16)
+    assert delta.q_proj.weight.std().item() == pytest.approx(0.2, rel=0.1)
+    assert model(tokens(1, 5)).logits.isfinite().all()
+
+
+def test_choices_are_recorded_and_act():
+    ids = tokens(2, 9)
+    logits = {}
+    choices = {
+        "default": {},
+        "no rope": {"rope": False},
+        "no norms": {"qk_norm": False},
+        "silu": {"activation": "silu"},
+        "no conv": {"use_short_conv": False},
+        "negative": {"allow_neg_eigval": True},
+    }
+    for name, choice in choices.items():
+        model = tiny_host("qwen3")
+        deltazoo.swap_attention(model, "gated_deltanet", **choice)
+        with torch.no_grad():
+            logits[name] = model(ids).logits
+    assert torch.equal(logits.pop("no conv"), logits["default"])  # an identity convolution is none
+    different = list(logits.values())
+    assert all(not torch.allclose(a, b) for i, a in enumerate(different) for b in different[:i])
+
+
+def test_grouped_heads_stay_the_hosts_matrices():
+    host = tiny_host("llama")
+    model = copy.deepcopy(host)
+    report = deltazoo.swap_attention(model, "delta_net", [0], grouped=True)
+    expanded = deltazoo.swap_attention(copy.deepcopy(host), "delta_net", [0])
+    delta, attention = swapped_layers(model)[0].delta, host.model.layers[0].self_attn
+    assert torch.equal(delta.k_proj.weight, attention.k_proj.weight)
+    assert torch.equal(delta.v_proj.weight, attention.v_proj.weight)
+    assert report.parameters_after < expanded.parameters_after
+    recurrent = 4 * 8 * 8 * 4
+    assert report.layers[0].state_bytes == recurrent + (32 + 16 + 16) * 3 * 4
+    assert expanded.layers[0].state_bytes == recurrent + 3 * 32 * 3 * 4
