@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from deltazoo.acceleration.layouts import MIXER_LAYOUTS
 
 VOCAB = 61
 COMMON: dict[str, Any] = {
@@ -81,6 +85,20 @@ INSTALLED = [name for name in FAMILIES if importlib.util.find_spec(f"transformer
 """Older versions of transformers have fewer of these models."""
 
 
+def has_fused_convolution(family: str) -> bool:
+    """Whether the installed version lays out the family's layer as the newest does.
+
+    OLMo Hybrid once had three convolutions per layer and a cache class of its own; `accelerate` refuses that.
+    """
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return not hasattr(modeling, "OlmoHybridShortConvolution")
+
+
+FUSED = [name for name in INSTALLED if has_fused_convolution(name)]
+SPARSE_SOFTMAX = ["qwen4_exp", "glm5_next"]
+"""Families whose softmax layers choose a few blocks of neighbouring tokens."""
+
+
 def foreign_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """In evaluation mode, always with the same weights, whose effect shows in the logits."""
     model_name, config_name, options = FAMILIES[family]
@@ -106,3 +124,46 @@ def foreign_model(family: str, dtype: torch.dtype = torch.float32, **overrides: 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCAB - 1, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mixer_of(model: Any) -> Any:
+    """The model's one delta-rule layer."""
+    (mixer,) = [x for x in model.modules() if type(x).__name__.removeprefix("Accelerated") in MIXER_LAYOUTS]
+    return mixer
+
+
+DECAY_PARAMETERS = (
+    "A_log",
+    "dt_bias",
+    "a_proj.weight",
+    "in_proj_a.weight",
+    "in_proj_ba.weight",
+    "f_proj.weight",
+    "f_a_proj.weight",
+    "f_b_proj.weight",
+)
+
+
+def assert_equal_but_for_rounding(
+    run: Callable[[Any], dict[str, Tensor]], model: Any, actual: dict[str, Tensor], factor: float = 8.0
+) -> None:
+    """`actual` is what `run(model)` gives, within `factor` times what rounding the weights differently changes in it.
+
+    Every weight is moved by about one unit in its last place. Another order of summation cannot be asked to do better.
+    Gradients of the decay are sums over a chunk of 64 tokens whose terms cancel (docs/math.md), the more so
+    the stronger the decay; their rounding errors add up, at worst, over that length.
+    """
+    shaken = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in shaken.parameters():
+            eps = torch.finfo(parameter.dtype).eps
+            parameter.mul_(1 + eps * torch.randn_like(parameter))
+    expected, moved = run(model), run(shaken)
+    assert actual.keys() == expected.keys()
+    wrong = []
+    for name, x in expected.items():
+        allowed = factor * (moved[name].double() - x.double()).norm() * (64 if name.endswith(DECAY_PARAMETERS) else 1)
+        error = (actual[name].double() - x.double()).norm()
+        if not error <= allowed:
+            wrong.append(f"{name}: error {error:.1e} > {allowed:.1e}, size {x.double().norm():.1e}")
+    assert not wrong, wrong
