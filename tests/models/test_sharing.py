@@ -7,10 +7,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import EntryNotFoundError
+from fake_hub import Hub
 from safetensors.torch import load_file
 from tiny_models import CONFIGS, HYBRID, tiny_model, tiny_named, tokens
 from transformers import AutoModelForCausalLM
@@ -112,37 +111,6 @@ class TestModelCard:
     def test_only_the_writing_process_writes_it(self, tmp_path):
         tiny_model("gated_deltanet").save_pretrained(tmp_path, is_main_process=False)
         assert not (tmp_path / "README.md").exists()
-
-
-class Hub:
-    """Stands in for the Hub: keeps what would have been uploaded."""
-
-    def __init__(self, monkeypatch):
-        self.files, self.commits, self.branches = {}, [], []
-        monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", self.create_repo)
-        monkeypatch.setattr(huggingface_hub.HfApi, "create_branch", self.create_branch)
-        monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", self.create_commit)
-        load = huggingface_hub.ModelCard.load
-        monkeypatch.setattr(
-            huggingface_hub.ModelCard, "load", lambda name, **kw: self.card() if isinstance(name, str) else load(name)
-        )
-
-    def create_repo(self, repo_id, **kwargs):
-        return huggingface_hub.RepoUrl(f"https://huggingface.co/me/{repo_id.rpartition('/')[2]}")
-
-    def create_branch(self, repo_id, *, branch, **kwargs):
-        self.branches.append(branch)
-
-    def create_commit(self, repo_id, operations, **kwargs):
-        self.commits.append((repo_id, kwargs))
-        for operation in operations:
-            with operation.as_file() as file:
-                self.files[operation.path_in_repo] = file.read()
-
-    def card(self):
-        if "README.md" not in self.files:
-            raise EntryNotFoundError("no card")
-        return huggingface_hub.ModelCard(self.files["README.md"].decode())
 
 
 @pytest.mark.feature("push_to_hub")
