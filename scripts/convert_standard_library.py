@@ -13,6 +13,7 @@ JSON file; a finished arm is not run again, and an interrupted one goes on from 
 import argparse
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -110,17 +111,20 @@ def main() -> None:
     variants = arguments.variants or preset.variants
     result = arguments.json or ROOT / "benchmarks" / "results" / f"swap_{arguments.preset}.json"
 
-    record: dict[str, Any] = {"teacher": experiment.teacher(), "arms": []}
+    record: dict[str, Any] = {
+        "teacher": experiment.teacher(),
+        "conversion": experiment.config.to_dict() | {"output": None},
+        "arms": [],
+    }
     for variant in variants:
         for share in arguments.shares:
             console.rule(f"{variant}, {share}")
             record["arms"].append(experiment.arm(variant, share))
     record["decoding"] = experiment.decoding(variants[0], arguments.shares)
-    about = describe_run(
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        commit=arguments.commit,
-        command=["--preset", arguments.preset],
-    )
+    command = ["--preset", arguments.preset, "--variants", *variants, "--shares", *arguments.shares]
+    command += [part for override in arguments.set for part in ("--set", override)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    about = describe_run(device=device, commit=arguments.commit, command=command)
     record = {"run": {**asdict(about), "transformers": version("transformers")}, "preset": arguments.preset, **record}
     result.parent.mkdir(parents=True, exist_ok=True)
     result.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -209,6 +213,7 @@ class Experiment:
         done = folder / "arm.json"
         if done.is_file():
             return json.loads(done.read_text(encoding="utf-8"))
+        began = time.perf_counter(), time.process_time()
         layers, ranking = self.layers(variant, share)
         model = self.load(self.teacher_path)
         report = swap_attention(model, variant, layers=layers, keep_teacher=True)
@@ -235,7 +240,8 @@ class Experiment:
             "scores": {**found.scores, "scratch": self.text.bits_per_byte(model, stage)},
             "recall": {**recall, "scratch": self.recall(model)},
             "stages": {name: asdict(stage) for name, stage in found.stages.items()},
-            "config": config.to_dict() | {"output": None},
+            "seconds": time.perf_counter() - began[0],
+            "processor_seconds": time.process_time() - began[1],
         }
         done.write_text(json.dumps(values, indent=1), encoding="utf-8")
         for checkpoint in folder.rglob("checkpoint-*"):

@@ -15,12 +15,12 @@ FILES = (
 )
 
 
-def write_text_folder(folder: Path) -> Path:
-    """Twenty files of real text, 300 kB; with the fraction of ``run_config`` a few of them are held out."""
+def write_text_folder(folder: Path, bytes_per_file: int | None = None) -> Path:
+    """Twenty files of real text, 300 kB unless cut; with the fraction of ``run_config`` a few of them are held out."""
     library = Path(sysconfig.get_paths()["stdlib"])
     folder.mkdir(parents=True)
     for name in FILES.split():
-        (folder / name).write_bytes((library / name).read_bytes())
+        (folder / name).write_bytes((library / name).read_bytes()[:bytes_per_file])
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Conversions in miniature, on real text: every stage does its part, and a killed one goes on as if nothing happened."""
+"""Conversions in miniature, on real text: every stage does its part; a killed one goes on as if nothing happened."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def recipe(text: Path, output: Path) -> ConversionConfig:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, and a Llama of a few thousand parameters that has read a little of it."""
     folder = tmp_path_factory.mktemp("conversion")
-    config = recipe(write_text_folder(folder / "text"), folder / "unused")
+    config = recipe(write_text_folder(folder / "text", bytes_per_file=8000), folder / "unused")
     corpus_text = ConversionText(config.data, build_tokenizer(TokenizerConfig("byte"), []))
     tokenizer = build_tokenizer(TokenizerConfig(vocab_size=320), corpus_text.corpus.train)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=0, eos_token_id=1))
-    stage = from_mapping(FineTuningConfig, {**STAGE, "steps": 80, "learning_rate": 1e-2, "save_every": 80})
+    stage = from_mapping(FineTuningConfig, {**STAGE, "steps": 160, "learning_rate": 1e-2, "save_every": 160})
     run = stage.as_run(folder / "teacher", "softmax", folder / "teacher", config.data, seed=0)
     run_stage(model, ConversionText(config.data, tokenizer), stage, run)
     return folder

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class Decoding:
 
     Attributes:
         context: tokens read before the first decoded one.
-        tokens_per_second: of the decoded tokens alone, one after another.
+        tokens_per_second: of the decoded tokens alone, one after another: one over the median time of a token.
         prefill_seconds: for reading the context.
         cache_bytes: what the cache holds afterwards.
         peak_bytes: peak memory on the GPU above the model's own; None on a CPU.
@@ -57,14 +58,15 @@ def measure_decoding(model: PreTrainedModel, context: int, *, decoded: int = 32,
     prefill = _now(on_gpu) - began
     for _ in range(2):
         token = _next_token(model, token, cache)
-    began = _now(on_gpu)
+    seconds = []
     for _ in range(decoded):
+        began = _now(on_gpu)
         token = _next_token(model, token, cache)
-    seconds = _now(on_gpu) - began
+        seconds.append(_now(on_gpu) - began)
     model.train(was_training)
     return Decoding(
         context=context,
-        tokens_per_second=decoded / seconds,
+        tokens_per_second=1 / median(seconds),
         prefill_seconds=prefill,
         cache_bytes=cache_bytes(cache),
         peak_bytes=torch.cuda.max_memory_allocated() - resting if on_gpu else None,

@@ -158,7 +158,8 @@ def convert(
             run_stage(model, text, stage, _as_run(stage, model, config, folder), original)
         results[stage.section] = read_stage(folder / stage.section)
         # Also after an unbroken stage: so a resumed run goes on from the very same weights.
-        model = AutoModelForCausalLM.from_pretrained(folder / stage.section / "model").to(device)
+        with one_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(folder / stage.section / "model").to(device)
         if stage.section not in scores.values:
             scores.note(stage.section, text.bits_per_byte(model, stage))
     return ConversionResult(folder / last.section / "model", scores.values, results)
