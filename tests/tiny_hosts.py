@@ -44,6 +44,8 @@ OWN: dict[str, dict[str, Any]] = {
 }
 """What differs from `SIZES` per family; None drops a size that the family does not have."""
 
+FLOAT32_ONLY = ["gemma2"]
+"""Eager softmax of capped scores computes in float32 at any dtype, where float64's mask value overflows."""
 SLIDING = ["mistral", "gemma2", "gemma3_text"]
 CHOICES: dict[str, Any] = {"one": [1], "half": "1:1", "all": "all"}
 
@@ -61,6 +63,16 @@ def tiny_host(family: str, auto_class: Any = AutoModelForCausalLM, **overrides: 
             if "norm" in name or "bias" in name or "ln_" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))  # ones and zeros would hide what is mixed up
     return model
+
+
+def precise(family: str, model: Any) -> Any:
+    """The model in float64, where rounding hides nothing, if its family can."""
+    return model if family in FLOAT32_ONLY else model.double()
+
+
+def close(family: str) -> dict[str, float]:
+    """Tolerances for two computations of one quantity by such a model, of sizes around one."""
+    return dict.fromkeys(("rtol", "atol"), 1e-4 if family in FLOAT32_ONLY else 1e-9)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
