@@ -125,7 +125,6 @@ def test_every_key_acts():
     own = set(DeltaRuleConfig.__annotations__) - {
         "model_type",
         "keys_to_ignore_at_inference",
-        "base_model_tp_plan",
         "base_model_pp_plan",
         "base_model_fsdp_plan",
     }

@@ -129,17 +129,6 @@ def test_context_parallelism_is_refused():
     assert not getattr(tiny_model("softmax_only"), "supports_context_parallel", False)
 
 
-@pytest.mark.feature("parallel plans")
-def test_parallel_plans_name_existing_modules():
-    for case in ("gated_deltanet", "hybrid"):
-        model = tiny_model(case)
-        modules = {name for name, _ in model.model.named_modules()}
-        for pattern in model.config.base_model_tp_plan:
-            assert {pattern.replace("*", str(i)) for i in range(2)} <= modules
-        assert set(model.config.base_model_pp_plan) <= modules
-        assert {pattern.removesuffix(".*") for pattern in model.config.base_model_fsdp_plan} <= modules
-
-
 class TestTrainer:
     def arguments(self, path, **overrides):
         options = {

@@ -16,6 +16,7 @@ from transformers.generation import GenerationConfig
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config
+from deltazoo.models.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.spec import DeltaRuleSpec, get_variant
 
 __all__ = ["DeltaNetConfig", "DeltaRuleConfig", "EFLAConfig", "GatedDeltaNetConfig", "KDAConfig"]
@@ -90,21 +91,8 @@ class DeltaRuleConfig(PreTrainedConfig):
 
     model_type: ClassVar[str] = "delta_rule"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
-    base_model_tp_plan: ClassVar[dict[str, Any]] = {
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
-    base_model_pp_plan: ClassVar[dict[str, Any]] = {
-        "embeddings": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "sequences"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
-    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
-        "embeddings": "free_full_weight",
-        "layers.*": "free_full_weight",
-        "norm": "keep_full_weight",
-    }
+    base_model_pp_plan: ClassVar[dict[str, Any]] = PIPELINE_PLAN
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = FSDP_PLAN
 
     mixer: str = "gated_deltanet"
     vocab_size: int = 32000
@@ -164,6 +152,11 @@ class DeltaRuleConfig(PreTrainedConfig):
         # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
         offer_lora_targets(self.model_type)
         return super().to_dict()
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """How tensor parallelism divides the weights of the base model."""
+        return tensor_parallel_plan(self)
 
     @property
     def variant(self) -> DeltaRuleSpec:

@@ -19,6 +19,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+import deltazoo.models.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.layers.initialization import short_conv_
 from deltazoo.layers.layout import PaddedLayout
@@ -188,6 +189,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         Raises:
             ValueError: inputs that do not fit each other, the cache or the model; unknown arguments.
         """
+        kwargs = _unwrapped(kwargs)
         _refuse_unknown(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -285,6 +287,7 @@ class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, CapturedGeneration, Generat
             logits_to_keep: how many last positions (0 = all), or which positions, get logits.
             kwargs: as for `DeltaRuleModel`; `num_items_in_batch` divides the summed loss.
         """
+        kwargs = _unwrapped(kwargs)
         shift_labels = kwargs.pop("shift_labels", None)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         sequences = None
@@ -342,6 +345,12 @@ def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Te
     if logits_to_keep.ndim == 2:
         return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
     return hidden_states[:, logits_to_keep]
+
+
+def _unwrapped(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments one by one; transformers' pipeline stages pass them on in a dictionary called `kwargs`."""
+    wrapped = kwargs.pop("kwargs", {})
+    return {**kwargs, **{key: value for key, value in wrapped.items() if key != "return_dict"}}
 
 
 def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:

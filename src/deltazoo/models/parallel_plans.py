@@ -1,0 +1,68 @@
+"""Which module goes where when a model is spread over several devices: the plans transformers reads from a config.
+
+A tensor-parallel plan names a style for every module whose weights are divided; `tensor_parallel` has the styles that
+transformers lacks. A plan lists only what the model has, so it is made from the configuration.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltazoo.models.configuration import DeltaRuleConfig
+
+__all__ = ["FSDP_PLAN", "PIPELINE_PLAN", "tensor_parallel_plan"]
+
+PIPELINE_PLAN: dict[str, Any] = {
+    "embeddings": (["input_ids"], ["inputs_embeds"]),
+    "layers": (["hidden_states", "sequences"], ["hidden_states"]),
+    "norm": (["hidden_states"], ["hidden_states"]),
+}
+"""Inputs and outputs of each stage."""
+
+FSDP_PLAN: dict[Any, str] = {
+    "embeddings": "free_full_weight",
+    "layers.*": "free_full_weight",
+    "norm": "keep_full_weight",
+}
+"""What is gathered together, and whether it is freed again after the forward pass."""
+
+
+def tensor_parallel_plan(config: "DeltaRuleConfig") -> dict[str, str]:
+    """Style per module of the base model: heads divided in both kinds of mixers, channels in the MLPs.
+
+    Softmax layers call their projections what linear layers call theirs, so the entries hold for both.
+    """
+    mixer: dict[str, str] = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+    if "linear_attention" in (config.layer_types or ()):
+        mixer |= _gates(config)
+    plan = {f"layers.*.attn.{name}": style for name, style in mixer.items()}
+    # In this order: transformers before 5.17 takes the first entry that a parameter's name begins with.
+    plan |= {"layers.*.attn_norm": "delta_rule_whole", "layers.*.attn": "delta_rule_heads"}
+    plan |= {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    if config.tie_word_embeddings:
+        plan["embeddings"] = "embedding_rowwise"  # as the output head's matrix, which it is
+    return plan
+
+
+def _gates(config: "DeltaRuleConfig") -> dict[str, str]:
+    spec = config.variant
+    gates = {"o_norm": "delta_rule_shared_norm"}
+    if spec.corrects:
+        gates["b_proj"] = "colwise"
+    if spec.decay == "scalar":
+        gates["a_proj"] = "colwise"
+    elif spec.decay == "channel":
+        gates |= _low_rank("f_proj")
+    if spec.output_gate == "full":
+        gates["g_proj"] = "colwise"
+    elif spec.output_gate == "low_rank":
+        gates |= _low_rank("g_proj")
+    return gates
+
+
+def _low_rank(name: str) -> dict[str, str]:
+    # A plan cannot tell the two halves of a sequence apart. Both are divided and gathered; the layer takes its heads.
+    return {f"{name}.*": "colwise_gather_output"}
