@@ -24,7 +24,6 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
-import deltazoo
 from deltazoo.bench.results import describe_run
 from deltazoo.evaluation.long_context import measure_decoding
 from deltazoo.evaluation.recall import probe_recall
@@ -50,7 +49,7 @@ class Preset:
     Attributes:
         llama: keys of ``LlamaConfig``.
         vocab_size: of the tokenizer, trained on the text.
-        teacher: how the Llama is trained; the hybrid from scratch has its learning rate and batch.
+        teacher: how the Llama is trained; the hybrid from scratch has its learning rate.
         variants: which are tried, unless others are named.
         pairs: how many pairs the recall probe shows.
         contexts: lengths behind which decoding is timed.
@@ -87,7 +86,7 @@ PRESETS = {
             steps=400, row_length=1024, rows_per_batch=32, learning_rate=1.5e-3, schedule="linear", warmup_steps=40,
             log_every=10, evaluate_every=100, evaluation_rows=64, save_every=200, keep_checkpoints=1,
         ),
-        variants=tuple(deltazoo.list_variants()),
+        variants=("delta_net", "gated_deltanet", "kda", "efla"),
         pairs=(4, 16, 64, 128),
         contexts=(1024, 4096, 16384, 32768, 65536, 131072),
     ),
@@ -222,10 +221,10 @@ class Experiment:
         found = convert(model, self.tokenizer, config, resume=True)
         recall["converted"] = self.recall(self.load(found.model_path))
 
-        stage = self.preset.teacher
-        scratch = replace(
-            stage, steps=self.tokens // tokens_per_step(stage), warmup_steps=max(1, stage.warmup_steps // 10)
-        )
+        # Batches as small, and so steps as many, as in the conversion; the teacher's learning rate.
+        stage, batch = self.preset.teacher, self.config.stages[0]
+        scratch = replace(stage, rows_per_batch=batch.rows_per_batch, accumulation=batch.accumulation)
+        scratch = replace(scratch, steps=self.tokens // tokens_per_step(scratch))
         model = self.new_llama()
         swap_attention(model, variant, layers=layers, init="random")
         self.train_on_text(model, folder / "scratch", scratch, variant)

@@ -8,6 +8,7 @@ context is most of what separates linear attention from softmax attention.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -58,15 +59,25 @@ def probe_recall(
     generator = torch.Generator().manual_seed(seed)
     was_training = model.training
     model.eval()
-    right, gain = 0, 0.0
-    for _ in range(sequences):
-        pairs = (reserved + torch.randperm(vocabulary - reserved, generator=generator)[: 2 * num_pairs]).view(-1, 2)
-        again = torch.randperm(num_pairs, generator=generator)
-        ids = torch.cat([torch.zeros(1, dtype=torch.long), pairs.flatten(), pairs[again].flatten()]).to(model.device)
-        logits = as_trained(model)(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-        costs = F.cross_entropy(logits, ids[1:], reduction="none")[1::2]  # of the second tokens, both showings
-        answers = logits.argmax(-1)[1::2][num_pairs:]
-        right += int((answers == ids[1:][1::2][num_pairs:]).sum())
-        gain += float(costs[:num_pairs].mean() - costs[num_pairs:].mean())
+    shown = [_sequence(num_pairs, vocabulary, reserved, generator) for _ in range(sequences)]
+    ids = torch.stack(shown).to(model.device)
+    logits = as_trained(model)(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    # Every second prediction is that of a pair's second token; the later half of those can be looked up.
+    asked, wanted = logits[:, 1::2], ids[:, 2::2]
+    costs = F.cross_entropy(asked.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
+    right = asked.argmax(-1) == wanted
     model.train(was_training)
-    return Recall(num_pairs, right / (sequences * num_pairs), gain / sequences, sequences * num_pairs)
+    return Recall(
+        num_pairs=num_pairs,
+        accuracy=right[:, num_pairs:].float().mean().item(),
+        gain=(costs[:, :num_pairs].mean() - costs[:, num_pairs:].mean()).item(),
+        questions=sequences * num_pairs,
+    )
+
+
+def _sequence(num_pairs: int, vocabulary: int, reserved: int, generator: torch.Generator) -> Tensor:
+    """The beginning token, the pairs, and the pairs in another order: ``[1 + 4 * num_pairs]``."""
+    drawn = torch.randperm(vocabulary - reserved, generator=generator)[: 2 * num_pairs]
+    pairs = (reserved + drawn).view(-1, 2)
+    again = pairs[torch.randperm(num_pairs, generator=generator)]
+    return torch.cat([torch.zeros(1, dtype=torch.long), pairs.flatten(), again.flatten()])

@@ -64,7 +64,8 @@ class DistillationTrainer(PackedTrainer):
     ) -> Tensor:
         """Mean divergence on one batch."""
         inputs = _without_labels(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
+        # The Trainer puts autocast around the model it trains alone.
+        with torch.no_grad(), torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
             wanted = self._original(**inputs, use_cache=False).logits
         found = model(**inputs, use_cache=False).logits
         return divergence(found, wanted)
