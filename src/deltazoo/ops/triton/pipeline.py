@@ -20,7 +20,7 @@ from deltazoo.ops.triton.prepare import invert_kernel, prepare_channel_kernel, p
 from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.segments import chain_kernel
 from deltazoo.ops.triton.tail import tail_kernel
-from deltazoo.ops.triton.tiling import CHUNK, tiles_for
+from deltazoo.ops.triton.tiling import CHUNK, shared_memory, tiles_for
 
 __all__ = ["backward", "forward"]
 
@@ -108,7 +108,7 @@ class Problem(Shapes):
         self.beta = None if beta is None else beta.contiguous()
         self.log_decay = None if log_decay is None else log_decay.contiguous()
         self.initial_state = None if initial_state is None else initial_state.float().contiguous()
-        self.tiles = tiles_for(self.K, self.V, self.half, self.decay, self.terms)
+        self.tiles = tiles_for(self.K, self.V, self.half, self.decay, self.terms, shared_memory(q.device))
         self.inverse_precision = "tf32" if self.half and not strict else "tf32x3"
         self.cu_seqlens = cu_seqlens
         self.chunk_sequence, self.chunk_offsets = chunk_table(cu_seqlens, self.NT)

@@ -3,14 +3,20 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["CHUNK", "NARROW_CHANNEL", "Tiles", "tiles_for"]
+import torch
+
+__all__ = ["CHUNK", "HOPPER", "NARROW_CHANNEL", "Tiles", "shared_memory", "tiles_for"]
 
 CHUNK = 64
 """Tokens per chunk, in every kernel."""
 
+HOPPER = 232_448
+"""Shared memory that a thread block can have on Hopper, in bytes; data-center Ampere (8.0) has 166,912, and cards for
+desktops and inference (8.6, 8.9, 12.0) 101,376."""
+
 NARROW_CHANNEL = "loop"
-"""The tail for 16-bit inputs, decay per channel and V <= 64, which fits into one value tile. No candidate has been right
-on a GPU yet, so `ops.api` refuses such calls; tests/ops/triton/test_narrow_values.py judges them all.
+"""The tail for 16-bit inputs, decay per channel and V <= 64, which fits into one value tile. No candidate has been
+right on a GPU yet, so `ops.api` refuses such calls; tests/ops/triton/test_narrow_values.py judges them all.
 
 * `straight`: the loop over value tiles dissolves into straight code; wrong on an H200 with Triton 3.6.
 * `loop`: the loop stays one, its count read at run time, as for larger V, which is right there.
@@ -37,13 +43,20 @@ def _options(warps: int, stages: int, BV: int | None = None) -> dict[str, int]:
 
 
 @lru_cache
-def tiles_for(K: int, V: int, half: bool, decay: int, terms: int) -> Tiles:
+def shared_memory(device: torch.device) -> int:
+    """Shared memory that a thread block can have on a device, in bytes; Hopper's where there is no GPU."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else HOPPER
+
+
+@lru_cache
+def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = HOPPER) -> Tiles:
     """Tiles for head sizes K and V.
 
     Args:
         half: inputs are bfloat16 or float16, otherwise float32.
         decay: 0 none, 1 per head, 2 per channel.
         terms: matrices that store the inverse: 0 without beta, 1 fast, 3 strict.
+        shared: the card's shared memory per thread block, in bytes (`shared_memory`).
     """
     BK = max(16, 1 << (K - 1).bit_length())
     BV = min(64, max(16, 1 << (V - 1).bit_length()))
@@ -53,23 +66,26 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int) -> Tiles:
         serial = _options(4, 1, min(BV, 32 if BK <= 128 else 16))
         tail = _options(4, 1, min(BV, 32)) | tile | dict(COUNTED=False)
         return Tiles(BK, prepare, prepare | tile, serial, serial, serial, tail)
-    # Strict products and per-channel operands fill shared memory: then one wide program per multiprocessor. Eight warps
-    # only with tiles of 128 value channels: over 64, Triton 3.6 has miscompiled them on Hopper (docs/log.md).
-    wide = decay == 2 or terms == 3
-    if BK == 256:
-        serial = _options(4, 1 if wide else 2, min(BV, 32))
-    elif wide and V > 64:
-        serial = _options(8, 2, 128)
-    else:
-        serial = _options(4, 2, BV)
+    serial = _serial(BK, BV, V, decay == 2 or terms == 3, shared)
     tail = _options(4, 2, BV) | tile | dict(COUNTED=False)
     if decay == 2 and V <= 64:
         tail |= _narrow_channel(BV)
     return Tiles(BK, prepare, prepare | tile, serial, serial, serial, tail)
 
 
+def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]:
+    """The scans for 16-bit inputs. Strict products and per-channel operands (`wide`) fill shared memory."""
+    if BK == 256:
+        return _options(4, 1 if wide or shared < HOPPER else 2, min(BV, 32))
+    if shared < HOPPER:  # older matrix units read all operands from registers: the warps share them out
+        return _options(8 if BV == 64 else 4, 1 if wide and shared < 160_000 else 2, BV)
+    # One wide program per multiprocessor where shared memory is full. Eight warps only with tiles of 128 value
+    # channels: over 64, Triton 3.6 has miscompiled them on Hopper (docs/log.md).
+    return _options(8, 2, 128) if wide and V > 64 else _options(4, 2, BV)
+
+
 def _narrow_channel(BV: int) -> dict[str, int | bool]:
-    candidates = dict(
+    candidates: dict[str, dict[str, int | bool]] = dict(
         straight={},
         loop=dict(COUNTED=True),
         halves=dict(BV=max(16, BV // 2)),
