@@ -8,6 +8,7 @@ attention. An argument survives recomputation under gradient checkpointing and l
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ _SEQUENCE_KEYS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 def describe_batches(base_model: nn.Module) -> RemovableHandle:
     """Have `base_model` describe every batch to its swapped layers, until the handle is removed."""
     names = tuple(inspect.signature(base_model.forward).parameters)
+    return base_model.register_forward_pre_hook(partial(_describe, names), with_kwargs=True)
 
-    def describe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        return (), _with_description(dict(zip(names, args, strict=False)) | kwargs)
 
-    return base_model.register_forward_pre_hook(describe, with_kwargs=True)
+def _describe(
+    names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """The hook: `names` are those of the forward pass's positional arguments."""
+    return (), _with_description(dict(zip(names, args, strict=False)) | kwargs)
 
 
 def _with_description(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -69,12 +73,12 @@ def _token_mask(kwargs: dict[str, Any]) -> Tensor | Mapping[str, Tensor | None] 
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return mask
     raise ValueError(
-        f"a swapped model takes attention_mask [batch, tokens] with 1 = real token, got {_describe(mask)}: a linear "
+        f"a swapped model takes attention_mask [batch, tokens] with 1 = real token, got {_in_words(mask)}: a linear "
         "layer cannot follow a mask over pairs of tokens"
     )
 
 
-def _describe(mask: Any) -> str:
+def _in_words(mask: Any) -> str:
     return f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
 
 

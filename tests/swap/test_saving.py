@@ -1,0 +1,184 @@
+"""Saving and loading swapped models, with any head, in any process; what their classes promise."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from helpers import run_python
+from tiny_hosts import OWN, tiny_host, tokens
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+import deltazoo
+from deltazoo.swap import swapped_layers
+
+LOAD = """
+import sys, torch
+import deltazoo
+assert "transformers" not in sys.modules
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = torch.load(sys.argv[2])
+with torch.no_grad():
+    assert torch.equal(model(ids["tokens"]).logits, ids["logits"])
+print(type(model).__name__, sorted(deltazoo.swap.swapped_layers(model)))
+"""
+WITHOUT_DELTAZOO = """
+import sys
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except ValueError as error:
+    print(error)
+"""
+
+
+def swapped(family, layers="1:1", variant="gated_deltanet", auto_class=AutoModelForCausalLM):
+    model = tiny_host(family, auto_class)
+    deltazoo.swap_attention(model, variant, layers)
+    return model
+
+
+def test_a_fresh_process_loads_it_after_importing_deltazoo(tmp_path):
+    model, ids = swapped("qwen3", [0, 2]), tokens(2, 6)
+    model.save_pretrained(tmp_path)
+    torch.save({"tokens": ids, "logits": model(ids).logits.detach()}, tmp_path / "expected.pt")
+    printed = run_python(LOAD, str(tmp_path), str(tmp_path / "expected.pt"))
+    assert printed.strip() == "DeltazooQwen3ForCausalLM [0, 2]"
+
+
+def test_plain_transformers_does_not_start_attention_afresh(tmp_path):
+    swapped("llama").save_pretrained(tmp_path)
+    assert "deltazoo_llama" in run_python(WITHOUT_DELTAZOO, str(tmp_path))
+
+
+def test_the_configuration_records_every_layer(tmp_path):
+    model = tiny_host("llama")
+    deltazoo.swap_attention(model, "kda", [1, 3], conv_size=3, allow_neg_eigval=True, rope=False)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "deltazoo_llama" and saved["architectures"] == ["DeltazooLlamaForCausalLM"]
+    assert set(saved["delta_layers"]) == {"1", "3"}
+    recorded = saved["delta_layers"]["3"]
+    assert recorded["variant"] == "kda" and recorded["num_heads"] == 4 and recorded["head_dim"] == 8
+    assert recorded["conv_size"] == 3 and recorded["allow_neg_eigval"] and not recorded["rope"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict() | {
+        key: loaded.config.to_dict()[key] for key in ("dtype", "architectures", "transformers_version")
+    }
+    assert [layer.delta.conv_size for layer in swapped_layers(loaded).values()] == [3, 3]
+
+
+def test_sharded_and_saved_again(tmp_path):
+    model, ids = swapped("granite"), tokens(2, 6)
+    model.save_pretrained(tmp_path / "a", max_shard_size="20KB")
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
+    AutoModelForCausalLM.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")(ids).logits
+        assert torch.equal(again, model(ids).logits)
+
+
+HEADS = [AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering]
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_base_model_and_heads(family, auto_class, tmp_path):
+    model, ids = swapped(family, auto_class=auto_class), tokens(2, 6)
+    model.save_pretrained(tmp_path)
+    loaded = auto_class.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    with torch.no_grad():
+        expected, actual = model(ids), loaded(ids)
+    assert torch.equal(expected[0], actual[0])
+    deltazoo.swap_attention(copied := tiny_host(family, auto_class), "delta_net", keep_teacher=True)
+    deltazoo.unswap_attention(copied)
+    assert type(copied) is type(tiny_host(family, auto_class))
+
+
+def test_base_model_loads_from_a_causal_lm(tmp_path):
+    model, ids = swapped("mistral"), tokens(2, 6)
+    model.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(base(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_saved_as_the_host_saves_them(family, tmp_path):
+    """Checkpoints hold one matrix per expert, models one tensor for all: the host's conversion comes along."""
+    host, model = tiny_host(family), swapped(family)
+    host.save_pretrained(tmp_path / "host")
+    model.save_pretrained(tmp_path / "swapped")
+
+    def expert_names(path):
+        from safetensors import safe_open
+
+        with safe_open(path / "model.safetensors", "pt") as file:
+            return {name for name in file.keys() if "experts" in name}  # noqa: SIM118
+
+    assert expert_names(tmp_path / "host") == expert_names(tmp_path / "swapped")
+    assert len(expert_names(tmp_path / "host")) >= 4 * 4 * 3
+
+
+def test_models_made_from_a_configuration_start_afresh():
+    config = swapped("llama").config
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    assert type(model).__name__ == "DeltazooLlamaForCausalLM" and list(swapped_layers(model)) == [0, 2]
+    assert model(tokens(1, 5)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_decay_gates_stay_float32(family, tmp_path):
+    model = swapped(family, variant="kda").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    for m in (model, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)):
+        for layer in swapped_layers(m).values():
+            assert layer.delta.A_log.dtype == layer.delta.dt_bias.dtype == torch.float32
+            assert layer.delta.q_proj.weight.dtype == torch.bfloat16
+        assert m(tokens(1, 5)).logits.isfinite().all()
+
+
+def test_copies_and_pickles():
+    ids, host = tokens(1, 5), tiny_host("llama")
+    model = copy.deepcopy(host)
+    deltazoo.swap_attention(model, "gated_deltanet", keep_teacher=True)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model)
+        with torch.no_grad():
+            assert torch.equal(twin(ids).logits, model(ids).logits)
+            deltazoo.unswap_attention(twin)
+            assert torch.equal(twin(ids).logits, host(ids).logits)
+        assert not twin.model._forward_pre_hooks and model.model._forward_pre_hooks
+
+
+class TestWhatTheClassesPromise:
+    @pytest.mark.parametrize("family", OWN)
+    @pytest.mark.parametrize("layers", [[0], "all"])
+    def test_every_entry_of_the_tensor_parallel_plan_has_a_module(self, family, layers):
+        host, model = tiny_host(family), swapped(family, layers)
+        names = ["." + name for name, _ in [*model.named_modules(), *model.named_parameters()]]
+        generic = {".".join("*" if part.isdigit() else part for part in name.split("."))[1:] for name in names}
+        assert set(model._tp_plan) <= generic
+        dropped = set(host._tp_plan) - set(model._tp_plan)
+        host_generic = {".".join("*" if p.isdigit() else p for p in n.split(".")) for n, _ in host.named_modules()}
+        assert not {entry for entry in dropped if entry in generic}
+        assert not any(".delta." in entry for entry in model._tp_plan)
+        if layers == [0]:
+            assert not dropped & host_generic
+
+    def test_no_context_parallelism_and_no_statefulness(self):
+        host, model = tiny_host("llama"), swapped("llama")
+        assert host.supports_context_parallel and not model.supports_context_parallel
+        assert not model._is_stateful
+        assert model._no_split_modules == host._no_split_modules

@@ -1,0 +1,191 @@
+"""Choosing layers, reports, dry runs, and refusals that leave the model as it was."""
+
+import pytest
+import torch
+from tiny_hosts import NUM_LAYERS, tiny_host, tokens
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
+
+import deltazoo
+from deltazoo.swap import swapped_layers
+from deltazoo.swap.selection import choose_layers
+
+
+class TestChoosingLayers:
+    @pytest.mark.parametrize(
+        ("choice", "expected"),
+        [
+            ("all", [0, 1, 2, 3, 4, 5]),
+            ("3:1", [0, 1, 2, 4, 5]),
+            ("1:2", [0, 3]),
+            ("1:0", [0, 1, 2, 3, 4, 5]),
+            ([4, 1], [1, 4]),
+            (range(2), [0, 1]),
+            (lambda index: index > 3, [4, 5]),
+        ],
+    )
+    def test_ways_to_say_it(self, choice, expected):
+        assert choose_layers(choice, 6) == expected
+
+    @pytest.mark.parametrize(
+        ("choice", "message"),
+        [
+            ([6], "numbered 0 to 5, got 6"),
+            ([-1], "numbered 0 to 5, got -1"),
+            ([True], "numbered 0 to 5, got True"),
+            ([1, 1], "names a layer twice"),
+            ([], "chooses none of the 6 layers"),
+            ("0:1", "chooses none"),
+            ("0:0", "a ratio such as"),
+            ("half", "a ratio such as"),
+            (lambda index: False, "chooses none"),
+        ],
+    )
+    def test_refused(self, choice, message):
+        with pytest.raises(ValueError, match=message):
+            choose_layers(choice, 6)
+
+
+class TestReport:
+    def test_counts_and_names(self):
+        model = tiny_host("gemma3_text")
+        before = sum(p.numel() for p in model.parameters())
+        report = deltazoo.swap_attention(model, "gated_deltanet", [0, 1], rope=False)
+        assert report.parameters_before == before
+        assert report.parameters_after == sum(p.numel() for p in model.parameters())
+        for layer in report.layers:
+            parameters = {name for name, _ in swapped_layers(model)[layer.index].delta.named_parameters()}
+            assert set(layer.copied) | set(layer.created) == parameters and not set(layer.copied) & set(layer.created)
+            assert isinstance(model.base_model.get_submodule(layer.path), deltazoo.swap.SwappedAttention)
+        assert {"q_proj.weight", "k_norm.weight", "o_proj.weight"} <= set(report.layers[0].copied)
+        assert report.layers[0].dropped == ("rotary embedding", "window of 5 tokens")
+        assert report.layers[1].dropped == ("rotary embedding",)
+
+    def test_memory_is_what_caches_take(self):
+        model = tiny_host("gemma2")
+        report = deltazoo.swap_attention(model, "kda", [0, 3])
+        with torch.no_grad():
+            cache = model(tokens(1, 50)).past_key_values
+        states = {i: cache.layers[i].state for i in (0, 3)}
+        taken = {i: sum(x.nbytes for x in state) for i, state in states.items()}
+        assert {layer.index: layer.state_bytes for layer in report.layers} == taken
+        per_token = 2 * 2 * 8 * 4  # keys and values, heads, channels, bytes
+        for memory in report.memory:
+            assert memory.before == per_token * (2 * 5 + 2 * memory.num_tokens)  # two layers have windows of 5
+            assert memory.after == sum(taken.values()) + per_token * (5 + memory.num_tokens)
+        assert [memory.num_tokens for memory in report.memory] == [1024, 32768, 1048576]
+
+    def test_prints_as_tables(self):
+        printed = str(deltazoo.swap_attention(tiny_host("llama"), "delta_net", "3:1"))
+        assert "llama: 3 of 4 attention layers swapped for delta_net" in printed
+        assert "0-2" in printed and "parameters" in printed and "cache of one sequence of 1M tokens" in printed
+
+    def test_dry_run_changes_nothing(self):
+        model, ids = tiny_host("qwen3"), tokens(1, 5)
+        before = {name: (id(x), x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
+        logits, text = model(ids).logits, repr(model)
+        planned = deltazoo.swap_attention(model, "kda", "1:1", keep_teacher=True, dry_run=True)
+        after = model.state_dict(keep_vars=True)
+        assert all(id(after[name]) == number and torch.equal(after[name], x) for name, (number, x) in before.items())
+        assert all(p.requires_grad for p in model.parameters())
+        assert repr(model) == text and type(model.config).__name__ == "Qwen3Config"
+        assert torch.equal(model(ids).logits, logits)
+        assert "would be swapped" in str(planned)
+        done = deltazoo.swap_attention(model, "kda", "1:1")
+        assert (planned.layers, planned.memory, planned.parameters_after) == (
+            done.layers,
+            done.memory,
+            done.parameters_after,
+        )
+
+
+def assert_untouched(model, match, *args, error=ValueError, **kwargs):
+    """A swap is refused with that message, and the model's modules, classes and flags are what they were."""
+    before = [(name, id(m), type(m)) for name, m in model.named_modules()]
+    flags = [p.requires_grad for p in model.parameters()]
+    config = type(model.config)
+    with pytest.raises(error, match=match):
+        deltazoo.swap_attention(model, *(args or ("gated_deltanet",)), **kwargs)
+    assert [(name, id(m), type(m)) for name, m in model.named_modules()] == before
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert type(model.config) is config and not hasattr(model.config, "delta_layers")
+
+
+class TestRefusedAndUntouched:
+    def test_unknown_family(self):
+        config = AutoConfig.for_model(
+            "opt", hidden_size=32, num_hidden_layers=1, ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=32
+        )
+        model = AutoModelForCausalLM.from_config(config)
+        assert_untouched(model, "'opt' cannot be swapped; known families: llama, mistral.*one entry in")
+
+    def test_encoder_decoder(self):
+        config = AutoConfig.for_model("t5", d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+        assert_untouched(AutoModelForSeq2SeqLM.from_config(config), "is an encoder-decoder")
+
+    def test_cross_attention(self):
+        assert_untouched(tiny_host("gpt2", add_cross_attention=True), "has cross-attention")
+
+    def test_attention_that_looks_ahead(self):
+        assert_untouched(tiny_host("gemma3_text", use_bidirectional_attention=True), "looks ahead")
+
+    def test_swapped_already(self):
+        model = tiny_host("llama")
+        deltazoo.swap_attention(model, "delta_net", [0])
+        with pytest.raises(ValueError, match="is swapped already; unswap_attention first"):
+            deltazoo.swap_attention(model, "delta_net", [1])
+        assert list(swapped_layers(model)) == [0]
+
+    def test_quantised(self):
+        model = tiny_host("llama")
+        model.is_quantized = True
+        assert_untouched(model, "quantised; swap the unquantised model")
+
+    def test_adapted_projections_in_a_later_layer(self):
+        model = tiny_host("llama")
+        model.model.layers[2].self_attn.v_proj = nn.Sequential(model.model.layers[2].self_attn.v_proj)
+        assert_untouched(model, "layer 2: expected v_proj to be a plain linear map, got torch.nn.*Sequential")
+
+    def test_quantised_weights(self):
+        model = tiny_host("llama")
+        model.model.layers[1].self_attn.k_proj.weight = nn.Parameter(
+            torch.zeros(16, 32, dtype=torch.int8), requires_grad=False
+        )
+        assert_untouched(model, r"layer 1: k_proj holds torch.int8")
+
+    def test_weights_tied_between_layers(self):
+        model = tiny_host("llama")
+        model.model.layers[3].self_attn.q_proj.weight = model.model.layers[1].self_attn.q_proj.weight
+        assert_untouched(model, r"layers \[1, 3\]|layers \(1, 3\)")
+
+    def test_weights_that_are_not_in_memory(self):
+        with torch.device("meta"):
+            model = LlamaForCausalLM(tiny_host("llama").config)
+        assert_untouched(model, "layer 0: the weights are not in memory")
+
+    def test_class_of_the_users_own(self):
+        class MyLlama(LlamaForCausalLM):
+            pass
+
+        assert_untouched(MyLlama(tiny_host("llama").config), "MyLlama is no class that Auto classes load for 'llama'")
+
+    def test_not_a_transformers_model(self):
+        with pytest.raises(TypeError, match="expected a transformers model, got Linear"):
+            deltazoo.swap_attention(nn.Linear(2, 2), "delta_net")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message", "error"),
+        [
+            ({"layers": [NUM_LAYERS]}, "numbered 0 to 3, got 4", ValueError),
+            ({"variant": "gated_delta_net"}, "did you mean 'gated_deltanet'", ValueError),
+            ({"init": "zeros"}, 'init must be "transfer" or "random"', ValueError),
+            ({"convsize": 3}, "no option 'convsize'; known layer options: activation", TypeError),
+            ({"num_heads": 2}, "num_heads is decided by the weights", ValueError),
+            ({"decay_lower_bound": 1.0}, "must be negative", ValueError),
+            ({"variant": "delta_net", "decay_lower_bound": -1.0}, "has no decay", ValueError),
+            ({"grouped": True, "init": "random", "num_v_heads": 8}, "choose one", ValueError),
+        ],
+    )
+    def test_arguments(self, arguments, message, error):
+        arguments = {"variant": "gated_deltanet", **arguments}
+        assert_untouched(tiny_host("llama"), message, arguments.pop("variant"), error=error, **arguments)
