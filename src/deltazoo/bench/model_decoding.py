@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from deltazoo.bench.model_results import ModelRow
-from deltazoo.bench.stopwatch import Spread
+from deltazoo.bench.stopwatch import Spread, clock_for
 from deltazoo.generation import Decoder
 from deltazoo.models import DeltaRuleForCausalLM
 
@@ -39,17 +38,19 @@ def decoding_rows(
 ) -> Iterator[ModelRow]:
     """`decode_tok_s` for `row`'s way and batch, after a prompt of `row.tokens`."""
     model, ids = _prepared(build, row, device, dtype)
+    clock = clock_for(device)
     if row.way.startswith("loop"):
-        gaps = _stream_gaps(_decoder(model, row).stream(ids, max_new_tokens=_WARM_UP + new_tokens))[_WARM_UP:]
+        steps = _decoder(model, row).stream(ids, max_new_tokens=_WARM_UP + new_tokens)
+        gaps = _stream_gaps(steps, clock)[_WARM_UP:]
         yield row.measured("decode_tok_s", _speed(gaps, row.batch))
         return
     options = {"do_sample": False, "capture_step": True} if row.way == "generate-captured" else {"do_sample": False}
     mask = torch.ones_like(ids)
     model.generate(ids, attention_mask=mask, max_new_tokens=_WARM_UP, **options)
-    began = time.perf_counter()
+    began = clock()
     model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
     _wait(device)
-    yield row.measured("decode_tok_s", row.batch * new_tokens / (time.perf_counter() - began))
+    yield row.measured("decode_tok_s", row.batch * new_tokens / (clock() - began))
 
 
 @torch.no_grad()
@@ -58,6 +59,7 @@ def context_rows(
 ) -> Iterator[ModelRow]:
     """`prefill_tok_s`, `token_ms` and on a GPU `context_peak_gib` after a context of `row.tokens`."""
     model, ids = _prepared(build, row, device, dtype)
+    clock = clock_for(device)
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -65,10 +67,10 @@ def context_rows(
         steps = _decoder(model, row).stream(ids, max_new_tokens=_WARM_UP + new_tokens)
     else:
         steps = _plain_steps(model, ids, _WARM_UP + new_tokens)
-    began = time.perf_counter()
+    began = clock()
     next(steps)
-    yield row.measured("prefill_tok_s", row.batch * row.tokens / (time.perf_counter() - began))
-    gaps = _stream_gaps(steps)[_WARM_UP - 1 :]
+    yield row.measured("prefill_tok_s", row.batch * row.tokens / (clock() - began))
+    gaps = _stream_gaps(steps, clock)[_WARM_UP - 1 :]
     yield row.measured("token_ms", Spread.of([1e3 * gap for gap in gaps]))
     if on_gpu:
         yield row.measured("context_peak_gib", torch.cuda.max_memory_allocated() / 2**30)
@@ -97,11 +99,11 @@ def _plain_steps(model: Any, ids: Tensor, new_tokens: int) -> Iterator[Tensor]:
         logits = model(token, past_key_values=cache, use_cache=True).logits
 
 
-def _stream_gaps(steps: Iterator[Tensor]) -> list[float]:
+def _stream_gaps(steps: Iterator[Tensor], clock: Callable[[], float]) -> list[float]:
     """Seconds between one token and the next."""
-    gaps, before = [], time.perf_counter()
+    gaps, before = [], clock()
     for _ in steps:
-        now = time.perf_counter()
+        now = clock()
         gaps.append(now - before)
         before = now
     return gaps

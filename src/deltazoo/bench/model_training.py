@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from deltazoo.bench.model_results import ModelRow
-from deltazoo.bench.stopwatch import Spread
+from deltazoo.bench.stopwatch import Spread, clock_for
 
 __all__ = ["PARTS", "TRAINING_WAYS", "kind_of_work", "profile_rows", "training_rows"]
 
@@ -79,6 +78,7 @@ class _TrainingStep:
 
     def __init__(self, build: Callable[[], Any], row: ModelRow, device: str, dtype: torch.dtype) -> None:
         self.on_gpu = torch.device(device).type == "cuda"
+        self.clock = clock_for(device)
         torch.manual_seed(0)
         with torch.device(device):
             self.model = build().to(dtype).train()
@@ -89,11 +89,11 @@ class _TrainingStep:
 
     def seconds(self) -> float:
         """Run one step and wait for it."""
-        began = time.perf_counter()
+        began = self.clock()
         self.forward(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.on_gpu:
             torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return self.clock() - began
