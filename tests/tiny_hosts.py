@@ -35,7 +35,12 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_GEMMA, "layer_types": _ALTERNATING},
     "phi3": {},
     "gpt_neox": {"num_key_value_heads": None, "hidden_act": "gelu"},
-    "gpt2": {"num_key_value_heads": None, "intermediate_size": None, "n_inner": 48},
+    "gpt2": {
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "n_inner": 48,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    },
     "olmo2": {},
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {"attention_bias": True, "residual_multiplier": 0.5},

@@ -231,6 +231,8 @@ def _dropped(model: PreTrainedModel, host: Host, plan: _Plan, init: str) -> list
         lost.append(f"score cap of {cap:g}")
     if dropout := getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None):
         lost.append(f"attention dropout of {dropout:g}")
+    if dropout := getattr(getattr(plan.attention, "resid_dropout", None), "p", None):
+        lost.append(f"output dropout of {dropout:g}")
     return lost
 
 

@@ -1,0 +1,122 @@
+"""Training swapped models: gradients, checkpointing, transformers' Trainer, LoRA, half precision."""
+
+import pytest
+import torch
+from tiny_hosts import OWN, VOCAB, tiny_host, tokens
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import deltazoo
+from deltazoo.layers import parameters_without_decay
+from deltazoo.swap import swapped_layers
+
+
+def swapped(family, layers="1:1", variant="gated_deltanet", **options):
+    model = tiny_host(family)
+    deltazoo.swap_attention(model, variant, layers, **options)
+    return model.train()
+
+
+def gradients(model, ids, **kwargs):
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False, **kwargs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("variant", deltazoo.list_variants())
+def test_every_new_parameter_that_can_learn_at_once_does(variant):
+    """Zero matrices behind constant gates hold back their first factor for one step; nothing else starts stuck."""
+    model = swapped("qwen3", [1], variant, keep_teacher=True)
+    model.config._attn_implementation = "eager"
+    found = gradients(model, tokens(2, 20))
+    waits = {f"model.layers.1.self_attn.delta.{name}.0.weight" for name in ("f_proj", "g_proj")}
+    for name, parameter in model.named_parameters():
+        assert found[name].isfinite().all(), name
+        assert (found[name].abs().max() > 0) != (name in waits), name
+        parameter.data -= 0.1 * found[name]
+    found = gradients(model, tokens(2, 20))
+    assert all(gradient.abs().max() > 0 for gradient in found.values())
+
+
+@pytest.mark.parametrize("family", [name for name in OWN if name not in ("qwen2", "granite", "qwen3_moe")])
+def test_gradient_checkpointing(family):
+    model, ids = swapped(family).double() if family != "gemma2" else swapped(family), tokens(2, 12)
+    options = {"attention_mask": (torch.arange(12) >= torch.tensor([[0], [3]])).long()}
+    expected = gradients(model, ids, **options)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    actual = gradients(model, ids, **options)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(actual[name], gradient), name
+
+
+def test_packed_documents_under_checkpointing():
+    model, ids = swapped("qwen3").double(), tokens(1, 12)
+    positions = torch.tensor([[*range(5), *range(7)]])
+    expected = gradients(model, ids, position_ids=positions)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    actual = gradients(model, ids, position_ids=positions)
+    assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_trainer_learns_a_sequence_and_resumes(family, tmp_path):
+    model = swapped(family, "all", "kda", keep_teacher=True)
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in tokens(4, 12)]
+    arguments = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "max_steps": 12,
+        "save_steps": 6,
+        "gradient_checkpointing": True,
+        "report_to": [],
+        "logging_steps": 1,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=rows)
+    decayed = set(trainer.get_decay_parameter_names(model))
+    assert not decayed & {name for name in parameters_without_decay(model) if name.endswith(("A_log", "dt_bias"))}
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.5 * losses[0]
+
+    resumed = Trainer(swapped(family, "all", "kda"), TrainingArguments(**arguments), train_dataset=rows)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    for (name, parameter), (_, other) in zip(model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_lora(family, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = swapped(family, [0, 2])
+    adapted = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False))
+    names = {name for name, m in adapted.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
+    delta = {name.rsplit(".", 1)[1] for name in names if ".delta." in name}
+    assert delta == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert any(".delta." not in name for name in names)  # the host's own targets in the layers between
+    adapted.eval()
+    ids = tokens(2, 6)
+    with torch.no_grad():
+        expected = adapted(ids).logits
+        adapted.save_pretrained(tmp_path)
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        fresh = swapped(family, [0, 2]).eval()
+        assert torch.equal(peft.PeftModel.from_pretrained(fresh, tmp_path)(ids).logits, expected)
+
+
+def test_autocast_keeps_states_float32():
+    model = swapped("llama", "all").eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = model(tokens(1, 8), use_cache=True).past_key_values
+    assert {layer.state.recurrent.dtype for layer in cache.layers} == {torch.float32}
+
+
+def test_loaded_models_train(tmp_path):
+    swapped("olmo2").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    assert all(p.requires_grad for layer in swapped_layers(model).values() for p in layer.parameters())
+    ids = torch.randint(2, VOCAB, (1, 9))
+    assert gradients(model, ids).keys() == dict(model.named_parameters()).keys()
