@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 # as soon as a core has other work.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: quickstart test compile-test lab lint wheel-test clean
+.PHONY: quickstart test compile-test gpu-test lab lint wheel-test clean
 
 quickstart: $(INSTALLED)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
@@ -19,6 +19,9 @@ test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest
 
 compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for cards that are not here: registers, shared memory
 	$(BIN)/python -m pytest -n 2 -m sweep $(ARGS)
+
+gpu-test: $(INSTALLED)  ## all that needs a GPU: tests, self-check, compute-sanitizer (ARGS names the folder for results)
+	PYTHON=$(BIN)/python scripts/gpu_checks.sh $(ARGS)
 
 lab: $(INSTALLED)  ## the claims of the papers on small models, on two CPU cores (ARGS as of deltazoo lab)
 	$(BIN)/deltazoo lab $(ARGS)

@@ -21,6 +21,7 @@ import torch
 from delta_rule_cases import HARD_CASES, DeltaRuleCase, DeltaRuleInputs
 from helpers import assert_within_reference, relative_errors, results_and_gradients
 from torch import Tensor
+from triton_limits import refused_on_a_gpu
 
 from deltazoo.ops import DeltaRuleOutput, delta_rule, linear_attention
 
@@ -141,8 +142,7 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
 
 
 def judge_or_refused(run: Run) -> None:
-    """16-bit inputs with decay per channel and V <= 64 are refused on a GPU; all else is right."""
-    if run.case.decay == "channel" and run.dtype != torch.float32 and run.case.V <= 64:
+    if refused_on_a_gpu(run.case, run.dtype):
         with pytest.raises(NotImplementedError, match="V <= 64"):
             run.compute("cuda")
     else:

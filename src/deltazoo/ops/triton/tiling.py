@@ -45,7 +45,9 @@ def _options(warps: int, stages: int, BV: int | None = None) -> dict[str, int]:
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Shared memory that a thread block can have on a device, in bytes; Hopper's where there is no GPU."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else HOPPER
+    if device.type != "cuda":
+        return HOPPER
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 @lru_cache

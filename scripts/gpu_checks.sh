@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Everything that needs an NVIDIA GPU: the tests marked gpu, the self-check, compute-sanitizer.
+#
+#   scripts/gpu_checks.sh [FOLDER]     results go to FOLDER (gpu_checks), one file per check; exit status 1 if any fails
+#
+# PYTHON names the interpreter, JOBS the processes at a time. Needs torch with CUDA, triton, pytest and pytest-xdist.
+set -u
+cd "$(dirname "$0")/.."
+out=${1:-gpu_checks}
+python=${PYTHON:-python3}
+jobs=${JOBS:-12}
+mkdir -p "$out"
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.triton/cache}" # one for all processes: nothing is compiled twice
+status=0
+
+check() { # name, command...
+    local name=$1 start=$SECONDS
+    shift
+    "$@" >"$out/$name.txt" 2>&1
+    local result=$?
+    [ $result -eq 0 ] || status=1
+    echo "$name: exit status $result, $((SECONDS - start)) s; $(tail -n 1 "$out/$name.txt")"
+}
+
+"$python" -c 'import json, torch, triton; print(json.dumps(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)))' >"$out/machine.json" || exit 1
+check selfcheck "$python" -m deltazoo.bench --check --jobs "$jobs"
+# shellcheck disable=SC2046
+check tests "$python" -m pytest -q -m gpu -n "$jobs" --dist worksteal --junitxml "$out/tests.xml" $(grep -rlE 'mark\.gpu' tests)
+check sanitizer "$python" scripts/sanitize.py --out "$out/sanitizer.json"
+exit $status
