@@ -141,6 +141,7 @@ def test_offloading_hooks_of_accelerate(model, first, monkeypatch):
     if first == "hooks":
         deltazoo.accelerate(model)
     assert mixer_of(model).conv1d.weight.device.type == "meta"
+    assert deltazoo.report(model).layers[0].reason.endswith("not on cpu"), "it runs on the CPU, not on meta"
     assert torch.equal(logits(model), expected)
     assert uses_our_operator(model, monkeypatch)
     deltazoo.restore(model)

@@ -133,10 +133,13 @@ class AcceleratedMixer:
 
 def rule_of(layer: Any, layout: MixerLayout, backend: str | None) -> RuleDescription:
     """What a layer of that layout, accelerated or not, asks of the operator."""
-    weight = layer.get_submodule(layout.output).weight
+    norm = layer.get_submodule(layout.norm)  # never quantised
+    # Where weights are offloaded, a hook of accelerate knows where the layer will run.
+    device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)
+    device = norm.weight.device if device is None else torch.device(device)
     key_dim, value_dim = _head_dims(layer)
     channel_decay = get_variant(layout.variant).decay == "channel"
-    return RuleDescription(layout.variant, backend, weight.device, weight.dtype, key_dim, value_dim, channel_decay)
+    return RuleDescription(layout.variant, backend, device, norm.weight.dtype, key_dim, value_dim, channel_decay)
 
 
 def _head_dims(layer: Any) -> tuple[int, int]:

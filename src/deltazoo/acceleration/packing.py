@@ -104,11 +104,7 @@ def _changes(numbers: Tensor) -> Tensor:
 
 def _after_first(starts: Tensor) -> Tensor:
     """`[B, T]` from what is known of all but the first token, which always begins a document."""
-    return (
-        torch.cat([torch.ones_like(starts[:, :1]), starts], dim=1)
-        if starts.shape[1]
-        else starts.new_ones(starts.shape[0], 1)
-    )
+    return torch.cat([starts.new_ones(starts.shape[0], 1), starts], dim=1)
 
 
 def _starts_by_positions(
