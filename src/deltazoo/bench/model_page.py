@@ -24,8 +24,8 @@ token mixer and in whose code runs it. Weights are random. A training step is fo
 AdamW on random tokens. Ways to decode, all greedy: `generate` is transformers' method, `generate-captured` the same
 with `capture_step=True`, `loop` is `deltazoo.generate`, `loop-compiled` that with `compile=True`. On a GPU the captured
 steps and those of the loop are CUDA graphs, on a CPU they are plain calls. Ranges are the 20th to 80th percentile of
-single steps or tokens. With one CPU thread the clock counts the time that the process computed, which is what would
-pass on a machine that does nothing else.
+single steps or tokens. With one CPU thread the clock counts the time that the process computed: on
+a machine shared with other work that is less than the time that passes, and still more than it would be alone.
 """
 
 _SECTIONS = (
