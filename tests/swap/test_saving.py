@@ -179,6 +179,17 @@ class TestWhatTheClassesPromise:
 
     def test_no_context_parallelism_and_no_statefulness(self):
         host, model = tiny_host("llama"), swapped("llama")
-        assert host.supports_context_parallel and not model.supports_context_parallel
+        assert not model._supports_context_parallel
+        if hasattr(host, "supports_context_parallel"):  # transformers 5.17
+            assert host.supports_context_parallel and not model.supports_context_parallel
         assert not model._is_stateful
         assert model._no_split_modules == host._no_split_modules
+
+    def test_what_quantisers_and_half_precision_leave_alone(self, tmp_path):
+        model = swapped("llama")
+        assert {"A_log", "dt_bias"} <= set(model._keep_in_fp32_modules_strict)
+        assert {"a_proj", "b_proj", "f_proj"} <= set(model._keep_in_fp32_modules)
+        model.save_pretrained(tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+        delta = swapped_layers(loaded)[0].delta
+        assert (delta.b_proj.weight.dtype, delta.A_log.dtype) == (torch.float16, torch.float32)

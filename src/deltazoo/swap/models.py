@@ -55,6 +55,10 @@ _AUTO_CLASSES = (
     AutoModelForQuestionAnswering,
 )
 _FLOAT32 = ("A_log", "dt_bias")
+# Quantisers leave these alone: a few rows each, and step sizes and decays suffer most from rounding.
+_UNQUANTISED = ("b_proj", "a_proj", "f_proj")
+# What `install` adapts of the properties that transformers gathers when a model is made.
+_ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan")
 
 
 class SwappedConfig:
@@ -86,6 +90,11 @@ class SwappedModel(PreTrainedModel):
             attention = build_swapped_attention(host, config, index, options)
             setattr(decoder_layers[index], host.attention, attention)
         install(self, host)
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        # For quantisers alone: a float16 model computes its gate projections in float16 like all others.
+        plan = super()._get_dtype_plan(dtype)
+        return {name: wide for name, wide in plan.items() if name not in _UNQUANTISED}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -155,8 +164,9 @@ def install(model: PreTrainedModel, host: Host) -> None:
         base.__class__ = swapped_class(type(base))
     base._delta_hook = describe_batches(base)  # type: ignore[assignment]
     for part in _parts(model):
-        part._host_properties = part._keep_in_fp32_modules_strict, part._tp_plan  # type: ignore[assignment]
+        part._host_properties = {name: getattr(part, name) for name in _ADAPTED}  # type: ignore[assignment]
         part._keep_in_fp32_modules_strict = {*(part._keep_in_fp32_modules_strict or ()), *_FLOAT32}
+        part._keep_in_fp32_modules = {*(part._keep_in_fp32_modules or ()), *_UNQUANTISED}
         part._tp_plan = {entry: style for entry, style in (part._tp_plan or {}).items() if _matches(part, entry)}
 
 
@@ -165,7 +175,8 @@ def uninstall(model: PreTrainedModel) -> None:
     model.base_model._delta_hook.remove()  # type: ignore[operator, union-attr]
     del model.base_model._delta_hook, model.config.delta_layers
     for part in _parts(model):
-        part._keep_in_fp32_modules_strict, part._tp_plan = part._host_properties  # type: ignore[misc]
+        for name, value in part._host_properties.items():  # type: ignore[operator, union-attr]
+            setattr(part, name, value)
         del part._host_properties
         part.__class__ = part.host_class  # type: ignore[assignment]
     model.config.__class__ = model.config_class  # type: ignore[assignment]
