@@ -22,7 +22,8 @@ def accelerate(model: nn.Module, *, backend: str | None = None) -> ModelReport:
 
     Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
     models of the same class are not touched. Projections, gates and norms still run as the model's modules, so adapters
-    and quantised layers act. Besides the rule, the short convolution is ours. Differences to the original:
+    and quantised layers act. Besides the rule, the short convolution is ours. Differences to the original, but for
+    rounding:
 
     * Packed documents are kept apart in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` or
       `position_ids` that start again. They fill no cache.
@@ -63,7 +64,7 @@ def restore(model: nn.Module) -> None:
     """Undo `accelerate` exactly.
 
     Args:
-        model: as given to `accelerate`, a copy of it, or a part.
+        model: as given to `accelerate`, or a copy of it.
 
     Raises:
         ValueError: nothing in it is accelerated.
