@@ -15,7 +15,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from deltazoo.acceleration.cache import keep_states, stored_states
 from deltazoo.acceleration.layouts import MIXER_LAYOUTS, MixerLayout, Projections, layout_of
-from deltazoo.acceleration.packing import EXPLICIT_PACKING, PLACES
+from deltazoo.acceleration.packing import EXPLICIT_PACKING, PLACES, has_explicit_packing
 from deltazoo.layers.layout import PaddedLayout
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.report import RuleDescription
@@ -62,7 +62,7 @@ class AcceleratedMixer:
             ValueError: packed documents that the model around the layer did not describe.
         """
         places = kwargs.get(PLACES)
-        if places is None and any(kwargs.get(name) is not None for name in EXPLICIT_PACKING):
+        if places is None and has_explicit_packing(kwargs):
             raise ValueError(
                 f"{type(self).__name__} was given packed documents ({', '.join(EXPLICIT_PACKING)}) that no accelerated "
                 "model around it has described: call the whole model"

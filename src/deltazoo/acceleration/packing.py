@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.layout import PackedLayout, token_layout
 
-__all__ = ["EXPLICIT_PACKING", "FORWARD_ARGUMENTS", "PLACES", "describe_documents"]
+__all__ = ["EXPLICIT_PACKING", "FORWARD_ARGUMENTS", "PLACES", "describe_documents", "has_explicit_packing"]
 
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 """The first arguments of every base model's forward, in order."""
@@ -38,6 +38,8 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if tokens is None:
         return None  # the model itself complains
     shape = (tokens.shape[0], tokens.shape[1])
+    if shape[1] == 1 and not has_explicit_packing(call):
+        return None  # a decoding step
     mask = _padding_mask(call.get("attention_mask"), shape[1])
     positions = _text_positions(call.get("position_ids"), shape)
     starts = _explicit_starts(call, shape)
@@ -56,6 +58,11 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         call["position_ids"] = places
     call.pop("cu_seqlens", None)  # our name, which softmax layers do not know
     return (), call
+
+
+def has_explicit_packing(arguments: Mapping[str, Any]) -> bool:
+    """Whether one of `EXPLICIT_PACKING` is given."""
+    return any(arguments.get(name) is not None for name in EXPLICIT_PACKING)
 
 
 def _padding_mask(attention_mask: Any, num_tokens: int) -> Tensor | None:
@@ -111,7 +118,7 @@ def _starts_by_positions(
     model: nn.Module, call: Mapping[str, Any], positions: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
     """Where documents begin by positions alone; None if the batch is not packed."""
-    if positions is None or positions.shape[1] == 1:
+    if positions is None:
         return None
     steps = positions.diff(dim=1)
     starts = _after_first(steps != 1)
@@ -147,7 +154,7 @@ def _check_positions(starts: Tensor, positions: Tensor | None, position_ids: Ten
             "packed documents need the text positions as the first of four rows of position_ids, got three rows "
             f"{tuple(position_ids.shape)}: softmax layers would not separate the documents"
         )
-    if positions is None or torch.compiler.is_compiling() or positions.shape[1] == 1:
+    if positions is None or torch.compiler.is_compiling():
         return
     differ = (_after_first(positions.diff(dim=1) != 1) != starts).nonzero()
     if len(differ):
