@@ -9,13 +9,18 @@ INSTALLED := $(VENV)/.installed
 # as soon as a core has other work.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: quickstart test compile-test gpu-test lab lint wheel-test clean
+OLDEST := .venv-oldest
+
+.PHONY: quickstart test test-oldest compile-test gpu-test lab lint wheel-test clean
 
 quickstart: $(INSTALLED)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
 
 test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest's)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-oldest: $(OLDEST)/.installed  ## models, training, swapping, recipes on the oldest supported transformers and its kin
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/models tests/training tests/swap tests/docs $(ARGS)
 
 compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for cards that are not here: registers, shared memory
 	$(BIN)/python -m pytest -n 2 -m sweep $(ARGS)
@@ -35,10 +40,15 @@ wheel-test: $(INSTALLED)  ## build the wheel, install it into an empty environme
 	$(BIN)/python scripts/wheel_test.py
 
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(OLDEST) build dist
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "deltazoo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt --editable ".[test]"
 	@touch $@
