@@ -275,7 +275,7 @@ def backward(*inputs, kept: Kept, d_output: Tensor, d_final: Tensor | None) -> l
     tail_kernel[(shares * p.slots,)](
         p.q, p.k, p.v, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, dq, dk, dv, d_beta, d_log_decay,
         shares_stride=p.B * p.T * p.HV, value_tiles=-(-p.V // p.tiles.tail["BV"]), V=p.V, DECAY=p.decay,
-        **p.per_chunk() | p.tiles.tail,
+        TERMS=p.terms, **p.per_chunk() | p.tiles.tail,
     )  # fmt: skip
     d_beta = None if d_beta is None else d_beta.sum(0)
     if d_log_decay is not None and p.decay == 1:

@@ -42,6 +42,7 @@ def tail_kernel(
     C: tl.constexpr,
     DECAY: tl.constexpr,
     HAS_BETA: tl.constexpr,
+    TERMS: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -121,7 +122,8 @@ def tail_kernel(
             b_dL *= D
     W_P = tl.where(above, 0.0, b_dP * scale).to(DTYPE)
     if HAS_BETA:
-        W_L = tl.where(below, -b_dL, 0.0).to(DTYPE)
+        b_dL = tl.where(below, -b_dL, 0.0)
+        W_L = b_dL.to(DTYPE)
 
     o_qk = (first * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
     o_dk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
@@ -180,8 +182,14 @@ def tail_kernel(
         b_dq = tl.dot(W_P, b_k, b_dq, input_precision=PRECISION)
         b_kc = tl.dot(tl.trans(W_P), b_q, b_kc, input_precision=PRECISION)
         if HAS_BETA:
+            b_beta_k = (b_beta[:, None] * b_k).to(DTYPE)
             b_row = tl.dot(W_L, b_k, b_row, input_precision=PRECISION)
-            b_kc = tl.dot(tl.trans(W_L), (b_beta[:, None] * b_k).to(DTYPE), b_kc, input_precision=PRECISION)
+            b_kc = tl.dot(tl.trans(W_L), b_beta_k, b_kc, input_precision=PRECISION)
+            if TERMS > 1 and DECAY == 1:
+                # The gradient of a weak decay is a small difference of such sums: strict takes a second term of dL.
+                W_rest = (b_dL - W_L.to(tl.float32)).to(DTYPE)
+                b_row = tl.dot(W_rest, b_k, b_row)
+                b_kc = tl.dot(tl.trans(W_rest), b_beta_k, b_kc)
     if HAS_BETA:
         b_dbeta += tl.sum(b_k.to(tl.float32) * b_row, 1)
         b_dk_row = b_beta[:, None] * b_row
