@@ -1,84 +1,176 @@
-"""Whether a model trains the same on several processes as on one: losses and gradients under DDP and FSDP2.
+"""Whether a model trains the same on several processes as on one: under DDP, FSDP2 and tensor parallelism.
 
-    torchrun --nproc-per-node 2 scripts/check_distributed.py
+    torchrun --nproc-per-node 2 scripts/check_distributed.py            # --help for the options
 
-Uses a GPU per process where there are enough, else the CPU. Every process computes the whole batch alone first, then
-its share of it together with the others; one line per case says how far they lie apart, and the exit status is 1 if
-that is more than rounding.
+Uses a GPU per process (NCCL) where there are enough, else the CPU (gloo). Every process first takes a few optimizer
+steps alone on whole batches, then the same steps together with the others. One line per case says what the losses were
+and how far losses and first gradients lie apart; the exit status is 1 if that is more than rounding.
 """
 
-import copy
+import argparse
 import os
 import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers.utils import logging
 
+from deltazoo.layers import parameters_without_decay
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
+from deltazoo.models.data_parallel import fully_shard_model
 
-SIZES = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 128}
-HYBRID = {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4}
+SIZES = {"vocab_size": 96, "hidden_size": 64, "head_dim": 32, "num_hidden_layers": 2, "intermediate_size": 128}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 CASES = {"gated_deltanet": {}, "kda": {"mixer": "kda"}, "efla": {"mixer": "efla"}, "hybrid": HYBRID}
-# Of the largest value: sums are taken in another order.
-TOLERANCE = 1e-4
+STEPS, ROWS_PER_PROCESS, ROW_LENGTH = 4, 2, 48
 
 
-def backward(model: nn.Module, ids: Tensor) -> Tensor:
-    loss = model(ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    return loss.detach()
+class Mode(NamedTuple):
+    """One way of spreading a model over processes."""
+
+    name: str
+    distribute: Callable[[Path, torch.dtype], nn.Module]
+    """Makes the model of a checkpoint, ready for a share of the work."""
+    dtype: torch.dtype = torch.float32
+    splits_batch: bool = True
+    """Whether each process has rows of its own; otherwise all see the whole batch."""
 
 
-def replicated(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
+class Run(NamedTuple):
+    """What training gave."""
+
+    losses: Tensor
+    """`[STEPS]`."""
+    gradients: dict[str, Tensor]
+    """Of the first step; a process may have only its share of each."""
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def load(path: Path, dtype: torch.dtype) -> DeltaRuleForCausalLM:
+    return DeltaRuleForCausalLM.from_pretrained(path, dtype=dtype).to(device())
+
+
+def replicated(path: Path, dtype: torch.dtype) -> nn.Module:
+    return DistributedDataParallel(load(path, dtype))
+
+
+def sharded(path: Path, dtype: torch.dtype) -> nn.Module:
+    return fully_shard_model(load(path, dtype))
+
+
+def divided(path: Path, dtype: torch.dtype) -> nn.Module:
+    return DeltaRuleForCausalLM.from_pretrained(path, dtype=dtype, tp_plan="auto")
+
+
+MODES = [
+    Mode("DDP", replicated),
+    Mode("FSDP2", sharded),
+    Mode("FSDP2, bfloat16", sharded, dtype=torch.bfloat16),
+    Mode("tensor parallel", divided, splits_batch=False),
+]
+
+
+def device() -> torch.device:
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def train(model: nn.Module, batches: Tensor, average: bool) -> Run:
+    """A few steps of AdamW, one per batch `[B, T]`; `average` the losses over the processes."""
+    model.train()
+    names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
+    undecayed = parameters_without_decay(getattr(model, "module", model))
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        groups[names[id(parameter)] not in undecayed].append(parameter)
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}], lr=1e-3, foreach=False
+    )
+    losses, gradients = [], {}
+    for ids in batches:
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        if not gradients:
+            gradients = {names[id(p)]: whole(p.grad) for p in model.parameters()}
+        optimizer.step()
+        losses.append(loss.detach().double())
+    result = torch.stack(losses)
+    if average:
+        dist.all_reduce(result)
+        result /= dist.get_world_size()
+    return Run(result, gradients)
+
+
+def whole(gradient: Tensor) -> Tensor:
+    return (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).clone()
 
 
 def distance(ours: Tensor, expected: Tensor) -> float:
-    return ((ours - expected).abs().max() / expected.abs().max()).item()
+    """Largest difference over the largest value; `ours` may be this process's share along one axis."""
+    largest = expected.abs().max()
+    for axis, (part, size) in enumerate(zip(ours.shape, expected.shape, strict=True)):
+        if part != size:
+            expected = expected.chunk(dist.get_world_size(), axis)[dist.get_rank()]
+    return ((ours - expected).abs().max() / largest).item()
 
 
-def compare(distribute, alone: nn.Module, ids: Tensor) -> tuple[float, float]:
-    """Largest relative distance of the loss and of any gradient from those of one process."""
-    alone, model = copy.deepcopy(alone), distribute(copy.deepcopy(alone))
-    expected = backward(alone, ids)
-    loss = backward(model, ids.chunk(dist.get_world_size())[dist.get_rank()])
-    dist.all_reduce(loss)
-    gradients = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
-    whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
-    worst = max(distance(whole[name], p.grad) for name, p in alone.named_parameters())
-    return distance(loss / dist.get_world_size(), expected), worst
+def compare(mode: Mode, path: Path, batches: Tensor) -> tuple[Run, Run]:
+    """Alone and together."""
+    alone = train(load(path, mode.dtype), batches, average=False)
+    rows = slice(None)
+    if mode.splits_batch:
+        rows = slice(dist.get_rank() * ROWS_PER_PROCESS, (dist.get_rank() + 1) * ROWS_PER_PROCESS)
+    return alone, train(mode.distribute(path, mode.dtype), batches[:, rows], average=True)
 
 
-def main() -> int:
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    failed = False
-    for case, options in CASES.items():
-        torch.manual_seed(0)
-        model = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, **options)).to(device).train()
-        ids = torch.randint(0, 97, (2 * dist.get_world_size(), 48), device=device)
-        for name, distribute in {"DDP": replicated, "FSDP2": sharded}.items():
-            loss, gradient = compare(distribute, model, ids)
-            failed |= not max(loss, gradient) < TOLERANCE
-            if dist.get_rank() == 0:
-                print(f"{case:16} {name:6} loss off by {loss:.1e}, gradients by {gradient:.1e}", flush=True)
+def report(case: str, mode: Mode, alone: Run, together: Run) -> bool:
+    """Print one line; whether the two agree."""
+    loss = distance(together.losses, alone.losses)
+    gradient = max(distance(together.gradients[name], expected) for name, expected in alone.gradients.items())
+    # Sums are taken in another order. In bfloat16 the processes' gradients are rounded before they are added up; in
+    # float32 the error of a long sum counts, and an optimizer that divides by the gradient's size.
+    allowed = (2 if mode.dtype == torch.bfloat16 else 100) * torch.finfo(mode.dtype).eps
+    if dist.get_rank() == 0:
+        for who, run in (("alone", alone), ("together", together)):
+            print(f"{case:16} {mode.name:16} {who:8} losses {' '.join(f'{x:.6f}' for x in run.losses)}")
+        print(f"{case:16} {mode.name:16} losses off by {loss:.1e}, gradients by {gradient:.1e}", flush=True)
+    return max(loss, gradient) < allowed
+
+
+def main(arguments: argparse.Namespace) -> int:
+    logging.disable_progress_bar()
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+    dist.init_process_group("nccl" if device().type == "cuda" else "gloo")
+    processes = dist.get_world_size()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, device=device())
+    agree = True
+    for case in arguments.cases:
+        options = {**SIZES, **CASES[case], "num_heads": processes}  # heads that the processes can share
+        if "layer_types" in options:
+            options |= {"num_attention_heads": 2 * processes, "num_key_value_heads": processes}
+        path = Path(str(folder[0])) / case
+        if dist.get_rank() == 0:
+            torch.manual_seed(0)
+            DeltaRuleForCausalLM(DeltaRuleConfig(**options)).save_pretrained(path)
+        dist.barrier()
+        shape = (STEPS, ROWS_PER_PROCESS * processes, ROW_LENGTH)
+        batches = torch.randint(0, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(device())
+        for mode in MODES:
+            agree &= report(case, mode, *compare(mode, path, batches))
     dist.destroy_process_group()
-    return int(failed)
+    return int(not agree)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="which models; all")
+    sys.exit(main(parser.parse_args()))

@@ -126,7 +126,6 @@ def test_every_key_acts():
         "model_type",
         "keys_to_ignore_at_inference",
         "base_model_pp_plan",
-        "base_model_fsdp_plan",
     }
     assert own == set(flips) | set(elsewhere), "a new key needs a line here"
 

@@ -60,9 +60,9 @@ def test_every_entry_of_a_plan_names_something_and_every_large_matrix_is_named(c
     divided = {replace_layer_number_by_wildcard(name).removesuffix(".weight") for name in matrices}
     assert divided <= set(model.tp_plan)
     assert set(model._pp_plan) <= modules
-    assert {name.removesuffix(".*") for name in model.config.base_model_fsdp_plan} <= {
-        name for name, _ in model.model.named_modules()
-    }
+    for dtype in (torch.float32, torch.bfloat16):
+        model.config.dtype = dtype
+        assert {f"model.{name}" for name in model.config.base_model_fsdp_plan} <= modules
     assert not any(key.startswith("base_model") for key in model.config.to_dict())
 
 

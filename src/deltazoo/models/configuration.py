@@ -16,7 +16,7 @@ from transformers.generation import GenerationConfig
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config
-from deltazoo.models.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
+from deltazoo.models.parallel_plans import PIPELINE_PLAN, fsdp_plan, tensor_parallel_plan
 from deltazoo.spec import DeltaRuleSpec, get_variant
 
 __all__ = ["DeltaNetConfig", "DeltaRuleConfig", "EFLAConfig", "GatedDeltaNetConfig", "KDAConfig"]
@@ -92,7 +92,6 @@ class DeltaRuleConfig(PreTrainedConfig):
     model_type: ClassVar[str] = "delta_rule"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     base_model_pp_plan: ClassVar[dict[str, Any]] = PIPELINE_PLAN
-    base_model_fsdp_plan: ClassVar[dict[Any, str]] = FSDP_PLAN
 
     mixer: str = "gated_deltanet"
     vocab_size: int = 32000
@@ -157,6 +156,11 @@ class DeltaRuleConfig(PreTrainedConfig):
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
         """How tensor parallelism divides the weights of the base model."""
         return tensor_parallel_plan(self)
+
+    @property
+    def base_model_fsdp_plan(self) -> dict[Any, str]:  # type: ignore[override]
+        """What FSDP2 gathers together."""
+        return fsdp_plan(self)
 
     @property
     def variant(self) -> DeltaRuleSpec:

@@ -1,0 +1,35 @@
+"""FSDP2 for our models: what is gathered together when parameters do not all have one dtype."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from deltazoo.layers import DeltaRuleAttention
+from deltazoo.models.modeling import DeltaRuleBlock
+
+__all__ = ["fully_shard_model"]
+
+
+def fully_shard_model(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard a model with `torch.distributed.fsdp.fully_shard`, block by block, with gate parameters in float32.
+
+    FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here `A_log` and
+    `dt_bias` of a layer form a group of their own that is never cast. accelerate and Trainer, which would put all of a
+    block into one group, leave a model alone that is sharded already.
+
+    Args:
+        model: one of ours; changed in place.
+        options: of `fully_shard`, such as `mesh`, `mp_policy` and `offload_policy`.
+
+    Returns:
+        The model.
+    """
+    gate_options = {name: value for name, value in options.items() if name != "mp_policy"}
+    for block in [module for module in model.modules() if isinstance(module, DeltaRuleBlock)]:
+        if isinstance(block.attn, DeltaRuleAttention) and block.attn.spec.decay != "none":
+            fully_shard(list(block.attn.children()), **options)
+            fully_shard(block.attn, **gate_options)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
