@@ -116,6 +116,7 @@ def test_every_key_acts():
         "max_position_embeddings": "test_rope_scaling_reads_the_longest_sequence",
         "classifier_dropout": "test_heads",
         "backend": "test_backend_reaches_the_layers",
+        "fused_kernels": "test_fused_kernels_reach_the_layers",
         "use_cache": "test_cache",
         "training_data": "test_sharing",
         "pad_token_id": "test_padding_token_embeds_to_zero",
@@ -151,6 +152,13 @@ def test_every_key_acts():
 def test_backend_reaches_the_layers():
     model = DeltaRuleForCausalLM(tiny_config("gated_deltanet", backend="reference"))
     assert all(layer.attn.backend == "reference" for layer in model.model.layers)
+
+
+def test_fused_kernels_reach_the_layers():
+    model = DeltaRuleForCausalLM(tiny_config("gated_deltanet", fused_kernels=True))
+    for layer in model.model.layers:
+        assert layer.attn.q_conv1d.fused and layer.attn.v_conv1d.fused and layer.attn.o_norm.fused
+    assert model.state_dict().keys() == DeltaRuleForCausalLM(tiny_config("gated_deltanet")).state_dict().keys()
 
 
 def test_padding_token_embeds_to_zero():

@@ -31,7 +31,7 @@ def model(
     ] = None,
     batches: Annotated[str | None, typer.Option(help="Rows while decoding.")] = None,
     contexts: Annotated[str | None, typer.Option(help="Context lengths.")] = None,
-    training: Annotated[str, typer.Option(help="Ways to train, out of eager,compile.")] = "eager",
+    training: Annotated[str, typer.Option(help="Ways to train, out of eager,compile,fused.")] = "eager",
     decoding: Annotated[
         str, typer.Option(help="Ways to decode, out of generate,generate-captured,loop,loop-compiled.")
     ] = "generate,generate-captured,loop",

@@ -45,11 +45,14 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """One model of one library; `build` makes it with random weights on the current default device."""
+    """One model of one library.
+
+    `build` makes it with random weights on the current default device; ours takes further configuration keys.
+    """
 
     model: str
     library: str
-    build: Callable[[], Any]
+    build: Callable[..., Any]
 
 
 def contestants(
@@ -84,9 +87,9 @@ def contestants(
     return taking_part, missing
 
 
-def _ours(size: Size, mixer: str) -> Any:
+def _ours(size: Size, mixer: str, **keys: Any) -> Any:
     # One channel per value for all mixers, so that they differ in the rule and not in their widths.
-    return DeltaRuleForCausalLM(DeltaRuleConfig(mixer=mixer, expand_v=1, **vars(size)))
+    return DeltaRuleForCausalLM(DeltaRuleConfig(mixer=mixer, expand_v=1, **vars(size), **keys))
 
 
 def _llama(size: Size) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,11 @@ def _measurements(
     row = ModelRow(plan.size, contestant.model, contestant.library, "eager", dtype, "train_tok_s", 0, 0)
     options: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype}
 
+    def build_for(row: ModelRow) -> Callable[[], Any]:
+        return partial(contestant.build, fused_kernels=True) if row.way == "fused" else contestant.build
+
     def train(row: ModelRow) -> Iterator[ModelRow]:
-        return training_rows(contestant.build, row, steps=plan.training_steps, **options)
+        return training_rows(build_for(row), row, steps=plan.training_steps, **options)
 
     def decode(row: ModelRow) -> Iterator[ModelRow]:
         return decoding_rows(contestant.build, row, new_tokens=plan.new_tokens, **options)
@@ -93,12 +97,13 @@ def _measurements(
         return context_rows(contestant.build, row, new_tokens=plan.new_tokens, **options)
 
     def parts(row: ModelRow) -> Iterator[ModelRow]:
-        return profile_rows(contestant.build, row, **options)
+        return profile_rows(build_for(row), row, **options)
 
     ways = decoding_ways(contestant.library, plan.decoding_ways)
+    training_ways = [way for way in plan.training_ways if way != "fused" or contestant.library == "deltazoo"]
     if "train" in plan.groups:
         for batch, tokens in plan.shapes:
-            for way in plan.training_ways:
+            for way in training_ways:
                 yield replace(row, way=way, batch=batch, tokens=tokens), train, "train_tok_s"
     if "decode" in plan.groups:
         for batch in plan.batches:
@@ -110,7 +115,7 @@ def _measurements(
             yield replace(row, way=loop, batch=1, tokens=tokens), context, "token_ms"
     if "profile" in plan.groups:
         batch, tokens = plan.shapes[0]
-        for way in plan.training_ways:
+        for way in training_ways:
             yield replace(row, way=way, batch=batch, tokens=tokens), parts, "profile_ms"
 
 

@@ -13,7 +13,8 @@ from deltazoo.bench.stopwatch import Spread, clock_for
 
 __all__ = ["PARTS", "TRAINING_WAYS", "kind_of_work", "profile_rows", "training_rows"]
 
-TRAINING_WAYS = ("eager", "compile")
+TRAINING_WAYS = ("eager", "compile", "fused")
+"""compile: through `torch.compile`. fused: our models with `fused_kernels=True`."""
 
 PARTS = {
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "::mm", "::addmm", "::bmm", "::linear"),

@@ -49,6 +49,7 @@ class DeltaRuleAttention(Float32Parameters):
         initializer_range: standard deviation of the linear weights.
         layer_idx: the layer's place in `past_key_values`.
         backend: of the operator: None, "triton", "chunkwise" or "reference".
+        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, and for the gated norm (`deltazoo.ops.fused`).
 
     Raises:
         ValueError: sizes that do not fit together, options the variant cannot act on, an unknown variant.
@@ -79,6 +80,7 @@ class DeltaRuleAttention(Float32Parameters):
         initializer_range: float = 0.02,
         layer_idx: int | None = None,
         backend: str | None = None,
+        fused_kernels: bool = False,
     ) -> None:
         super().__init__()
         self.spec = get_variant(variant) if isinstance(variant, str) else variant
@@ -98,6 +100,7 @@ class DeltaRuleAttention(Float32Parameters):
         self.initializer_range = initializer_range
         self.layer_idx = layer_idx
         self.backend = backend
+        self.fused_kernels = fused_kernels
         self._check_options(beta_bias)
 
         query_dim, value_dim = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
@@ -107,9 +110,10 @@ class DeltaRuleAttention(Float32Parameters):
         self.k_proj = linear(hidden_size, key_dim)
         self.v_proj = linear(hidden_size, written_dim)
         if use_short_conv:
-            self.q_conv1d = ShortConvolution(query_dim, conv_size, activation)
-            self.k_conv1d = ShortConvolution(key_dim, conv_size, activation)
-            self.v_conv1d = ShortConvolution(written_dim, conv_size, activation)
+            convolution = partial(ShortConvolution, kernel_size=conv_size, activation=activation, fused=fused_kernels)
+            self.q_conv1d = convolution(query_dim, unit_heads=self._unit_heads(self.spec.normalize_q))
+            self.k_conv1d = convolution(key_dim, unit_heads=self._unit_heads(self.spec.normalize_k))
+            self.v_conv1d = convolution(written_dim)
         if self.spec.corrects:
             self.b_proj = nn.Linear(hidden_size, num_micro_steps * self.num_v_heads, bias=beta_bias)
         self._make_decay_gate()
@@ -135,12 +139,18 @@ class DeltaRuleAttention(Float32Parameters):
             raise ValueError("neg_eigval='erase' acts only with allow_neg_eigval=True")
         if self.allow_neg_eigval and not self.spec.corrects:
             raise ValueError(f"variant {name!r} has no correction term, so allow_neg_eigval=True cannot act")
+        if self.fused_kernels and not self.conv_size and self.spec.output_gate == "none":
+            raise ValueError("there is neither a convolution nor an output gate, so fused_kernels=True cannot act")
         if beta_bias and not self.spec.corrects:
             raise ValueError(f"variant {name!r} has no step size, so beta_bias=True cannot act")
         if self.decay_lower_bound is not None and self.spec.decay == "none":
             raise ValueError(f"variant {name!r} has no decay, so decay_lower_bound={self.decay_lower_bound} cannot act")
         if self.decay_lower_bound is not None and self.decay_lower_bound >= 0:
             raise ValueError(f"decay_lower_bound is a log-decay and must be negative, got {self.decay_lower_bound}")
+
+    def _unit_heads(self, normalize: bool) -> int:
+        """Channels per head that the fused convolution divides by their norm; a rotation after it keeps the norm."""
+        return self.head_k_dim if normalize and self.fused_kernels else 0
 
     def _make_decay_gate(self) -> None:
         if self.spec.decay == "none":
@@ -165,7 +175,7 @@ class DeltaRuleAttention(Float32Parameters):
             if self.spec.output_gate == "full"
             else self._low_rank(value_dim, bias=True)
         )
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, self.spec.gate_activation)
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, self.spec.gate_activation, fused=self.fused_kernels)
 
     def _low_rank(self, channels: int, *, bias: bool) -> nn.Sequential:
         """Two linear maps through head_v_dim channels; the released KDA models have a bias in the output gate only."""
@@ -277,6 +287,8 @@ class DeltaRuleAttention(Float32Parameters):
         return _per_head(q, K), _per_head(k, K), _per_head(v, V)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fused_kernels and self.conv_size:
+            return q, k  # the convolutions did it
         return (
             l2_normalize(q) if self.spec.normalize_q else q,
             l2_normalize(k) if self.spec.normalize_k else k,

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout
-from deltazoo.layers.norm import at_least_float32
+from deltazoo.layers.norm import at_least_float32, l2_normalize
+from deltazoo.ops.fused import fused_short_conv
 
 __all__ = ["ShortConvolution", "activation_function", "depthwise_sum"]
 
@@ -62,18 +63,32 @@ class ShortConvolution(nn.Module):
         channels: how many, each with taps of its own.
         kernel_size: taps per channel.
         activation: "silu", or "identity" for the bare sum.
+        unit_heads: divide the output by the L2 norm of every head of so many channels; 0 leaves it as it is.
+        fused: one Triton kernel each way instead of plain torch. Rows with padding take plain torch all the same.
 
     Attributes:
         weight: `[channels, 1, kernel_size]` as in nn.Conv1d; the last tap belongs to the current token.
     """
 
-    def __init__(self, channels: int, kernel_size: int = 4, activation: str = "silu") -> None:
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int = 4,
+        activation: str = "silu",
+        *,
+        unit_heads: int = 0,
+        fused: bool = False,
+    ) -> None:
         super().__init__()
         if kernel_size < 1:
             raise ValueError(f"the short convolution needs at least one tap, got kernel_size={kernel_size}")
         self.channels = channels
         self.kernel_size = kernel_size
+        if fused and activation != "silu":
+            raise ValueError(f"the fused convolution ends in SiLU, so activation={activation!r} cannot act")
         self.activate = activation_function(activation)
+        self.unit_heads = unit_heads
+        self.fused = fused
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
 
     def forward(
@@ -90,6 +105,14 @@ class ShortConvolution(nn.Module):
         Returns:
             The output in x's shape and dtype, and the new state `[N, channels, kernel_size - 1]`.
         """
+        if self.fused and x.numel() and not isinstance(layout, PaddedLayout):
+            return self._convolve_fused(x, state, layout)
+        y, state = self._convolve_plainly(x, state, layout)
+        if self.unit_heads:
+            y = l2_normalize(y.unflatten(2, (-1, self.unit_heads))).flatten(2)
+        return y, state
+
+    def _convolve_plainly(self, x: Tensor, state: Tensor | None, layout: TokenLayout | None) -> tuple[Tensor, Tensor]:
         if isinstance(layout, PackedLayout):
             return self._convolve_packed(x, self._past(x, state, layout.num_sequences), layout)
         if state is not None and layout is None and x.shape[1] == 1:
@@ -97,6 +120,31 @@ class ShortConvolution(nn.Module):
         history = torch.cat([self._past(x, state, x.shape[0]), x], dim=1)
         output = self._convolve(history).to(x.dtype)
         return output, self._last_inputs(history, layout).transpose(1, 2)
+
+    def _convolve_fused(self, x: Tensor, state: Tensor | None, layout: PackedLayout | None) -> tuple[Tensor, Tensor]:
+        num_sequences = x.shape[0] if layout is None else layout.num_sequences
+        past = self._past(x, state, num_sequences).transpose(1, 2)
+        sequence, cu_seqlens = (None, None) if layout is None else (layout.sequence, layout.cu_seqlens)
+        y = fused_short_conv(
+            x,
+            self.weight[:, 0],
+            None if state is None else past,
+            sequence=sequence,
+            cu_seqlens=cu_seqlens,
+            head_dim=self.unit_heads,
+        )
+        return y, self._window_after(x, past, layout)
+
+    def _window_after(self, x: Tensor, past: Tensor, layout: PackedLayout | None) -> Tensor:
+        """The last `kernel_size - 1` inputs of each row or sequence, which may reach into those before it."""
+        width = self.kernel_size - 1
+        if layout is None:
+            return torch.cat([past, x[:, max(0, x.shape[1] - width) :].transpose(1, 2)], dim=2)[..., -width:]
+        places = (layout.cu_seqlens.diff()[:, None] + torch.arange(width, device=x.device)).long()
+        tokens = layout.cu_seqlens[:-1, None] + places - width
+        recent = x[0, tokens.clamp(0, max(0, x.shape[1] - 1))].transpose(1, 2)
+        before = past.gather(2, places.clamp(max=max(0, width - 1))[:, None].expand(-1, self.channels, -1))
+        return torch.where((places < width)[:, None], before, recent)
 
     def _past(self, x: Tensor, state: Tensor | None, sequences: int) -> Tensor:
         """The state with time before channels `[N, kernel_size - 1, channels]`, zeros if there is none."""

@@ -79,6 +79,7 @@ class DeltaRuleConfig(PreTrainedConfig):
         rope_parameters: rotary embedding of the softmax layers; default plain RoPE with theta 10,000.
         classifier_dropout: dropout before the token classification head; default 0.1.
         backend: operator backend of the linear layers, see `deltazoo.ops.delta_rule`.
+        fused_kernels: Triton kernels around the operator of the linear layers, see `deltazoo.ops.fused`; GPUs only.
         use_cache: whether a forward pass outside training returns a cache.
         training_data: what the weights were trained on, in words; for the model card.
 
@@ -122,6 +123,7 @@ class DeltaRuleConfig(PreTrainedConfig):
     rope_parameters: dict | None = None
     classifier_dropout: float | int | None = None
     backend: str | None = None
+    fused_kernels: bool = False
     use_cache: bool = True
     training_data: str | None = None
     pad_token_id: int | None = None
@@ -190,6 +192,7 @@ class DeltaRuleConfig(PreTrainedConfig):
             "norm_eps": self.norm_eps,
             "initializer_range": self.initializer_range,
             "backend": self.backend,
+            "fused_kernels": self.fused_kernels,
         }
 
     def validate_architecture(self) -> None:

@@ -1,0 +1,128 @@
+"""RMSNorm times an activated gate, one pass over memory each way.
+
+    y = x / sqrt(mean x^2 + eps) * w * g(gate),      g = SiLU or sigmoid
+
+The backward pass keeps nothing but the inputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["gated_rms_norm"]
+
+_ELEMENTS = 2048
+"""Elements of one program."""
+
+
+@triton.jit(do_not_specialize=["R", "eps"])
+def _forward_kernel(x, gate, weight, y, R, eps, D: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr,
+                    BD: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    columns = tl.arange(0, BD)
+    column_mask = columns < D
+    mask = (rows < R)[:, None] & column_mask[None, :]
+    offsets = rows[:, None] * D + columns[None, :]
+    a = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
+    factor = tl.sigmoid(g)
+    if SILU:
+        factor *= g
+    tl.store(y + offsets, (a * inverse * w[None, :] * factor).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["R", "eps"])
+def _backward_kernel(x, gate, weight, d_y, d_x, d_gate, d_weight, R, eps, D: tl.constexpr, SILU: tl.constexpr,
+                     BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    rows = program * BR + tl.arange(0, BR)
+    columns = tl.arange(0, BD)
+    column_mask = columns < D
+    mask = (rows < R)[:, None] & column_mask[None, :]
+    offsets = rows[:, None] * D + columns[None, :]
+    a = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(d_y + offsets, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
+    normal = a * inverse
+    sigmoid = tl.sigmoid(g)
+    if SILU:
+        factor = g * sigmoid
+        slope = sigmoid * (1 + g * (1 - sigmoid))
+    else:
+        factor = sigmoid
+        slope = sigmoid * (1 - sigmoid)
+    tl.store(d_gate + offsets, (d * normal * w[None, :] * slope).to(d_gate.dtype.element_ty), mask=mask)
+    d *= factor
+    tl.store(d_weight + program * D + columns, tl.sum(d * normal, axis=0), mask=column_mask)
+    d *= w[None, :]
+    d = inverse * (d - normal * (tl.sum(d * normal, axis=1) / D)[:, None])
+    tl.store(d_x + offsets, d.to(d_x.dtype.element_ty), mask=mask)
+
+
+def _launch_options(x: Tensor) -> tuple[int, dict[str, int]]:
+    D = x.shape[-1]
+    block = 1 << (D - 1).bit_length()
+    rows = max(1, _ELEMENTS // block)
+    return max(1, -(-(x.numel() // D) // rows)), {"D": D, "BR": rows, "BD": block, "num_warps": 4}
+
+
+def _forward(x, gate, weight, eps, silu):  # type: ignore[no-untyped-def]
+    x, gate, weight = x.contiguous(), gate.contiguous(), weight.contiguous()
+    y = torch.empty_like(x)
+    programs, options = _launch_options(x)
+    with torch.cuda.device_of(x):
+        _forward_kernel[(programs,)](x, gate, weight, y, x.numel() // x.shape[-1], eps, SILU=silu, **options)
+    return y
+
+
+def _backward(x, gate, weight, eps, silu, d_y):  # type: ignore[no-untyped-def]
+    x, gate, weight, d_y = x.contiguous(), gate.contiguous(), weight.contiguous(), d_y.contiguous()
+    d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
+    programs, options = _launch_options(x)
+    parts = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        _backward_kernel[(programs,)](
+            x, gate, weight, d_y, d_x, d_gate, parts, x.numel() // x.shape[-1], eps, SILU=silu, **options
+        )
+    return d_x, d_gate, parts.sum(0).to(weight.dtype)
+
+
+_ARGUMENTS = "Tensor x, Tensor gate, Tensor weight, float eps, bool silu"
+_library = torch.library.Library("deltazoo", "FRAGMENT")
+_library.define(f"gated_rms_norm({_ARGUMENTS}) -> Tensor")
+_library.define(f"gated_rms_norm_backward({_ARGUMENTS}, Tensor d_y) -> (Tensor, Tensor, Tensor)")
+_library.impl("gated_rms_norm", _forward, "CompositeExplicitAutograd")
+_library.impl("gated_rms_norm_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("deltazoo::gated_rms_norm", lib=_library)
+def _(x, gate, weight, eps, silu):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("deltazoo::gated_rms_norm_backward", lib=_library)
+def _(x, gate, weight, eps, silu, d_y):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, gate, weight, ctx.eps, ctx.silu = inputs
+    ctx.save_for_backward(x, gate, weight)
+
+
+def _autograd(ctx, d_y):  # type: ignore[no-untyped-def]
+    backward = torch.ops.deltazoo.gated_rms_norm_backward.default
+    return *backward(*ctx.saved_tensors, ctx.eps, ctx.silu, d_y), None, None
+
+
+torch.library.register_autograd("deltazoo::gated_rms_norm", _autograd, setup_context=_setup_context, lib=_library)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
+    """See `deltazoo.ops.fused.fused_gated_rms_norm`."""
+    return torch.ops.deltazoo.gated_rms_norm.default(x, gate, weight, eps, activation == "silu")

@@ -1,0 +1,228 @@
+"""The fused kernels against plain torch in float64, in every gradient: interpreted on a CPU, and compiled on a GPU.
+
+The interpreter has to be chosen before Triton is imported, so one child process computes every case and the tests here
+judge what it found. `python test_fused.py FILE` is that child. Triton's interpreter multiplies bfloat16 wrongly: half
+precision is float16 there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltazoo.layers import DeltaRuleAttention, GatedRMSNorm, LayerStates, ShortConvolution, l2_normalize, token_layout
+from deltazoo.ops.fused import fused_gated_rms_norm, fused_short_conv
+
+pytest.importorskip("triton")
+
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One call of the convolution with its gradients, and of the state it hands on."""
+
+    name: str
+    B: int = 2
+    T: int = 37
+    channels: int = 24
+    taps: int = 4
+    unit_heads: int = 0
+    lengths: tuple[int, ...] = ()
+    past: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        T = sum(self.lengths) or self.T
+        N = len(self.lengths) or self.B
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
+
+        module = ShortConvolution(self.channels, self.taps, unit_heads=self.unit_heads, fused=fused)
+        module.weight = torch.nn.Parameter(draw(self.channels, 1, self.taps))
+        x = draw(1 if self.lengths else self.B, T, self.channels).requires_grad_()
+        state = draw(N, self.channels, self.taps - 1) if self.past else None
+        layout = None
+        if self.lengths:
+            bounds = torch.tensor([0, *torch.tensor(self.lengths).cumsum(0)], dtype=torch.int32, device=device)
+            layout = token_layout(1, T, cu_seqlens=bounds)
+        y, window = module(x, state, layout)
+        d_x, d_weight = torch.autograd.grad([y, window], [x, module.weight], [draw(*y.shape), draw(*window.shape)])
+        return {"y": y.detach(), "window": window.detach(), "d_x": d_x, "d_weight": d_weight}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One call of the gated norm with its gradients."""
+
+    name: str
+    shape: tuple[int, ...] = (2, 5, 3, 16)
+    activation: str = "silu"
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
+
+        module = GatedRMSNorm(self.shape[-1], activation=self.activation, fused=fused)
+        module.weight = torch.nn.Parameter(draw(self.shape[-1]))
+        x, gate = draw(*self.shape).requires_grad_(), draw(*self.shape).requires_grad_()
+        y = module(x, gate)
+        d_x, d_gate, d_weight = torch.autograd.grad(y, [x, gate, module.weight], draw(*y.shape))
+        return {"y": y.detach(), "d_x": d_x, "d_gate": d_gate, "d_weight": d_weight}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A whole layer in two calls, the state handed over: a prompt, then more tokens, then one."""
+
+    name: str
+    variant: str = "gated_deltanet"
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        torch.manual_seed(0)
+        layer = DeltaRuleAttention(
+            self.variant, 16, 2, 8, layer_idx=0, initializer_range=0.3, fused_kernels=fused, backend="chunkwise"
+        ).to(device, dtype or self.dtype)
+        x = torch.randn(2, 12, 16).to(device, dtype or self.dtype).requires_grad_()
+        states = LayerStates()
+        with torch.no_grad():
+            cached = torch.cat([layer(part, past_key_values=states) for part in x.split([7, 4, 1], dim=1)], dim=1)
+        y = layer(x)
+        names, parameters = zip(*layer.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(y, [x, *parameters], torch.randn(y.shape).to(y))
+        return {"y": y.detach(), "cached": cached, **dict(zip(("x", *names), gradients, strict=True))}
+
+
+HALF = torch.float16
+CASES = [
+    Convolution("plain"),
+    Convolution("one_tap", taps=1),
+    Convolution("two_taps_past", taps=2, past=True),
+    Convolution("past", past=True),
+    Convolution("shorter_than_the_taps", T=2, past=True),
+    Convolution("one_token", T=1, past=True),
+    Convolution("unit_heads", unit_heads=8, past=True),
+    Convolution("odd_heads", channels=36, unit_heads=12),
+    Convolution("wide", channels=150, T=5),
+    Convolution("packed", lengths=(5, 0, 1, 17, 2), unit_heads=8),
+    Convolution("packed_past", lengths=(5, 0, 1, 17, 2), past=True),
+    Convolution("half", dtype=HALF, unit_heads=8, past=True),
+    Norm("silu"),
+    Norm("sigmoid", activation="sigmoid"),
+    Norm("odd", shape=(3, 7, 20)),
+    Norm("many_rows", shape=(300, 16)),
+    Norm("norm_half", dtype=HALF),
+    Layer("gated_deltanet"),
+    Layer("kda", variant="kda"),
+    Layer("longhorn", variant="longhorn"),
+]
+
+
+def judge(case: Convolution | Norm | Layer, results: Results) -> None:
+    """At most twice the error of plain torch in the same dtype, or four roundings of the largest value."""
+    exact, plain = case.run("cpu", fused=False, dtype=torch.float64), case.run("cpu", fused=False)
+    assert results.keys() == exact.keys()
+    for name, expected in exact.items():
+        actual = results[name].cpu()
+        assert actual.dtype == plain[name].dtype and actual.shape == expected.shape, name
+        error = (actual.double() - expected).abs().max() if expected.numel() else torch.tensor(0.0)
+        allowed = 2 * (plain[name].double() - expected).abs().max() if expected.numel() else torch.tensor(0.0)
+        rounding = 4 * torch.finfo(actual.dtype).eps * (expected.abs().max() if expected.numel() else 0)
+        assert error <= allowed + rounding, f"{name}: {error:.2e} above {allowed:.2e} + {rounding:.2e}"
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
+    here = Path(__file__).resolve()
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    subprocess.run([sys.executable, str(here), str(path)], env=environment, check=True, timeout=300)
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_interpreted(case: Convolution | Norm | Layer, interpreted: dict[str, Results]) -> None:
+    judge(case, interpreted[case.name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_on_the_gpu(case: Convolution | Norm | Layer) -> None:
+    judge(case, case.run("cuda", fused=True))
+
+
+@pytest.mark.gpu
+def test_repeated_calls_give_the_same_bits() -> None:
+    for case in (Convolution("large", T=1000, channels=256, unit_heads=64), Norm("large", shape=(4000, 128))):
+        first, *others = (case.run("cuda", fused=True) for _ in range(5))
+        assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+@pytest.mark.parametrize("fake", [True, False], ids=["fake", "autograd"])
+def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
+    """On meta tensors: shapes, dtypes and the autograd formula, no kernel."""
+
+    def run(x: Tensor, weight: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
+        y = fused_short_conv(x, weight, head_dim=8)
+        return fused_gated_rms_norm(y, gate, scale, 1e-5, "silu").sum()
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=not fake)
+
+    inputs = leaf(2, 20, 24), leaf(24, 4), leaf(2, 20, 24), leaf(24)
+    output = torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
+    assert output.dtype == torch.bfloat16
+    if not fake:
+        gradients = torch.autograd.grad(output, inputs)
+        assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in inputs]
+
+
+class TestRefusals:
+    @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs on a CPU")
+    def test_a_cpu(self) -> None:
+        with pytest.raises(NotImplementedError, match="run on NVIDIA GPUs, not on cpu: leave fused_kernels off"):
+            ShortConvolution(4, fused=True)(torch.randn(1, 3, 4))
+        with pytest.raises(NotImplementedError, match="not on cpu"):
+            GatedRMSNorm(4, fused=True)(torch.randn(1, 3, 4), torch.randn(1, 3, 4))
+
+    def test_float64(self) -> None:
+        with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
+            fused_short_conv(torch.empty(1, 3, 4, dtype=torch.float64, device="meta"), torch.empty(4, 2))
+
+    def test_a_state_that_wants_a_gradient(self) -> None:
+        state = torch.empty(1, 4, 3, device="meta", requires_grad=True)
+        with pytest.raises(ValueError, match="gives no gradient to its state"):
+            fused_short_conv(torch.empty(1, 3, 4, device="meta"), torch.empty(4, 4, device="meta"), state)
+
+    def test_an_activation_it_has_not(self) -> None:
+        with pytest.raises(ValueError, match="activation='identity' cannot act"):
+            ShortConvolution(4, activation="identity", fused=True)
+
+    def test_a_layer_with_nothing_to_fuse(self) -> None:
+        with pytest.raises(ValueError, match="fused_kernels=True cannot act"):
+            DeltaRuleAttention("delta_net", 16, 2, 8, use_short_conv=False, fused_kernels=True)
+
+
+def test_unit_heads_in_plain_torch() -> None:
+    module, x = ShortConvolution(12, unit_heads=4), torch.randn(2, 9, 12)
+    torch.nn.init.normal_(module.weight)
+    bare = ShortConvolution(12)
+    bare.weight = module.weight
+    torch.testing.assert_close(module(x)[0], l2_normalize(bare(x)[0].unflatten(2, (3, 4))).flatten(2))
+
+
+if __name__ == "__main__":
+    torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])
