@@ -162,6 +162,8 @@ def spill_limit(call: Call, launch: Launch) -> int:
         return 16_384 if "scan" in name else 2048
     if call.K == 256 and "scan" in name:  # ptxas gives up on some of them: 32 registers, all else spilled
         return 16_384
+    if call.arch != HOPPER and name in ("prepare_kernel", "tail_kernel"):  # operands of products are registers there
+        return 2048
     return 512
 
 

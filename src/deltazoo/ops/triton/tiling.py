@@ -77,10 +77,12 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
 
 def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]:
     """The scans for 16-bit inputs. Strict products and per-channel operands (`wide`) fill shared memory."""
-    if BK == 256:
-        return _options(4, 1 if wide or shared < HOPPER else 2, min(BV, 32))
     if shared < HOPPER:  # older matrix units read all operands from registers: the warps share them out
+        if BK == 256:
+            return _options(8, 1, min(BV, 32))
         return _options(8 if BV == 64 else 4, 1 if wide and shared < 160_000 else 2, BV)
+    if BK == 256:
+        return _options(4, 1 if wide else 2, min(BV, 32))
     # One wide program per multiprocessor where shared memory is full. Eight warps only with tiles of 128 value
     # channels: over 64, Triton 3.6 has miscompiled them on Hopper (docs/log.md).
     return _options(8, 2, 128) if wide and V > 64 else _options(4, 2, BV)
