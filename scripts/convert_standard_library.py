@@ -49,7 +49,8 @@ class Preset:
     Attributes:
         llama: keys of ``LlamaConfig``.
         vocab_size: of the tokenizer, trained on the text.
-        teacher: how the Llama is trained; the hybrid from scratch has its learning rate.
+        teacher: how the Llama is trained; the hybrid from scratch has its settings.
+        scratch_rows: rows per batch of the hybrid from scratch: fewer than the teacher's, so that it takes more steps.
         variants: which are tried, unless others are named.
         pairs: how many pairs the recall probe shows.
         contexts: lengths behind which decoding is timed.
@@ -59,6 +60,7 @@ class Preset:
     llama: dict[str, int]
     vocab_size: int
     teacher: FineTuningConfig
+    scratch_rows: int
     variants: tuple[str, ...]
     pairs: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -73,6 +75,7 @@ PRESETS = {
             steps=1000, row_length=256, rows_per_batch=4, learning_rate=4e-3, schedule="linear", warmup_steps=50,
             log_every=25, evaluate_every=250, evaluation_rows=32, save_every=500, keep_checkpoints=1,
         ),
+        scratch_rows=2,
         variants=("gated_deltanet", "delta_net"),
         pairs=(2, 4, 8, 16),
         contexts=(256, 1024, 4096, 8192),
@@ -86,6 +89,7 @@ PRESETS = {
             steps=400, row_length=1024, rows_per_batch=32, learning_rate=1.5e-3, schedule="linear", warmup_steps=40,
             log_every=10, evaluate_every=100, evaluation_rows=64, save_every=200, keep_checkpoints=1,
         ),
+        scratch_rows=8,
         variants=("delta_net", "gated_deltanet", "kda", "efla"),
         pairs=(4, 16, 64, 128),
         contexts=(1024, 4096, 16384, 32768, 65536, 131072),
@@ -221,9 +225,8 @@ class Experiment:
         found = convert(model, self.tokenizer, config, resume=True)
         recall["converted"] = self.recall(self.load(found.model_path))
 
-        # Batches as small, and so steps as many, as in the conversion; the teacher's learning rate.
-        stage, batch = self.preset.teacher, self.config.stages[0]
-        scratch = replace(stage, rows_per_batch=batch.rows_per_batch, accumulation=batch.accumulation)
+        stage = self.preset.teacher
+        scratch = replace(stage, rows_per_batch=self.preset.scratch_rows)
         scratch = replace(scratch, steps=self.tokens // tokens_per_step(scratch))
         model = self.new_llama()
         swap_attention(model, variant, layers=layers, init="random")
