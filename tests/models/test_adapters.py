@@ -3,6 +3,7 @@ import torch
 from tiny_models import MORE, TYPES, tiny_model, tiny_named, tokens
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 peft = pytest.importorskip("peft")
 
@@ -50,10 +51,19 @@ def test_adapted_model_generates_and_comes_back(tmp_path):
         torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda"])
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda", "hybrid_kda", "efla"])
 @pytest.mark.feature("quantisers leave gate projections alone")
 def test_quantisers_leave_gate_projections_alone(case):
+    """By transformers' own rule: bitsandbytes and quanto ask it with names of modules, torchao with parameters."""
     model = tiny_model(case)
     left_alone = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
-    gates = {"gated_deltanet": ["a_proj", "b_proj"], "kda": ["b_proj", "f_proj"]}[case]
-    assert {*gates, "lm_head"} <= set(left_alone)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    gates = {name for name in linear if any(f".attn.{gate}" in name for gate in ("b_proj", "a_proj", "f_proj"))}
+    assert gates
+    for name in linear:
+        for asked in (name, f"{name}.weight"):
+            if name != "lm_head":  # whose parameter torchao leaves alone by other means
+                assert should_convert_module(asked, left_alone) == (name not in gates), asked
+    assert not should_convert_module("lm_head", left_alone)
+    loaded_as = model._get_dtype_plan(torch.float16)
+    assert not any("_proj" in name for name in loaded_as), "only quantisers are to treat them differently"

@@ -112,8 +112,9 @@ class DeltaRulePreTrainedModel(SharedModel):
     _no_split_modules = ["DeltaRuleBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
-    # Quantisers leave these alone: a few rows each, and step sizes and decays suffer most from rounding.
-    _keep_in_fp32_modules = ["b_proj", "a_proj", "f_proj"]  # noqa: RUF012
+    # Quantisers leave these alone: a few rows each, and step sizes and decays suffer most from rounding. They ask with
+    # names of modules, parameters and halves of a sequence, and match patterns from the start.
+    _keep_in_fp32_modules = [r".*\.attn\.b_proj", r".*\.attn\.a_proj", r".*\.attn\.f_proj"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
