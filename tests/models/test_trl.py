@@ -1,0 +1,69 @@
+"""TRL's SFTTrainer: packed documents train like documents in padded rows, and like documents one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_models import VOCAB, tiny_model, tokens
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+trl = pytest.importorskip("trl", reason="TRL is not installed; it comes with the extra `test`")
+
+DOCUMENTS = [tokens(length, seed=length).tolist() for length in (5, 9, 3, 7, 12, 4, 6, 8)]
+CASES = ["gated_deltanet", "hybrid_kda"]
+# TRL computes the loss in float32, over some fifty tokens.
+CLOSE = 100 * torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """TRL asks for one, although the documents come as token numbers."""
+    words = {str(i): i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=str(VOCAB - 2), eos_token=str(VOCAB - 1))
+
+
+def losses(case: str, tokenizer: PreTrainedTokenizerFast, path: Path, **options: Any) -> list[float]:
+    """Of three steps on all documents."""
+    arguments = trl.SFTConfig(
+        output_dir=str(path),
+        max_steps=3,
+        per_device_train_batch_size=len(DOCUMENTS),
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        **{"max_length": 16, "gradient_checkpointing": False, **options},
+    )
+    trainer = trl.SFTTrainer(
+        model=tiny_model(case),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"input_ids": DOCUMENTS}),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.feature("packing: TRL")
+def test_packing(case: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model = tiny_model(case)
+    one_by_one = [model(ids, labels=ids).loss.item() for ids in (torch.tensor([row]) for row in DOCUMENTS)]
+    predicted = [len(row) - 1 for row in DOCUMENTS]
+    mean = sum(loss * n for loss, n in zip(one_by_one, predicted, strict=True)) / sum(predicted)
+
+    padded = losses(case, tokenizer, tmp_path)
+    assert padded[0] == pytest.approx(mean, rel=CLOSE)
+    # The losses of later steps are equal only if the gradients are.
+    for options in ({"packing": True}, {"packing": True, "gradient_checkpointing": True}):
+        assert losses(case, tokenizer, tmp_path, **options) == pytest.approx(padded, rel=CLOSE), options
+    assert losses(case, tokenizer, tmp_path, padding_free=True, max_length=None) == pytest.approx(padded, rel=CLOSE)
