@@ -65,17 +65,19 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     parser.add_argument("--small", action="store_true", help="narrow models, for a try-out")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument("--fused-kernels", action="store_true", help="accelerate(model, fused_kernels=True)")
     parser.add_argument("--batch", type=int, default=1, help="rows (default: 1)")
     parser.add_argument("--tokens", type=int, help="tokens per row (default: 4096, small: 512)")
     parser.add_argument("--commit", help="recorded in the file where git is not at hand")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/accelerate_DEVICE[_small].json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/accelerate_DEVICE[_small][_fused].json")
     args = parser.parse_args()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         print("no NVIDIA GPU here; try --device cpu --small", file=sys.stderr)
         return 1
     batch, tokens = args.batch, args.tokens or (512 if args.small else 4096)
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    out = args.out or ROOT / "benchmarks" / "results" / f"accelerate_{args.device}{'_small' * args.small}.json"
+    suffix = "_small" * args.small + "_fused" * args.fused_kernels
+    out = args.out or ROOT / "benchmarks" / "results" / f"accelerate_{args.device}{suffix}.json"
 
     rows = []
     for family in args.families:
@@ -83,7 +85,7 @@ def main() -> int:
             print(f"transformers {version('transformers')} has no {family}: left out", file=sys.stderr)
             continue
         config = make_config(family, args.small)
-        rows += measure_family(config, batch, tokens, torch.device(args.device), dtype)
+        rows += measure_family(config, batch, tokens, torch.device(args.device), dtype, args.fused_kernels)
     run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
     description = {**asdict(run), "transformers": version("transformers"), "threads": torch.get_num_threads()}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,7 @@ def make_config(family: str, small: bool) -> Any:
 
 
 def measure_family(
-    config: Any, batch: int, tokens: int, device: torch.device, dtype: torch.dtype
+    config: Any, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, fused_kernels: bool
 ) -> list[dict[str, Any]]:
     """One row per phase, with tokens per second before and after."""
     torch.manual_seed(0)
@@ -112,11 +114,12 @@ def measure_family(
     sizes |= {"parameters": sum(p.numel() for p in model.parameters()), "dtype": str(dtype).removeprefix("torch.")}
 
     results = {phase: {"before": [], "after": []} for phase in PHASES}
-    report = deltazoo.accelerate(model)
+    sizes |= {"fused_kernels": fused_kernels}
+    report = deltazoo.accelerate(model, fused_kernels=fused_kernels)
     for _ in range(ROUNDS):  # in turns, so that a slow minute of the machine slows both
         deltazoo.restore(model)
         measure(model, ids, watch, results, "before")
-        deltazoo.accelerate(model)
+        deltazoo.accelerate(model, fused_kernels=fused_kernels)
         measure(model, ids, watch, results, "after")
     return [
         {**sizes, "phase": phase, "backend": report.layers[0].backend, **{k: summary(v) for k, v in result.items()}}

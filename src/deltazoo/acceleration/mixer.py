@@ -22,6 +22,7 @@ from deltazoo.layers.report import RuleDescription
 from deltazoo.layers.rule import RuleInputs, effective_step
 from deltazoo.layers.short_conv import depthwise_sum
 from deltazoo.ops import DeltaRuleOutput, delta_rule, delta_rule_step
+from deltazoo.ops.fused import fused_gated_rms_norm, fused_short_conv
 from deltazoo.spec import get_variant
 
 __all__ = ["AcceleratedMixer", "accelerated_class", "rule_of"]
@@ -37,6 +38,8 @@ class AcceleratedMixer:
     layout: ClassVar[MixerLayout]
     deltazoo_backend: str | None = None
     """Of the operator: None, "triton", "chunkwise" or "reference"."""
+    deltazoo_fused_kernels: bool = False
+    """One Triton kernel for the convolution, one for the gated norm."""
 
     @force_accelerate_hooks("conv1d")
     def forward(
@@ -87,7 +90,7 @@ class AcceleratedMixer:
         if cache_params is not None:
             keep_states(cache_params, self.layer_idx, projections.qkv, window, new_state)
 
-        output = self.get_submodule(self.layout.norm)(output, projections.output_gate)
+        output = self._norm_and_gate(output, projections.output_gate)
         output = self.get_submodule(self.layout.output)(output.flatten(2))
         return output if padding is None else padding.restore(output)
 
@@ -97,6 +100,10 @@ class AcceleratedMixer:
         """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, taps, C]`."""
         taps = self.conv_kernel_size
         past = qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2]) if state is None else state.transpose(1, 2).to(qkv.dtype)
+        if self.deltazoo_fused_kernels and padding is None and places is None:
+            before = None if state is None else past[:, 1:].transpose(1, 2)
+            window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
+            return fused_short_conv(qkv, self.conv1d.weight[:, 0], before), window
         history = torch.cat([past, qkv], dim=1)
         if padding is None:
             window = history[:, -taps:]
@@ -125,6 +132,13 @@ class AcceleratedMixer:
             return delta_rule_step(*arguments, state=state, backend=self.deltazoo_backend)
         precision = "strict" if _doubles_step(self) else "fast"
         return delta_rule(*arguments, initial_state=state, backend=self.deltazoo_backend, precision=precision)
+
+    def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
+        norm = self.get_submodule(self.layout.norm)
+        if not self.deltazoo_fused_kernels or hasattr(norm, "_hf_hook"):  # a hook may have the weight elsewhere
+            return norm(output, gate)
+        activation = getattr(norm, "activation", "silu")  # older versions know no other
+        return fused_gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation)
 
     def describe_rule(self: Any) -> RuleDescription:
         """What the layer asks of the operator, for `deltazoo.report`."""

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from deltazoo.acceleration.layouts import MIXER_LAYOUTS, MixerLayout, layout_of
 from deltazoo.acceleration.mixer import AcceleratedMixer, accelerated_class, rule_of
 from deltazoo.acceleration.packing import describe_documents
-from deltazoo.layers.report import ModelReport, report
+from deltazoo.layers.report import ModelReport, RuleDescription, report
 from deltazoo.ops import resolve_backend
 
 __all__ = ["accelerate", "restore"]
 
 
-def accelerate(model: nn.Module, *, backend: str | None = None) -> ModelReport:
+def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: bool = False) -> ModelReport:
     """Run the delta-rule layers of a transformers model on `deltazoo.ops`, in place.
 
     Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
@@ -35,25 +35,28 @@ def accelerate(model: nn.Module, *, backend: str | None = None) -> ModelReport:
     Args:
         model: any transformers model, or a module that holds one.
         backend: of the operator: None takes triton where it can run and chunkwise elsewhere.
+        fused_kernels: Triton kernels for the convolution (of rows without padding or packing) and for the gated norm,
+            as in `deltazoo.ops.fused`; NVIDIA GPUs only.
 
     Returns:
         What `deltazoo.report(model)` says: the backend of each layer, and why.
 
     Raises:
         ValueError: no layer that is known, or one that cannot be accelerated; the model is untouched then.
-        NotImplementedError: the named backend cannot run a layer.
+        NotImplementedError: the named backend, or the fused kernels, cannot run a layer.
     """
     found = [(module, layout, name) for name, module in model.named_modules() if (layout := _layout(module))]
     if not found:
         raise ValueError(f"{type(model).__name__} has no delta-rule layer of transformers; known: {_known_layers()}")
     bases = [_base_model(model, name) for _, _, name in found]
     for module, layout, name in found:
-        _check(module, layout, name, backend)
+        _check(module, layout, name, backend, fused_kernels)
 
     for module, _, _ in found:
         if not isinstance(module, AcceleratedMixer):
             _become(module, accelerated_class(type(module)))
         module.deltazoo_backend = backend  # type: ignore[assignment]
+        module.deltazoo_fused_kernels = fused_kernels  # type: ignore[assignment]
     for base in bases:
         if describe_documents not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)
@@ -73,7 +76,7 @@ def restore(model: nn.Module) -> None:
     if not accelerated:
         raise ValueError(f"{type(model).__name__} has no accelerated layer to restore")
     for module in accelerated:
-        del module.deltazoo_backend
+        del module.deltazoo_backend, module.deltazoo_fused_kernels
         _become(module, module.original)
     for base in model.modules():
         for key, hook in list(base._forward_pre_hooks.items()):
@@ -107,7 +110,7 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
 
 
-def _check(module: Any, layout: MixerLayout, name: str, backend: str | None) -> None:
+def _check(module: Any, layout: MixerLayout, name: str, backend: str | None, fused_kernels: bool) -> None:
     if not hasattr(module, "conv1d"):
         raise ValueError(
             f"{name}: transformers {transformers.__version__} arranges {type(module).__name__} in a way of its own "
@@ -121,7 +124,15 @@ def _check(module: Any, layout: MixerLayout, name: str, backend: str | None) -> 
     if own is not None and not _is_own_forward(module, own) and not hasattr(module, "_hf_hook"):
         raise ValueError(f"{name}: its forward has been replaced by {own!r}, which accelerating would undo")
     rule = rule_of(module, layout, backend)
-    resolve_backend(
+    _resolve(rule, backend)
+    if fused_kernels:
+        best, reason = _resolve(rule, None)
+        if best != "triton":
+            raise NotImplementedError(f"{name}: the fused kernels run where the triton backend does, but {reason}")
+
+
+def _resolve(rule: RuleDescription, backend: str | None) -> tuple[str, str]:
+    return resolve_backend(
         backend,
         device=rule.device,
         dtype=rule.dtype,
