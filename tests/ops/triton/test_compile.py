@@ -115,7 +115,7 @@ class Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*positional: Any, **named: Any) -> None:
-            assert len(grid) == 1 and grid[0] > 0
+            assert all(size > 0 for size in grid)
             arguments = dict(zip(self.kernel.arg_names, positional, strict=False))
             assert not arguments.keys() & named.keys()
             self.launches.append(Launch(self.kernel, arguments | named))

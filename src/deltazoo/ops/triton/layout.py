@@ -10,6 +10,12 @@ import triton.language as tl
 
 
 @triton.jit
+def key_head(i_h, H, HV, GROUPED: tl.constexpr):
+    """The key head that value head i_h reads; without GROUPED there are as many of the ones as of the others."""
+    return i_h // (HV // H) if GROUPED else i_h
+
+
+@triton.jit
 def chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C: tl.constexpr, PACKED: tl.constexpr):
     """First token of a chunk in the flattened tokens (int64), and how many tokens it has; none for spare chunks."""
     if PACKED:

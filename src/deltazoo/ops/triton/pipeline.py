@@ -123,7 +123,7 @@ class Problem(Shapes):
 
     def per_chunk(self) -> dict:
         """Arguments of the kernels that run one program per chunk and value head."""
-        return dict(H=self.H, chunk_sequence=self.chunk_sequence, **self.common)
+        return dict(H=self.H, GROUPED=self.H != self.HV, chunk_sequence=self.chunk_sequence, **self.common)
 
     def per_sequence(self) -> dict:
         """Arguments of the kernels that walk through a sequence."""
@@ -132,6 +132,15 @@ class Problem(Shapes):
             HK=heads, DECAY=self.decay, TERMS=self.terms, segments=self.segments, chunks=self.segment_chunks,
             **self.common,
         )  # fmt: skip
+
+    def chunk_grid(self, tiles: int = 1) -> tuple[int, int, int]:
+        """One program per chunk and value head, or several; heads run fastest."""
+        if max(self.NT, self.B) > 65_535:  # CUDA's limit for the second and third dimension of a grid
+            raise NotImplementedError(
+                f"the triton backend takes up to 65535 rows of up to 65535 chunks, got {self.B} rows of {self.NT} chunks "
+                f"of {CHUNK} tokens; use backend='chunkwise'"
+            )
+        return tiles * self.HV, self.NT, self.B
 
     def scan_grid(self, V: int, BV: int) -> tuple[int]:
         return (-(-V // BV) * self.HV * self.scans,)
@@ -143,7 +152,7 @@ def prepare(p: Problem) -> Prepared:
     chunk_beta = None if p.beta is None else p.float32(p.slots, CHUNK)
     if p.decay < 2:
         G = p.float32(p.slots, CHUNK) if p.decay else None
-        prepare_kernel[(p.slots,)](
+        prepare_kernel[p.chunk_grid()](
             p.q, p.k, p.beta, p.log_decay, AP, AP.view(torch.float32), chunk_beta, G, DECAY=p.decay, TERMS=p.terms,
             INVERSE_PRECISION=p.inverse_precision, **p.per_chunk(), **p.tiles.prepare,
         )  # fmt: skip
@@ -151,13 +160,13 @@ def prepare(p: Problem) -> Prepared:
     G = p.float32(p.slots, p.K)
     q_in, k_in, k_out = (p.q.new_empty(p.B, p.T, p.HV, p.K) for _ in range(3))
     L = None if p.beta is None else p.float32(p.slots, CHUNK, CHUNK)
-    prepare_channel_kernel[(p.slots,)](
+    prepare_channel_kernel[p.chunk_grid()](
         p.q, p.k, p.beta, p.log_decay, AP, L, chunk_beta, G, q_in, k_in, k_out, TERMS=p.terms,
         **p.per_chunk() | p.tiles.channel,
     )  # fmt: skip
     if L is not None:
         where = dict(cu_seqlens=p.cu_seqlens, chunk_sequence=p.chunk_sequence, chunk_offsets=p.chunk_offsets)
-        invert_kernel[(p.slots,)](
+        invert_kernel[p.chunk_grid()](
             L, AP, T=p.T, NT=p.NT, HV=p.HV, C=CHUNK, TERMS=p.terms, PACKED=p.cu_seqlens is not None,
             PRECISION=p.inverse_precision, **where, **p.tiles.prepare,
         )  # fmt: skip
@@ -272,7 +281,7 @@ def backward(*inputs, kept: Kept, d_output: Tensor, d_final: Tensor | None) -> l
     shares = -(-p.K // p.tiles.tail["BK"])
     d_beta = None if p.beta is None else p.float32(shares, *p.beta.shape)
     d_log_decay = None if p.log_decay is None else p.float32(*(shares,) * (p.decay == 1), *p.log_decay.shape)
-    tail_kernel[(shares * p.slots,)](
+    tail_kernel[p.chunk_grid(shares)](
         p.q, p.k, p.v, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, dq, dk, dv, d_beta, d_log_decay,
         shares_stride=p.B * p.T * p.HV, value_tiles=-(-p.V // p.tiles.tail["BV"]), V=p.V, DECAY=p.decay,
         TERMS=p.terms, **p.per_chunk() | p.tiles.tail,

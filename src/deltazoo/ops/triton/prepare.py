@@ -12,7 +12,7 @@ unit to the rows that the substitution reads. A barrier between store and load m
 import triton
 import triton.language as tl
 
-from deltazoo.ops.triton.layout import chunk_bounds
+from deltazoo.ops.triton.layout import chunk_bounds, key_head
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # A factor of 2^-200 is zero in float32, also behind a state of any size; a log-decay of -inf stays finite this way.
@@ -92,12 +92,13 @@ def prepare_kernel(
     DECAY: tl.constexpr,
     HAS_BETA: tl.constexpr,
     TERMS: tl.constexpr,
+    GROUPED: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):
-    """A, P, step sizes and cumulative log2-decay G of one chunk; no decay or one per head. Grid (B * NT * HV)."""
-    i_h, i_t, i_b = tl.program_id(0) % HV, tl.program_id(0) // HV % NT, tl.program_id(0) // HV // NT
+    """A, P, step sizes and cumulative log2-decay G of one chunk; no decay or one per head. Grid (HV, NT, B)."""
+    i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     if rows <= 0:
         return
@@ -105,7 +106,7 @@ def prepare_kernel(
     m_c, m_ck = o_c < rows, (o_c < rows)[:, None] & (o_k < K)[None, :]
     below, above = o_c[:, None] > o_c[None, :], o_c[:, None] < o_c[None, :]
     slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
-    o_qk = (first * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
+    o_qk = (first * H + key_head(i_h, H, HV, GROUPED)) * K + o_c[:, None] * (H * K) + o_k[None, :]
     o_gate = first * HV + i_h + o_c * HV
     b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
     b_q = tl.load(q + o_qk, mask=m_ck, other=0.0)
@@ -211,6 +212,7 @@ def prepare_channel_kernel(
     C: tl.constexpr,
     HAS_BETA: tl.constexpr,
     TERMS: tl.constexpr,
+    GROUPED: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -218,9 +220,9 @@ def prepare_channel_kernel(
 
     The decay sits inside the products over channels. Rows that the decay since the chunk's start leaves in range take
     one product, `(q o exp(G)) (k o exp(-G))^T`; the rows after them, if any, take six levels of blocks, each twice as
-    long as the one before, which cover every pair of tokens once. Channels in tiles of BK. Grid (B * NT * HV).
+    long as the one before, which cover every pair of tokens once. Channels in tiles of BK. Grid (HV, NT, B).
     """
-    i_h, i_t, i_b = tl.program_id(0) % HV, tl.program_id(0) // HV % NT, tl.program_id(0) // HV // NT
+    i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     if rows <= 0:
         return
@@ -234,7 +236,7 @@ def prepare_channel_kernel(
     for i_k in tl.range(0, K, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
         m_ck = m_c[:, None] & (o_k < K)[None, :]
-        o_qk = (first * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
+        o_qk = (first * H + key_head(i_h, H, HV, GROUPED)) * K + o_c[:, None] * (H * K) + o_k[None, :]
         o_gk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
         b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
         b_q = tl.load(q + o_qk, mask=m_ck, other=0.0)
@@ -284,8 +286,8 @@ def invert_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The inverse of one chunk, from an L that lies in memory; overwrites L. Grid (B * NT * HV)."""
-    i_h, i_t, i_b = tl.program_id(0) % HV, tl.program_id(0) // HV % NT, tl.program_id(0) // HV // NT
+    """The inverse of one chunk, from an L that lies in memory; overwrites L. Grid (HV, NT, B)."""
+    i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     if rows <= 0:
         return

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from deltazoo.ops.triton.layout import chunk_bounds
+from deltazoo.ops.triton.layout import chunk_bounds, key_head
 from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E, level_factor, level_mask, masked_sum, three_terms, undo_decay
 
 
@@ -43,12 +43,13 @@ def tail_kernel(
     DECAY: tl.constexpr,
     HAS_BETA: tl.constexpr,
     TERMS: tl.constexpr,
+    GROUPED: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """All gradients of one chunk of one value head, BK key channels; grid (K / BK * B * NT * HV).
+    """All gradients of one chunk of one value head, BK key channels; grid (K / BK * HV, NT, B).
 
     dq and dk are per value head; d_beta and, per head, d_log_decay are sums over key channels, so each tile of channels
     stores its share, `[K / BK, B, T, HV]`. With COUNTED the number of value tiles, V / BV, is read from `value_tiles`
@@ -58,8 +59,7 @@ def tail_kernel(
     token i's own terms carry `exp(G_i)` where it reads and `exp(-G_i)` where it is read.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
-    i_k, i_chunk = tl.program_id(0) % NK, tl.program_id(0) // NK
-    i_h, i_t, i_b = i_chunk % HV, i_chunk // HV % NT, i_chunk // HV // NT
+    i_k, i_h, i_t, i_b = tl.program_id(0) % NK, tl.program_id(0) // NK, tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     if rows <= 0:
         return
@@ -125,7 +125,7 @@ def tail_kernel(
         b_dL = tl.where(below, -b_dL, 0.0)
         W_L = b_dL.to(DTYPE)
 
-    o_qk = (first * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
+    o_qk = (first * H + key_head(i_h, H, HV, GROUPED)) * K + o_c[:, None] * (H * K) + o_k[None, :]
     o_dk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
     b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
     b_q = tl.load(q + o_qk, mask=m_ck, other=0.0)
