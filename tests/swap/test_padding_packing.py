@@ -28,8 +28,7 @@ def logits_of(model, ids, **kwargs):
     return model(ids, use_cache=False, **kwargs).logits
 
 
-@pytest.mark.parametrize("family", OWN)
-@pytest.mark.parametrize("layers", ["1:1", "all"])
+@pytest.mark.parametrize(("family", "layers"), [*((family, "1:1") for family in OWN), ("mistral", "all")])
 def test_left_padding_changes_nothing(family, layers):
     """Longer than the windows of sliding hosts, so that padding falls out of them."""
     model, ids = swapped(family, layers), tokens(12)
@@ -52,7 +51,7 @@ def test_padded_prefill_then_steps(family):
     torch.testing.assert_close(torch.cat(logits, 1)[:, 6:], logits_of(model, ids[None]), **close(family))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
 @pytest.mark.parametrize("said_by", ["position_ids", "collator", "cu_seqlens"])
 def test_packed_documents_do_not_see_each_other(family, said_by):
     model = swapped(family)

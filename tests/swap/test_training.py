@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_hosts import OWN, VOCAB, tiny_host, tokens
+from tiny_hosts import VOCAB, tiny_host, tokens
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import deltazoo
@@ -37,7 +37,7 @@ def test_every_new_parameter_that_can_learn_at_once_does(variant):
     assert all(gradient.abs().max() > 0 for gradient in found.values())
 
 
-@pytest.mark.parametrize("family", [name for name in OWN if name not in ("qwen2", "granite", "qwen3_moe")])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_neox", "gpt2", "mixtral"])
 def test_gradient_checkpointing(family):
     model, ids = swapped(family).double() if family != "gemma2" else swapped(family), tokens(2, 12)
     options = {"attention_mask": (torch.arange(12) >= torch.tensor([[0], [3]])).long()}
@@ -87,7 +87,7 @@ def test_trainer_learns_a_sequence_and_resumes(family, tmp_path):
         assert torch.equal(parameter, other), name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_lora(family, tmp_path):
     peft = pytest.importorskip("peft")
     model = swapped(family, [0, 2])
