@@ -17,6 +17,7 @@ from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config
 from deltazoo.models.parallel_plans import PIPELINE_PLAN, fsdp_plan, tensor_parallel_plan
+from deltazoo.models.recompute import LEVELS
 from deltazoo.spec import DeltaRuleSpec, get_variant
 
 __all__ = ["DeltaNetConfig", "DeltaRuleConfig", "EFLAConfig", "GatedDeltaNetConfig", "KDAConfig"]
@@ -80,6 +81,9 @@ class DeltaRuleConfig(PreTrainedConfig):
         classifier_dropout: dropout before the token classification head; default 0.1.
         backend: operator backend of the linear layers, see `deltazoo.ops.delta_rule`.
         fused_kernels: Triton kernels around the operator of the linear layers, see `deltazoo.ops.fused`; GPUs only.
+        recompute: what training works out again in the backward pass instead of keeping it: `"none"`, `"elementwise"`
+            or `"block"`, see `deltazoo.models.recompute`. Gradient checkpointing takes its place where both are on; as
+            with that, training then begins no cache.
         use_cache: whether a forward pass outside training returns a cache.
         training_data: what the weights were trained on, in words; for the model card.
 
@@ -124,6 +128,7 @@ class DeltaRuleConfig(PreTrainedConfig):
     classifier_dropout: float | int | None = None
     backend: str | None = None
     fused_kernels: bool = False
+    recompute: str = "none"
     use_cache: bool = True
     training_data: str | None = None
     pad_token_id: int | None = None
@@ -207,6 +212,8 @@ class DeltaRuleConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_v_heads must be a positive multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
             )
+        if self.recompute not in LEVELS:
+            raise ValueError(f"recompute: {_unknown('level', self.recompute, LEVELS)}")
         self._validate_layer_types(self.layer_types)
         if "full_attention" in self.layer_types:
             self._validate_softmax_heads()

@@ -6,14 +6,13 @@ checkpoints: `model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -22,10 +21,9 @@ from transformers.utils.output_capturing import capture_outputs
 import deltazoo.models.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.layers.initialization import short_conv_
-from deltazoo.layers.layout import PaddedLayout
-from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
-from deltazoo.models.cache import CacheStates, prepare_cache
+from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs
+from deltazoo.models.cache import prepare_cache
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.sequences import BatchSequences, describe_batch
 from deltazoo.models.sharing import SharedModel
@@ -38,67 +36,6 @@ __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRul
 _SEQUENCE_KEYS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 # What transformers' trainer, generation and pipelines pass through models and others act on.
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
-
-
-class SoftmaxInputs(NamedTuple):
-    """What the softmax layers of a hybrid model share in one forward pass."""
-
-    attention_mask: Any
-    position_embeddings: tuple[Tensor, Tensor]
-    kernel_kwargs: dict[str, Any]
-
-
-class DeltaRuleBlock(GradientCheckpointingLayer):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
-
-    def __init__(self, config: DeltaRuleConfig, layer_idx: int) -> None:
-        super().__init__()
-        assert config.layer_types is not None
-        self.layer_idx = layer_idx
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn: nn.Module
-        if config.layer_types[layer_idx] == "full_attention":
-            self.attn = SoftmaxAttention(config, layer_idx)
-        else:
-            self.attn = DeltaRuleAttention(**config.mixer_kwargs, layer_idx=layer_idx)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        sequences: BatchSequences,
-        softmax: SoftmaxInputs | None = None,
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """Map `[B, T, hidden_size]` to the same shape.
-
-        Args:
-            hidden_states: the residual stream.
-            sequences: padding or packing of the batch.
-            softmax: masks and rotary embeddings, needed by softmax layers only.
-            past_key_values: a cache made ready by `prepare_cache`.
-        """
-        mixed = self.attn_norm(hidden_states)
-        if isinstance(self.attn, SoftmaxAttention):
-            assert softmax is not None
-            mixed, _ = self.attn(
-                mixed, softmax.position_embeddings, softmax.attention_mask, past_key_values, **softmax.kernel_kwargs
-            )
-        else:
-            mixed = self._mix(mixed, sequences, past_key_values)
-        hidden_states = hidden_states + mixed
-        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
-
-    def _mix(self, x: Tensor, sequences: BatchSequences, cache: Cache | None) -> Tensor:
-        if sequences.flattened:
-            return self.attn(x.reshape(1, -1, x.shape[-1]), layout=sequences.layout).view_as(x)
-        if cache is None:
-            return self.attn(x, layout=sequences.layout)
-        states = CacheStates(cache)
-        mask = sequences.layout.mask if isinstance(sequences.layout, PaddedLayout) else None
-        states.remember(self.attn, self.layer_idx, x, mask)
-        return self.attn(x, past_key_values=states, layout=sequences.layout)
 
 
 class DeltaRulePreTrainedModel(SharedModel):
@@ -202,7 +139,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             sequences = self.describe(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
         if sequences.starts is not None and past_key_values is not None:
             raise ValueError("packed documents cannot fill or continue a cache: run them without past_key_values")
-        if use_cache and past_key_values is None and sequences.starts is None:
+        recomputes = self.training and self.config.recompute != "none"
+        if use_cache and past_key_values is None and sequences.starts is None and not recomputes:
             past_key_values = DynamicCache(config=self.config)
             self.prepare_cache(past_key_values)
 

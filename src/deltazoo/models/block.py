@@ -1,0 +1,93 @@
+"""One block of a model: a token mixer and an MLP, each behind a norm and beside the residual stream."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers.layout import PaddedLayout
+from deltazoo.layers.mlp import SwiGLU
+from deltazoo.layers.norm import RMSNorm
+from deltazoo.models.cache import CacheStates
+from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.models.recompute import run_block
+from deltazoo.models.sequences import BatchSequences
+from deltazoo.models.softmax_attention import SoftmaxAttention
+
+__all__ = ["DeltaRuleBlock", "SoftmaxInputs"]
+
+
+class SoftmaxInputs(NamedTuple):
+    """What the softmax layers of a hybrid model share in one forward pass."""
+
+    attention_mask: Any
+    position_embeddings: tuple[Tensor, Tensor]
+    kernel_kwargs: dict[str, Any]
+
+
+class DeltaRuleBlock(GradientCheckpointingLayer):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: DeltaRuleConfig, layer_idx: int) -> None:
+        super().__init__()
+        assert config.layer_types is not None
+        self.layer_idx = layer_idx
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn: nn.Module
+        if config.layer_types[layer_idx] == "full_attention":
+            self.attn = SoftmaxAttention(config, layer_idx)
+        else:
+            self.attn = DeltaRuleAttention(**config.mixer_kwargs, layer_idx=layer_idx)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.recompute = config.recompute
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        sequences: BatchSequences,
+        softmax: SoftmaxInputs | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """Map `[B, T, hidden_size]` to the same shape.
+
+        Args:
+            hidden_states: the residual stream.
+            sequences: padding or packing of the batch.
+            softmax: masks and rotary embeddings, needed by softmax layers only.
+            past_key_values: a cache made ready by `prepare_cache`.
+        """
+        # Gradient checkpointing keeps less than any level; what is written to a cache must not be written twice.
+        keeps_all = not self.training or self.gradient_checkpointing or past_key_values is not None
+        level = "none" if keeps_all else self.recompute
+        return run_block(level, self._run, hidden_states, sequences, softmax, past_key_values)
+
+    def _run(
+        self,
+        hidden_states: Tensor,
+        sequences: BatchSequences,
+        softmax: SoftmaxInputs | None,
+        past_key_values: Cache | None,
+    ) -> Tensor:
+        mixed = self.attn_norm(hidden_states)
+        if isinstance(self.attn, SoftmaxAttention):
+            assert softmax is not None
+            mixed, _ = self.attn(
+                mixed, softmax.position_embeddings, softmax.attention_mask, past_key_values, **softmax.kernel_kwargs
+            )
+        else:
+            mixed = self._mix(mixed, sequences, past_key_values)
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+    def _mix(self, x: Tensor, sequences: BatchSequences, cache: Cache | None) -> Tensor:
+        if sequences.flattened:
+            return self.attn(x.reshape(1, -1, x.shape[-1]), layout=sequences.layout).view_as(x)
+        if cache is None:
+            return self.attn(x, layout=sequences.layout)
+        states = CacheStates(cache)
+        mask = sequences.layout.mask if isinstance(sequences.layout, PaddedLayout) else None
+        states.remember(self.attn, self.layer_idx, x, mask)
+        return self.attn(x, past_key_values=states, layout=sequences.layout)

@@ -1,0 +1,51 @@
+"""What a block keeps for the backward pass, and what it works out again there.
+
+| level | kept per block | worked out again |
+|---|---|---|
+| `none` | whatever autograd saves | nothing |
+| `elementwise` | results of matrix products and of the operators | norms, activations, gates, convolutions |
+| `block` | the block's input | all of it, as with transformers' gradient checkpointing |
+
+Matrix products are nearly all of the work and elementwise results most of the memory, so the middle level frees memory
+for little time. Gradients are the same at every level.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+__all__ = ["LEVELS", "run_block"]
+
+LEVELS = ("none", "elementwise", "block")
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product")
+"""Beginnings of the names of torch's operators whose results the middle level keeps."""
+
+
+def run_block(level: str, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Call `forward`, keeping for the backward pass what `level` says.
+
+    Args:
+        level: one of `LEVELS`.
+        forward: without side effects, since it may run twice.
+        args, kwargs: of `forward`.
+    """
+    if level == "none":
+        return forward(*args, **kwargs)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if level == "elementwise":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    return checkpoint(forward, *args, **options, **kwargs)
+
+
+def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = operator.name() if isinstance(operator, torch._ops.OpOverload) else ""
+    library, _, rest = name.partition("::")
+    is_rule = library == "deltazoo" and not rest.startswith(("short_conv", "gated_rms_norm"))
+    if is_rule or (library == "aten" and rest.startswith(_PRODUCTS)):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
