@@ -137,8 +137,8 @@ class Problem(Shapes):
         """One program per chunk and value head, or several; heads run fastest."""
         if max(self.NT, self.B) > 65_535:  # CUDA's limit for the second and third dimension of a grid
             raise NotImplementedError(
-                f"the triton backend takes up to 65535 rows of up to 65535 chunks, got {self.B} rows of {self.NT} chunks "
-                f"of {CHUNK} tokens; use backend='chunkwise'"
+                f"the triton backend takes up to 65535 rows of up to 65535 chunks of {CHUNK} tokens, "
+                f"got {self.B} rows of {self.NT} chunks; use backend='chunkwise'"
             )
         return tiles * self.HV, self.NT, self.B
 

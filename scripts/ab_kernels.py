@@ -1,0 +1,235 @@
+"""Time every kernel of one call with other launch options than the shipped ones, and check what each of them computes.
+
+    python scripts/ab_kernels.py --op gdn --out ab_gdn.json
+    python scripts/ab_kernels.py --op kda --shape 2x300x2x64x64 --unguarded --out ab_narrow.json
+
+Every launch of a forward and backward pass is repeated on its own, with its inputs as they were. `error` is the largest
+relative difference between an output of the variant and of the shipped form. Of the scans and the tail, the row
+`float32` is the same kernel on the same inputs in float32, with its own tiles: the error of the shipped form itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from deltazoo.bench.inputs import GATES, make_inputs
+from deltazoo.bench.shapes import TABLE, Shape
+from deltazoo.bench.stopwatch import CudaStopwatch
+from deltazoo.ops import api, delta_rule
+from deltazoo.ops.triton import pipeline
+from deltazoo.ops.triton.tiling import tiles_for
+
+
+def tile(stages: int | None = None, **options: Any) -> dict[str, Any]:
+    """Launch options; the kernels take the number of stages twice."""
+    return options if stages is None else options | dict(num_stages=stages, STAGES=stages)
+
+
+SERIAL = {
+    "1 stage": tile(1),
+    "3 stages": tile(3),
+    "BV 32": tile(BV=32, num_warps=4),
+    "BV 64, 4 warps": tile(BV=64, num_warps=4),
+    "BV 64, 4 warps, 1 stage": tile(1, BV=64, num_warps=4),
+    "BV 128, 8 warps": tile(BV=128, num_warps=8),
+}
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "prepare": {"2 warps": tile(num_warps=2), **{f"{n} registers": tile(maxnreg=n) for n in (168, 128)}},
+    "prepare_channel": {"BK 16": tile(BK=16), "BK 64": tile(BK=64), "168 registers": tile(maxnreg=168)},
+    "invert": {"2 warps": tile(num_warps=2), "96 registers": tile(maxnreg=96)},
+    "scan": SERIAL,
+    "scan(keep)": SERIAL,
+    "reverse_scan(keep)": SERIAL,
+    "tail": {
+        "1 stage": tile(1),
+        "count read": tile(COUNTED=True),
+        "count read, 1 stage": tile(1, COUNTED=True),
+        "BV 32": tile(BV=32),
+        "BV 128": tile(BV=128),
+        "BK 16": tile(BK=16),
+        "BK 32": tile(BK=32),
+        "BK 64": tile(BK=64),
+        "BK 32, BV 32": tile(BK=32, BV=32),
+        "BK 128, 8 warps": tile(BK=128, num_warps=8),
+    },
+}
+WRITTEN = {
+    "prepare": ("AP", "chunk_beta", "G"),
+    "prepare_channel": ("AP", "L", "chunk_beta", "G", "q_in", "k_in", "k_out"),
+    "invert": ("AP",),
+    "scan": ("output", "final_state"),
+    "scan(keep)": ("U_out", "states"),
+    "reverse_scan(keep)": ("Z_out", "d_states", "d_initial"),
+    "tail": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
+}
+TOTALS = ("d_beta", "d_log_decay")
+"""Stored as shares of the tiles of key channels, which differ in number."""
+
+
+@dataclass
+class Launch:
+    """One launch as it was made: the kernel, its grid and its arguments by name, options among them."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """As in `VARIANTS`."""
+        keep = "(keep)" if self.arguments.get("KEEP") else ""
+        return self.kernel.fn.__name__.removesuffix("_kernel") + keep
+
+    def run(self, changes: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Tensor]]:
+        """The launch with changed arguments and outputs of its own, and these outputs."""
+        arguments = self.arguments | changes
+        if self.name == "invert":  # which overwrites its input
+            arguments["L"] = arguments["L"].clone()
+        grid = list(self.grid)
+        for size, block in (("V", "BV"), ("K", "BK")):
+            tiled = block == "BV" if "scan" in self.name else block == "BK" and self.name == "tail"
+            if tiled:
+                before, now = (-(-arguments[size] // x[block]) for x in (self.arguments, arguments))
+                grid[0] = grid[0] // before * now
+        if self.name == "tail":
+            arguments["value_tiles"] = -(-arguments["V"] // arguments["BV"])
+        own: dict[int, Tensor] = {}
+        for output in WRITTEN[self.name]:
+            given = arguments[output]
+            if given is not None:
+                fresh = given.clone() if self.name == "invert" else torch.zeros_like(given)
+                if output in TOTALS and (output == "d_beta" or self.arguments["DECAY"] == 1):
+                    fresh = given.new_zeros(-(-arguments["K"] // arguments["BK"]), *given.shape[1:])
+                own[given.data_ptr()] = fresh
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.data_ptr() in own:
+                fresh = own[value.data_ptr()]
+                arguments[name] = fresh if fresh.dtype == value.dtype else fresh.view(value.dtype)
+        outputs = {name: arguments[name] for name in WRITTEN[self.name] if arguments[name] is not None}
+        return lambda: self.kernel[tuple(grid)](**arguments), outputs
+
+
+class Recorder:
+    """Stands in for a kernel: launches it and notes the launch, the first one of its kind."""
+
+    def __init__(self, kernel: JITFunction, launches: dict[str, Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*positional: Any, **named: Any) -> None:
+            arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
+            noted = Launch(self.kernel, grid, dict(arguments))
+            if noted.name == "invert":  # which overwrites its input
+                noted.arguments["L"] = arguments["L"].clone()
+            if noted.name in VARIANTS:
+                self.launches.setdefault(noted.name, noted)
+            self.kernel[grid](**arguments)
+
+        return launch
+
+
+def launches_of(shape: Shape, op: str, gates: str, precision: str) -> dict[str, Launch]:
+    """Every kind of launch in a forward and backward pass."""
+    launches: dict[str, Launch] = {}
+    kernels = {name: kernel for name, kernel in vars(pipeline).items() if isinstance(kernel, JITFunction)}
+    inputs = make_inputs(shape, op, gates if op != "delta" else "none", device="cuda")
+    try:
+        for name, kernel in kernels.items():
+            setattr(pipeline, name, Recorder(kernel, launches))
+        output = delta_rule(
+            inputs.q, inputs.k, inputs.v, inputs.beta, inputs.log_decay, backend="triton", precision=precision
+        ).output
+        torch.autograd.grad(output, inputs.leaves(op), inputs.d_output)
+    finally:
+        for name, kernel in kernels.items():
+            setattr(pipeline, name, kernel)
+    return launches
+
+
+def in_float32(launch: Launch, shape: Shape) -> dict[str, Any]:
+    """Changes that make a launch of a scan or the tail compute in float32 from the same inputs."""
+    tiles = tiles_for(shape.K, shape.V, False, launch.arguments["DECAY"], 1)
+    changes: dict[str, Any] = {name: x.float() for name, x in launch.arguments.items() if isinstance(x, Tensor)}
+    options = {"tail": tiles.tail, "reverse_scan(keep)": tiles.reverse, "scan(keep)": tiles.keep}
+    if "AP" in changes and launch.arguments["TERMS"] == 3:  # the sum of the three is the inverse
+        AP = launch.arguments["AP"].float()
+        changes["AP"] = torch.stack([AP[:, :3].sum(1), AP[:, 3]], 1)
+    return changes | options.get(launch.name, tiles.scan) | dict(PRECISION="tf32x3", TERMS=1)
+
+
+def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Relative difference of every output; infinity for NaN."""
+    errors = {}
+    for name, e in expected.items():
+        a = actual[name]
+        if name in TOTALS and a.shape != e.shape:
+            a, e = a.sum(0), e.sum(0)
+        error = ((a.double() - e.double()).norm() / e.double().norm().clamp_min(1e-300)).item()
+        errors[name] = math.inf if math.isnan(error) else error
+    return errors
+
+
+def judge(launch: Launch, shape: Shape, stopwatch: CudaStopwatch) -> list[dict[str, Any]]:
+    """One row per variant, the shipped form first."""
+    run, shipped = launch.run({})
+    run()
+    rows: list[dict[str, Any]] = []
+    variants = {"shipped": {}, **VARIANTS[launch.name]}
+    if launch.name in ("scan", "scan(keep)", "reverse_scan(keep)", "tail"):
+        variants["float32"] = in_float32(launch, shape)
+    for name, changes in variants.items():
+        row: dict[str, Any] = dict(kernel=launch.name, variant=name)
+        try:
+            run, outputs = launch.run(changes)
+            run()
+            row["errors"] = worst_error(outputs, shipped)
+            row["ms"] = stopwatch.milliseconds(run).median
+        except (RuntimeError, triton.TritonError) as error:  # too much shared memory, or a broken kernel
+            row["failed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            stopwatch.wait()  # raises if the kernel broke the device for this process: then nothing more can be measured
+        rows.append(row)
+        errors = row.get("errors", {})
+        text = (
+            row.get("failed") or f"{row['ms']:.4f} ms, error {max(errors.values()):.1e} ({max(errors, key=errors.get)})"
+        )
+        print(f"{launch.name:<20} {name:<26} {text}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op", choices=("delta", "gdn", "kda"), default="gdn")
+    parser.add_argument("--shape", default="train", help=f"{', '.join(TABLE)} or BxTxHxKxV")
+    parser.add_argument("--gates", choices=tuple(GATES), default="medium")
+    parser.add_argument("--precision", choices=("fast", "strict"), default="fast")
+    parser.add_argument("--kernels", help="comma-separated; all unless given")
+    parser.add_argument("--unguarded", action="store_true", help="run what the public function refuses, too")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    arguments = parser.parse_args()
+    shape = TABLE.get(arguments.shape) or Shape.parse(arguments.shape)
+    if arguments.unguarded:
+        api._triton_obstacle = lambda *_: None
+    wanted = arguments.kernels.split(",") if arguments.kernels else list(VARIANTS)
+    launches = launches_of(shape, arguments.op, arguments.gates, arguments.precision)
+    stopwatch = CudaStopwatch()
+    rows = [row for name, launch in launches.items() if name in wanted for row in judge(launch, shape, stopwatch)]
+    if arguments.out is not None:
+        about = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
+        call = dict(shape=str(shape), op=arguments.op, gates=arguments.gates, precision=arguments.precision)
+        arguments.out.write_text(json.dumps(dict(about=about, call=call, rows=rows), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
