@@ -197,7 +197,7 @@ def judge(launch: Launch, shape: Shape, stopwatch: CudaStopwatch) -> list[dict[s
             row["ms"] = stopwatch.milliseconds(run).median
         except (RuntimeError, triton.TritonError) as error:  # too much shared memory, or a broken kernel
             row["failed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            stopwatch.wait()  # raises if the kernel broke the device for this process: then nothing more can be measured
+            stopwatch.wait()  # raises if the kernel broke the device: then this process can measure nothing more
         rows.append(row)
         errors = row.get("errors", {})
         text = (
