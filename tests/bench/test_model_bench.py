@@ -104,6 +104,20 @@ def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: py
     assert "fails: RuntimeError: CUDA out of memory" in page
 
 
+def test_recompute_levels_keep_less_and_fused_kernels_need_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
+    path, ways = tmp_path / "model_x.json", "eager,recompute-elementwise,recompute-block,fused"
+    arguments = ["--measure", "memory", "--training", ways, "--peers", "llama", "--out", str(path)]
+    assert CliRunner().invoke(app, [*QUICK, *arguments]).exit_code == 0
+    ours = {row.way: row for row in load_model_results([path]).of("kept_kib") if row.library == "deltazoo"}
+    kept = [ours[way].value for way in ways.split(",")[:3]]
+    assert kept[0] > kept[1] > kept[2] > 0
+    assert ours["fused"].error.startswith("NotImplementedError: fused kernels run on NVIDIA GPUs")
+    assert [row.way for row in load_model_results([path]).of("kept_kib") if row.library == "transformers"] == ["eager"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -25,13 +25,17 @@ def model(
     size: Annotated[str | None, typer.Option(help="quickstart (default on a CPU), 340m (on a GPU) or 1.3b.")] = None,
     models: Annotated[str, typer.Option(help="Our mixers, comma-separated.")] = "gated_deltanet,delta_net",
     peers: Annotated[str, typer.Option(help="Out of llama,fla, or none.")] = "llama,fla",
-    measure: Annotated[str, typer.Option(help="Out of train,decode,context,profile.")] = "train,decode,context,profile",
+    measure: Annotated[
+        str, typer.Option(help="Out of train,memory,decode,context,profile.")
+    ] = "train,decode,context,profile",
     shapes: Annotated[
-        str | None, typer.Option(help="Training batches BxT, comma-separated; profiled: the first.")
+        str | None, typer.Option(help="Training batches BxT, comma-separated; memory and profile: the first.")
     ] = None,
     batches: Annotated[str | None, typer.Option(help="Rows while decoding.")] = None,
     contexts: Annotated[str | None, typer.Option(help="Context lengths.")] = None,
-    training: Annotated[str, typer.Option(help="Ways to train, out of eager,compile,fused.")] = "eager",
+    training: Annotated[
+        str, typer.Option(help="Ways to train, out of eager,compile,fused,recompute-elementwise,recompute-block.")
+    ] = "eager",
     decoding: Annotated[
         str, typer.Option(help="Ways to decode, out of generate,generate-captured,loop,loop-compiled.")
     ] = "generate,generate-captured,loop",

@@ -21,15 +21,20 @@ in it was measured by `deltazoo bench model`.
 
 All models of a section have the same hidden size, layers, heads, width of the MLP and vocabulary; they differ in the
 token mixer and in whose code runs it. Weights are random. A training step is forward, backward, clipping and fused
-AdamW on random tokens. Ways to decode, all greedy: `generate` is transformers' method, `generate-captured` the same
-with `capture_step=True`, `loop` is `deltazoo.generate`, `loop-compiled` that with `compile=True`. On a GPU the captured
-steps and those of the loop are CUDA graphs, on a CPU they are plain calls. Ranges are the 20th to 80th percentile of
-single steps or tokens. With one CPU thread the clock counts the time that the process computed: on
-a machine shared with other work that is less than the time that passes, and still more than it would be alone.
+AdamW on random tokens.
+
+Ways to train: `compile` is `torch.compile`; `fused` and `recompute-...` are the configuration keys `fused_kernels` and
+`recompute`. Ways to decode, all greedy: `generate` is transformers' method, `generate-captured` the same with
+`capture_step=True`, `loop` is `deltazoo.generate`, `loop-compiled` that with `compile=True`. On a GPU the captured
+steps and those of the loop are CUDA graphs, on a CPU they are plain calls.
+
+Ranges are the 20th to 80th percentile of single steps or tokens. With one CPU thread the clock counts the time that the
+process computed: on a machine shared with other work that is less than the time that passes, and still more than it
+would be alone.
 """
 
 _SECTIONS = (
-    ("Training", ("train_tok_s", "train_peak_gib", "first_step_s")),
+    ("Training", ("train_tok_s", "train_peak_gib", "kept_kib", "first_step_s")),
     ("Decoding against the batch", ("decode_tok_s",)),
     ("One more token against the context", ("token_ms", "context_peak_gib", "prefill_tok_s")),
 )

@@ -18,6 +18,7 @@ MEASURES = {
     "first_step_s": "first training step of a fresh model, compilation included",
     "train_tok_s": "training tokens per second: forward, backward, clipping, AdamW",
     "train_peak_gib": "peak memory of such a step, model and optimizer included",
+    "kept_kib": "KiB per token kept between forward and backward pass, logits included",
     "profile_ms": "time of one kind of work in a training step",
     "decode_tok_s": "new tokens per second, all rows together",
     "prefill_tok_s": "prompt tokens per second, in pieces",

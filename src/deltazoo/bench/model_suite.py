@@ -14,12 +14,12 @@ import torch
 from deltazoo.bench.model_contestants import SIZES, Contestant, contestants
 from deltazoo.bench.model_decoding import context_rows, decoding_rows, decoding_ways
 from deltazoo.bench.model_results import ModelResults, ModelRow, load_model_results
-from deltazoo.bench.model_training import profile_rows, training_rows
+from deltazoo.bench.model_training import OUR_WAYS, kept_rows, profile_rows, training_rows
 from deltazoo.bench.results import describe_run
 
 __all__ = ["GROUPS", "ModelPlan", "bench_models"]
 
-GROUPS = ("train", "decode", "context", "profile")
+GROUPS = ("train", "memory", "decode", "context", "profile")
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,13 @@ def _measurements(
     options: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype}
 
     def build_for(row: ModelRow) -> Callable[[], Any]:
-        return partial(contestant.build, fused_kernels=True) if row.way == "fused" else contestant.build
+        return partial(contestant.build, **OUR_WAYS.get(row.way, {}))
 
     def train(row: ModelRow) -> Iterator[ModelRow]:
         return training_rows(build_for(row), row, steps=plan.training_steps, **options)
+
+    def memory(row: ModelRow) -> Iterator[ModelRow]:
+        return kept_rows(build_for(row), row, **options)
 
     def decode(row: ModelRow) -> Iterator[ModelRow]:
         return decoding_rows(contestant.build, row, new_tokens=plan.new_tokens, **options)
@@ -100,11 +103,15 @@ def _measurements(
         return profile_rows(build_for(row), row, **options)
 
     ways = decoding_ways(contestant.library, plan.decoding_ways)
-    training_ways = [way for way in plan.training_ways if way != "fused" or contestant.library == "deltazoo"]
+    training_ways = [way for way in plan.training_ways if way not in OUR_WAYS or contestant.library == "deltazoo"]
     if "train" in plan.groups:
         for batch, tokens in plan.shapes:
             for way in training_ways:
                 yield replace(row, way=way, batch=batch, tokens=tokens), train, "train_tok_s"
+    if "memory" in plan.groups:
+        batch, tokens = plan.shapes[0]
+        for way in training_ways:
+            yield replace(row, way=way, batch=batch, tokens=tokens), memory, "kept_kib"
     if "decode" in plan.groups:
         for batch in plan.batches:
             for way in ways:

@@ -11,10 +11,17 @@ from torch.profiler import ProfilerActivity, profile
 from deltazoo.bench.model_results import ModelRow
 from deltazoo.bench.stopwatch import Spread, clock_for
 
-__all__ = ["PARTS", "TRAINING_WAYS", "kind_of_work", "profile_rows", "training_rows"]
+__all__ = ["OUR_WAYS", "PARTS", "TRAINING_WAYS", "kept_rows", "kind_of_work", "profile_rows", "training_rows"]
 
-TRAINING_WAYS = ("eager", "compile", "fused")
-"""compile: through `torch.compile`. fused: our models with `fused_kernels=True`."""
+OUR_WAYS: dict[str, dict[str, Any]] = {
+    "fused": {"fused_kernels": True},
+    "recompute-elementwise": {"recompute": "elementwise"},
+    "recompute-block": {"recompute": "block"},
+}
+"""Ways that are configuration keys of our models."""
+
+TRAINING_WAYS = ("eager", "compile", *OUR_WAYS)
+"""compile: through `torch.compile`."""
 
 PARTS = {
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "::mm", "::addmm", "::bmm", "::linear"),
@@ -65,6 +72,22 @@ def profile_rows(build: Callable[[], Any], row: ModelRow, *, device: str, dtype:
         yield row.measured("profile_ms", milliseconds, part=kind)
 
 
+def kept_rows(build: Callable[[], Any], row: ModelRow, *, device: str, dtype: torch.dtype) -> Iterator[ModelRow]:
+    """`kept_kib`: memory per token that a forward pass leaves allocated for the backward pass, logits included."""
+    step = _TrainingStep(build, row, device, dtype)
+    step.seconds()
+    if step.on_gpu:
+        before = torch.cuda.memory_allocated()
+        loss = step.loss()
+        kept = torch.cuda.memory_allocated() - before
+    else:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            loss = step.loss()
+        kept = sum(event.self_cpu_memory_usage for event in recorded.key_averages())
+    loss.backward()  # only now may what it needs be let go
+    yield row.measured("kept_kib", kept / (row.batch * row.tokens) / 1024)
+
+
 def kind_of_work(name: str) -> str:
     """Which of `PARTS` a kernel or operator belongs to, by its name."""
     lowered = name.lower()
@@ -91,10 +114,14 @@ class _TrainingStep:
     def seconds(self) -> float:
         """Run one step and wait for it."""
         began = self.clock()
-        self.forward(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
+        self.loss().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.on_gpu:
             torch.cuda.synchronize()
         return self.clock() - began
+
+    def loss(self) -> torch.Tensor:
+        """The forward pass."""
+        return self.forward(input_ids=self.ids, labels=self.ids, use_cache=False).loss
