@@ -222,7 +222,7 @@ class Experiment:
         report = swap_attention(model, variant, layers=layers, keep_teacher=True)
         recall = {"transfer": self.recall(model)}
         config = replace(self.config, output=str(folder / "conversion"))
-        found = convert(model, self.tokenizer, config, resume=True)
+        found = convert(model, self.tokenizer, config, resume=True, text=self.text)
         recall["converted"] = self.recall(self.load(found.model_path))
 
         stage = self.preset.teacher

@@ -26,7 +26,7 @@ from deltazoo.training.strict import from_mapping
 from deltazoo.training.tokenizer import build_tokenizer
 from deltazoo.training.trainer import PackedTrainer
 
-STAGE = {"row_length": 48, "rows_per_batch": 4, "log_every": 2, "evaluate_every": 10, "evaluation_rows": 4}
+STAGE = {"row_length": 48, "rows_per_batch": 4, "log_every": 2, "evaluate_every": 8, "evaluation_rows": 4}
 STAGE |= {"precision": "fp32", "weight_decay": 0.0}
 
 
@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=0, eos_token_id=1))
-    stage = from_mapping(FineTuningConfig, {**STAGE, "steps": 160, "learning_rate": 1e-2, "save_every": 160})
+    stage = from_mapping(FineTuningConfig, {**STAGE, "steps": 120, "learning_rate": 1e-2, "save_every": 120})
     run = stage.as_run(folder / "teacher", "softmax", folder / "teacher", config.data, seed=0)
     run_stage(model, ConversionText(config.data, tokenizer), stage, run)
     return folder

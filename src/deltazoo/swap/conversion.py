@@ -30,6 +30,7 @@ from deltazoo.training.run import (
     MODEL_CONFIG,
     device_name,
     enable_gradient_checkpointing,
+    encode_training,
     one_progress_bar,
     open_run,
     refuse_other_text,
@@ -91,6 +92,11 @@ class ConversionText:
         self.corpus = read_corpus(self.source, data, train_sample_bytes=DEFAULT_TOKENIZER_SAMPLE)
 
     @cached_property
+    def training(self) -> list[np.ndarray] | None:
+        """Token ids of the training documents; None for a stream."""
+        return None if self.data.streaming else encode_training(self.tokenizer, self.corpus)
+
+    @cached_property
     def validation(self) -> list[np.ndarray]:
         """Token ids of the held-out documents."""
         return encode_documents(self.tokenizer, self.corpus.validation, "tokenizing the held-out text")
@@ -112,7 +118,12 @@ class ConversionText:
 
 
 def convert(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ConversionConfig, *, resume: bool = False
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: ConversionConfig,
+    *,
+    resume: bool = False,
+    text: ConversionText | None = None,
 ) -> ConversionResult:
     """Train a freshly swapped model through the configured stages.
 
@@ -122,6 +133,7 @@ def convert(
         tokenizer: the model's own.
         config: stages, text and folder.
         resume: go on where the run in ``config.output`` stopped; without one there, start from the beginning.
+        text: ``config.data`` already read with this tokenizer, where several conversions share it.
 
     Raises:
         ValueError: the model is not swapped or kept no teachers, the folder holds a run and ``resume`` is false, or
@@ -143,7 +155,7 @@ def convert(
     folder = Path(config.output)
     open_run(config, folder, resume, load=load_conversion)
     _refuse_other_swap(model, folder / _SWAP)
-    text = ConversionText(config.data, tokenizer)
+    text = text or ConversionText(config.data, tokenizer)
     refuse_other_text(text.corpus, folder / _TEXT, config.data.streaming)
     scores = _Scores(folder / _SCORES)
     first, last = config.stages[0], config.stages[-1]
@@ -222,7 +234,7 @@ def _trainer(
         "tokenizer": text.tokenizer,
         "config": run,
         "arguments": arguments,
-        "train_rows": training_rows(run, text.source, text.corpus, text.tokenizer, arguments.world_size),
+        "train_rows": training_rows(run, text.source, text.corpus, text.tokenizer, arguments.world_size, text.training),
         "validation_rows": spread(text.validation_rows(stage.row_length), stage.evaluation_rows),
         "bytes_per_token": text.bytes_per_token,
         "collate_rows": collate_side_by_side,

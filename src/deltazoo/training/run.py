@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
@@ -214,16 +215,25 @@ def training_rows(
     corpus: Corpus,
     tokenizer: PreTrainedTokenizerBase,
     world_size: int,
+    encoded: Sequence[np.ndarray] | None = None,
 ) -> PackedRows | StreamedRows:
-    """The rows that a run reads, over all its processes."""
+    """The rows that a run reads, over all its processes; ``encoded`` is what ``encode_training`` gave, if it was asked.
+
+    A stream is tokenized as it is read.
+    """
     settings = config.training
     rows = settings.steps * settings.rows_per_batch * settings.accumulation * world_size
     if config.data.streaming:
         assert isinstance(source, Records)
         remembered = 4 * rows // settings.steps
         return StreamedRows(source, config.data, tokenizer, settings.row_length, remembered=remembered)
-    encoded = encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
+    encoded = encode_training(tokenizer, corpus) if encoded is None else encoded
     return PackedRows(encoded, settings.row_length, num_rows=rows, seed=config.seed)
+
+
+def encode_training(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> list[np.ndarray]:
+    """Token ids of the training documents, each with its end."""
+    return encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
 
 
 def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult:
