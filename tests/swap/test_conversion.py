@@ -185,6 +185,24 @@ def test_what_kept_no_original_cannot_be_converted(home: Path, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+def test_a_text_read_for_another_recipe_is_refused(home: Path, tmp_path: Path) -> None:
+    model, tokenizer = fresh(home)
+    config = recipe(home / "text", tmp_path / "run")
+    text = ConversionText(replace(config.data, validation_fraction=0.3), tokenizer)
+    with pytest.raises(ValueError, match="the recipe asks for"):
+        convert(model, tokenizer, config, text=text)
+
+
+def test_several_processes_are_refused(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Arguments:
+        world_size = 2
+
+    monkeypatch.setattr(conversion, "training_arguments", lambda run: Arguments())
+    with pytest.raises(ValueError, match="this is one of 2"):
+        convert(*fresh(home), recipe(home / "text", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_16_bit_parameters_are_refused(home: Path, tmp_path: Path) -> None:
     model, tokenizer = fresh(home)
     with pytest.raises(ValueError, match="bfloat16"):

@@ -136,8 +136,8 @@ def convert(
         text: ``config.data`` already read with this tokenizer, where several conversions share it.
 
     Raises:
-        ValueError: the model is not swapped or kept no teachers, the folder holds a run and ``resume`` is false, or
-            swap, configuration or text are others than the run began with.
+        ValueError: the model is not swapped or kept no teachers, there is more than one process, the folder holds a run
+            and ``resume`` is false, or swap, configuration or text are others than the run began with.
         TrainingDiverged: a loss became NaN or infinite.
         SaveError: the disk is full; what was saved before is whole.
     """
@@ -152,14 +152,19 @@ def convert(
             f"the model's parameters are {model.dtype}, in which small updates are lost: load it with "
             "dtype=torch.float32 (bf16 products are a matter of the stage's precision)"
         )
+    if text is not None and text.data != config.data:
+        raise ValueError(f"text was read from {text.data}, and the recipe asks for {config.data}")
     folder = Path(config.output)
+    first, last = config.stages[0], config.stages[-1]
+    arguments = training_arguments(_as_run(first, model, config, folder))
+    if arguments.world_size > 1:
+        raise ValueError(f"a conversion runs in one process, and this is one of {arguments.world_size}")
+    device: Any = arguments.device
     open_run(config, folder, resume, load=load_conversion)
     _refuse_other_swap(model, folder / _SWAP)
     text = text or ConversionText(config.data, tokenizer)
     refuse_other_text(text.corpus, folder / _TEXT, config.data.streaming)
     scores = _Scores(folder / _SCORES)
-    first, last = config.stages[0], config.stages[-1]
-    device: Any = training_arguments(_as_run(first, model, config, folder)).device
     original = original_of(model).to(device)
     if "transfer" not in scores.values:
         scores.note("original", text.bits_per_byte(original, first))
