@@ -82,6 +82,22 @@ def gates(model: nn.Module) -> dict[str, Any]:
     return {"losses": found, "gates": dtypes, "matrices": str(attn.q_proj.weight.dtype)}
 
 
+@torch.no_grad()
+def same_outputs(ours: nn.Module, alone: nn.Module) -> dict[str, bool]:
+    """Whether two models compute the very same; each process passes the same batch."""
+    ids = tokens(2, 10)
+    inputs: dict[str, dict[str, Any]] = {
+        "rows": {"input_ids": ids},
+        "padded": {"input_ids": ids, "attention_mask": torch.tensor([[0, 0] + [1] * 8, [1] * 10])},
+        "packed": {"input_ids": ids.reshape(1, -1), "cu_seqlens": torch.tensor([0, 7, 20])},
+    }
+    ours, alone = ours.eval(), alone.eval()
+    same = {name: torch.equal(ours(**batch).logits, alone(**batch).logits) for name, batch in inputs.items()}
+    # Unpadded: to mask softmax layers transformers asks the first layer of the cache, which only the first stage fills.
+    decode = {**inputs["rows"], "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    return {**same, "generated": torch.equal(ours.generate(**decode), alone.generate(**decode))}
+
+
 def prepared_by_accelerate(model: nn.Module, **options: Any) -> nn.Module:
     """accelerate's FSDP2 wrapping, which it does itself on accelerators only."""
     plugin = FullyShardedDataParallelPlugin(
@@ -138,6 +154,7 @@ def main(folder: Path) -> None:
             trainer(model(distributed_config=DistributedConfig(fsdp_size=2)), folder / "native")
         )
         results["from_pretrained, bfloat16"] = gates(model(half, distributed_config=DistributedConfig(fsdp_size=2)))
+        results["pipeline"] = same_outputs(model(distributed_config=DistributedConfig(pp_size=2)), model())
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()

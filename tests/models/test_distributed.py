@@ -130,6 +130,14 @@ def test_gates_stay_float32_whatever_the_rest_is_in(
 
 
 @pytest.mark.slow
+@pytest.mark.feature("pipeline parallelism, two processes", models=HYBRID_KDA)
+def test_two_stages_compute_what_one_process_does(together: dict[str, Any]) -> None:
+    if "pipeline" not in together:
+        pytest.skip("this version of transformers has no pipeline stages")
+    assert together["pipeline"] == dict.fromkeys(("rows", "padded", "packed", "generated"), True)
+
+
+@pytest.mark.slow
 @pytest.mark.feature("DDP and FSDP2, two processes", models=["delta_rule: kda, pure"])
 def test_the_script_finds_no_difference() -> None:
     """DDP, FSDP2 in both precisions and tensor parallelism, with AdamW."""

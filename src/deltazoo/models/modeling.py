@@ -159,7 +159,9 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         kwargs: Mapping[str, Any],
     ) -> BatchSequences:
         """Where the sequences of a batch lie; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        # A pipeline stage fills its own layers of the cache alone; transformers puts identities in place of the others.
+        here = next((i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)), 0)
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length(here)
         given = {key: kwargs[key] for key in _SEQUENCE_KEYS if kwargs.get(key) is not None}
         return describe_batch(
             tokens.shape[0],
