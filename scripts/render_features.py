@@ -106,15 +106,15 @@ def add_results(report: Path) -> None:
 def page(results: dict[str, dict]) -> str:
     """The page, from results by version of transformers."""
     counts = {release: _counts(result["counts"]) for release, result in results.items()}
-    features = list(dict.fromkeys(feature for release in counts.values() for feature in release))
+    features = sorted({feature for release in counts.values() for feature in release}, key=str.casefold)
     models = {model for release in counts.values() for by_model in release.values() for model in by_model}
-    with_models = [f for f in features if any(set(release.get(f, {})) - {NO_MODEL} for release in counts.values())]
     sections = [_heading(results)]
     for kind, title in (("pure", "Linear layers only"), ("hybrid", "Hybrids of linear and softmax layers")):
         columns = sorted(model for model in models if model.endswith(f", {kind}"))
         columns.sort(key=lambda model: model.startswith("delta_rule"))
         header = [column.removesuffix(f", {kind}") for column in columns]
-        rows = [[feature, *(_cell(feature, column, counts) for column in columns)] for feature in with_models]
+        rows = [[feature, *(_cell(feature, column, counts) for column in columns)] for feature in features]
+        rows = [row for row in rows if any(row[1:])]
         sections.append(f"## {title}\n\n{_table(['feature', *header], rows)}")
     rows = [[f, _cell(f, NO_MODEL, counts)] for f in features if _cell(f, NO_MODEL, counts)]
     sections.append(

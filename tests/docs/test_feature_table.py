@@ -1,0 +1,48 @@
+"""docs/features.md shows the committed results, and they are counted as the page says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("render_features", ROOT / "scripts" / "render_features.py")
+assert SPEC is not None and SPEC.loader is not None
+render_features = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(render_features)
+
+REPORT = """<testsuites><testsuite tests="4" failures="1" errors="0" skipped="1">
+<testcase name="a"><properties>
+  <property name="feature" value="beams"/><property name="model" value="kda, pure"/>
+  <property name="model" value="kda, hybrid"/></properties></testcase>
+<testcase name="b"><properties>
+  <property name="feature" value="beams"/><property name="model" value="kda, pure"/></properties><failure/></testcase>
+<testcase name="c"><properties>
+  <property name="feature" value="beams"/><property name="model" value="kda, hybrid"/></properties><skipped/></testcase>
+<testcase name="d"><properties><property name="feature" value="errors"/></properties></testcase>
+</testsuite></testsuites>"""
+
+
+def test_the_page_shows_the_committed_results() -> None:
+    results = json.loads(render_features.RESULTS.read_text(encoding="utf-8"))
+    assert render_features.PAGE.read_text(encoding="utf-8") == render_features.page(results)
+    assert len(results) >= 2, "the oldest supported transformers and the newest"
+
+
+def test_tests_are_counted_by_feature_and_model(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT, encoding="utf-8")
+    assert render_features.count(report) == {
+        "beams": {"kda, pure": (1, 2), "kda, hybrid": (1, 1)},
+        "errors": {render_features.NO_MODEL: (1, 1)},
+    }
+
+
+def test_a_cell_says_where_the_versions_differ() -> None:
+    count = render_features.Count
+    same = {"5.14.1": {"beams": {"kda": count(3, 3)}}, "5.23.0": {"beams": {"kda": count(3, 3)}}}
+    other = {"5.14.1": {"beams": {"kda": count(2, 3)}}, "5.23.0": {"beams": {"kda": count(3, 3)}}}
+    assert render_features._cell("beams", "kda", same) == "3"
+    assert render_features._cell("beams", "kda", other) == "2/3 (5.14.1), 3/3 (5.23.0)"
+    assert render_features._cell("beams", "efla", same) == ""
