@@ -22,7 +22,7 @@ test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest
 test-oldest: $(OLDEST)/.installed  ## models, training, swapping, recipes on the oldest supported transformers and its kin
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/models tests/training tests/swap tests/acceleration tests/docs $(ARGS)
 
-compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for cards that are not here: registers, shared memory
+compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for cards that are not here (registers, shared memory), and run on a model of one
 	$(BIN)/python -m pytest -n 2 -m sweep $(ARGS)
 
 gpu-test: $(INSTALLED)  ## all that needs a GPU: tests, self-check, compute-sanitizer (ARGS names the folder for results)

@@ -1,0 +1,129 @@
+"""The chunk kernels as compiled for Hopper, run instruction by instruction on a model of a thread block.
+
+Unlike the interpreter, which runs the source, this runs what Triton makes of it: layouts, shared memory, pipelined
+copies, barriers, and bfloat16. It also sees what no result shows: accesses whose outcome depends on timing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from delta_rule_cases import DeltaRuleCase
+from helpers import assert_within_reference, results_and_gradients
+from ptx.thread_block import Program, ThreadBlock
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from deltazoo.ops import delta_rule  # noqa: E402
+from deltazoo.ops.triton import pipeline  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
+)
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
+
+
+class Modelled:
+    """Stands in for a kernel: a launch compiles it for Hopper and runs every block on the model."""
+
+    def __init__(self, kernel: JITFunction, hazards: dict[str, str]) -> None:
+        self.kernel, self.hazards = kernel, hazards
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*positional: Any, **named: Any) -> None:
+            arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
+            signature, constants, attributes, given = {}, {}, {}, []
+            for position, parameter in enumerate(self.kernel.params):
+                value = arguments[parameter.name]
+                signature[parameter.name] = "constexpr"
+                if isinstance(value, Tensor):
+                    signature[parameter.name] = "*" + TYPES[value.dtype]
+                    attributes[(position,)] = [["tt.divisibility", 16]]
+                elif parameter.is_constexpr or value is None:
+                    constants[(position,)] = value
+                    continue
+                else:
+                    signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+                given.append(value)
+            source = ASTSource(self.kernel, signature, constants, attributes)
+            options = {name: arguments[name] for name in ("num_warps", "num_stages")}
+            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            self.run(Program(compiled.asm["ptx"]), given, grid)
+
+        return launch
+
+    def run(self, program: Program, given: list[Any], grid: tuple[int, ...]) -> None:
+        """Copies the tensors into one memory, runs the grid, copies them back."""
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in given if isinstance(x, Tensor)}
+        starts, end = {}, 256
+        for pointer, storage in storages.items():
+            starts[pointer], end = end, end + -(-storage.nbytes() // 256) * 256 + 256
+        memory = np.zeros(end, np.uint8)
+        raw = {p: torch.empty(0, dtype=torch.uint8).set_(s) for p, s in storages.items()}
+        for pointer, content in raw.items():
+            memory[starts[pointer] : starts[pointer] + len(content)] = content.numpy()
+        arguments = []
+        for x in given:
+            if isinstance(x, Tensor):
+                x = starts[x.untyped_storage().data_ptr()] + x.storage_offset() * x.element_size()
+            arguments.append(x)
+        arguments += [0] * (len(program.parameters) - len(arguments))  # Triton's own scratch memory, unused
+        for position in product(*map(range, (*grid, 1, 1)[:3])):
+            self.hazards |= ThreadBlock(program, arguments, memory, position).run()
+        for pointer, content in raw.items():
+            content.copy_(torch.from_numpy(memory[starts[pointer] : starts[pointer] + len(content)]))
+
+
+def judge(case: DeltaRuleCase, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and gradients in bfloat16 within a few roundings of float64, and nothing that depends on timing."""
+    hazards: dict[str, str] = {}
+    for name, kernel in list(vars(pipeline).items()):
+        if isinstance(kernel, JITFunction):
+            monkeypatch.setattr(pipeline, name, Modelled(kernel, hazards))
+    x = case.make(dtype=torch.bfloat16)
+    inputs = (x.q, x.k, x.v, x.beta, x.log_decay, case.K**-0.5, x.initial_state, x.cu_seqlens, strict)
+    output, final_state, *kept = pipeline.forward(*inputs)
+    gradients = pipeline.backward(*inputs, kept=pipeline.Kept(*kept), d_output=x.d_output, d_final=x.d_final_state)
+    names = [f"d_{name}" for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
+    actual = {"output": output, "final_state": final_state}
+    actual |= {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+    exact = results_and_gradients(delta_rule, x.double(), backend="chunkwise")
+    plain = results_and_gradients(delta_rule, x, backend="chunkwise")
+    assert_within_reference(actual, exact, plain, x, rounding=torch.bfloat16, floor=4.0)
+    assert not hazards, "\n".join(f"{what} ({where})" for what, where in hazards.items())
+
+
+NARROW = DeltaRuleCase("channel_narrow", B=1, T=70, H=1, K=32, V=24, decay="channel", log_decay="reset", beta=0.7)
+CASES = [
+    NARROW,
+    replace(NARROW, name="scalar", K=64, V=72, decay="scalar", initial_state=True),
+]
+MANY = [
+    replace(NARROW, name=f"{decay}-{K}x{V}", K=K, V=V, decay=decay, groups=2, initial_state=True)
+    for decay, (K, V) in product(("none", "scalar", "channel"), ((64, 64), (96, 33), (128, 128)))
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled_kernels_are_right_whatever_the_timing(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge(case, False, monkeypatch)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_many_compiled_kernels(case: DeltaRuleCase, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge(case, strict, monkeypatch)

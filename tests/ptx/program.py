@@ -1,0 +1,26 @@
+"""PTX as a list of instructions."""
+
+from __future__ import annotations
+
+import re
+
+
+class Program:
+    """Parsed PTX: parameters, instructions as (predicate, operation, operands, text), labels."""
+
+    def __init__(self, ptx: str) -> None:
+        self.threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
+        self.parameters = re.findall(r"\.param \.(\w+)[^,\n)]*?(\w+_param_\d+)", ptx)
+        self.code: list[tuple[str | None, str, list[str], str]] = []
+        self.labels: dict[str, int] = {}
+        body = re.sub(r"//[^\n]*|\.loc[^\n]*", "", ptx[ptx.index("{", ptx.index(".reqntid")) + 1 :])
+        for piece in re.split(r"(\$L\w+:)|;", body):
+            text = " ".join((piece or "").split())
+            if text.startswith("}"):
+                break
+            if text.startswith("$L"):
+                self.labels[text[:-1]] = len(self.code)
+            elif text and not text.startswith(".reg"):
+                predicate, operation, rest = re.fullmatch(r"(@!?%p\d+)? ?([\w.:]+) ?(.*)", text).groups()  # type: ignore[union-attr]
+                operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s{\[]+", rest)
+                self.code.append((predicate, operation, operands, text))
