@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from deltazoo.bench.model_results import ModelRow
 from deltazoo.bench.stopwatch import Spread, clock_for
@@ -89,14 +88,15 @@ def _decoder(model: DeltaRuleForCausalLM, row: ModelRow) -> Decoder:
 
 
 def _plain_steps(model: Any, ids: Tensor, new_tokens: int) -> Iterator[Tensor]:
-    """Greedy tokens of any causal model, prompt in pieces, with its own growing cache."""
-    cache = DynamicCache(config=model.config)
+    """Greedy tokens of any causal model, prompt in pieces, with the cache that it makes itself."""
+    cache = None
     for piece in ids.split(_PIECE, dim=1):
-        logits = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        output = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
     for _ in range(new_tokens):
-        token = logits[:, -1:].argmax(-1)
+        token = output.logits[:, -1:].argmax(-1)
         yield token[:, 0].cpu()
-        logits = model(token, past_key_values=cache, use_cache=True).logits
+        output = model(token, past_key_values=cache, use_cache=True)
 
 
 def _stream_gaps(steps: Iterator[Tensor], clock: Callable[[], float]) -> list[float]:

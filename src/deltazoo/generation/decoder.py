@@ -189,7 +189,8 @@ class Decoder:
         if self._replay is None:
             changed = [*FixedTensors(self.cache).changed, self.token, self.finished, self.position]
             self._replay = capture(self._step, changed, [self.generator])
-        self._replay()
+        with torch.cuda.device_of(self.token):  # a graph is replayed on the current device
+            self._replay()
 
     def _read(self) -> Callable[[], Tensor]:
         """The current token on its way to the host; calling the result waits for it and for nothing after it."""
@@ -200,7 +201,7 @@ class Decoder:
         host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
         host.copy_(token, non_blocking=True)
         arrived = torch.cuda.Event()
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(token.device))
 
         def wait() -> Tensor:
             arrived.synchronize()

@@ -35,6 +35,13 @@ def capture(
     """
     if changed[0].device.type != "cuda":
         return step
+    with torch.cuda.device_of(changed[0]):
+        return _capture_graph(step, changed, generators).replay
+
+
+def _capture_graph(
+    step: Callable[[], None], changed: Sequence[Tensor], generators: Sequence[torch.Generator]
+) -> torch.cuda.CUDAGraph:
     before = [x.clone() for x in changed]
     random_states = [generator.get_state() for generator in generators]
     stream = torch.cuda.Stream()
@@ -52,7 +59,7 @@ def capture(
         graph.register_generator_state(generator)
     with torch.cuda.graph(graph, stream=stream):
         step()
-    return graph.replay
+    return graph
 
 
 class FixedTensors:
@@ -94,7 +101,8 @@ class _CapturedForward:
     def __init__(self, forward: Callable[..., Any]) -> None:
         update_wrapper(self, forward)
         self.forward = forward
-        self._key: object = None
+        self._cache: Cache | None = None
+        self._shapes: object = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache: Any = kwargs.get("past_key_values")
@@ -103,15 +111,16 @@ class _CapturedForward:
             return self.forward(*args, **kwargs)
         _refuse_extras(kwargs)
         inputs = _tensors_in(kwargs)
-        key = id(cache), {name: (x.shape, x.dtype, x.device) for name, x in inputs.items()}
-        if key == self._key:
+        shapes = {name: (x.shape, x.dtype, x.device) for name, x in inputs.items()}
+        if cache is self._cache and shapes == self._shapes:
             self._fixed.put_back()
             for name, x in inputs.items():
                 self._inputs[name].copy_(x)
         else:
             self._capture(cache, kwargs, inputs)
-            self._key = key
-        self._replay()
+            self._cache, self._shapes = cache, shapes
+        with torch.cuda.device_of(ids):  # a graph is replayed on the current device, which need not be the model's
+            self._replay()
         return CausalLMOutputWithPast(logits=self._logits, past_key_values=cache)
 
     def _capture(self, cache: Cache, kwargs: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> None:
