@@ -57,3 +57,14 @@ def test_runs_decodes_and_reloads(family, choice, variant, tmp_path):
     with torch.no_grad():
         logits = model(ids).logits
     torch.testing.assert_close(stepwise(model, ids), logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "gpt2"])
+def test_hidden_states_and_attentions_of_the_layers_that_have_them(family):
+    model, ids = tiny_host(family), tokens(2, 6)
+    deltazoo.swap_attention(model, "delta_net", [1])
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True, output_attentions=True)
+    assert len(out.hidden_states) == NUM_LAYERS + 1
+    assert len(out.attentions) == NUM_LAYERS - 1

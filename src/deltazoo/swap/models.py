@@ -25,6 +25,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
@@ -55,8 +56,9 @@ _AUTO_CLASSES = (
     AutoModelForQuestionAnswering,
 )
 _FLOAT32 = ("A_log", "dt_bias")
-# Quantisers leave these alone: a few rows each, and step sizes and decays suffer most from rounding.
-_UNQUANTISED = ("b_proj", "a_proj", "f_proj")
+# Quantisers leave these alone: a few rows each, and step sizes and decays suffer most from rounding. They ask with
+# names of modules, parameters and halves of a sequence, and match patterns from the start.
+_UNQUANTISED = (r".*\.delta\.b_proj", r".*\.delta\.a_proj", r".*\.delta\.f_proj")
 # What `install` adapts of the properties that transformers gathers when a model is made.
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan")
 
@@ -228,7 +230,10 @@ def swapped_class(host_class: type[Any]) -> type[Any]:
         "config_class": _swapped_config_class(host_class.config_class),
         "host_class": host_class,
     }
-    return _make("Deltazoo" + host_class.__name__, (SwappedModel, *mixins, host_class), members)
+    made = _make("Deltazoo" + host_class.__name__, (SwappedModel, *mixins, host_class), members)
+    # What models register when they are made, and one that changes its class does not: output_hidden_states needs it.
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), host_class._can_record_outputs)
+    return made
 
 
 def auto_classes_of(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
