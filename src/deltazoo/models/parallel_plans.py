@@ -20,6 +20,7 @@ PIPELINE_PLAN: dict[str, Any] = {
 }
 """Inputs and outputs of each stage."""
 
+
 def tensor_parallel_plan(config: "DeltaRuleConfig") -> dict[str, str]:
     """Style per module of the base model: heads divided in both kinds of mixers, channels in the MLPs.
 
