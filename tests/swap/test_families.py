@@ -38,7 +38,7 @@ def test_every_family_of_the_table_is_tested():
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_runs_decodes_and_reloads(family, choice, variant, tmp_path):
-    host, ids = tiny_host(family), tokens(2, 9)
+    host, ids = tiny_host(family), tokens(2, 7)
     model = copy.deepcopy(host)
     report = deltazoo.swap_attention(model, variant, CHOICES[choice])
     assert len(swapped_layers(model)) == len(report.layers) == {"one": 1, "half": 2, "all": NUM_LAYERS}[choice]

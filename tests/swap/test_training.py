@@ -58,9 +58,8 @@ def test_packed_documents_under_checkpointing():
     assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_trainer_learns_a_sequence_and_resumes(family, tmp_path):
-    model = swapped(family, "all", "kda", keep_teacher=True)
+def test_trainer_learns_a_sequence_and_resumes(tmp_path):
+    model = swapped("gpt_neox", "all", "kda", keep_teacher=True)
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in tokens(4, 12)]
     arguments = {
         "output_dir": str(tmp_path),
@@ -81,7 +80,7 @@ def test_trainer_learns_a_sequence_and_resumes(family, tmp_path):
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.5 * losses[0]
 
-    resumed = Trainer(swapped(family, "all", "kda"), TrainingArguments(**arguments), train_dataset=rows)
+    resumed = Trainer(swapped("gpt_neox", "all", "kda"), TrainingArguments(**arguments), train_dataset=rows)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     for (name, parameter), (_, other) in zip(model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(parameter, other), name
