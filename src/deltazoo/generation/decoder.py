@@ -164,8 +164,9 @@ class Decoder:
     def _take(self, logits: Tensor) -> None:
         """Draw the next token; rows that ended get padding."""
         chosen = self.sampling.choose(logits, self.generator)[:, None]
-        chosen = torch.where(self.finished, self.pad, chosen)
-        self.finished.logical_or_(torch.isin(chosen, self.ends))
+        # Neither `where` with a number nor `isin` with many tokens may stand in a graph: both can wait for the device.
+        chosen = chosen.masked_fill(self.finished, self.pad)
+        self.finished.logical_or_((chosen[..., None] == self.ends).any(-1))
         self.token.copy_(chosen)
 
     def _step(self) -> None:
