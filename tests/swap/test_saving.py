@@ -139,6 +139,11 @@ def test_models_made_from_a_configuration_start_afresh():
     assert model(tokens(1, 5)).logits.isfinite().all()
 
 
+def test_a_configuration_without_layers_is_refused():
+    with pytest.raises(ValueError, match="DeltazooLlamaConfig without delta_layers describes no model"):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("deltazoo_llama", num_hidden_layers=1, hidden_size=32))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_decay_gates_stay_float32(family, tmp_path):
     model = swapped(family, variant="kda").to(torch.bfloat16)

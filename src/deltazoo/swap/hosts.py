@@ -1,8 +1,8 @@
 """What we know of the models whose attention can be swapped: a table of data, one entry per family.
 
 An entry says where attention sits in a transformers model, how it stores its projections and how it is called. Head
-counts and widths are read from the model at hand. To add a family, add an entry to `HOSTS` and, in
-`deltazoo._auto_registration`, its model type; the tests in `tests/swap` run over the whole table.
+counts and widths are read from the model at hand. To add a family, add an entry to `HOSTS`, and a tiny configuration to
+`tests/tiny_hosts.py`: the tests run over the whole table.
 """
 
 from collections.abc import Mapping

@@ -144,6 +144,10 @@ class SwappedGeneration(GenerationMixin):
 
 def _delta_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
     """The swapped layers as recorded; JSON made strings of their numbers."""
+    if not config.delta_layers:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"a {type(config).__name__} without delta_layers describes no model; swap_attention writes them"
+        )
     return {int(index): options for index, options in config.delta_layers.items()}  # type: ignore[attr-defined]
 
 
