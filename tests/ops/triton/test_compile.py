@@ -159,7 +159,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
     """Bytes per thread that may be spilled: a little anywhere, more where the products leave ptxas no choice."""
     name = launch.kernel.fn.__name__
     if call.dtype == torch.float32:  # three-term products; ptxas gives up on the scans
-        return 16_384 if "scan" in name else 2048
+        return 16_384 if "scan" in name or call.arch != HOPPER else 2048
     if call.K == 256 and "scan" in name:  # ptxas gives up on some of them: 32 registers, all else spilled
         return 16_384
     if call.arch != HOPPER and name in ("prepare_kernel", "tail_kernel"):  # operands of products are registers there

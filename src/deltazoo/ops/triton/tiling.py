@@ -69,7 +69,8 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
         tail = _options(4, 1, min(BV, 32)) | tile | dict(COUNTED=False)
         return Tiles(BK, prepare, prepare | tile, serial, serial, serial, tail)
     serial = _serial(BK, BV, V, decay == 2 or terms == 3, shared)
-    tail = _options(4, 2, BV) | tile | dict(COUNTED=False)
+    warps = 8 if shared < HOPPER and decay == 1 else 4  # ptxas gives up on four there: 32 registers, all else spilled
+    tail = _options(warps, 2, BV) | tile | dict(COUNTED=False)
     if decay == 2 and V <= 64:
         tail |= _narrow_channel(BV)
     return Tiles(BK, prepare, prepare | tile, serial, serial, serial, tail)
@@ -79,7 +80,7 @@ def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]
     """The scans for 16-bit inputs. Strict products and per-channel operands (`wide`) fill shared memory."""
     if shared < HOPPER:  # older matrix units read all operands from registers: the warps share them out
         if BK == 256:
-            return _options(8, 1, min(BV, 32))
+            return _options(4 if shared < 160_000 else 8, 1, min(BV, 32))
         return _options(8 if BV == 64 else 4, 1 if wide and shared < 160_000 else 2, BV)
     if BK == 256:
         return _options(4, 1 if wide else 2, min(BV, 32))
