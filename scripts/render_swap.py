@@ -68,10 +68,10 @@ def section(name: str, record: dict[str, Any]) -> str:
         table(["variant", "layers swapped", "recovered", "wanted", ""], (gap_cells(arm) for arm in arms)),
         picture(draw_arms(IMAGES / f"{name}_arms.png", record), "Held-out bits per byte from stage to stage"),
     ]
-    longest = arms[0]
-    histories = {stage: found["history"] for stage, found in longest["stages"].items()}
-    title = f"{longest['variant']}, {longest['share']} layers"
-    curves = draw_conversion(IMAGES / f"{name}_curves.png", histories, longest["scores"], title)
+    shown = max(arms, key=lambda arm: len(arm["layers"]))
+    histories = {stage: found["history"] for stage, found in shown["stages"].items()}
+    title = f"{shown['variant']}, {len(shown['layers'])} of {sizes['num_hidden_layers']} layers swapped"
+    curves = draw_conversion(IMAGES / f"{name}_curves.png", histories, shown["scores"], title)
     lines += ["All loss curves of one conversion:\n", picture(curves, f"Loss curves: {title}")]
     ranked = [arm for arm in arms if arm["ranking"]]
     if ranked:
@@ -150,8 +150,8 @@ def decoding_part(name: str, record: dict[str, Any]) -> str:
     ]
     drawn = draw_decoding(IMAGES / f"{name}_decoding.png", rows, memory)
     return (
-        f"Decoding behind a long context, one sequence:\n\n{picture(drawn, 'Decoding speed and memory')}\n"
-        f"{table(header, cells)}"
+        "Decoding behind a long context, one sequence, medians of 32 tokens:\n\n"
+        f"{picture(drawn, 'Decoding speed and memory')}\n{table(header, cells)}"
     )
 
 

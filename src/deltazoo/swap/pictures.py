@@ -25,7 +25,8 @@ def draw_conversion(
     Args:
         path: where the PNG goes.
         histories: stage -> the Trainer's log history, in the order of the stages.
-        scores: held-out bits per byte, of ``original`` and ``transfer`` at least.
+        scores: bits per byte of all held-out rows: of ``original``, ``transfer`` and each stage. What the Trainer's
+            history holds is that of some rows, and may lie a little off.
         title: put above the picture.
     """
     plt = _pyplot()
@@ -36,9 +37,12 @@ def draw_conversion(
         losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
         bits = [(entry["step"], entry["eval_bits_per_byte"]) for entry in history if "eval_bits_per_byte" in entry]
         axis.plot(*zip(*losses, strict=True), color=_TRAINING, linewidth=1.5, label="the stage's loss (left)")
-        right.plot(*zip(*bits, strict=True), "o--", color=_HELD_OUT, markersize=4, label="held-out (right)")
-        right.axhline(scores["original"], color=_ORIGINAL, linestyle=":", label="original (right)")
-        right.axhline(scores["transfer"], color=_TRANSFER, linestyle="-.", label="after transfer (right)")
+        right.plot(*zip(*bits, strict=True), "o--", color=_HELD_OUT, markersize=4, label="held-out, some rows (right)")
+        right.plot(
+            losses[-1][0], scores[stage], "*", color=_HELD_OUT, markersize=13, label="held-out, all rows (right)"
+        )
+        right.axhline(scores["original"], color=_ORIGINAL, linestyle=":", label="original, all rows (right)")
+        right.axhline(scores["transfer"], color=_TRANSFER, linestyle="-.", label="after transfer, all rows (right)")
         axis.set(xlabel="optimizer step", title=stage)
         axis.set_ylabel(_LOSSES[stage], color=_TRAINING)
         right.set_ylabel("held-out bits per byte", color=_HELD_OUT)
@@ -48,7 +52,7 @@ def draw_conversion(
     for right in rights:
         right.set_ylim(low, high)
     lines = [*panels[0].get_lines(), *rights[0].get_lines()]
-    figure.legend(lines, [line.get_label() for line in lines], loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(lines, [line.get_label() for line in lines], loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(title)
     return _save(figure, path)
 
@@ -69,8 +73,8 @@ def draw_ranking(path: Path, ranking: Ranking, chosen: Sequence[int] = ()) -> Pa
     axis.axhline(0, color=_ORIGINAL, linewidth=0.8)
     axis.set_xticks([score.layer for score in ranking.layers])
     axis.set(xlabel="layer swapped alone, after transfer", ylabel="rise in loss, nats per token")
-    note = ", chosen ones filled" if chosen else ""
-    axis.set_title(f"{ranking.variant}; original {ranking.loss:.3f} nats per token{note}", fontsize=10)
+    note = "\nfilled: chosen" if chosen else ""
+    axis.set_title(f"{ranking.variant}; original: {ranking.loss:.3f} nats per token{note}", fontsize=10)
     axis.grid(axis="y", alpha=0.3)
     return _save(figure, path)
 
