@@ -140,3 +140,12 @@ def test_bad_input_is_one_message_and_status_1(
     assert message in " ".join(captured.err.split())
     assert "Traceback" not in captured.err
     assert not (tmp_path / "x" / "model").exists()
+
+
+def test_a_model_without_tokenizer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["swap", str(tmp_path), "--variant", "delta_net", "--device", "cpu", "--dry-run"])
+    assert stop.value.code == 1
+    assert "holds a model, but no tokenizer" in " ".join(capsys.readouterr().err.split())

@@ -36,14 +36,17 @@ def load_checkpoint(path: str, device: str | None = None) -> tuple[PreTrainedMod
         device: such as ``cuda:0`` or ``cpu``; by default the first GPU if there is one.
 
     Raises:
-        ValueError: no checkpoint there, no such device, or a tokenizer that does not belong to the model.
+        ValueError: no checkpoint or no tokenizer there, no such device, or a tokenizer of another model.
     """
     path = resolve_checkpoint(path)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, and torch finds no GPU here")
     model = AutoModelForCausalLM.from_pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:  # transformers lists file formats instead of saying that there is no file
+        raise ValueError(f"{path} holds a model, but no tokenizer that transformers can load: save it there") from error
     check_vocabulary(model, tokenizer)
     model.to(torch.device(device))  # type: ignore[arg-type]
     return model.eval(), tokenizer

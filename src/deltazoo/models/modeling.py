@@ -19,12 +19,11 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 import deltazoo.models.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
-from deltazoo.layers import DeltaRuleAttention, ShortConvolution
-from deltazoo.layers.initialization import short_conv_
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs
 from deltazoo.models.cache import prepare_cache
 from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.models.sequences import BatchSequences, describe_batch
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
@@ -38,8 +37,8 @@ _SEQUENCE_KEYS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
 
 
-class DeltaRulePreTrainedModel(SharedModel):
-    """Initialisation of the weights, and what transformers may do with these models."""
+class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
+    """What transformers may do with these models."""
 
     config: DeltaRuleConfig
     config_class = DeltaRuleConfig
@@ -49,40 +48,18 @@ class DeltaRulePreTrainedModel(SharedModel):
     _no_split_modules = ["DeltaRuleBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
-    # Quantisers leave these alone: a few rows each, and step sizes and decays suffer most from rounding. They ask with
-    # names of modules, parameters and halves of a sequence, and match patterns from the start.
-    _keep_in_fp32_modules = [r".*\.attn\.b_proj", r".*\.attn\.a_proj", r".*\.attn\.f_proj"]  # noqa: RUF012
+    gate_projections = (r".*\.attn\.b_proj", r".*\.attn\.a_proj", r".*\.attn\.f_proj")
+    _keep_in_fp32_modules = list(gate_projections)
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # A recurrent state would have to travel between the ranks that share a sequence.
-    _supports_context_parallel = False
-    # Tokens can be taken back (DeltaRuleCacheLayer.crop), so assisted decoding works.
-    _is_stateful = False
     _can_record_outputs = {"hidden_states": DeltaRuleBlock, "attentions": SoftmaxAttention}  # noqa: RUF012
 
     def prepare_cache(self, cache: Cache) -> None:
         """Make a fresh `DynamicCache` or `StaticCache` fit this model's layers, in place; ValueError if it cannot."""
         prepare_cache(cache, self.config.layer_types or ())
-
-    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # For quantisers alone: a float16 model computes its gate projections in float16 like all others.
-        plan = super()._get_dtype_plan(dtype)
-        return {name: wide for name, wide in plan.items() if name not in (self._keep_in_fp32_modules or ())}
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        # transformers asks only about modules with missing parameters of their own, so a convolution is filled here
-        # although its layer knows how to as well.
-        if isinstance(module, DeltaRuleAttention):
-            module.init_parameters(self.config.initializer_range)
-        elif isinstance(module, ShortConvolution):
-            if not getattr(module.weight, "_is_hf_initialized", False):
-                short_conv_(module.weight)
-        else:
-            super()._init_weights(module)
 
 
 class DeltaRuleModel(DeltaRulePreTrainedModel):

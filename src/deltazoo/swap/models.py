@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import (
@@ -28,10 +27,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from deltazoo._auto_registration import SWAPPED_PREFIX
-from deltazoo.layers import DeltaRuleAttention, ShortConvolution
-from deltazoo.layers.initialization import short_conv_
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.cache import prepare_cache_layer
+from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.swap.attention import SwappedAttention
 from deltazoo.swap.batch import describe_batches, token_mask_for
 from deltazoo.swap.hosted_attention import HostedDeltaAttention
@@ -56,9 +54,6 @@ _AUTO_CLASSES = (
     AutoModelForQuestionAnswering,
 )
 _FLOAT32 = ("A_log", "dt_bias")
-# Quantisers leave these alone: a few rows each, and step sizes and decays suffer most from rounding. They ask with
-# names of modules, parameters and halves of a sequence, and match patterns from the start.
-_UNQUANTISED = (r".*\.delta\.b_proj", r".*\.delta\.a_proj", r".*\.delta\.f_proj")
 # What `install` adapts of the properties that transformers gathers when a model is made.
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan")
 
@@ -76,13 +71,10 @@ class SwappedConfig:
         return super().to_dict()  # type: ignore[misc]
 
 
-class SwappedModel(PreTrainedModel):
+class SwappedModel(ModelWithDeltaLayers):
     """What a swapped model has besides the host's, whatever its head."""
 
-    # A recurrent state would have to travel between the ranks that share a sequence.
-    _supports_context_parallel = False
-    # Tokens can be taken back (DeltaRuleCacheLayer.crop), so assisted decoding works.
-    _is_stateful = False
+    gate_projections = (r".*\.delta\.b_proj", r".*\.delta\.a_proj", r".*\.delta\.f_proj")
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -92,21 +84,6 @@ class SwappedModel(PreTrainedModel):
             attention = build_swapped_attention(host, config, index, options)
             setattr(decoder_layers[index], host.attention, attention)
         install(self, host)
-
-    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # For quantisers alone: a float16 model computes its gate projections in float16 like all others.
-        plan = super()._get_dtype_plan(dtype)
-        return {name: wide for name, wide in plan.items() if name not in _UNQUANTISED}
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, DeltaRuleAttention):
-            module.init_parameters(self.config.initializer_range)
-        elif isinstance(module, ShortConvolution):
-            if not getattr(module.weight, "_is_hf_initialized", False):
-                short_conv_(module.weight)
-        else:
-            super()._init_weights(module)
 
 
 class SwappedGeneration(GenerationMixin):
@@ -172,7 +149,7 @@ def install(model: PreTrainedModel, host: Host) -> None:
     for part in _parts(model):
         part._host_properties = {name: getattr(part, name) for name in _ADAPTED}  # type: ignore[assignment]
         part._keep_in_fp32_modules_strict = {*(part._keep_in_fp32_modules_strict or ()), *_FLOAT32}
-        part._keep_in_fp32_modules = {*(part._keep_in_fp32_modules or ()), *_UNQUANTISED}
+        part._keep_in_fp32_modules = {*(part._keep_in_fp32_modules or ()), *SwappedModel.gate_projections}
         part._tp_plan = {entry: style for entry, style in (part._tp_plan or {}).items() if _matches(part, entry)}
 
 
