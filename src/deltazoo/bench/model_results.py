@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deltazoo.bench.results import Run
+from deltazoo.bench.results import Run, write_rows
 from deltazoo.bench.stopwatch import Spread
 
 __all__ = ["MEASURES", "ModelResults", "ModelRow", "load_model_results"]
@@ -98,15 +98,7 @@ class ModelResults:
 
     def save(self, path: Path) -> None:
         """Writes atomically, so that a run that is killed leaves the rows measured so far."""
-        content = {
-            "schema": SCHEMA,
-            "runs": [asdict(run) for run in self.runs.values()],
-            "rows": [asdict(row) for row in self.rows.values()],
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        draft.replace(path)
+        write_rows(path, SCHEMA, self.runs.values(), self.rows.values())
 
 
 def load_model_results(paths: Iterable[Path]) -> ModelResults:

@@ -16,7 +16,7 @@ import torch
 
 from deltazoo.bench.stopwatch import Spread
 
-__all__ = ["MEASURES", "Results", "Row", "Run", "describe_run", "load_results"]
+__all__ = ["MEASURES", "Results", "Row", "Run", "describe_run", "load_results", "write_rows"]
 
 SCHEMA = 1
 
@@ -130,15 +130,16 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Writes atomically, so that a run that is killed leaves the rows measured so far."""
-        content = {
-            "schema": SCHEMA,
-            "runs": [asdict(run) for run in self.runs.values()],
-            "rows": [asdict(row) for row in self.rows.values()],
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        draft.replace(path)
+        write_rows(path, SCHEMA, self.runs.values(), self.rows.values())
+
+
+def write_rows(path: Path, schema: int, runs: Iterable[Run], rows: Iterable[Any]) -> None:
+    """Writes a result file at once or not at all; `rows` are dataclasses."""
+    content = {"schema": schema, "runs": [asdict(run) for run in runs], "rows": [asdict(row) for row in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    draft.replace(path)
 
 
 def load_results(paths: Iterable[Path]) -> Results:
