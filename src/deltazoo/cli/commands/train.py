@@ -28,6 +28,7 @@ def train_model(
     from pathlib import Path
 
     from accelerate import PartialState
+    from torch import distributed
 
     from deltazoo.cli.presets import find_config
     from deltazoo.cli.render import facts_table
@@ -37,7 +38,10 @@ def train_model(
     overrides = list(override or []) + ([f"output={output}"] if output else [])
     run = load_config(find_config(config), overrides)
     result = train(run, resume=resume)
-    if not PartialState().is_main_process:
+    is_main_process = PartialState().is_main_process
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()  # its threads, if they outlive it, can abort the process as it exits
+    if not is_main_process:
         return
     title = f"{run.model['mixer']}, {result.num_parameters / 1e6:.1f} M parameters, {result.corpus.description}"
     picture = draw_loss_curve(result.log_history, Path(run.output) / "loss.png", title, result.tokens_per_step)
