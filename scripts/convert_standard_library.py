@@ -1,7 +1,7 @@
 """Train a small Llama on Python's standard library, swap its attention, convert it with a tenth of the tokens, compare.
 
-    python scripts/convert_standard_library.py --preset cpu      # two CPU cores
-    python scripts/convert_standard_library.py --preset gpu      # one large GPU
+    python scripts/convert_standard_library.py --preset cpu             # two CPU cores
+    python scripts/convert_standard_library.py --preset gpu --jobs 4    # one large GPU, four conversions at a time
     python scripts/convert_standard_library.py --preset cpu --variants kda --shares all
 
 Nothing is downloaded. For every variant and share of layers: held-out bits per byte after transfer, after each stage
@@ -13,8 +13,11 @@ JSON file; a finished arm is not run again, and an interrupted one goes on from 
 import argparse
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -104,6 +107,8 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", choices=["half", "all"], default=["half", "all"])
     parser.add_argument("--set", action="append", default=[], help="section.key=value of the conversion, repeatable")
     parser.add_argument("--folder", type=Path, help="of the runs; default runs/swap_PRESET")
+    parser.add_argument("--jobs", type=int, default=1, help="conversions at a time, each in a process of its own")
+    parser.add_argument("--arms-only", action="store_true", help="leave out decoding behind long contexts and the file")
     parser.add_argument("--json", type=Path, help="the result; default benchmarks/results/swap_PRESET.json")
     parser.add_argument("--commit", help="commit to record; read from git unless given")
     arguments = parser.parse_args()
@@ -119,10 +124,14 @@ def main() -> None:
         "conversion": experiment.config.to_dict() | {"output": None},
         "arms": [],
     }
-    for variant in variants:
-        for share in arguments.shares:
-            console.rule(f"{variant}, {share}")
-            record["arms"].append(experiment.arm(variant, share))
+    arms = [(variant, share) for variant in variants for share in arguments.shares]
+    if arguments.jobs > 1:
+        run_apart(arms, experiment.folder, arguments)
+    for variant, share in arms:
+        console.rule(f"{variant}, {share}")
+        record["arms"].append(experiment.arm(variant, share))
+    if arguments.arms_only:
+        return
     record["decoding"] = experiment.decoding(variants[0], arguments.shares)
     command = ["--preset", arguments.preset, "--variants", *variants, "--shares", *arguments.shares]
     command += [part for override in arguments.set for part in ("--set", override)]
@@ -132,6 +141,24 @@ def main() -> None:
     result.parent.mkdir(parents=True, exist_ok=True)
     result.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     console.print(f"wrote {result}; next: python scripts/render_swap.py")
+
+
+def run_apart(arms: Sequence[tuple[str, str]], folder: Path, arguments: argparse.Namespace) -> None:
+    """Run every arm in a process of its own, some at a time; what one prints goes into a file beside its folder."""
+    common = [sys.executable, __file__, "--preset", arguments.preset, "--folder", str(folder), "--arms-only"]
+    common += [part for override in arguments.set for part in ("--set", override)]
+
+    def run(arm: tuple[str, str]) -> None:
+        variant, share = arm
+        with open(folder / f"{variant}_{share}.log", "w", encoding="utf-8") as log:
+            command = [*common, "--variants", variant, "--shares", share]
+            if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode:
+                raise SystemExit(f"the conversion to {variant}, {share}, failed: see {log.name}")
+        console.print(f"converted: {variant}, {share}", highlight=False)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for _ in pool.map(run, arms):
+            pass
 
 
 class Experiment:
