@@ -5,9 +5,10 @@
     python scripts/convert_standard_library.py --preset cpu --variants kda --shares all
 
 Nothing is downloaded. For every variant and share of layers: held-out bits per byte after transfer, after each stage
-of the conversion, and of the same hybrid trained from scratch on as many tokens; how well pairs of tokens are recalled
-before and after; how fast and with how much memory the models decode behind long contexts. Everything goes into one
-JSON file; a finished arm is not run again, and an interrupted one goes on from its latest checkpoint.
+of the conversion, and of the same hybrid trained from scratch on as many tokens; how well passages are copied and pairs
+of tokens recalled before and after; how fast and with how much memory the models decode behind long contexts.
+Everything goes into one JSON file; a finished arm is not run again, and an interrupted one goes on from its latest
+checkpoint.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from deltazoo.bench.results import describe_run
 from deltazoo.evaluation.long_context import measure_decoding
-from deltazoo.evaluation.recall import probe_recall
+from deltazoo.evaluation.recall import cut_passages, probe_copying, probe_recall
 from deltazoo.swap import swap_attention
 from deltazoo.swap.conversion import ConversionText, convert, read_stage, run_stage
 from deltazoo.swap.conversion_config import FineTuningConfig, load_conversion
@@ -56,6 +57,7 @@ class Preset:
         scratch_rows: rows per batch of the hybrid from scratch: fewer than the teacher's, so that it takes more steps.
         variants: which are tried, unless others are named.
         pairs: how many pairs the recall probe shows.
+        passages: lengths of the held-out passages that the copying probe shows twice.
         contexts: lengths behind which decoding is timed.
         threads: of torch on a CPU.
     """
@@ -66,6 +68,7 @@ class Preset:
     scratch_rows: int
     variants: tuple[str, ...]
     pairs: tuple[int, ...]
+    passages: tuple[int, ...]
     contexts: tuple[int, ...]
     threads: int | None = None
 
@@ -81,6 +84,7 @@ PRESETS = {
         scratch_rows=2,
         variants=("gated_deltanet", "delta_net"),
         pairs=(2, 4, 8, 16),
+        passages=(16, 32, 64),
         contexts=(256, 1024, 4096, 8192),
         threads=1,
     ),
@@ -95,6 +99,7 @@ PRESETS = {
         scratch_rows=8,
         variants=("delta_net", "gated_deltanet", "kda", "efla"),
         pairs=(4, 16, 64, 128),
+        passages=(32, 128, 448),
         contexts=(1024, 4096, 16384, 32768, 65536, 131072),
     ),
 }  # fmt: skip
@@ -277,9 +282,13 @@ class Experiment:
             shutil.rmtree(checkpoint)
         return values
 
-    def recall(self, model: Any) -> list[dict[str, Any]]:
+    def recall(self, model: Any) -> dict[str, list[dict[str, Any]]]:
         model = model.to(self.device)
-        return [asdict(probe_recall(model, pairs, sequences=32)) for pairs in self.preset.pairs]
+        passages = [cut_passages(self.text.validation, length, 32) for length in self.preset.passages]
+        return {
+            "copying": [asdict(probe_copying(model, shown)) for shown in passages],
+            "pairs": [asdict(probe_recall(model, pairs, sequences=64)) for pairs in self.preset.pairs],
+        }
 
     def decoding(self, variant: str, shares: Sequence[str]) -> list[dict[str, Any]]:
         """Speed and memory of the teacher and of the variant's converted models."""
