@@ -1,7 +1,7 @@
 """Time every kernel of one call with other launch options than the shipped ones, and check what each of them computes.
 
     python scripts/ab_kernels.py --op gdn --out ab_gdn.json
-    python scripts/ab_kernels.py --op kda --shape 2x300x2x64x64 --unguarded --out ab_narrow.json
+    python scripts/ab_kernels.py --op kda --shape narrow --out ab_narrow.json
 
 Every launch of a forward and backward pass is repeated on its own, with its inputs as they were. `error` is the largest
 relative difference between an output of the variant and of the shipped form. Of the scans and the tail, the row
@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from deltazoo.bench.inputs import GATES, make_inputs
 from deltazoo.bench.shapes import TABLE, Shape
 from deltazoo.bench.stopwatch import CudaStopwatch
-from deltazoo.ops import api, delta_rule
+from deltazoo.ops import delta_rule
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.tiling import tiles_for
 
@@ -46,22 +46,28 @@ SERIAL = {
 }
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "prepare": {"2 warps": tile(num_warps=2), **{f"{n} registers": tile(maxnreg=n) for n in (168, 128)}},
-    "prepare_channel": {"BK 16": tile(BK=16), "BK 64": tile(BK=64), "168 registers": tile(maxnreg=168)},
+    "prepare_channel": {
+        "BK 16": tile(BK=16),
+        "BK 64": tile(BK=64),
+        "BK 64, 8 warps": tile(BK=64, num_warps=8),
+        "8 warps": tile(num_warps=8),
+        "168 registers": tile(maxnreg=168),
+    },
     "invert": {"2 warps": tile(num_warps=2), "96 registers": tile(maxnreg=96)},
     "scan": SERIAL,
     "scan(keep)": SERIAL,
     "reverse_scan(keep)": SERIAL,
     "tail": {
         "1 stage": tile(1),
-        "count read": tile(COUNTED=True),
-        "count read, 1 stage": tile(1, COUNTED=True),
         "BV 32": tile(BV=32),
         "BV 128": tile(BV=128),
         "BK 16": tile(BK=16),
         "BK 32": tile(BK=32),
         "BK 64": tile(BK=64),
         "BK 32, BV 32": tile(BK=32, BV=32),
+        "BK 64, 8 warps": tile(BK=64, num_warps=8),
         "BK 128, 8 warps": tile(BK=128, num_warps=8),
+        "BV 32, 8 warps": tile(BV=32, num_warps=8),
     },
 }
 WRITTEN = {
@@ -215,12 +221,9 @@ def main() -> None:
     parser.add_argument("--gates", choices=tuple(GATES), default="medium")
     parser.add_argument("--precision", choices=("fast", "strict"), default="fast")
     parser.add_argument("--kernels", help="comma-separated; all unless given")
-    parser.add_argument("--unguarded", action="store_true", help="run what the public function refuses, too")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     arguments = parser.parse_args()
     shape = TABLE.get(arguments.shape) or Shape.parse(arguments.shape)
-    if arguments.unguarded:
-        api._triton_obstacle = lambda *_: None
     wanted = arguments.kernels.split(",") if arguments.kernels else list(VARIANTS)
     launches = launches_of(shape, arguments.op, arguments.gates, arguments.precision)
     stopwatch = CudaStopwatch()

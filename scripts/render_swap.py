@@ -109,29 +109,26 @@ def layer_names(arm: dict[str, Any]) -> str:
 
 
 def recall_part(record: dict[str, Any]) -> str:
-    """Accuracy of the probe, with what guessing would give."""
+    """Both probes in one table, with what guessing would give."""
     teacher = record["teacher"]["recall"]
-    header = ["model", *(f"{probe['num_pairs']} pairs" for probe in teacher)]
-    rows = [["teacher", *map(recall_cell, teacher)]]
+    header = ["model", *(f"{probe['length']} tokens copied" for probe in teacher["copying"])]
+    header += [f"{probe['num_pairs']} pairs (chance {1 / probe['num_pairs']:.0%})" for probe in teacher["pairs"]]
+    rows = [["teacher", *recall_cells(teacher)]]
     for arm in record["arms"]:
         for state in ("transfer", "converted", "scratch"):
-            rows.append([f"`{arm['variant']}`, {arm['share']}, {state}", *map(recall_cell, arm["recall"][state])])
-    best = max(probe["accuracy"] for probe in teacher)
-    verdict = (
-        "The teacher recalls, so the probe tells the models apart."
-        if best >= 0.2
-        else f"At this size the teacher itself recalls next to nothing (at best {best:.1%} of the answers), so the "
-        "probe cannot tell what a conversion costs; it is here for larger runs."
-    )
+            rows.append([f"`{arm['variant']}`, {arm['share']}, {state}", *recall_cells(arm["recall"][state])])
+    named = max(probe["accuracy"] for probe in teacher["pairs"])
     return (
-        "Associative recall: pairs of random tokens are shown twice in two orders; the share of second tokens "
-        "predicted right at the second showing, and in brackets the nats they cost less than at the first. "
-        f"{verdict}\n\n{table(header, rows)}"
+        "Recall within the context. Copying: a held-out passage is shown twice in a row; the bits that its tokens cost "
+        "less the second time, each. Pairs: random tokens are shown in pairs, twice in two orders; the share of second "
+        "tokens that, at the second showing, are likelier than those of all other pairs. (Likelier than every token of "
+        f"the vocabulary is at best {named:.1%} of them, for the teacher.)\n\n{table(header, rows)}"
     )
 
 
-def recall_cell(probe: dict[str, Any]) -> str:
-    return f"{probe['accuracy']:.1%} ({probe['gain']:+.2f})"
+def recall_cells(found: dict[str, Any]) -> list[str]:
+    copying = (f"{probe['first'] - probe['second']:+.2f}" for probe in found["copying"])
+    return [*copying, *(f"{probe['among_shown']:.0%}" for probe in found["pairs"])]
 
 
 def decoding_part(name: str, record: dict[str, Any]) -> str:

@@ -152,8 +152,7 @@ def rule_of(layer: Any, layout: MixerLayout, backend: str | None) -> RuleDescrip
     device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)
     device = norm.weight.device if device is None else torch.device(device)
     key_dim, value_dim = _head_dims(layer)
-    channel_decay = get_variant(layout.variant).decay == "channel"
-    return RuleDescription(layout.variant, backend, device, norm.weight.dtype, key_dim, value_dim, channel_decay)
+    return RuleDescription(layout.variant, backend, device, norm.weight.dtype, key_dim, value_dim)
 
 
 def _head_dims(layer: Any) -> tuple[int, int]:

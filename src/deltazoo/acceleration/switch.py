@@ -138,7 +138,6 @@ def _resolve(rule: RuleDescription, backend: str | None) -> tuple[str, str]:
         dtype=rule.dtype,
         head_k_dim=rule.head_k_dim,
         head_v_dim=rule.head_v_dim,
-        channel_decay=rule.channel_decay,
     )
 
 

@@ -22,8 +22,6 @@ class RuleDescription(NamedTuple):
     dtype: torch.dtype
     head_k_dim: int
     head_v_dim: int
-    channel_decay: bool
-    """Whether every key channel decays on its own."""
 
 
 @runtime_checkable
@@ -79,7 +77,6 @@ def report(model: nn.Module) -> ModelReport:
                 dtype=rule.dtype,
                 head_k_dim=rule.head_k_dim,
                 head_v_dim=rule.head_v_dim,
-                channel_decay=rule.channel_decay,
             )
             layers.append(LayerReport(name or type(module).__name__, rule.variant, backend, reason))
     return ModelReport(tuple(layers))
@@ -98,5 +95,4 @@ def _description(module: nn.Module) -> RuleDescription | None:
         weight.dtype,
         module.head_k_dim,
         module.head_v_dim,
-        channel_decay=spec.decay == "channel",
     )

@@ -145,7 +145,6 @@ def resolve_backend(
     dtype: torch.dtype,
     head_k_dim: int,
     head_v_dim: int,
-    channel_decay: bool = False,
 ) -> tuple[str, str]:
     """Which backend a call would run, and why.
 
@@ -153,7 +152,6 @@ def resolve_backend(
         backend: the name asked for, or None.
         device, dtype: of q, k, v.
         head_k_dim, head_v_dim: K and V.
-        channel_decay: whether whole sequences with one decay per key channel are asked for.
 
     Returns:
         `(name, reason)`.
@@ -167,7 +165,7 @@ def resolve_backend(
         return "reference", "asked for: the token loop that defines the operator"
     if backend == "chunkwise":
         return "chunkwise", "asked for: the chunk form in plain torch"
-    obstacle = _triton_obstacle(torch.device(device), dtype, head_k_dim, head_v_dim, channel_decay)
+    obstacle = _triton_obstacle(torch.device(device), dtype, head_k_dim, head_v_dim)
     if obstacle is None:
         return "triton", "asked for" if backend else "the GPU kernels support this call"
     if backend == "triton":
@@ -176,7 +174,7 @@ def resolve_backend(
 
 
 @lru_cache
-def _triton_obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int, channel_decay: bool) -> str | None:
+def _triton_obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
     """What keeps the kernels from running a call; None if nothing does."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not (interpreted and device.type == "cpu"):
@@ -189,8 +187,6 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int, c
         return f"its kernels take float32, bfloat16 and float16, not {dtype}"
     if K > 256 or V > 512:
         return f"its kernels take head dimensions up to K = 256 and V = 512, not K = {K} and V = {V}"
-    if channel_decay and device.type == "cuda" and dtype != torch.float32 and V <= 64:
-        return f"its backward pass is wrong for 16-bit inputs with decay per channel and V <= 64 (docs/log.md), V = {V}"
     return None
 
 
@@ -203,7 +199,7 @@ def _is_installed(module: str) -> bool:
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
     device = v.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
+    if device != "meta" and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v, float(k.shape[-1]) ** -0.5 if scale is None else float(scale)
@@ -227,7 +223,6 @@ def _whole_sequences(
     check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens)
     name, _ = resolve_backend(
         backend, device=v.device, dtype=v.dtype, head_k_dim=k.shape[-1], head_v_dim=v.shape[-1],
-        channel_decay=log_decay is not None and log_decay.ndim == 4,
     )  # fmt: skip
     if name == "reference":
         check_tensor_values(log_decay, cu_seqlens, v.shape[1])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops.triton import pipeline
+from deltazoo.ops.triton.pipeline import Kept
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["triton_delta_rule"]
@@ -16,11 +17,11 @@ _ARGUMENTS = (
     "Tensor? cu_seqlens, bool strict"
 )
 _library = torch.library.Library("deltazoo", "FRAGMENT")
-_library.define(f"triton_delta_rule({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+_KEPT = Kept._fields
+_library.define(f"triton_delta_rule({_ARGUMENTS}) -> ({', '.join(['Tensor'] * (2 + len(_KEPT)))})")
 _library.define(
-    f"triton_delta_rule_backward({_ARGUMENTS}, Tensor AP, Tensor chunk_beta, Tensor G, Tensor starts, "
-    "Tensor transitions, Tensor d_output, "
-    "Tensor? d_final) -> Tensor[]"
+    f"triton_delta_rule_backward({_ARGUMENTS}, {', '.join(f'Tensor kept_{x}' for x in _KEPT)}, "
+    "Tensor d_output, Tensor? d_final) -> Tensor[]"
 )
 
 
@@ -44,9 +45,9 @@ def _forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
 def _backward(  # type: ignore[no-untyped-def]
     q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest
 ):
-    AP, chunk_beta, G, starts, transitions, d_output, d_final = rest
-    beta_kept, G_kept = None if beta is None else chunk_beta, None if log_decay is None else G
-    kept = pipeline.Kept(AP, beta_kept, G_kept, starts, transitions)
+    *tensors, d_output, d_final = rest
+    kept = Kept(*tensors)
+    kept = kept._replace(beta=None if beta is None else kept.beta, G=None if log_decay is None else kept.G)
     with torch.cuda.device_of(v):
         grads = pipeline.backward(
             q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict,
@@ -63,20 +64,22 @@ _library.impl("triton_delta_rule_backward", _backward, "CompositeExplicitAutogra
 @torch.library.register_fake("deltazoo::triton_delta_rule", lib=_library)
 def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):  # type: ignore[no-untyped-def]
     problem = pipeline.Shapes(q, v, beta, log_decay, cu_seqlens, strict)
-    kept = [q.new_empty(0) for _ in range(5)]
-    if problem.decay < 2:
-        gate = (problem.slots, pipeline.CHUNK)
-        kept[0] = q.new_empty(problem.slots, problem.terms + 1, pipeline.CHUNK, pipeline.CHUNK)
-        if beta is not None:
-            kept[1] = q.new_empty(gate, dtype=torch.float32)
-        if log_decay is not None:
-            kept[2] = q.new_empty(gate, dtype=torch.float32)
+    kept = {name: q.new_empty(0) for name in _KEPT}
+    slots, C, K = problem.slots, pipeline.CHUNK, problem.K
+    kept["AP"] = q.new_empty(slots, problem.terms + 1, C, C)
+    if beta is not None:
+        kept["beta"] = q.new_empty(slots, C, dtype=torch.float32)
+    if log_decay is not None:
+        kept["G"] = q.new_empty(slots, K if problem.decay == 2 else C, dtype=torch.float32)
+    if problem.decay == 2:
+        for name in ("q_in", "k_in", "k_out"):
+            kept[name] = q.new_empty(problem.B, problem.T, problem.HV, K)
     if problem.segments > 1:
-        sizes = (problem.scans, problem.HV, problem.K)
-        kept[3] = q.new_empty((*sizes, problem.V), dtype=torch.float32)
-        kept[4] = q.new_empty((*sizes, problem.K), dtype=torch.float32)
+        sizes = (problem.scans, problem.HV, K)
+        kept["starts"] = q.new_empty((*sizes, problem.V), dtype=torch.float32)
+        kept["transitions"] = q.new_empty((*sizes, K), dtype=torch.float32)
     final = q.new_empty((problem.N, problem.HV, problem.K, problem.V), dtype=torch.float32)
-    return v.new_empty(v.shape), final, *kept
+    return v.new_empty(v.shape), final, *kept.values()
 
 
 @torch.library.register_fake("deltazoo::triton_delta_rule_backward", lib=_library)

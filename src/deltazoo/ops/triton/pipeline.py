@@ -1,8 +1,8 @@
 """Which kernels run in which order, and what is kept for the backward pass.
 
 Forward: prepare (chunk-parallel) -> scan (serial over chunks). Kept besides the inputs: the inverse and P of every
-chunk. Backward: scan again for the states, reverse scan, tail (chunk-parallel). With decay per channel the prepared
-operands are larger than the inputs, so the backward pass prepares them again instead of keeping them.
+chunk, and per channel the keys and queries with the decay multiplied in. Backward: scan again for the states, reverse
+scan, tail (chunk-parallel).
 
 Few heads and long rows leave most of the GPU idle in the serial scans. Rows are then cut into segments: one scan finds
 each segment's final state X from a zero state, another its transition M (the final state from the identity, without
@@ -64,8 +64,11 @@ class Prepared:
     G: Tensor | None
     """log2-decay: cumulative per chunk `[slots, C]`, or, per channel, over the whole chunk `[slots, K]`."""
     q_in: Tensor
+    """Queries; per channel with the decay since the chunk's start."""
     k_in: Tensor
+    """Keys, likewise."""
     k_out: Tensor
+    """Keys; per channel with the decay to the chunk's end."""
 
 
 class Shapes:
@@ -238,8 +241,7 @@ def reverse_scan_segments(
 
 
 def forward(*inputs) -> tuple[Tensor | None, ...]:
-    """Output, final state, and what the backward pass keeps: AP, beta and G per chunk, and, of a row cut into segments,
-    their starts and transitions. Inputs as `Problem` takes them."""
+    """Output, final state, and the fields of `Kept`. Inputs as `Problem` takes them."""
     p = Problem(*inputs)
     x = prepare(p)
     starts, transitions = p.initial_state, None
@@ -247,16 +249,20 @@ def forward(*inputs) -> tuple[Tensor | None, ...]:
         starts, transitions = scan_segments(p, x)
     output, final = scan(p, x, starts, keep=False)
     final = final.unflatten(0, (p.N, p.segments))[:, -1].contiguous() if p.segments > 1 else final
-    kept = (None, None, None) if p.decay == 2 else (x.AP, x.beta, x.G)
-    return output, final, *kept, None if transitions is None else starts, transitions
+    decayed = (x.q_in, x.k_in, x.k_out) if p.decay == 2 else (None, None, None)
+    return output, final, x.AP, x.beta, x.G, *decayed, None if transitions is None else starts, transitions
 
 
 class Kept(NamedTuple):
-    """What the forward pass keeps for the backward pass; per channel it keeps nothing per chunk."""
+    """What the forward pass keeps for the backward pass: what `prepare` made, and the states of segments."""
 
     AP: Tensor
     beta: Tensor | None
     G: Tensor | None
+    q_in: Tensor
+    """As `k_in` and `k_out` only per channel: otherwise the inputs serve."""
+    k_in: Tensor
+    k_out: Tensor
     starts: Tensor
     """Of a row cut into segments: the state that each starts from."""
     transitions: Tensor
@@ -267,7 +273,8 @@ def backward(*inputs, kept: Kept, d_output: Tensor, d_final: Tensor | None) -> l
     p = Problem(*inputs)
     d_output = d_output.contiguous()
     d_final = None if d_final is None else d_final.float().contiguous()
-    x = prepare(p) if p.decay == 2 else Prepared(kept.AP, kept.beta, kept.G, p.q, p.k, p.k)
+    decayed = kept[3:6] if p.decay == 2 else (p.q, p.k, p.k)
+    x = Prepared(kept.AP, kept.beta, kept.G, *decayed)
     starts = p.initial_state
     if p.segments > 1:
         starts, d_final = kept.starts, reverse_scan_segments(p, x, d_output, d_final, kept.transitions)

@@ -47,13 +47,12 @@ def tail_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    COUNTED: tl.constexpr,
 ):
     """All gradients of one chunk of one value head, BK key channels; grid (K / BK * HV, NT, B).
 
     dq and dk are per value head; d_beta and, per head, d_log_decay are sums over key channels, so each tile of channels
-    stores its share, `[K / BK, B, T, HV]`. With COUNTED the number of value tiles, V / BV, is read from `value_tiles`
-    instead of being known to the compiler, which would dissolve a loop of one trip.
+    stores its share, `[K / BK, B, T, HV]`. The number of value tiles, V / BV, is read from `value_tiles`: with
+    a count that the compiler knows it may dissolve the loop, and the straight code is wrong on an H200 (docs/log.md).
 
     The gradient of the cumulative log-decay has one form for every kind of decay, `q o dq + k o dk_row - k o dk_col`:
     token i's own terms carry `exp(G_i)` where it reads and `exp(-G_i)` where it is read.
@@ -88,7 +87,7 @@ def tail_kernel(
         b_row = tl.zeros([C, BK], dtype=tl.float32)  # Z S^T
         b_dL = tl.zeros([C, C], dtype=tl.float32)
         b_dbeta = tl.zeros([C], dtype=tl.float32)
-    for i_v in tl.range(0, value_tiles if COUNTED else tl.cdiv(V, BV), num_stages=STAGES):
+    for i_v in tl.range(0, value_tiles, num_stages=STAGES):
         m_v = i_v * BV + o_v < V
         m_cv, m_write, m_vk = m_c[:, None] & m_v[None, :], m_dv[:, None] & m_v[None, :], m_v[:, None] & m_k[None, :]
         b_dO = tl.load(d_output + v_base + i_v * BV + o_cv, mask=m_cv, other=0.0)

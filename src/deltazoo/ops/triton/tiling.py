@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["CHUNK", "HOPPER", "NARROW_CHANNEL", "Tiles", "shared_memory", "tiles_for"]
+__all__ = ["CHUNK", "HOPPER", "Tiles", "shared_memory", "tiles_for"]
 
 CHUNK = 64
 """Tokens per chunk, in every kernel."""
@@ -13,16 +13,6 @@ CHUNK = 64
 HOPPER = 232_448
 """Shared memory that a thread block can have on Hopper, in bytes; data-center Ampere (8.0) has 166,912, and cards for
 desktops and inference (8.6, 8.9, 12.0) 101,376."""
-
-NARROW_CHANNEL = "loop"
-"""The tail for 16-bit inputs, decay per channel and V <= 64, which fits into one value tile. No candidate has been
-right on a GPU yet, so `ops.api` refuses such calls; tests/ops/triton/test_narrow_values.py judges them all.
-
-* `straight`: the loop over value tiles dissolves into straight code; wrong on an H200 with Triton 3.6.
-* `loop`: the loop stays one, its count read at run time, as for larger V, which is right there.
-* `halves`: value tiles of half the size, so that there are two.
-* `unpipelined`: one pipeline stage.
-"""
 
 
 class Tiles(NamedTuple):
@@ -34,7 +24,7 @@ class Tiles(NamedTuple):
     scan: dict[str, int]
     keep: dict[str, int]
     reverse: dict[str, int]
-    tail: dict[str, int | bool]
+    tail: dict[str, int]
 
 
 def _options(warps: int, stages: int, BV: int | None = None) -> dict[str, int]:
@@ -66,14 +56,15 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     prepare = _options(4, 1)
     if not half:
         serial = _options(4, 1, min(BV, 32 if BK <= 128 else 16))
-        tail = _options(4, 1, min(BV, 32)) | tile | dict(COUNTED=False)
+        tail = _options(4, 1, min(BV, 32)) | tile
         return Tiles(BK, prepare, prepare | tile, serial, serial, serial, tail)
     serial = _serial(BK, BV, V, decay == 2 or terms == 3, shared)
+    output = serial  # and the reverse scan
+    if decay == 1 and V > 64 and BK <= 128 and shared >= HOPPER:
+        output = _options(8, 2, 128)
     warps = 8 if shared < HOPPER and decay == 1 else 4  # ptxas gives up on four there: 32 registers, all else spilled
-    tail = _options(warps, 2, BV) | tile | dict(COUNTED=False)
-    if decay == 2 and V <= 64:
-        tail |= _narrow_channel(BV)
-    return Tiles(BK, prepare, prepare | tile, serial, serial, serial, tail)
+    tail = _options(warps, 2, BV) | tile
+    return Tiles(BK, prepare, prepare | tile, output, serial, output, tail)
 
 
 def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]:
@@ -87,13 +78,3 @@ def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]
     # One wide program per multiprocessor where shared memory is full. Eight warps only with tiles of 128 value
     # channels: over 64, Triton 3.6 has miscompiled them on Hopper (docs/log.md).
     return _options(8, 2, 128) if wide and V > 64 else _options(4, 2, BV)
-
-
-def _narrow_channel(BV: int) -> dict[str, int | bool]:
-    candidates: dict[str, dict[str, int | bool]] = dict(
-        straight={},
-        loop=dict(COUNTED=True),
-        halves=dict(BV=max(16, BV // 2)),
-        unpipelined=dict(COUNTED=True, num_stages=1, STAGES=1),
-    )
-    return candidates[NARROW_CHANNEL]
