@@ -117,6 +117,8 @@ def test_every_key_acts():
         "classifier_dropout": "test_heads",
         "backend": "test_backend_reaches_the_layers",
         "fused_kernels": "test_fused_kernels_reach_the_layers",
+        "liger": "test_liger",
+        "fuse_linear_cross_entropy": "test_loss",
         "recompute": "test_recompute",
         "use_cache": "test_cache",
         "training_data": "test_sharing",

@@ -34,7 +34,11 @@ def model(
     batches: Annotated[str | None, typer.Option(help="Rows while decoding.")] = None,
     contexts: Annotated[str | None, typer.Option(help="Context lengths.")] = None,
     training: Annotated[
-        str, typer.Option(help="Ways to train, out of eager,compile,fused,recompute-elementwise,recompute-block.")
+        str,
+        typer.Option(
+            help="Ways to train, out of eager,compile,fused,fused-loss,liger,fast,recompute-elementwise,"
+            "recompute-block."
+        ),
     ] = "eager",
     decoding: Annotated[
         str, typer.Option(help="Ways to decode, out of generate,generate-captured,loop,loop-compiled.")

@@ -15,10 +15,13 @@ __all__ = ["OUR_WAYS", "PARTS", "TRAINING_WAYS", "kept_rows", "kind_of_work", "p
 
 OUR_WAYS: dict[str, dict[str, Any]] = {
     "fused": {"fused_kernels": True},
+    "fused-loss": {"fuse_linear_cross_entropy": True},
+    "liger": {"liger": True, "fuse_linear_cross_entropy": True},
+    "fast": {"fused_kernels": True, "liger": True, "fuse_linear_cross_entropy": True},
     "recompute-elementwise": {"recompute": "elementwise"},
     "recompute-block": {"recompute": "block"},
 }
-"""Ways that are configuration keys of our models."""
+"""Ways that are configuration keys of our models; fast: every fusion there is."""
 
 TRAINING_WAYS = ("eager", "compile", *OUR_WAYS)
 """compile: through `torch.compile`."""

@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltazoo.ops.liger import liger_swiglu
+
 __all__ = ["SwiGLU", "default_intermediate_size"]
 
 
@@ -15,11 +17,18 @@ def default_intermediate_size(hidden_size: int, hidden_ratio: float = 4) -> int:
 
 
 class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, without biases (arXiv:2002.05202)."""
+    """`down(silu(gate(x)) * up(x))`, without biases (arXiv:2002.05202).
 
-    def __init__(self, hidden_size: int, intermediate_size: int | None = None) -> None:
+    Args:
+        hidden_size: of inputs and outputs.
+        intermediate_size: default `default_intermediate_size`.
+        liger: Liger's kernel between the matrix products instead of plain torch.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int | None = None, *, liger: bool = False) -> None:
         super().__init__()
         self.hidden_size = hidden_size
+        self.liger = liger
         self.intermediate_size = intermediate_size or default_intermediate_size(hidden_size)
         self.gate_proj = nn.Linear(hidden_size, self.intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, self.intermediate_size, bias=False)
@@ -27,4 +36,5 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden_size]` to the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(liger_swiglu(gate, up) if self.liger else F.silu(gate) * up)

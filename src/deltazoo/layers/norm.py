@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.ops.fused import fused_gated_rms_norm
+from deltazoo.ops.liger import liger_add_rms_norm, liger_rms_norm
 
 __all__ = ["GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize"]
 
@@ -26,17 +27,29 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """`x * rsqrt(mean x^2 + eps) * weight` over the last axis, in x's dtype (arXiv:1910.07467)."""
+    """`x * rsqrt(mean x^2 + eps) * weight` over the last axis, in x's dtype (arXiv:1910.07467).
 
-    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+    Args:
+        dim: of the last axis.
+        eps: added to the mean square.
+        liger: Liger's kernels instead of plain torch.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5, *, liger: bool = False) -> None:
         super().__init__()
         self.dim = dim
         self.eps = eps
+        self.liger = liger
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise `[..., dim]`."""
-        return self._normalize(x).to(x.dtype)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise x `[..., dim]`; with a residual, its sum with x, and return that sum as well."""
+        if residual is None:
+            return liger_rms_norm(x, self.weight, self.eps) if self.liger else self._normalize(x).to(x.dtype)
+        if self.liger:
+            return liger_add_rms_norm(x, residual, self.weight, self.eps)
+        total = residual + x
+        return self._normalize(total).to(total.dtype), total
 
     def _normalize(self, x: Tensor) -> Tensor:
         wide = at_least_float32(x)

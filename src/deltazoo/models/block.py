@@ -34,14 +34,14 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         super().__init__()
         assert config.layer_types is not None
         self.layer_idx = layer_idx
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, liger=config.liger)
         self.attn: nn.Module
         if config.layer_types[layer_idx] == "full_attention":
             self.attn = SoftmaxAttention(config, layer_idx)
         else:
             self.attn = DeltaRuleAttention(**config.mixer_kwargs, layer_idx=layer_idx)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, liger=config.liger)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, liger=config.liger)
         self.recompute = config.recompute
 
     def forward(
@@ -79,8 +79,8 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
             )
         else:
             mixed = self._mix(mixed, sequences, past_key_values)
-        hidden_states = hidden_states + mixed
-        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        normalized, hidden_states = self.mlp_norm(mixed, residual=hidden_states)
+        return hidden_states + self.mlp(normalized)
 
     def _mix(self, x: Tensor, sequences: BatchSequences, cache: Cache | None) -> Tensor:
         if sequences.flattened:

@@ -17,9 +17,7 @@ from torch import Tensor
 __all__ = ["add_fla_keys", "modernize_state_dict", "translate_fla_config"]
 
 # They pick a kernel or a fusion; the model computes the same function whatever they say.
-_KERNEL_CHOICES = frozenset(
-    {"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy"}
-)
+_KERNEL_CHOICES = frozenset({"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"})
 
 # Keys that do change the model, with the values that our layers implement.
 _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
@@ -135,6 +133,8 @@ def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:
             "window_size": None,
             "rope_theta": values["rope_parameters"]["rope_theta"],
         }
+    if values["fuse_linear_cross_entropy"]:
+        values["fuse_cross_entropy"] = False  # on by default there, and refused beside the other
     return values
 
 

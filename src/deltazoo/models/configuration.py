@@ -81,6 +81,12 @@ class DeltaRuleConfig(PreTrainedConfig):
         classifier_dropout: dropout before the token classification head; default 0.1.
         backend: operator backend of the linear layers, see `deltazoo.ops.delta_rule`.
         fused_kernels: Triton kernels around the operator of the linear layers, see `deltazoo.ops.fused`; GPUs only.
+        liger: Liger's kernels for norms, with the residual that comes before them, and for SwiGLU; with
+            `fuse_linear_cross_entropy` for the loss, too. GPUs only; needs the extra `fast`. A key of its own, since
+            `fused_kernels` needs no further package.
+        fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see
+            `deltazoo.models.loss`, and returns none (`logits` is None); in plain torch, so on any device, unless
+            `liger` is on. Evaluation returns logits as ever.
         recompute: what training works out again in the backward pass instead of keeping it: `"none"`, `"elementwise"`
             or `"block"`, see `deltazoo.models.recompute`. Gradient checkpointing takes its place where both are on; as
             with that, training then begins no cache.
@@ -128,6 +134,8 @@ class DeltaRuleConfig(PreTrainedConfig):
     classifier_dropout: float | int | None = None
     backend: str | None = None
     fused_kernels: bool = False
+    liger: bool = False
+    fuse_linear_cross_entropy: bool = False
     recompute: str = "none"
     use_cache: bool = True
     training_data: str | None = None

@@ -24,6 +24,7 @@ from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs
 from deltazoo.models.cache import prepare_cache
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
+from deltazoo.models.loss import loss_without_logits
 from deltazoo.models.sequences import BatchSequences, describe_batch
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
@@ -70,7 +71,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         assert config.num_hidden_layers is not None and config.layer_types is not None
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DeltaRuleBlock(config, index) for index in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, liger=config.liger)
         is_hybrid = "full_attention" in config.layer_types
         self.rotary_emb = RotaryEmbedding(config) if is_hybrid else None
         self.gradient_checkpointing = False
@@ -201,7 +202,8 @@ class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, CapturedGeneration, Generat
 
         Args:
             labels: `[B, T]` token numbers, -100 to leave one out; token t predicts label t + 1. In a packed batch the
-                first token of a document is nobody's label, so the loss is that of the documents one by one.
+                first token of a document is nobody's label, so the loss is that of the documents one by one. Training
+                with `config.fuse_linear_cross_entropy` gives the loss and no logits.
             logits_to_keep: how many last positions (0 = all), or which positions, get logits.
             kwargs: as for `DeltaRuleModel`; `num_items_in_batch` divides the summed loss.
         """
@@ -223,18 +225,18 @@ class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, CapturedGeneration, Generat
             sequences=sequences,
             **kwargs,
         )
-        logits = self.lm_head(_select_positions(outputs.last_hidden_state, logits_to_keep))
-        loss = None
+        hidden_states = _select_positions(outputs.last_hidden_state, logits_to_keep)
+        loss = logits = None
+        if labels is None or not self.training or not self.config.fuse_linear_cross_entropy:
+            logits = self.lm_head(hidden_states)
         if labels is not None:
             if sequences is not None and sequences.starts is not None:
                 labels = labels.masked_fill(sequences.starts, -100)
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                vocab_size=self.config.vocab_size,
-                num_items_in_batch=kwargs.get("num_items_in_batch"),
-                shift_labels=shift_labels,
-            )
+            targets = {"num_items_in_batch": kwargs.get("num_items_in_batch"), "shift_labels": shift_labels}
+            if logits is None:
+                loss = loss_without_logits(self, hidden_states, labels, **targets)
+            else:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **targets)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -1,0 +1,103 @@
+"""Kernels of Liger (arXiv:2410.10989), for what models do between mixers: norms, SwiGLU, and the loss.
+
+They come with `pip install 'deltazoo[fast]'` and run on GPUs. A call without the package or elsewhere is refused.
+"""
+
+import importlib
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.linear_cross_entropy import IGNORED, require_label_per_row
+
+__all__ = ["liger_add_rms_norm", "liger_linear_cross_entropy", "liger_rms_norm", "liger_swiglu"]
+
+# Liger's name for what our norms do: all of it in float32, one rounding at the end. Nothing is added to the weight.
+_NORM_OPTIONS = (0.0, "gemma")
+# Liger's norms can write their input's gradient over their output's, which others may hold as well.
+_IN_PLACE = False
+
+
+def liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x * rsqrt(mean x^2 + eps) * weight` over the last axis of `[..., D]`, in x's dtype, computed in float32.
+
+    Raises:
+        NotImplementedError: Liger is not installed; another device than a GPU; another dtype than float32, bfloat16
+            and float16.
+    """
+    return _function("rms_norm", "LigerRMSNormFunction", x).apply(x, weight, eps, *_NORM_OPTIONS, _IN_PLACE)
+
+
+def liger_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of `x + residual` as `liger_rms_norm` computes it, and the sum itself, in one pass each way.
+
+    The results have the dtype that torch gives the sum.
+
+    Raises:
+        NotImplementedError: see `liger_rms_norm`.
+    """
+    function = _function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", x)
+    dtype = torch.promote_types(x.dtype, residual.dtype)  # the kernel would give both results the dtype of x
+    return function.apply(x.to(dtype), residual.to(dtype), weight, eps, *_NORM_OPTIONS, _IN_PLACE)
+
+
+def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`; the gradients are written over `gate` and `up`.
+
+    Raises:
+        NotImplementedError: see `liger_rms_norm`.
+        RuntimeError: in a second backward pass.
+    """
+    return _with_one_backward(_function("swiglu", "LigerSiLUMulFunction", gate).apply(gate, up))
+
+
+def liger_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """As `deltazoo.ops.linear_cross_entropy`, but the forward pass works out the gradients, too.
+
+    Raises:
+        NotImplementedError: see `liger_rms_norm`.
+        ValueError: as many labels as rows are needed.
+        RuntimeError: in a second backward pass.
+    """
+    function = _function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", x)
+    require_label_per_row(x, labels)
+    if torch.is_grad_enabled() and weight.requires_grad and not x.requires_grad:
+        x = x.detach().requires_grad_()  # otherwise the weight would get no gradient
+    # In the order of its arguments: no bias and no class weights; no z-loss, label smoothing or softcap; the weight's
+    # gradient is summed in float32.
+    options = (None, None, IGNORED, 0.0, 0.0, "sum", None, False, torch.float32)
+    return _with_one_backward(function.apply(x, weight, labels, *options)[0])
+
+
+def _function(module: str, name: str, x: Tensor) -> Any:
+    """An autograd function of `liger_kernel.ops`, if it can act on `x`."""
+    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise NotImplementedError(f"Liger's kernels run on GPUs, not on {x.device.type}: leave liger off")
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise NotImplementedError(f"Liger's kernels take float32, bfloat16 and float16, not {x.dtype}: leave liger off")
+    try:
+        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+    except ModuleNotFoundError as error:
+        raise NotImplementedError(
+            f"Liger's kernels need a module that is not installed ({error.name}): pip install 'deltazoo[fast]', or "
+            "leave liger off"
+        ) from error
+
+
+def _with_one_backward(result: Tensor) -> Tensor:
+    """Refuse a second backward pass through `result`, for which the first has left wrong numbers behind."""
+    if result.requires_grad:
+        result.register_hook(_Once())
+    return result
+
+
+class _Once:
+    def __init__(self) -> None:
+        self.passed = False
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self.passed:
+            raise RuntimeError("Liger's kernels allow one backward pass (no second with retain_graph): leave liger off")
+        self.passed = True

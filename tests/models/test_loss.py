@@ -1,0 +1,185 @@
+"""`fuse_linear_cross_entropy`: the loss and every gradient are those that all logits give, and no logits are left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import tiny_config, tiny_model, tiny_named, tokens
+from torch import nn
+
+from deltazoo.models import DeltaRuleForCausalLM
+from deltazoo.models.recompute import LEVELS
+from deltazoo.ops import linear_cross_entropy as pieces
+
+
+@pytest.fixture(autouse=True)
+def several_pieces(monkeypatch):
+    monkeypatch.setattr(pieces, "_LOGITS_AT_ONCE", 61 * 7)
+
+
+def pair(case, **overrides):
+    """Two models in training with the same weights: with the loss of all logits, and with the one without."""
+    return tiny_model(case, **overrides).train(), tiny_model(case, fuse_linear_cross_entropy=True, **overrides).train()
+
+
+def loss_and_gradients(model, ids, **kwargs):
+    model.zero_grad()
+    output = model(ids, **{"labels": ids, **kwargs})
+    output.loss.backward()
+    assert (output.logits is None) == model.config.fuse_linear_cross_entropy
+    return {"loss": output.loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+
+
+def assert_equal(models, ids, **kwargs):
+    """Up to the order in which float32 sums over pieces."""
+    expected, actual = (loss_and_gradients(model, ids, **kwargs) for model in models)
+    for name, x in expected.items():
+        torch.testing.assert_close(actual[name], x, rtol=1e-5, atol=1e-5 * x.abs().max().item(), msg=name)
+
+
+@pytest.mark.feature("loss without logits")
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda", "tied", "hybrid"])
+def test_same_loss_and_gradients(case):
+    assert_equal(pair(case), tokens(2, 20))
+
+
+IGNORING = tokens(2, 20).masked_fill(torch.arange(20) % 3 == 0, -100)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kwargs"),
+    [
+        ((2, 20), {"labels": IGNORING}),
+        ((2, 20), {"labels": IGNORING, "num_items_in_batch": 17}),
+        ((2, 20), {"labels": IGNORING, "num_items_in_batch": torch.tensor(17)}),
+        ((2, 20), {"shift_labels": IGNORING}),
+        ((2, 20), {"labels": IGNORING[:, -5:], "logits_to_keep": 5}),
+        ((2, 20), {"labels": IGNORING[:, [3, 4, 9]], "logits_to_keep": torch.tensor([3, 4, 9])}),
+        ((2, 20), {"labels": IGNORING.flatten()[:30], "logits_to_keep": (torch.arange(40) < 30).view(2, 20)}),
+        ((1, 30), {"cu_seqlens": torch.tensor([0, 7, 8, 30])}),
+        ((1, 9), {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])}),
+        ((2, 9), {"attention_mask": torch.tensor([[1] * 9, [0] * 4 + [1] * 5])}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_labels_of_every_kind(shape, kwargs):
+    assert_equal(pair("gated_deltanet"), tokens(*shape), **kwargs)
+
+
+def test_no_label_that_counts():
+    for model in pair("gated_deltanet"):
+        assert model(tokens(1, 5), labels=torch.full((1, 5), -100)).loss.isnan()
+        assert model(tokens(1, 5), labels=torch.full((1, 5), -100), num_items_in_batch=3).loss == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_with_recomputation(level):
+    assert_equal(pair("hybrid", recompute=level), tokens(2, 20))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_with_gradient_checkpointing(reentrant):
+    models = pair("gated_deltanet")
+    for model in models:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_equal(models, tokens(2, 20))
+
+
+def test_under_autocast():
+    """Both round the same products to bfloat16; sums over pieces may round differently, once each."""
+    ids = tokens(2, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, actual = (loss_and_gradients(model, ids) for model in pair("gated_deltanet"))
+    for name, x in expected.items():
+        error = (actual[name] - x).norm() / x.norm()
+        assert error <= torch.finfo(torch.bfloat16).eps, f"{name}: {error:.2e}"
+
+
+def test_evaluation_and_calls_without_labels_return_logits():
+    ids = tokens(2, 9)
+    plain, fused = pair("gated_deltanet")
+    torch.testing.assert_close(fused(ids).logits, plain(ids).logits, rtol=0, atol=0)
+    expected, actual = (model.eval()(ids, labels=ids) for model in (plain, fused))
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=0)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=0, atol=0)
+
+
+def test_a_tuple_without_logits():
+    _, fused = pair("gated_deltanet")
+    ids = tokens(2, 9)
+    (loss,) = fused(ids, labels=ids, use_cache=False, return_dict=False)
+    assert loss.requires_grad
+
+
+class Adapted(nn.Linear):
+    """What a library may put in place of the head."""
+
+
+class TestRefusals:
+    def refused(self, model, match):
+        with pytest.raises(ValueError, match=rf"{match}.*set fuse_linear_cross_entropy=False in the configuration"):
+            model(tokens(1, 9), labels=tokens(1, 9))
+        assert model(tokens(1, 9)).logits is not None
+
+    def test_a_loss_function_of_ones_own(self):
+        _, model = pair("gated_deltanet")
+        model.loss_function = lambda logits, **kwargs: logits.sum()
+        self.refused(model, "the model's loss_function is <function")
+
+    def test_another_head(self):
+        _, model = pair("gated_deltanet")
+        model.lm_head = Adapted(32, 61, bias=False)
+        self.refused(model, "lm_head is a Adapted")
+
+    def test_a_head_with_hooks(self):
+        _, model = pair("gated_deltanet")
+        model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
+        self.refused(model, "lm_head has hooks")
+
+    def test_a_head_with_a_forward_of_its_own(self):
+        _, model = pair("gated_deltanet")
+        model.lm_head.forward = lambda x: x
+        with pytest.raises(ValueError, match="lm_head has hooks"):
+            model(tokens(1, 9), labels=tokens(1, 9))
+
+    def test_labels_that_do_not_fit(self):
+        _, model = pair("gated_deltanet")
+        with pytest.raises(ValueError, match="10 positions to predict from, but 18 labels"):
+            model(tokens(2, 9), labels=tokens(2, 9), logits_to_keep=5)
+
+
+def test_lora_on_the_head_is_refused_and_elsewhere_trains():
+    peft = pytest.importorskip("peft")
+    for target, trains in (("q_proj", True), ("lm_head", False)):
+        _, model = pair("gated_deltanet")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=[target], r=2)).train()
+        if trains:
+            adapted(input_ids=tokens(1, 9), labels=tokens(1, 9)).loss.backward()
+            assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+        else:
+            with pytest.raises(ValueError, match="lm_head is a Linear"):
+                adapted(input_ids=tokens(1, 9), labels=tokens(1, 9))
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_fla_reads_the_key_as_we_do(on, tmp_path):
+    """It has the key under the same name, and another, on by default, that it refuses beside it."""
+    model = tiny_named("delta_net", fuse_linear_cross_entropy=on)
+    values = model.config.to_dict()
+    assert values["fuse_linear_cross_entropy"] is on
+    assert values.get("fuse_cross_entropy", True) is not on
+    model.save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path).config.fuse_linear_cross_entropy is on
+
+
+@pytest.mark.slow
+def test_compiles_in_one_graph():
+    torch._dynamo.reset()
+    ids, model = tokens(2, 20), DeltaRuleForCausalLM(tiny_config("gated_deltanet", fuse_linear_cross_entropy=True))
+    expected = {name: x.clone() for name, x in loss_and_gradients(model.train(), ids).items()}
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    loss = compiled(ids, labels=ids).loss
+    loss.backward()
+    torch.testing.assert_close({"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}, expected)
+    torch._dynamo.reset()
