@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from liger_kernels import needs_liger
 from typer.testing import CliRunner
 
 from deltazoo.bench import model_contestants, model_suite
@@ -17,7 +18,7 @@ from deltazoo.bench.command import app
 from deltazoo.bench.model_contestants import Size, contestants
 from deltazoo.bench.model_page import write_model_page
 from deltazoo.bench.model_results import ModelResults, ModelRow, load_model_results
-from deltazoo.bench.model_training import kind_of_work
+from deltazoo.bench.model_training import OUR_WAYS, kind_of_work
 from deltazoo.bench.results import describe_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,17 +105,20 @@ def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: py
     assert "fails: RuntimeError: CUDA out of memory" in page
 
 
-def test_recompute_levels_keep_less_and_fused_kernels_need_a_gpu(
+def test_recompute_levels_and_a_fused_loss_keep_less_and_fused_kernels_need_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
-    path, ways = tmp_path / "model_x.json", "eager,recompute-elementwise,recompute-block,fused"
+    path, ways = tmp_path / "model_x.json", "eager,recompute-elementwise,recompute-block,fused-loss,fused,liger,fast"
     arguments = ["--measure", "memory", "--training", ways, "--peers", "llama", "--out", str(path)]
     assert CliRunner().invoke(app, [*QUICK, *arguments]).exit_code == 0
     ours = {row.way: row for row in load_model_results([path]).of("kept_kib") if row.library == "deltazoo"}
     kept = [ours[way].value for way in ways.split(",")[:3]]
     assert kept[0] > kept[1] > kept[2] > 0
+    assert 0 < ours["fused-loss"].value < kept[0]
     assert ours["fused"].error.startswith("NotImplementedError: fused kernels run on NVIDIA GPUs")
+    for way in ("liger", "fast"):
+        assert ours[way].error.startswith("NotImplementedError: Liger's kernels run on GPUs, not on cpu")
     assert [row.way for row in load_model_results([path]).of("kept_kib") if row.library == "transformers"] == ["eager"]
 
 
@@ -127,7 +131,7 @@ def test_recompute_levels_keep_less_and_fused_kernels_need_a_gpu(
         (["--shapes", "8"], "reads ROWSxTOKENS, such as 8x4096; got '8'"),
         (["--batches", "0"], "batches must be whole numbers above 0"),
         (["--measure", "speed"], "unknown measure 'speed'"),
-        (["--training", "fast"], "unknown way to train 'fast'"),
+        (["--training", "quick"], "unknown way to train 'quick'"),
         (["--decoding", "fast"], "unknown way to decode 'fast'"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
     ],
@@ -172,8 +176,11 @@ def test_contestants_have_the_same_number_of_layers_and_widths() -> None:
         ("deltazoo::chunkwise", "delta rule"),
         ("multi_tensor_apply_kernel<FusedAdam>", "optimizer"),
         ("aten::_log_softmax", "loss"),
+        ("liger_cross_entropy_kernel", "loss"),
         ("flash_fwd_kernel", "softmax attention"),
         ("aten::mul", "elementwise and other"),
+        ("_fused_add_rms_norm_forward_kernel", "elementwise and other"),
+        ("_swiglu_backward_kernel", "elementwise and other"),
     ],
 )
 def test_kinds_of_work(name: str, kind: str) -> None:
@@ -198,3 +205,15 @@ def test_on_a_gpu_memory_is_measured_too(tmp_path: Path, monkeypatch: pytest.Mon
     results = load_model_results([path])
     assert all(row.value for row in [*results.of("train_peak_gib"), *results.of("context_peak_gib")])
     assert not [row.error for row in results.rows.values() if row.error]
+
+
+@pytest.mark.gpu
+@needs_liger
+def test_on_a_gpu_every_way_to_train_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
+    path, ways = tmp_path / "model_gpu.json", ["eager", *OUR_WAYS]
+    arguments = ["--device", "cuda", "--size", "quickstart", "--measure", "train", "--training", ",".join(ways)]
+    outcome = CliRunner().invoke(app, [*QUICK, *arguments, "--peers", "none", "--out", str(path)])
+    assert outcome.exit_code == 0, outcome.output
+    rows = load_model_results([path]).of("train_tok_s")
+    assert {row.way for row in rows} == set(ways) and not [row.error for row in rows if row.error]

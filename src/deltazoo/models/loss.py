@@ -58,7 +58,9 @@ def _refuse_another_loss(model: Any) -> None:
     if model.loss_function is not ForCausalLMLoss:
         reason = f"the model's loss_function is {model.loss_function!r}"
     elif type(head) is not nn.Linear:
-        reason = f"lm_head is a {type(head).__name__}"
+        reason = f"lm_head is of {type(head)}"
+    elif head.bias is not None:
+        reason = "lm_head has a bias"
     elif isinstance(head.weight, DTensor):
         reason = "the weight of lm_head is spread over several devices"
     elif head._forward_hooks or head._forward_pre_hooks or "forward" in head.__dict__:

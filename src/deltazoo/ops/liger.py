@@ -80,9 +80,9 @@ def _function(module: str, name: str, x: Tensor) -> Any:
     try:
         return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
     except ModuleNotFoundError as error:
+        missing = (error.name or "liger_kernel").partition(".")[0]
         raise NotImplementedError(
-            f"Liger's kernels need a module that is not installed ({error.name}): pip install 'deltazoo[fast]', or "
-            "leave liger off"
+            f"Liger's kernels need {missing}, which is not installed: pip install 'deltazoo[fast]', or leave liger off"
         ) from error
 
 
