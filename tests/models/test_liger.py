@@ -40,9 +40,16 @@ class Training:
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     shape: tuple[int, int] = (2, 20)
 
-    def run(self, device: str, *, liger: bool, dtype: torch.dtype | None = None) -> Results:
+    def run(self, device: str, *, liger: bool, dtype: torch.dtype | None = None, shaken: int | None = None) -> Results:
+        """`shaken` moves every weight by about half a unit in its last place, each number another way."""
         overrides = {**self.overrides, "liger": True} if liger else {}
         model = tiny_model(self.case, backend="chunkwise", **overrides).to(self.dtype).to(device, dtype or self.dtype)
+        if shaken is not None:
+            generator = torch.Generator().manual_seed(shaken)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                    parameter.mul_(1 + torch.finfo(parameter.dtype).eps / 2 * noise)
         ids = tokens(*self.shape).to(device)
         inputs = {name: x.to(device) for name, x in self.inputs.items()}
         with torch.no_grad():
@@ -92,7 +99,9 @@ COMPILED = [
 
 
 def check(case: Training, results: Results, device: str) -> None:
-    judge(results, case.run(device, liger=False), case.run(device, liger=False, dtype=torch.float64))
+    """Plain torch runs with moved weights, too: what rounding anywhere in the model may do to a sum that cancels."""
+    plain = [case.run(device, liger=False, shaken=number) for number in (None, 0, 1, 2)]
+    judge(results, plain, case.run(device, liger=False, dtype=torch.float64))
 
 
 @pytest.fixture(scope="module")

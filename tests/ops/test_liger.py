@@ -154,7 +154,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
 
 
 def check(case: Norm | MLP | Loss, results: Results, device: str) -> None:
-    judge(results, case.run(device, liger=False), case.run(device, liger=False, dtype=torch.float64))
+    judge(results, [case.run(device, liger=False)], case.run(device, liger=False, dtype=torch.float64))
 
 
 @needs_liger
