@@ -134,10 +134,15 @@ def main(folder: Path) -> None:
 
     half = torch.bfloat16
     ddp = {"save_strategy": "steps", "save_steps": 2, "ddp_find_unused_parameters": False}
-    whole = steps(sharded := fully_shard_model(model()), torch.optim.AdamW(sharded.parameters(), lr=1e-2), 0, STEPS)
+
+    def sharded_steps(**options: Any) -> list[float]:
+        sharded = fully_shard_model(model(**options))
+        return steps(sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-2), 0, STEPS)
+
     results: dict[str, Any] = {
         "Trainer, DDP": losses(trainer(model(), folder / "ddp", **ddp)),
-        "FSDP2, whole": whole,
+        "FSDP2, whole": sharded_steps(),
+        "FSDP2, loss without logits": sharded_steps(fuse_linear_cross_entropy=True),
         "FSDP2, interrupted": interrupted(lambda: fully_shard_model(model()), folder / "fsdp"),
         "fully_shard_model, bfloat16": gates(fully_shard_model(model(half))),
         "fully_shard_model, mixed precision": gates(

@@ -99,6 +99,7 @@ def test_trainer(route: str, together: dict[str, Any], trained_alone: list[float
 def test_fsdp2_equals_one_process_and_goes_on_where_it_was_interrupted(together: dict[str, Any], folder: Path) -> None:
     alone = losses_alone(folder, torch.optim.AdamW, STEPS, torch.float32)
     assert together["FSDP2, whole"] == pytest.approx(alone, rel=CLOSE)
+    assert together["FSDP2, loss without logits"] == pytest.approx(alone, rel=CLOSE)
     assert together["FSDP2, interrupted"] == together["FSDP2, whole"]
 
 
