@@ -41,7 +41,7 @@ def model(
         ),
     ] = "eager",
     decoding: Annotated[
-        str, typer.Option(help="Ways to decode, out of generate,generate-captured,loop,loop-compiled.")
+        str, typer.Option(help="Ways to decode, out of generate,generate-captured,loop,loop-fast,loop-compiled.")
     ] = "generate,generate-captured,loop",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on a CPU) or bfloat16 (on a GPU).")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed training steps.")] = 10,

@@ -15,9 +15,9 @@ from deltazoo.models import DeltaRuleForCausalLM
 
 __all__ = ["DECODING_WAYS", "context_rows", "decoding_rows", "decoding_ways"]
 
-DECODING_WAYS = ("generate", "generate-captured", "loop", "loop-compiled")
-"""generate: transformers' method; -captured: with `capture_step=True`. loop: `deltazoo.generate`; -compiled: with
-`compile=True`."""
+DECODING_WAYS = ("generate", "generate-captured", "loop", "loop-fast", "loop-compiled")
+"""generate: transformers' method; -captured: with `capture_step=True`. loop: `deltazoo.generate`; -fast: of a model
+with every fusion there is; -compiled: with `compile=True`."""
 
 _WARM_UP = 4
 """Tokens before the clock starts."""

@@ -25,9 +25,10 @@ AdamW on random tokens.
 
 Ways to train: `compile` is `torch.compile`; `fused`, `fused-loss` and `recompute-...` are the configuration keys
 `fused_kernels`, `fuse_linear_cross_entropy` and `recompute`; `liger` is `fused-loss` with the key `liger`, `fast` is
-`liger` with `fused_kernels`. Ways to decode, all greedy: `generate` is transformers' method, `generate-captured` the
-same with `capture_step=True`, `loop` is `deltazoo.generate`, `loop-compiled` that with `compile=True`. On a GPU the
-captured steps and those of the loop are CUDA graphs, on a CPU they are plain calls.
+`liger` with `fused_kernels`, `fast-recompute` is `fast` with `recompute: elementwise`. Ways to decode, all greedy:
+`generate` is transformers' method, `generate-captured` the same with `capture_step=True`, `loop` is
+`deltazoo.generate`, `loop-fast` that of a model with the keys of `fast`, `loop-compiled` that with `compile=True`. On a
+GPU the captured steps and those of the loop are CUDA graphs, on a CPU they are plain calls.
 
 Ranges are the 20th to 80th percentile of single steps or tokens. With one CPU thread the clock counts the time that the
 process computed: on a machine shared with other work that is less than the time that passes, and still more than it

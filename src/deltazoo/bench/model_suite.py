@@ -94,7 +94,8 @@ def _measurements(
         return kept_rows(build_for(row), row, **options)
 
     def decode(row: ModelRow) -> Iterator[ModelRow]:
-        return decoding_rows(contestant.build, row, new_tokens=plan.new_tokens, **options)
+        build = partial(contestant.build, **OUR_WAYS.get(row.way.removeprefix("loop-"), {}))
+        return decoding_rows(build, row, new_tokens=plan.new_tokens, **options)
 
     def context(row: ModelRow) -> Iterator[ModelRow]:
         return context_rows(contestant.build, row, new_tokens=plan.new_tokens, **options)

@@ -42,9 +42,10 @@ class Run:
 
     @property
     def cost(self) -> float:
-        """Rough relative duration, to start long runs first."""
+        """Rough relative duration: every step costs the same launches, and then what it moves through memory."""
         recipe = self.recipe
-        return recipe.steps * recipe.num_layers * (20 + recipe.batch_size * sum(recipe.train_lengths) / 200)
+        moved = recipe.batch_size * sum(recipe.train_lengths) / 2 * recipe.hidden_size
+        return recipe.steps * recipe.num_layers * (1 + moved / 3e6)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,10 @@ class LabModel(nn.Module):
         recipe: sizes.
         task: symbols or measurements in, classes out.
         mlp_width: hidden width of the MLPs; 0 leaves them out.
+        fused_kernels: as of `DeltaRuleAttention`, in mixers that have something to fuse.
     """
 
-    def __init__(self, arm: Arm, recipe: Recipe, task: Task, mlp_width: int) -> None:
+    def __init__(self, arm: Arm, recipe: Recipe, task: Task, mlp_width: int, *, fused_kernels: bool = False) -> None:
         super().__init__()
         width = recipe.hidden_size
         self.micro_steps = arm.options.get("num_micro_steps", 1)
@@ -36,7 +37,8 @@ class LabModel(nn.Module):
         else:
             self.embedding = MeasurementEmbedding(task.channels, recipe.train_lengths[1], width)
         self.layers = nn.ModuleList(
-            _make_mixer(arm, recipe) if recipe.bare else Layer(arm, recipe, mlp_width) for _ in range(recipe.num_layers)
+            _make_mixer(arm, recipe, fused_kernels) if recipe.bare else Layer(arm, recipe, mlp_width, fused_kernels)
+            for _ in range(recipe.num_layers)
         )
         self.norm = nn.LayerNorm(width)
         self.read_out = nn.Linear(width, task.num_classes)
@@ -46,7 +48,7 @@ class LabModel(nn.Module):
 
         Args:
             inputs: `[B, T]` or `[B, T, channels]`.
-            tokens: `[N]` int64, which of the `B * T` tokens are asked for.
+            tokens: `[N]` int64, which of the `B * T` tokens are asked for, each once and in order.
 
         Returns:
             `[N, num_classes]`.
@@ -54,7 +56,10 @@ class LabModel(nn.Module):
         x = self.embedding(inputs)
         for layer in self.layers:
             x = layer(x)
-        return self.read_out(self.norm(x.flatten(0, 1).index_select(0, tokens)))
+        x = x.flatten(0, 1)
+        if len(tokens) < len(x):  # else all are asked for, and picking them would only cost time
+            x = x.index_select(0, tokens)
+        return self.read_out(self.norm(x))
 
     def use_backend(self, backend: str | None) -> None:
         """Run the operators of all layers on one backend."""
@@ -66,11 +71,11 @@ class LabModel(nn.Module):
 class Layer(nn.Module):
     """Mixer and MLP, each behind a norm and added to its input."""
 
-    def __init__(self, arm: Arm, recipe: Recipe, mlp_width: int) -> None:
+    def __init__(self, arm: Arm, recipe: Recipe, mlp_width: int, fused_kernels: bool) -> None:
         super().__init__()
         width = recipe.hidden_size
         self.mixer_norm = nn.LayerNorm(width)
-        self.mixer = _make_mixer(arm, recipe)
+        self.mixer = _make_mixer(arm, recipe, fused_kernels)
         if mlp_width:
             self.mlp_norm = nn.LayerNorm(width)
             self.up = nn.Linear(width, mlp_width)
@@ -79,8 +84,14 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[B, T, hidden_size]` to the same shape."""
-        x = x + self.mixer(self.mixer_norm(x))
+        x = x + self.mixer(_as_multiplied(self.mixer_norm(x)))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)))) if self.has_mlp else x
+
+
+def _as_multiplied(x: Tensor) -> Tensor:
+    """`x` as autocast would give it to each of the matrix products that read it, converted once for all of them."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 class MeasurementEmbedding(nn.Module):
@@ -121,10 +132,11 @@ class RotarySoftmaxAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend causally over `[B, T, hidden_size]`."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
-        return self.attention(x, position_embeddings=self.rotary(x, positions))[0]
+        # In float32 whatever x is, as everywhere else in the lab where gates and positions are worked out.
+        return self.attention(x, position_embeddings=self.rotary(x.float(), positions))[0]
 
 
-def _make_mixer(arm: Arm, recipe: Recipe) -> nn.Module:
+def _make_mixer(arm: Arm, recipe: Recipe, fused_kernels: bool) -> nn.Module:
     if arm.spec is None:
         return RotarySoftmaxAttention(recipe)
     options: dict[str, Any] = dict(arm.options)
@@ -138,6 +150,7 @@ def _make_mixer(arm: Arm, recipe: Recipe) -> nn.Module:
         expand_v=1.0,
         initializer_range=recipe.initializer_range,
         use_short_conv=recipe.use_short_conv,
+        fused_kernels=fused_kernels and (recipe.use_short_conv or arm.spec.output_gate != "none"),
         **options,
     )
     if recipe.beta_bias is not None and arm.spec.corrects:
@@ -145,8 +158,12 @@ def _make_mixer(arm: Arm, recipe: Recipe) -> nn.Module:
     return mixer
 
 
-def build_model(arm: Arm, recipe: Recipe, task: Task) -> LabModel:
+def build_model(arm: Arm, recipe: Recipe, task: Task, *, fused_kernels: bool = False) -> LabModel:
     """The arm's model with an MLP as wide as equal parameter counts ask for.
+
+    Args:
+        arm, recipe, task: what is built.
+        fused_kernels: run what stands around the operators in Triton kernels too (`DeltaRuleAttention`).
 
     Raises:
         ValueError: the arm's mixer alone has too many parameters for the recipe.
@@ -156,14 +173,14 @@ def build_model(arm: Arm, recipe: Recipe, task: Task) -> LabModel:
         width = 0
         if recipe.mlp_ratio:
             one, two = (_count(LabModel(arm, recipe, task, mlp_width)) for mlp_width in (1, 2))
-            width = 1 + round((wanted - one) / (two - one))
+            width = recipe.mlp_multiple * round((1 + round((wanted - one) / (two - one))) / recipe.mlp_multiple)
         found = _count(LabModel(arm, recipe, task, max(width, 0)))
     if width < 0 or abs(found - wanted) > _TOLERANCE * wanted:
         raise ValueError(
             f"arm {arm.name!r} has {found:,} parameters before its MLP gets any, and the recipe's {wanted:,} leave "
             f"no room: raise mlp_ratio={recipe.mlp_ratio}"
         )
-    return LabModel(arm, recipe, task, width)
+    return LabModel(arm, recipe, task, width, fused_kernels=fused_kernels)
 
 
 def _count(model: nn.Module) -> int:

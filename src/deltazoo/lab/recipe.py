@@ -17,6 +17,8 @@ class Recipe:
     mlp_ratio: float = 2.0
     """Hidden width of DeltaNet's MLP over `hidden_size`; other arms get the width that makes parameter counts equal.
     0: no MLP."""
+    mlp_multiple: int = 1
+    """MLP widths are multiples of this; 8 keeps the rows of 16-bit matrices where tensor cores want them."""
     bare: bool = False
     """Mixers alone, `x = mixer(x)`: no norm before them and no residual path around them, so that the input's scale
     reaches the keys. Needs mlp_ratio 0."""
@@ -43,7 +45,8 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     bf16: bool = False
-    """Autocast to bfloat16 (gates and state stay in float32)."""
+    """Autocast to bfloat16 in training and testing (weights, gates and state stay in float32); else float32
+    throughout, on a GPU without TF32. Tasks that are about exactness, such as state tracking, stay in float32."""
 
     def __post_init__(self) -> None:
         low, high = self.train_lengths
@@ -56,6 +59,8 @@ class Recipe:
                 f"steps, batch_size and test_sequences must be at least 1, got {self.steps}, {self.batch_size}, "
                 f"{self.test_sequences}"
             )
+        if self.mlp_multiple < 1:
+            raise ValueError(f"mlp_multiple must be at least 1, got {self.mlp_multiple}")
         if self.bare and self.mlp_ratio:
             raise ValueError(f"a bare model has no MLP: set mlp_ratio=0, got {self.mlp_ratio}")
         if not self.learning_rate > 0:
@@ -64,6 +69,11 @@ class Recipe:
             raise ValueError(
                 f"warmup must lie in [0, 1) and curriculum in [0, 1], got {self.warmup}, {self.curriculum}"
             )
+
+    @property
+    def precision(self) -> str:
+        """Of the matrix products, as it reads on the page."""
+        return "bfloat16" if self.bf16 else "float32"
 
     def longest(self, step: int) -> int:
         """Longest training length at a step."""

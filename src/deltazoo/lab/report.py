@@ -106,11 +106,11 @@ def _all_checks(
 
 def _summary(suite: str, claims: Sequence[Claim], records: Sequence[Record], measured: Measured) -> str:
     machine = records[0].environment
-    hours = sum(record.seconds for record in records) / 60
     lines = [
         f"### Suite {suite}\n",
         f"{len(records)} runs, {sum(r.cpu_seconds for r in records) / 60:.1f} minutes of processor time "
-        f"({hours:.1f} minutes of run time summed over workers), {machine.device}, torch {machine.torch}, "
+        f"({sum(r.seconds for r in records) / 60:.1f} minutes of run time summed over workers"
+        f"{_wall_clock(records)}), {machine.device}, torch {machine.torch}, "
         f"triton {machine.triton or 'absent'}, commit `{machine.commit[:12]}`.\n",
         "| claim | paper | verdict |",
         "|---|---|---|",
@@ -124,6 +124,19 @@ def _summary(suite: str, claims: Sequence[Claim], records: Sequence[Record], mea
         paper = claim.paper if claim else "(no paper: our own gates)"
         lines.append(f"| [{statement}](#{suite}-{name.replace('_', '-')}) | {paper} | {_SHOWN[verdict_of(checks)]} |")
     return "\n".join(lines) + "\n"
+
+
+def _wall_clock(records: Sequence[Record]) -> str:
+    """How long at least one run was going, over all the calls that made the results, and on how many GPUs."""
+    spans = sorted((r.started, r.started + r.seconds) for r in records if r.started is not None)
+    if len(spans) < len(records):
+        return ""
+    seconds, end = 0.0, 0.0
+    for start, stop in spans:
+        seconds += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    gpus = len({record.device for record in records if record.device.startswith("cuda")})
+    return f", {seconds / 60:.1f} of wall clock" + (f" on {gpus} GPU{'s' * (gpus > 1)}" if gpus else "")
 
 
 def _suite(
@@ -187,12 +200,12 @@ def _experiment(suite: str, experiment: Experiment, scores: Scores, images: Path
     lines = [
         f"Task: {task.title} (`{task.name}`); {task.source}. {recipe.num_layers} layer{'s' * (recipe.num_layers > 1)}, "
         f"width {recipe.hidden_size}, {recipe.num_heads} head{'s' * (recipe.num_heads > 1)} of {recipe.head_dim}, "
-        f"{'short convolutions' if recipe.use_short_conv else 'no convolution'}, {recipe.steps:,} steps of "
-        f"{recipe.batch_size}, trained on {low if low == high else f'{low} to {high}'} {task.length_is}; "
+        f"{'short convolutions' if recipe.use_short_conv else 'no convolution'}, {recipe.precision}, "
+        f"{recipe.steps:,} steps of {recipe.batch_size}, trained on {low if low == high else f'{low} to {high}'} {task.length_is}; "
         f"chance {task.chance:.3f}.\n"
         if task.metric == "accuracy"
         else f"Task: {task.title} (`{task.name}`); {task.source}. {recipe.num_layers} layers, width "
-        f"{recipe.hidden_size}, {recipe.steps:,} steps of {recipe.batch_size} x {high:,} "
+        f"{recipe.hidden_size}, {recipe.precision}, {recipe.steps:,} steps of {recipe.batch_size} x {high:,} "
         f"{task.length_is}; bits per byte.\n",
         _picture(picture, base, experiment.name) if picture else "",
         f"| arm | lr | seeds | parameters | {' | '.join(conditions)} |",

@@ -68,6 +68,11 @@ class Record:
     cpu_seconds: float
     fingerprint: str
     environment: Environment
+    precision: str = "float32"
+    device: str = "cpu"
+    """Which of the machine's devices."""
+    started: float | None = None
+    """Seconds since the epoch; None in results from before this was kept."""
 
     @classmethod
     def of(cls, suite: str, run: Run, outcome: Outcome, environment: Environment) -> "Record":
@@ -81,6 +86,7 @@ class Record:
             learning_rate=run.recipe.learning_rate,
             steps=run.recipe.steps,
             fingerprint=run.fingerprint,
+            precision=run.recipe.precision,
             environment=environment,
             **{field.name: getattr(outcome, field.name) for field in fields(Outcome)},
         )

@@ -4,12 +4,14 @@ import multiprocessing
 import os
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltazoo.lab.arms import label_of, parse_arm
@@ -27,9 +29,11 @@ class Plan:
     """How to run.
 
     Attributes:
-        device: "cpu", "cuda".
+        device: "cpu"; "cuda", which deals the workers out over all GPUs; or one of them, "cuda:1".
         workers: processes; 0 runs everything in this one.
-        time_limit: seconds after which runs are abandoned (finished ones are kept), or None.
+        time_limit: seconds after which runs are abandoned (finished ones are kept), or None. With a limit, experiments
+            run one after another, the cheapest first, so that as many as possible are whole when time is up; without,
+            the longest runs come first, so that none of them is left over at the end.
         load: Python files that register tasks and variants, loaded in every worker.
         retry: run the spare seeds of claims that fail.
     """
@@ -39,6 +43,11 @@ class Plan:
     time_limit: float | None = None
     load: tuple[Path, ...] = ()
     retry: bool = True
+
+    def devices(self) -> list[str]:
+        """Where each worker runs."""
+        count = torch.cuda.device_count() if self.device == "cuda" else 0
+        return [f"cuda:{i % count}" if count else self.device for i in range(max(1, self.workers))]
 
 
 def run_suite(
@@ -85,7 +94,7 @@ def _run(
     report: Callable[[str], None],
     failures: list[str],
 ) -> int:
-    due = sorted((run for run in runs if not results.has(run)), key=lambda run: -run.cost)
+    due = _in_order([run for run in runs if not results.has(run)], by_experiment=deadline is not None)
     if not due:
         return 0
     missing = 0
@@ -102,7 +111,9 @@ def _run(
                     record = results.add(run, future.result())
                 except OutOfTime:
                     missing += 1
-                except (ValueError, ArithmeticError, NotImplementedError, RuntimeError, ImportError) as error:
+                except BrokenExecutor:
+                    raise
+                except Exception as error:  # named here and raised at the end: hours of other runs must not die of it
                     failures.append(f"{run.key}: {type(error).__name__}: {error}")
                     report(f"{run.key}: FAILED, {type(error).__name__}: {error}")
                 else:
@@ -110,9 +121,18 @@ def _run(
     return missing
 
 
+def _in_order(runs: list[Run], *, by_experiment: bool) -> list[Run]:
+    """The order of `Plan.time_limit`."""
+    costs = defaultdict[str, float](float)
+    if by_experiment:
+        for run in runs:
+            costs[run.experiment] += run.cost
+    return sorted(runs, key=lambda run: (costs[run.experiment], -run.cost))
+
+
 def _line(record: Record, count: str) -> str:
     scores = "  ".join(f"{condition}: {score.accuracy:.3f}" for condition, score in record.scores.items())
-    seconds = f"{record.seconds:.0f} s, {record.cpu_seconds:.0f} s CPU"
+    seconds = f"{record.seconds:.0f} s, {record.cpu_seconds:.0f} s CPU, {record.device}"
     return f"[{count}] {record.experiment}, {label_of(record.arm)}, seed {record.seed}: {scores}  ({seconds})"
 
 
@@ -128,14 +148,17 @@ class _Workers:
         if self._plan.workers:
             context = multiprocessing.get_context("spawn")
             self._steps = context.SimpleQueue()
+            devices = context.SimpleQueue()
+            for device in self._plan.devices():
+                devices.put(device)
             self._pool = ProcessPoolExecutor(
                 self._plan.workers,
                 mp_context=context,
                 initializer=_start_worker,
-                initargs=(self._plan, self._deadline, self._steps),
+                initargs=(self._plan.load, devices, self._deadline, self._steps),
             )
         else:
-            _worker.update(device=self._plan.device, deadline=self._deadline, steps=None)
+            _worker.update(device=self._plan.devices()[0], deadline=self._deadline, steps=None)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -162,19 +185,21 @@ class _Workers:
 _worker: dict[str, Any] = {}
 
 
-def _start_worker(plan: Plan, deadline: float | None, steps: Any) -> None:
+def _start_worker(load: tuple[Path, ...], devices: Any, deadline: float | None, steps: Any) -> None:
+    """Prepare a new process, which takes the next of the devices."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    import torch
-
     # Small matrices: more threads per process cost more than they bring, and one thread always sums in one order.
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     warnings.filterwarnings("ignore", "The value of the smallest subnormal")  # numpy notices, and it is meant
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    for path in plan.load:
+    for path in load:
         load_file(path)
-    _worker.update(device=plan.device, deadline=deadline, steps=steps)
+    device = devices.get()
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+    _worker.update(device=device, deadline=deadline, steps=steps)
 
 
 def _work(run: Run) -> Outcome:

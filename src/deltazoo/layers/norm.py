@@ -45,11 +45,17 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x `[..., dim]`; with a residual, its sum with x, and return that sum as well."""
         if residual is None:
-            return liger_rms_norm(x, self.weight, self.eps) if self.liger else self._normalize(x).to(x.dtype)
+            return liger_rms_norm(x, self.weight, self.eps) if self.liger else self._normalize_once(x)
         if self.liger:
             return liger_add_rms_norm(x, residual, self.weight, self.eps)
         total = residual + x
-        return self._normalize(total).to(total.dtype), total
+        return self._normalize_once(total), total
+
+    def _normalize_once(self, x: Tensor) -> Tensor:
+        """In x's dtype. On a GPU torch's kernel computes in float32 inside and keeps no float32 copy of x."""
+        if x.is_cuda and x.dtype == self.weight.dtype:
+            return F.rms_norm(x, (self.dim,), self.weight, self.eps)
+        return self._normalize(x).to(x.dtype)
 
     def _normalize(self, x: Tensor) -> Tensor:
         wide = at_least_float32(x)

@@ -7,7 +7,7 @@ import typer
 
 _EXAMPLE = (
     "Examples: [bold]deltazoo lab[/] (three minutes on two CPU cores), "
-    "[bold]deltazoo lab --suite full --device cuda --workers 4[/], "
+    "[bold]deltazoo lab --suite full --device cuda --workers 12[/] (on all GPUs), "
     "[bold]deltazoo lab --only parity --variants kda+neg,softmax[/], [bold]deltazoo lab --load my_task.py[/]"
 )
 
@@ -25,12 +25,17 @@ def lab(
         typer.Option(help="Arms instead of each experiment's own: variant[+option...], comma separated, or softmax."),
     ] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for results and page [default: runs/lab_SUITE].")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu; cuda, which spreads the workers over all GPUs; or one of them: cuda:1.")
+    ] = "cpu",
     workers: Annotated[int, typer.Option(min=1, help="Processes; several share one GPU.")] = 2,
     load: Annotated[list[Path] | None, typer.Option(help="Python file that registers tasks or variants.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead of the recipes'.")] = None,
     time_limit: Annotated[
-        float | None, typer.Option(min=1, help="Seconds to stop after; the same command goes on later.")
+        float | None,
+        typer.Option(
+            min=1, help="Stop after so many seconds, cheap experiments first; the same command goes on later."
+        ),
     ] = None,
     measure: Annotated[bool, typer.Option(help="Also measure numerics and complexity.")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results in --out.")] = False,

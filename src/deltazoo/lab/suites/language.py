@@ -16,6 +16,7 @@ BYTES = Experiment(
         num_heads=6,
         head_dim=64,
         mlp_ratio=4.0,
+        mlp_multiple=8,
         train_lengths=(1024, 1024),
         test=(1024, 2048, 4096, 8192, 16384),
         test_sequences=256,
