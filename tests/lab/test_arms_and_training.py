@@ -14,6 +14,7 @@ from deltazoo.lab.suites import SUITES
 from deltazoo.lab.tasks.overwrite import OVERWRITE
 from deltazoo.lab.tasks.parity import PARITY
 from deltazoo.lab.train import _schedule
+from deltazoo.layers import DeltaRuleAttention
 
 EXPERIMENTS = {
     f"{suite}-{experiment.name}": experiment
@@ -60,6 +61,51 @@ def test_arms_of_an_experiment_have_equal_parameters(name: str) -> None:
     with torch.device("meta"):
         sizes = {arm: size(build_model(parse_arm(arm), experiment.recipe, experiment.task)) for arm in experiment.arms}
     assert max(sizes.values()) <= 1.02 * min(sizes.values()), sizes
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name.startswith("full")])
+def test_fused_kernels_take_every_arm_and_leave_its_parameters(name: str) -> None:
+    experiment = EXPERIMENTS[name]
+    with torch.device("meta"):
+        for arm in map(parse_arm, experiment.arms):
+            plain, fused = (
+                build_model(arm, experiment.recipe, experiment.task, fused_kernels=fused) for fused in (False, True)
+            )
+            shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (plain, fused)]
+            assert shapes[0] == shapes[1]
+            mixers = [module for module in fused.modules() if isinstance(module, DeltaRuleAttention)]
+            assert len(mixers) == (0 if arm.spec is None else experiment.recipe.num_layers)
+            for mixer in mixers:
+                assert mixer.fused_kernels == (mixer.conv_size > 0 or mixer.spec.output_gate != "none")
+
+
+@pytest.mark.parametrize("name", ["kda+neg", "efla+scalar-decay", "linear_attention", "softmax"])
+def test_autocast_trains_what_float32_trains(name: str) -> None:
+    """Logits stay below 4 here, where bfloat16 rounds by up to 2^-7; the mean loss moves by less than that."""
+    recipe = replace(TINY, steps=6, mlp_multiple=8, mlp_ratio=6.0)
+    half, full = (run_arm(PARITY, parse_arm(name), replace(recipe, bf16=bf16), seed=0) for bf16 in (True, False))
+    assert half.parameters == full.parameters
+    for (_, loss, _), (_, expected, _) in zip(half.curve, full.curve, strict=True):
+        assert loss != expected and abs(loss - expected) < 2**-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["kda+neg", "efla+scalar-decay", "neg_delta_net+x2", "linear_attention", "softmax"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_gpu_trains_what_the_cpu_trains(name: str, bf16: bool) -> None:
+    """Float32 kernels add up in another order, which six steps of AdamW enlarge; bfloat16 as in the test above."""
+    recipe = replace(TINY, steps=6, mlp_multiple=8, mlp_ratio=6.0, bf16=bf16)
+    there, here = (run_arm(PARITY, parse_arm(name), recipe, seed=0, device=device) for device in ("cuda:0", "cpu"))
+    assert there.device == "cuda:0" and there.parameters == here.parameters
+    for (_, loss, _), (_, expected, _) in zip(there.curve, here.curve, strict=True):
+        assert abs(loss - expected) < (2**-6 if bf16 else 1e-3)
+
+
+def test_mlp_widths_are_multiples() -> None:
+    recipe = replace(TINY, hidden_size=64, mlp_ratio=4.0, mlp_multiple=8)
+    for arm in ("linear_attention", "gated_deltanet", "kda", "softmax"):
+        width = build_model(parse_arm(arm), recipe, PARITY).layers[0].up.out_features
+        assert width % 8 == 0 and width > 0
 
 
 def test_an_arm_that_does_not_fit_is_refused() -> None:
@@ -155,6 +201,7 @@ def test_a_loss_that_is_not_finite_stops_the_arm() -> None:
         ({"steps": 0}, "at least 1"),
         ({"learning_rate": 0.0}, "must be positive, got 0.0"),
         ({"warmup": 1.0}, "warmup must lie"),
+        ({"mlp_multiple": 0}, "mlp_multiple must be at least 1, got 0"),
         ({"bare": True}, "a bare model has no MLP"),
     ],
 )

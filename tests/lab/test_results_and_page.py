@@ -13,11 +13,13 @@ from deltazoo.cli import main
 from deltazoo.lab import Check, Experiment, Recipe, Scores
 from deltazoo.lab.claims import Claim, gap, too_easy, verdict_of
 from deltazoo.lab.complexity import flops, measure_complexity, parallel_scan
+from deltazoo.lab.experiment import Run
 from deltazoo.lab.numerics import judge_numerics, measure_numerics
 from deltazoo.lab.plots import draw_complexity, draw_numerics
 from deltazoo.lab.repeated_keys import judge_repeated_keys
+from deltazoo.lab.report import _wall_clock
 from deltazoo.lab.results import Environment, Record, ResultFile, read_records
-from deltazoo.lab.runner import Plan, run_suite
+from deltazoo.lab.runner import Plan, _in_order, run_suite
 from deltazoo.lab.selection import Selection, select
 from deltazoo.lab.tasks.parity import PARITY
 from deltazoo.lab.train import Outcome, Score
@@ -66,8 +68,9 @@ def test_a_finished_suite_is_not_run_again_and_a_cut_line_is(tmp_path: Path) -> 
     assert len(read_records(path)) == 1
     run_suite([EXPERIMENT], [], ResultFile(path, "mini", HERE), INLINE, report=reported.append)
     assert len(reported) == 1
-    timeless = [{**json.loads(line), "seconds": 0, "cpu_seconds": 0} for line in path.read_text().splitlines()]
-    assert timeless == [{**json.loads(line), "seconds": 0, "cpu_seconds": 0} for line in whole.splitlines()]
+    clocks = {"started": 0, "seconds": 0, "cpu_seconds": 0}
+    timeless = [{**json.loads(line), **clocks} for line in path.read_text().splitlines()]
+    assert timeless == [{**json.loads(line), **clocks} for line in whole.splitlines()]
 
 
 def test_worker_processes_give_the_same_numbers(tmp_path: Path) -> None:
@@ -75,6 +78,27 @@ def test_worker_processes_give_the_same_numbers(tmp_path: Path) -> None:
     spread = ResultFile(tmp_path / "b" / "results.jsonl", "mini", HERE)
     assert run_suite([EXPERIMENT], [], spread, Plan(workers=2), report=lambda line: None) == 0
     assert {key: r.scores for key, r in spread.records.items()} == {key: r.scores for key, r in inline.records.items()}
+
+
+def test_workers_are_dealt_out_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert Plan(device="cuda", workers=4).devices() == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
+    assert Plan(device="cuda", workers=0).devices() == ["cuda:0"]
+    assert Plan(device="cuda:2", workers=2).devices() == ["cuda:2", "cuda:2"]
+    assert Plan(device="cpu", workers=2).devices() == ["cpu", "cpu"]
+
+
+def test_with_a_time_limit_experiments_are_finished_one_by_one() -> None:
+    def runs_of(name: str, steps: int, arms: tuple[str, ...]) -> list[Run]:
+        return replace(EXPERIMENT, name=name, arms=arms, recipe=replace(RECIPE, steps=steps)).runs()
+
+    runs = [
+        *runs_of("long", 9, ("kda",)),
+        *runs_of("many", 4, ("kda", "delta_net", "neg_delta_net")),
+        *runs_of("short", 2, ("kda", "delta_net")),
+    ]
+    assert [run.experiment for run in _in_order(runs, by_experiment=False)] == ["long", *["many"] * 3, *["short"] * 2]
+    assert [run.experiment for run in _in_order(runs, by_experiment=True)] == ["short", "short", "long", *["many"] * 3]
 
 
 def test_a_failed_claim_runs_its_spare_seeds(tmp_path: Path) -> None:
@@ -185,6 +209,18 @@ def test_measurements_are_judged_and_drawn(tmp_path: Path) -> None:
         draw_complexity(tmp_path / "complexity.png", {**complexity, "environment": asdict(HERE)}),
     ):
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_counts_wall_clock_and_gpus() -> None:
+    """Runs side by side count once, the hour between two calls not at all."""
+    spans = (("cuda:0", 100.0, 60.0), ("cuda:1", 130.0, 60.0), ("cuda:0", 3700.0, 90.0))
+    records = [
+        replace(record("delta_net", 0.5, seed=seed), device=device, started=started, seconds=seconds)
+        for seed, (device, started, seconds) in enumerate(spans)
+    ]
+    assert _wall_clock(records) == ", 3.0 of wall clock on 2 GPUs"
+    assert _wall_clock([*records, record("kda", 0.5)]) == ""  # one from before the time was kept
+    assert records[0].precision == "float32" and Record.from_json(records[0].to_json()) == records[0]
 
 
 def test_the_page_says_what_the_results_say(tmp_path: Path) -> None:

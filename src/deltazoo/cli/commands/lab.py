@@ -33,9 +33,7 @@ def lab(
     steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead of the recipes'.")] = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(
-            min=1, help="Stop after so many seconds, cheap experiments first; the same command goes on later."
-        ),
+        typer.Option(min=1, help="Stop after so many seconds, cheap experiments first; the same command goes on."),
     ] = None,
     measure: Annotated[bool, typer.Option(help="Also measure numerics and complexity.")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results in --out.")] = False,
