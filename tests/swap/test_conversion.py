@@ -251,6 +251,24 @@ def test_the_divergence_is_that_of_the_definition() -> None:
     assert divergence(wanted, wanted) == 0
 
 
+def test_the_text_adds_its_weight_to_the_divergence(home: Path, tmp_path: Path) -> None:
+    """The cross-entropy that is added is the one that transformers reports for the same labels."""
+    model, tokenizer = fresh(home)
+    config = recipe(home / "text", tmp_path)
+    text = ConversionText(config.data, tokenizer)
+    inputs = collate_side_by_side(text.validation_rows(48)[:4])
+    assert inputs["labels"].eq(-100).sum() > 0
+    found = []
+    for weight in (0.0, 0.25):
+        stage = replace(config.distill, text_weight=weight)
+        run = stage.as_run(tmp_path, "gated_deltanet", home / "teacher" / "model", config.data, seed=0)
+        trainer = conversion._trainer(model, text, stage, run, original_of(model))
+        found.append(trainer.compute_loss(model, dict(inputs)).item())
+    wanted = model(**inputs, use_cache=False).loss.item()
+    # Means over some hundred tokens in float32, added up in another order.
+    assert found[1] - found[0] == pytest.approx(0.25 * wanted, rel=1e-5)
+
+
 def test_packed_documents_do_not_reach_each_other(home: Path) -> None:
     """In rows side by side, neither through softmax nor through the recurrence, nor by padding at the end."""
     model, _ = fresh(home, layers=[1])

@@ -45,6 +45,8 @@ def test_every_stage_is_optional_and_they_run_in_order(tmp_path: Path) -> None:
         ("align.trains=all", "align.trains must be 'swapped'"),
         ("align.compile=true", "align.compile has no meaning"),
         ("align.gradient_checkpointing=true", "align.gradient_checkpointing has no meaning"),
+        ("distill.text_weight=-0.5", "distill.text_weight must be finite and not negative, got -0.5"),
+        ("align.text_weight=0.5", "unknown key 'align.text_weight'"),
         ("distill.save_every=15", r"distill.save_every \(15\) must be a multiple of distill.log_every"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from deltazoo.swap.conversion_config import ConversionConfig, StageConfig, load_conversion
+from deltazoo.swap.conversion_config import ConversionConfig, DistillationConfig, StageConfig, load_conversion
 from deltazoo.swap.stages import (
     AlignmentTrainer,
     DistillationTrainer,
@@ -246,9 +246,9 @@ def _trainer(
     }
     if stage.section == "align":
         return AlignmentTrainer(**given)
-    if stage.section == "distill":
+    if isinstance(stage, DistillationConfig):
         assert original is not None
-        return DistillationTrainer(**given, original=original)
+        return DistillationTrainer(**given, original=original, text_weight=stage.text_weight)
     return FineTuningTrainer(**given)
 
 

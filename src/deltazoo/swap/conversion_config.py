@@ -1,6 +1,7 @@
 """The conversion recipe as one YAML file: three stages, each optional, unknown keys refused."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -74,9 +75,18 @@ class DistillationConfig(StageConfig):
 
     Attributes:
         section: ``distill``.
+        text_weight: of the cross-entropy on the text itself, which is added to the divergence.
     """
 
     section: ClassVar[str] = "distill"
+
+    text_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse a weight that would have the model unlearn the text."""
+        super().__post_init__()
+        if not 0.0 <= self.text_weight < math.inf:
+            raise ValueError(f"distill.text_weight must be finite and not negative, got {self.text_weight}")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from deltazoo.swap.attention import SwappedAttention
 from deltazoo.swap.conversion_config import StageConfig
 from deltazoo.swap.surgery import swapped_layers, unswap_attention
+from deltazoo.training.packing import IGNORED
 from deltazoo.training.trainer import PackedTrainer
 
 __all__ = [
@@ -52,23 +53,28 @@ class AlignmentTrainer(PackedTrainer):
 
 
 class DistillationTrainer(PackedTrainer):
-    """The original model's predictions: KL(original || model) in nats, mean over all tokens, temperature 1."""
+    """The original model's predictions: KL(original || model) in nats, mean over all tokens, temperature 1.
 
-    def __init__(self, *args: Any, original: PreTrainedModel, **kwargs: Any) -> None:
+    With a ``text_weight``, so many times the cross-entropy on the text is added. The text says where the original is
+    wrong; its predictions keep the noise of few tokens of text in bounds.
+    """
+
+    def __init__(self, *args: Any, original: PreTrainedModel, text_weight: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.model_accepts_loss_kwargs = False
-        self._original = original
+        self._original, self._text_weight = original, text_weight
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Mean divergence on one batch."""
-        inputs = _without_labels(inputs)
+        """Mean divergence on one batch, and what the text adds."""
+        labels, inputs = inputs["labels"], _without_labels(inputs)
         # The Trainer puts autocast around the model it trains alone.
         with torch.no_grad(), torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
             wanted = self._original(**inputs, use_cache=False).logits
         found = model(**inputs, use_cache=False).logits
-        return divergence(found, wanted)
+        loss = divergence(found, wanted)
+        return loss + self._text_weight * next_token_loss(found, labels) if self._text_weight else loss
 
 
 @contextmanager
@@ -115,6 +121,14 @@ def divergence(found: Tensor, wanted: Tensor) -> Tensor:
     """KL(wanted || found) of two sets of logits ``[B, T, vocabulary]``: nats, mean over B and T, in float32."""
     found, wanted = (F.log_softmax(logits.float().flatten(0, 1), dim=-1) for logits in (found, wanted))
     return F.kl_div(found, wanted, log_target=True, reduction="batchmean")
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of ``labels [B, T]`` under the logits ``[B, T, vocabulary]`` one place before, float32 nats.
+
+    The mean over all labels that are not ``IGNORED``.
+    """
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 def choose_trained_parameters(model: PreTrainedModel, stage: StageConfig) -> None:
