@@ -94,7 +94,7 @@ def test_autocast_trains_what_float32_trains(name: str) -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_gpu_trains_what_the_cpu_trains(name: str, bf16: bool) -> None:
     """Float32 kernels add up in another order, which six steps of AdamW enlarge; bfloat16 as in the test above."""
-    recipe = replace(TINY, steps=6, mlp_multiple=8, mlp_ratio=6.0, bf16=bf16)
+    recipe = replace(TINY, steps=6, mlp_ratio=6.0, bf16=bf16)
     there, here = (run_arm(PARITY, parse_arm(name), recipe, seed=0, device=device) for device in ("cuda:0", "cpu"))
     assert there.device == "cuda:0" and there.parameters == here.parameters
     for (_, loss, _), (_, expected, _) in zip(there.curve, here.curve, strict=True):
@@ -111,6 +111,11 @@ def test_mlp_widths_are_multiples() -> None:
 def test_an_arm_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="leave no room: raise mlp_ratio=1.0"):
         build_model(parse_arm("gated_deltanet+x4"), replace(TINY, mlp_ratio=1.0), PARITY)
+
+
+def test_an_mlp_width_too_coarse_to_make_counts_equal_is_refused() -> None:
+    with pytest.raises(ValueError, match="with MLP widths in steps of 8 .* lower mlp_multiple"):
+        build_model(parse_arm("neg_delta_net+x2"), replace(TINY, mlp_ratio=6.0, mlp_multiple=8), PARITY)
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if "byte_text" not in name])

@@ -166,7 +166,8 @@ def build_model(arm: Arm, recipe: Recipe, task: Task, *, fused_kernels: bool = F
         fused_kernels: run what stands around the operators in Triton kernels too (`DeltaRuleAttention`).
 
     Raises:
-        ValueError: the arm's mixer alone has too many parameters for the recipe.
+        ValueError: the arm's mixer alone has too many parameters for the recipe, or its MLP's width comes in steps too
+            coarse to meet it.
     """
     with torch.device("meta"):
         wanted = _count(LabModel(parse_arm(_REFERENCE), recipe, task, round(recipe.mlp_ratio * recipe.hidden_size)))
@@ -175,6 +176,11 @@ def build_model(arm: Arm, recipe: Recipe, task: Task, *, fused_kernels: bool = F
             one, two = (_count(LabModel(arm, recipe, task, mlp_width)) for mlp_width in (1, 2))
             width = recipe.mlp_multiple * round((1 + round((wanted - one) / (two - one))) / recipe.mlp_multiple)
         found = _count(LabModel(arm, recipe, task, max(width, 0)))
+    if width > 0 and recipe.mlp_multiple > 1 and abs(found - wanted) > _TOLERANCE * wanted:
+        raise ValueError(
+            f"arm {arm.name!r} has {found:,} parameters with MLP widths in steps of {recipe.mlp_multiple}, not within "
+            f"{_TOLERANCE:.0%} of {wanted:,}: lower mlp_multiple"
+        )
     if width < 0 or abs(found - wanted) > _TOLERANCE * wanted:
         raise ValueError(
             f"arm {arm.name!r} has {found:,} parameters before its MLP gets any, and the recipe's {wanted:,} leave "
