@@ -114,7 +114,7 @@ def test_an_arm_that_does_not_fit_is_refused() -> None:
 
 
 def test_an_mlp_width_too_coarse_to_make_counts_equal_is_refused() -> None:
-    with pytest.raises(ValueError, match="with MLP widths in steps of 8 .* lower mlp_multiple"):
+    with pytest.raises(ValueError, match="with MLP widths in steps of 8, .* lower mlp_multiple"):
         build_model(parse_arm("neg_delta_net+x2"), replace(TINY, mlp_ratio=6.0, mlp_multiple=8), PARITY)
 
 
