@@ -68,6 +68,23 @@ def test_step_leaves_the_state_it_was_given_alone() -> None:
     assert torch.equal(inputs.initial_state, before) and not torch.equal(after, before)
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunkwise", None])
+def test_a_step_in_place_writes_the_state_where_it_lies(backend: str | None) -> None:
+    arguments = DeltaRuleCase("state", T=1, decay="scalar", initial_state=True).make(dtype=torch.float32).arguments()
+    state, _ = arguments.pop("initial_state"), arguments.pop("cu_seqlens")
+    expected = delta_rule_step(**arguments, state=state.clone(), backend=backend)
+    output, after = delta_rule_step(**arguments, state=state, inplace=True, backend=backend)
+    assert after is state and torch.equal(after, expected.final_state) and torch.equal(output, expected.output)
+
+
+def test_a_step_in_place_refuses_a_state_that_it_cannot_write() -> None:
+    arguments = DeltaRuleCase("state", T=1, initial_state=True).make(dtype=torch.float32).arguments()
+    state, _ = arguments.pop("initial_state"), arguments.pop("cu_seqlens")
+    for wrong in (state.double(), state.transpose(1, 2).contiguous().transpose(1, 2), state.clone().requires_grad_()):
+        with pytest.raises(ValueError, match="a step in place needs a contiguous state in torch.float32"):
+            delta_rule_step(**arguments, state=wrong, inplace=True)
+
+
 def test_decoding_continues_a_prefill() -> None:
     inputs = DeltaRuleCase("prefill", T=100, decay="channel", initial_state=True).make()
     whole = delta_rule(**inputs.arguments())

@@ -228,7 +228,8 @@ class DeltaRuleAttention(Float32Parameters):
         inputs = self.rule_inputs(x, q, k, v)
         if isinstance(layout, PaddedLayout):
             inputs = inputs.silence(layout.real)
-        output, recurrent_state = self._run_rule(inputs, past, layout)
+        in_place = past_key_values is not None and past_key_values.fixed
+        output, recurrent_state = self._run_rule(inputs, past, layout, in_place)
         output = self.o_proj(self._norm_and_gate(output, x).flatten(2))
 
         self._store_state(past_key_values, MixerState(window, recurrent_state), num_new_tokens=x.shape[1])
@@ -294,14 +295,16 @@ class DeltaRuleAttention(Float32Parameters):
             l2_normalize(k) if self.spec.normalize_k else k,
         )
 
-    def _run_rule(self, inputs: RuleInputs, past: MixerState | None, layout: TokenLayout | None) -> DeltaRuleOutput:
+    def _run_rule(
+        self, inputs: RuleInputs, past: MixerState | None, layout: TokenLayout | None, in_place: bool
+    ) -> DeltaRuleOutput:
         steps = self.num_micro_steps
         packed = isinstance(layout, PackedLayout)
         one_token = inputs.v.shape[1] == 1 and not packed and not torch.is_grad_enabled()
         if steps > 1:
             inputs = inputs.interleave(steps)
         if one_token and past is not None:
-            return self._run_steps(inputs, past.recurrent)
+            return self._run_steps(inputs, past.recurrent, in_place)
         rule: Callable[..., DeltaRuleOutput] = linear_attention
         if inputs.beta is not None:
             rule = partial(delta_rule, precision="strict" if self.allow_neg_eigval else "fast")
@@ -313,13 +316,13 @@ class DeltaRuleAttention(Float32Parameters):
         )
         return DeltaRuleOutput(output if steps == 1 else output[:, steps - 1 :: steps], final_state)
 
-    def _run_steps(self, inputs: RuleInputs, state: Tensor) -> DeltaRuleOutput:
+    def _run_steps(self, inputs: RuleInputs, state: Tensor, in_place: bool) -> DeltaRuleOutput:
         """One token after a state: its micro-steps, read after the last."""
         step: Callable[..., DeltaRuleOutput] = linear_attention_step if inputs.beta is None else delta_rule_step
         output = inputs.v
         for i in range(self.num_micro_steps):
             arguments = (None if x is None else x[:, i : i + 1] for x in inputs.arguments())
-            output, state = step(*arguments, state=state, backend=self.backend)
+            output, state = step(*arguments, state=state, inplace=in_place, backend=self.backend)
         return DeltaRuleOutput(output, state)
 
     def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:

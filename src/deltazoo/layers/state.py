@@ -19,6 +19,9 @@ class MixerState(NamedTuple):
 class StateStore(Protocol):
     """What a layer asks of `past_key_values`."""
 
+    fixed: bool
+    """Whether states stay at their addresses, so that a step may write the recurrent one where it lies."""
+
     def get_state(self, layer_idx: int) -> MixerState | None:
         """The layer's state, or None before its first token."""
 
@@ -28,6 +31,8 @@ class StateStore(Protocol):
 
 class LayerStates:
     """The states of several layers, kept in a dict: a `past_key_values` that needs nothing but torch."""
+
+    fixed = False
 
     def __init__(self) -> None:
         self.states: dict[int, MixerState] = {}

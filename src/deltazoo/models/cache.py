@@ -92,7 +92,8 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         conv, recurrent = self.conv_states[0], self.recurrent_states[0]
         if recurrent is None:
             return self._keep(MixerState(_at_fixed_address(state.conv), _at_fixed_address(state.recurrent)))
-        recurrent.copy_(state.recurrent)
+        if state.recurrent is not recurrent:  # a step may have written it in place
+            recurrent.copy_(state.recurrent)
         if conv is not None:
             conv.copy_(state.conv)  # type: ignore[arg-type]
         self.has_previous_state[0] = True
@@ -246,6 +247,7 @@ class CacheStates:
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
+        self.fixed = isinstance(cache, StaticCache)
 
     def remember(
         self,
@@ -285,6 +287,8 @@ def _layer(cache: Cache, layer_idx: int) -> DeltaRuleCacheLayer:
 
 class _OneState:
     """The state of one layer on its own."""
+
+    fixed = False
 
     def __init__(self, state: MixerState | None) -> None:
         self.state = state

@@ -107,12 +107,16 @@ def delta_rule_step(
     *,
     state: Tensor,
     scale: float | None = None,
+    inplace: bool = False,
     backend: str | None = None,
 ) -> DeltaRuleOutput:
     """One token of the delta rule, for decoding; shapes as in `delta_rule` with T = 1.
 
     Args:
-        state: `[B, HV, K, V]`, the state before the token; not modified.
+        state: `[B, HV, K, V]`, the state before the token.
+        inplace: write the new state over `state`, which must be contiguous and float32 (float64 for float64 inputs) and
+            need no gradient: half the traffic of a step whose state lives at a fixed address. Otherwise it is left
+            alone.
 
     Returns:
         `DeltaRuleOutput(output [B, 1, HV, V], final_state [B, HV, K, V])`. The torch backends are differentiable; the
@@ -121,7 +125,7 @@ def delta_rule_step(
     Raises:
         ValueError, NotImplementedError: as `delta_rule`.
     """
-    return _one_token(q, k, v, beta, log_decay, state, scale, backend)
+    return _one_token(q, k, v, beta, log_decay, state, scale, inplace, backend)
 
 
 def linear_attention_step(
@@ -132,10 +136,11 @@ def linear_attention_step(
     *,
     state: Tensor,
     scale: float | None = None,
+    inplace: bool = False,
     backend: str | None = None,
 ) -> DeltaRuleOutput:
     """One token of linear attention, for decoding; see `delta_rule_step`."""
-    return _one_token(q, k, v, None, log_decay, state, scale, backend)
+    return _one_token(q, k, v, None, log_decay, state, scale, inplace, backend)
 
 
 def resolve_backend(
@@ -243,6 +248,7 @@ def _one_token(
     log_decay: Tensor | None,
     state: Tensor,
     scale: float | None,
+    inplace: bool,
     backend: str | None,
 ) -> DeltaRuleOutput:
     q, k, v, scale = _prepare(q, k, v, scale)
@@ -252,6 +258,13 @@ def _one_token(
     recording = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, beta, log_decay, state)
     )
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    if inplace and (recording or state.dtype != dtype or not state.is_contiguous()):
+        raise ValueError(
+            f"a step in place needs a contiguous state in {dtype} and records no gradient, got {state.dtype} with "
+            f"strides {state.stride()} for shape {tuple(state.shape)}, requires_grad={state.requires_grad}, gradients "
+            f"{'' if recording else 'not '}recorded"
+        )
     if name == "triton" and recording:
         if backend == "triton":
             raise NotImplementedError("the triton step is for inference and has no gradient; use torch.no_grad()")
@@ -259,8 +272,7 @@ def _one_token(
     if name == "triton":
         from deltazoo.ops.triton.recurrent import recurrent_step as triton_step
 
-        return DeltaRuleOutput(*triton_step(q, k, v, beta, log_decay, state.float(), scale))
+        return DeltaRuleOutput(*triton_step(q, k, v, beta, log_decay, state.float(), scale, inplace=inplace))
     beta, log_decay = (None if x is None else x[:, 0] for x in (beta, log_decay))
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    output, state = recurrent_step(q[:, 0], k[:, 0], v[:, 0], beta, log_decay, state.to(dtype), scale)
-    return DeltaRuleOutput(output[:, None].to(v.dtype), state)
+    output, new_state = recurrent_step(q[:, 0], k[:, 0], v[:, 0], beta, log_decay, state.to(dtype), scale)
+    return DeltaRuleOutput(output[:, None].to(v.dtype), state.copy_(new_state) if inplace else new_state)

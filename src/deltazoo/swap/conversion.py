@@ -74,7 +74,7 @@ class ConversionResult:
     Attributes:
         model_path: folder for ``AutoModelForCausalLM.from_pretrained``, with the tokenizer.
         scores: held-out bits per byte: ``original``, ``transfer`` (swapped, before the first stage), and after each
-            stage under its name.
+            stage under its name; all in rows of the longest that a stage reads.
         stages: per stage, in order.
     """
 
@@ -156,6 +156,7 @@ def convert(
         raise ValueError(f"text was read from {text.data}, and the recipe asks for {config.data}")
     folder = Path(config.output)
     first, last = config.stages[0], config.stages[-1]
+    longest = max(config.stages, key=lambda stage: stage.row_length)  # one length of rows, or scores say nothing
     arguments = training_arguments(_as_run(first, model, config, folder))
     if arguments.world_size > 1:
         raise ValueError(f"a conversion runs in one process, and this is one of {arguments.world_size}")
@@ -167,8 +168,8 @@ def convert(
     scores = _Scores(folder / _SCORES)
     original = original_of(model).to(device)
     if "transfer" not in scores.values:
-        scores.note("original", text.bits_per_byte(original, first))
-        scores.note("transfer", text.bits_per_byte(model.to(device), first))
+        scores.note("original", text.bits_per_byte(original, longest))
+        scores.note("transfer", text.bits_per_byte(model.to(device), longest))
     results = {}
     for stage in config.stages:
         if not (folder / stage.section / _RESULT).is_file():
@@ -178,7 +179,7 @@ def convert(
         with one_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(folder / stage.section / "model").to(device)
         if stage.section not in scores.values:
-            scores.note(stage.section, text.bits_per_byte(model, stage))
+            scores.note(stage.section, text.bits_per_byte(model, longest))
     return ConversionResult(folder / last.section / "model", scores.values, results)
 
 
