@@ -6,7 +6,8 @@
 
 Nothing is downloaded. For every variant and share of layers: held-out bits per byte after transfer, after each stage
 of the conversion, and of the same hybrid trained from scratch on as many tokens; how well passages are copied and pairs
-of tokens recalled before and after; how fast and with how much memory the models decode behind long contexts.
+of tokens recalled before and after; how fast and with how much memory the models decode behind long contexts; and what
+the stages that train the whole model make of the original, so that what the text adds is not credited to the swap.
 Everything goes into one JSON file; a finished arm is not run again, and an interrupted one goes on from its latest
 checkpoint.
 """
@@ -32,7 +33,7 @@ from deltazoo.bench.results import describe_run
 from deltazoo.evaluation.long_context import measure_decoding
 from deltazoo.evaluation.recall import cut_passages, probe_copying, probe_recall
 from deltazoo.swap import swap_attention
-from deltazoo.swap.conversion import ConversionText, convert, read_stage, run_stage
+from deltazoo.swap.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
 from deltazoo.swap.conversion_config import FineTuningConfig, load_conversion
 from deltazoo.swap.ranking import rank_layers
 from deltazoo.training.config import TokenizerConfig
@@ -137,6 +138,7 @@ def main() -> None:
         record["arms"].append(experiment.arm(variant, share))
     if arguments.arms_only:
         return
+    record["teacher"]["further"] = experiment.further_bits_per_byte()
     record["decoding"] = experiment.decoding(variants[0], arguments.shares)
     command = ["--preset", arguments.preset, "--variants", *variants, "--shares", *arguments.shares]
     command += [part for override in arguments.set for part in ("--set", override)]
@@ -224,6 +226,20 @@ class Experiment:
             "bits_per_byte": self.text.bits_per_byte(model, self.preset.teacher),
             "recall": self.recall(model),
         }
+
+    def further_bits_per_byte(self) -> float | None:
+        """Of the teacher after the stages that train a whole model, nothing swapped; None if the recipe has none.
+
+        What the text alone brings: a conversion that recovers all it lost, and more, owes the rest to this.
+        """
+        stages = [stage for stage in self.config.stages if stage.trains == "all"]
+        model, original = self.load(self.teacher_path), self.load(self.teacher_path)
+        for stage in stages:
+            run = stage_as_run(stage, "softmax", self.config, self.folder / "teacher_further")
+            if not (Path(run.output) / "result.json").is_file():
+                run_stage(model, self.text, stage, run, original)
+            model = self.load(Path(run.output) / "model")
+        return self.text.bits_per_byte(model, self.preset.teacher) if stages else None
 
     def train_on_text(self, model: Any, folder: Path, stage: FineTuningConfig, mixer: str) -> None:
         """Train from scratch, or go on, unless that is done."""

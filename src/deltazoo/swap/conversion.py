@@ -41,7 +41,7 @@ from deltazoo.training.tokenizer import encode_documents
 from deltazoo.training.trainer import PackedTrainer, training_arguments
 from deltazoo.training.validation import score_rows
 
-__all__ = ["ConversionResult", "ConversionText", "StageResult", "convert", "run_stage"]
+__all__ = ["ConversionResult", "ConversionText", "StageResult", "convert", "read_stage", "run_stage", "stage_as_run"]
 
 _RESULT, _SCORES, _SWAP, _TEXT = "result.json", "scores.json", "swap.json", "text.json"
 
@@ -157,7 +157,8 @@ def convert(
     folder = Path(config.output)
     first, last = config.stages[0], config.stages[-1]
     longest = max(config.stages, key=lambda stage: stage.row_length)  # one length of rows, or scores say nothing
-    arguments = training_arguments(_as_run(first, model, config, folder))
+    variant = next(iter(layers.values())).delta.spec.name
+    arguments = training_arguments(stage_as_run(first, variant, config, folder))
     if arguments.world_size > 1:
         raise ValueError(f"a conversion runs in one process, and this is one of {arguments.world_size}")
     device: Any = arguments.device
@@ -173,7 +174,7 @@ def convert(
     results = {}
     for stage in config.stages:
         if not (folder / stage.section / _RESULT).is_file():
-            run_stage(model, text, stage, _as_run(stage, model, config, folder), original)
+            run_stage(model, text, stage, stage_as_run(stage, variant, config, folder), original)
         results[stage.section] = read_stage(folder / stage.section)
         # Also after an unbroken stage: so a resumed run goes on from the very same weights.
         with one_progress_bar():
@@ -253,11 +254,11 @@ def _trainer(
     return FineTuningTrainer(**given)
 
 
-def _as_run(stage: StageConfig, model: PreTrainedModel, config: ConversionConfig, folder: Path) -> RunConfig:
-    variant = next(iter(swapped_layers(model).values())).delta.spec.name
+def stage_as_run(stage: StageConfig, mixer: str, config: ConversionConfig, folder: Path) -> RunConfig:
+    """A stage as a run below the conversion's folder; each stage reads the documents in an order of its own."""
     place = ("align", "distill", "finetune").index(stage.section)
     path = folder / stage.section
-    return stage.as_run(path, variant, path / "model", config.data, seed=config.seed + place)
+    return stage.as_run(path, mixer, path / "model", config.data, seed=config.seed + place)
 
 
 class _Scores:
