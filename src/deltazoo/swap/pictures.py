@@ -12,7 +12,7 @@ __all__ = ["draw_conversion", "draw_ranking"]
 _TRAINING, _HELD_OUT, _ORIGINAL, _TRANSFER = "#0072B2", "#D55E00", "#000000", "#8C8C8C"
 _LOSSES = {
     "align": "alignment: relative squared error of a layer",
-    "distill": "distillation: KL to the original, nats per token",
+    "distill": "distillation: KL to the original and weighted text loss, nats",
     "finetune": "fine-tuning: loss on text, nats per token",
 }
 
