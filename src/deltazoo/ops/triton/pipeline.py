@@ -20,6 +20,7 @@ from deltazoo.ops.triton.prepare import invert_kernel, prepare_channel_kernel, p
 from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.segments import chain_kernel
 from deltazoo.ops.triton.tail import tail_kernel
+from deltazoo.ops.triton.tail_channel import pair_gradients_kernel, tail_channel_kernel
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory, tiles_for
 
 __all__ = ["backward", "forward"]
@@ -112,20 +113,28 @@ class Problem(Shapes):
         self.log_decay = None if log_decay is None else log_decay.contiguous()
         self.initial_state = None if initial_state is None else initial_state.float().contiguous()
         self.tiles = tiles_for(self.K, self.V, self.half, self.decay, self.terms, shared_memory(q.device))
+        self.precision = "tf32" if self.half else "tf32x3"
         self.inverse_precision = "tf32" if self.half and not strict else "tf32x3"
-        self.cu_seqlens = cu_seqlens
+        self.scale, self.cu_seqlens = scale, cu_seqlens
         self.chunk_sequence, self.chunk_offsets = chunk_table(cu_seqlens, self.NT)
         self.common = dict(
             scale=scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, BK=self.tiles.BK, C=CHUNK,
-            HAS_BETA=beta is not None, PACKED=cu_seqlens is not None, PRECISION="tf32" if self.half else "tf32x3",
+            HAS_BETA=beta is not None, PACKED=cu_seqlens is not None, PRECISION=self.precision,
             cu_seqlens=cu_seqlens, chunk_offsets=self.chunk_offsets,
         )  # fmt: skip
 
     def float32(self, *shape: int) -> Tensor:
         return self.q.new_empty(shape, dtype=torch.float32)
 
+    def chunks(self) -> dict:
+        """Where the chunks lie."""
+        return dict(
+            T=self.T, NT=self.NT, HV=self.HV, C=CHUNK, PACKED=self.cu_seqlens is not None, cu_seqlens=self.cu_seqlens,
+            chunk_sequence=self.chunk_sequence, chunk_offsets=self.chunk_offsets,
+        )  # fmt: skip
+
     def per_chunk(self) -> dict:
-        """Arguments of the kernels that run one program per chunk and value head."""
+        """Arguments of the kernels that run one program per chunk and value head, and read keys."""
         return dict(H=self.H, GROUPED=self.H != self.HV, chunk_sequence=self.chunk_sequence, **self.common)
 
     def per_sequence(self) -> dict:
@@ -168,11 +177,9 @@ def prepare(p: Problem) -> Prepared:
         **p.per_chunk() | p.tiles.channel,
     )  # fmt: skip
     if L is not None:
-        where = dict(cu_seqlens=p.cu_seqlens, chunk_sequence=p.chunk_sequence, chunk_offsets=p.chunk_offsets)
         invert_kernel[p.chunk_grid()](
-            L, AP, T=p.T, NT=p.NT, HV=p.HV, C=CHUNK, TERMS=p.terms, PACKED=p.cu_seqlens is not None,
-            PRECISION=p.inverse_precision, **where, **p.tiles.prepare,
-        )  # fmt: skip
+            L, AP, TERMS=p.terms, PRECISION=p.inverse_precision, **p.chunks(), **p.tiles.prepare
+        )
     return Prepared(AP, chunk_beta, G, q_in, k_in, k_out)
 
 
@@ -240,6 +247,41 @@ def reverse_scan_segments(
     return chain(p, transitions, added, d_final, reverse=True)
 
 
+def tail(
+    p: Problem, x: Prepared, U: Tensor, Z: Tensor | None, d_output: Tensor, states: Tensor, d_states: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k (both per value head), v, beta and log_decay."""
+    # Value heads that share a key head sum their dq and dk outside, in float32.
+    dtype = p.q.dtype if p.H == p.HV else torch.float32
+    dq, dk = (p.q.new_empty(p.B, p.T, p.HV, p.K, dtype=dtype) for _ in range(2))
+    dv = torch.empty_like(p.v)
+    shares = -(-p.K // p.tiles.tail["BK"])
+    parts = shares + (p.decay == 2)  # of d_beta
+    d_beta = None if p.beta is None else p.float32(parts, *p.beta.shape)
+    sizes = dict(shares_stride=p.B * p.T * p.HV, value_tiles=-(-p.V // p.tiles.tail["BV"]), V=p.V)
+    if p.decay < 2:
+        d_log_decay = None if p.log_decay is None else p.float32(shares, *p.log_decay.shape)
+        tail_kernel[p.chunk_grid(shares)](
+            p.q, p.k, p.v, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, dq, dk, dv, d_beta, d_log_decay,
+            DECAY=p.decay, TERMS=p.terms, **sizes, **p.per_chunk() | p.tiles.tail,
+        )  # fmt: skip
+        d_log_decay = None if d_log_decay is None else d_log_decay.sum(0)
+    else:
+        W = p.q.new_empty(p.slots, 1 if p.beta is None else 2, CHUNK, CHUNK)
+        P_diagonal, d_log_decay = p.float32(p.slots, CHUNK), p.float32(*p.q.shape[:2], p.HV, p.K)
+        pair_gradients_kernel[p.chunk_grid()](
+            p.v, x.beta, U, Z, d_output, W, P_diagonal, dv, None if d_beta is None else d_beta[shares],
+            scale=p.scale, value_tiles=-(-p.V // p.tiles.pairs["BV"]), V=p.V, HAS_BETA=p.beta is not None,
+            PRECISION=p.precision, **p.chunks(), **p.tiles.pairs,
+        )  # fmt: skip
+        for far in (False, True):
+            tail_channel_kernel[p.chunk_grid(shares)](
+                p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
+                d_log_decay, FAR=far, **sizes, **p.per_chunk() | p.tiles.tail,
+            )  # fmt: skip
+    return dq, dk, dv, None if d_beta is None else d_beta.sum(0), d_log_decay
+
+
 def forward(*inputs) -> tuple[Tensor | None, ...]:
     """Output, final state, and the fields of `Kept`. Inputs as `Problem` takes them."""
     p = Problem(*inputs)
@@ -281,21 +323,7 @@ def backward(*inputs, kept: Kept, d_output: Tensor, d_final: Tensor | None) -> l
     U, states = scan(p, x, starts, keep=True)
     Z, d_states, d_starts = reverse_scan(p, x, d_output, d_final, keep=True)
     d_initial = None if p.initial_state is None else d_starts.unflatten(0, (p.N, p.segments))[:, 0]
-    # Value heads that share a key head sum their dq and dk outside, in float32.
-    dtype = p.q.dtype if p.H == p.HV else torch.float32
-    dq, dk = (p.q.new_empty(p.B, p.T, p.HV, p.K, dtype=dtype) for _ in range(2))
-    dv = torch.empty_like(p.v)
-    shares = -(-p.K // p.tiles.tail["BK"])
-    d_beta = None if p.beta is None else p.float32(shares, *p.beta.shape)
-    d_log_decay = None if p.log_decay is None else p.float32(*(shares,) * (p.decay == 1), *p.log_decay.shape)
-    tail_kernel[p.chunk_grid(shares)](
-        p.q, p.k, p.v, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, dq, dk, dv, d_beta, d_log_decay,
-        shares_stride=p.B * p.T * p.HV, value_tiles=-(-p.V // p.tiles.tail["BV"]), V=p.V, DECAY=p.decay,
-        TERMS=p.terms, **p.per_chunk() | p.tiles.tail,
-    )  # fmt: skip
-    d_beta = None if d_beta is None else d_beta.sum(0)
-    if d_log_decay is not None and p.decay == 1:
-        d_log_decay = d_log_decay.sum(0)
+    dq, dk, dv, d_beta, d_log_decay = tail(p, x, U, Z, d_output, states, d_states)
     if p.H != p.HV:
         dq, dk = (grad.unflatten(2, (p.H, -1)).sum(3).to(p.q.dtype) for grad in (dq, dk))
     return [dq, dk, dv, d_beta, d_log_decay, d_initial]

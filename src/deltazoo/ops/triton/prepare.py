@@ -17,6 +17,9 @@ from deltazoo.ops.triton.layout import chunk_bounds, key_head
 LOG2E = tl.constexpr(1.4426950408889634)
 # A factor of 2^-200 is zero in float32, also behind a state of any size; a log-decay of -inf stays finite this way.
 LOG2_FLOOR = tl.constexpr(-200.0)
+# How far a chunk may decay, in log2, for `exp2(-G)` to stay in the range of bfloat16 and float32, or of float16.
+DIRECT_RANGE = tl.constexpr(100.0)
+HALF_DIRECT_RANGE = tl.constexpr(6.0)
 
 
 @triton.jit
@@ -145,6 +148,12 @@ def three_terms(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def log2_decay(log_decay, mask):
+    """The log2-decays at these addresses, bounded from below."""
+    return tl.maximum(tl.load(log_decay, mask=mask, other=0.0).to(tl.float32) * LOG2E, LOG2_FLOOR)
+
+
+@triton.jit
 def masked_sum(mask, x, y, z):
     """`mask @ (x + y + z)`: sums of selected rows on the matrix unit, of one sign, so that no exponent loses bits."""
     M = mask.to(x.dtype)
@@ -163,7 +172,7 @@ def undo_decay(x, G, DTYPE: tl.constexpr):
 
     G falls along a chunk, so these rows come first, and whether a row is one of them never depends on later tokens.
     """
-    LIMIT: tl.constexpr = 6.0 if tl.float16 == DTYPE else 100.0
+    LIMIT: tl.constexpr = HALF_DIRECT_RANGE if tl.float16 == DTYPE else DIRECT_RANGE
     return (x * tl.exp2(tl.minimum(-G, LIMIT))).to(DTYPE), tl.min(G, 1) >= -LIMIT
 
 
@@ -240,7 +249,7 @@ def prepare_channel_kernel(
         o_gk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
         b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
         b_q = tl.load(q + o_qk, mask=m_ck, other=0.0)
-        b_g = tl.maximum(tl.load(log_decay + o_gk, mask=m_ck, other=0.0).to(tl.float32) * LOG2E, LOG2_FLOOR)
+        b_g = log2_decay(log_decay + o_gk, m_ck)
         tl.store(G + slot * K + o_k, tl.sum(b_g, 0), mask=o_k < K)
         g1, g2, g3 = three_terms(b_g, DTYPE)
         b_G = masked_sum(o_c[None, :] <= o_c[:, None], g1, g2, g3)

@@ -25,6 +25,7 @@ class Tiles(NamedTuple):
     keep: dict[str, int]
     reverse: dict[str, int]
     tail: dict[str, int]
+    pairs: dict[str, int]
 
 
 def _options(warps: int, stages: int, BV: int | None = None) -> dict[str, int]:
@@ -56,15 +57,15 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     prepare = _options(4, 1)
     if not half:
         serial = _options(4, 1, min(BV, 32 if BK <= 128 else 16))
-        tail = _options(4, 1, min(BV, 32)) | tile
-        return Tiles(BK, prepare, prepare | tile, serial, serial, serial, tail)
+        pairs = _options(4, 1, min(BV, 32))
+        return Tiles(BK, prepare, prepare | tile, serial, serial, serial, pairs | tile, pairs)
     serial = _serial(BK, BV, V, decay == 2 or terms == 3, shared)
     output = serial  # and the reverse scan
     if decay == 1 and V > 64 and BK <= 128 and shared >= HOPPER:
         output = _options(8, 2, 128)
     warps = 8 if shared < HOPPER and decay == 1 else 4  # ptxas gives up on four there: 32 registers, all else spilled
-    tail = _options(warps, 2, BV) | tile
-    return Tiles(BK, prepare, prepare | tile, output, serial, output, tail)
+    pairs = _options(warps, 2, BV)
+    return Tiles(BK, prepare, prepare | tile, output, serial, output, pairs | tile, pairs)
 
 
 def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]:
