@@ -44,15 +44,16 @@ SERIAL = {
     "BV 64, 4 warps, 1 stage": tile(1, BV=64, num_warps=4),
     "BV 128, 8 warps": tile(BV=128, num_warps=8),
 }
+CHANNEL = {
+    "BK 16": tile(BK=16),
+    "BK 64": tile(BK=64),
+    "200 registers": tile(maxnreg=200),
+    "168 registers": tile(maxnreg=168),
+}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "prepare": {"2 warps": tile(num_warps=2), **{f"{n} registers": tile(maxnreg=n) for n in (168, 128)}},
-    "prepare_channel": {
-        "BK 16": tile(BK=16),
-        "BK 64": tile(BK=64),
-        "BK 64, 8 warps": tile(BK=64, num_warps=8),
-        "8 warps": tile(num_warps=8),
-        "168 registers": tile(maxnreg=168),
-    },
+    "prepare_channel": CHANNEL | {"128 registers": tile(maxnreg=128), "BK 64, 200 registers": tile(BK=64, maxnreg=200)},
+    "prepare_channel(far)": {"BK 64": tile(BK=64)},
     "invert": {"2 warps": tile(num_warps=2), "96 registers": tile(maxnreg=96)},
     "scan": SERIAL,
     "scan(keep)": SERIAL,
@@ -69,6 +70,25 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "BK 128, 8 warps": tile(BK=128, num_warps=8),
         "BV 32, 8 warps": tile(BV=32, num_warps=8),
     },
+    "pair_gradients": {
+        "1 stage": tile(1),
+        "BV 32": tile(BV=32),
+        "BV 32, 1 stage": tile(1, BV=32),
+        "BV 128": tile(BV=128),
+        "BV 128, 1 stage": tile(1, BV=128),
+        "128 registers": tile(maxnreg=128),
+    },
+    "tail_channel": CHANNEL
+    | {
+        "1 stage": tile(1),
+        "1 stage, 168 registers": tile(1, maxnreg=168),
+        "1 stage, 128 registers": tile(1, maxnreg=128),
+        "BK 16, 128 registers": tile(BK=16, maxnreg=128),
+        "BV 32, 168 registers": tile(BV=32, maxnreg=168),
+        "BV 128, 1 stage, 168 registers": tile(1, BV=128, maxnreg=168),
+        "BK 64, 1 stage": tile(1, BK=64),
+    },
+    "tail_channel(far)": {"1 stage": tile(1)},
 }
 WRITTEN = {
     "prepare": ("AP", "chunk_beta", "G"),
@@ -78,7 +98,10 @@ WRITTEN = {
     "scan(keep)": ("U_out", "states"),
     "reverse_scan(keep)": ("Z_out", "d_states", "d_initial"),
     "tail": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
+    "pair_gradients": ("W", "P_diagonal", "dv", "d_beta"),
+    "tail_channel": ("dq", "dk", "d_beta", "d_log_decay"),
 }
+IN_FLOAT32 = ("scan", "scan(keep)", "reverse_scan(keep)", "tail", "pair_gradients", "tail_channel")
 TOTALS = ("d_beta", "d_log_decay")
 """Stored as shares of the tiles of key channels, which differ in number."""
 
@@ -94,8 +117,20 @@ class Launch:
     @property
     def name(self) -> str:
         """As in `VARIANTS`."""
-        keep = "(keep)" if self.arguments.get("KEEP") else ""
+        keep = "(keep)" if self.arguments.get("KEEP") else "(far)" if self.arguments.get("FAR") else ""
         return self.kernel.fn.__name__.removesuffix("_kernel") + keep
+
+    @property
+    def tiles_keys(self) -> bool:
+        """Whether there is one program per tile of key channels."""
+        return self.name.startswith("tail")
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Names of its outputs."""
+        names = WRITTEN[self.name.removesuffix("(far)")]
+        absent = ("G",) if "(far)" in self.name else ()  # which tells this launch what to do
+        return tuple(name for name in names if self.arguments[name] is not None and name not in absent)
 
     def run(self, changes: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Tensor]]:
         """The launch with changed arguments and outputs of its own, and these outputs."""
@@ -104,25 +139,24 @@ class Launch:
             arguments["L"] = arguments["L"].clone()
         grid = list(self.grid)
         for size, block in (("V", "BV"), ("K", "BK")):
-            tiled = block == "BV" if "scan" in self.name else block == "BK" and self.name == "tail"
-            if tiled:
+            if block == "BV" if "scan" in self.name else block == "BK" and self.tiles_keys:
                 before, now = (-(-arguments[size] // x[block]) for x in (self.arguments, arguments))
                 grid[0] = grid[0] // before * now
-        if self.name == "tail":
-            arguments["value_tiles"] = -(-arguments["V"] // arguments["BV"])
+        for count, size, block in (("value_tiles", "V", "BV"), ("key_tiles", "K", "BK")):
+            if count in arguments:
+                arguments[count] = -(-arguments[size] // arguments[block])
         own: dict[int, Tensor] = {}
-        for output in WRITTEN[self.name]:
+        for output in self.written:
             given = arguments[output]
-            if given is not None:
-                fresh = given.clone() if self.name == "invert" else torch.zeros_like(given)
-                if output in TOTALS and (output == "d_beta" or self.arguments["DECAY"] == 1):
-                    fresh = given.new_zeros(-(-arguments["K"] // arguments["BK"]), *given.shape[1:])
-                own[given.data_ptr()] = fresh
+            fresh = given.clone() if self.name == "invert" else torch.zeros_like(given)
+            if self.tiles_keys and output in TOTALS and (output == "d_beta" or arguments.get("DECAY") == 1):
+                fresh = given.new_zeros(-(-arguments["K"] // arguments["BK"]), *given.shape[1:])
+            own[given.data_ptr()] = fresh
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.data_ptr() in own:
                 fresh = own[value.data_ptr()]
                 arguments[name] = fresh if fresh.dtype == value.dtype else fresh.view(value.dtype)
-        outputs = {name: arguments[name] for name in WRITTEN[self.name] if arguments[name] is not None}
+        outputs = {name: arguments[name] for name in self.written}
         return lambda: self.kernel[tuple(grid)](**arguments), outputs
 
 
@@ -165,13 +199,15 @@ def launches_of(shape: Shape, op: str, gates: str, precision: str) -> dict[str, 
 
 def in_float32(launch: Launch, shape: Shape) -> dict[str, Any]:
     """Changes that make a launch of a scan or the tail compute in float32 from the same inputs."""
-    tiles = tiles_for(shape.K, shape.V, False, launch.arguments["DECAY"], 1)
+    tiles = tiles_for(shape.K, shape.V, False, launch.arguments.get("DECAY", 2), 1)
     changes: dict[str, Any] = {name: x.float() for name, x in launch.arguments.items() if isinstance(x, Tensor)}
-    options = {"tail": tiles.tail, "reverse_scan(keep)": tiles.reverse, "scan(keep)": tiles.keep}
+    options = {"pair_gradients": tiles.pairs, "tail": tiles.tail, "tail_channel": tiles.tail}
+    options |= {"reverse_scan(keep)": tiles.reverse, "scan(keep)": tiles.keep}
     if "AP" in changes and launch.arguments["TERMS"] == 3:  # the sum of the three is the inverse
         AP = launch.arguments["AP"].float()
         changes["AP"] = torch.stack([AP[:, :3].sum(1), AP[:, 3]], 1)
-    return changes | options.get(launch.name, tiles.scan) | dict(PRECISION="tf32x3", TERMS=1)
+    terms = dict(TERMS=1) if "TERMS" in launch.arguments else {}
+    return changes | options.get(launch.name, tiles.scan) | dict(PRECISION="tf32x3") | terms
 
 
 def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -192,7 +228,7 @@ def judge(launch: Launch, shape: Shape, stopwatch: CudaStopwatch) -> list[dict[s
     run()
     rows: list[dict[str, Any]] = []
     variants = {"shipped": {}, **VARIANTS[launch.name]}
-    if launch.name in ("scan", "scan(keep)", "reverse_scan(keep)", "tail"):
+    if launch.name in IN_FLOAT32:
         variants["float32"] = in_float32(launch, shape)
     for name, changes in variants.items():
         row: dict[str, Any] = dict(kernel=launch.name, variant=name)

@@ -27,7 +27,7 @@ from ptx.shared_memory import Product, SharedMemory
 Array = np.ndarray
 MASK32 = np.uint64(0xFFFFFFFF)
 COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt}
-COMPARE |= {"ge": operator.ge, "neu": operator.ne}
+COMPARE |= {"ge": operator.ge}
 BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "min": np.fmin, "max": np.fmax,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor,
@@ -200,7 +200,8 @@ class ThreadBlock:
         if rest[0] in ("num", "nan"):
             self.put(a[0], ~nan if rest[0] == "num" else nan)
         else:
-            self.put(a[0], COMPARE[rest[0]](x, y) & (~nan | (rest[0] == "neu")))
+            unordered = len(rest[0]) == 3  # "geu" and the like are true for NaN
+            self.put(a[0], COMPARE[rest[0][:2]](x, y) & ~nan | (unordered & nan))
 
     def op_selp(self, rest: list[str], a: list[str]) -> None:
         kind = "u" + rest[-1][1:]

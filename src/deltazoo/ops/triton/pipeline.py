@@ -172,10 +172,11 @@ def prepare(p: Problem) -> Prepared:
     G = p.float32(p.slots, p.K)
     q_in, k_in, k_out = (p.q.new_empty(p.B, p.T, p.HV, p.K) for _ in range(3))
     L = None if p.beta is None else p.float32(p.slots, CHUNK, CHUNK)
-    prepare_channel_kernel[p.chunk_grid()](
-        p.q, p.k, p.beta, p.log_decay, AP, L, chunk_beta, G, q_in, k_in, k_out, TERMS=p.terms,
-        **p.per_chunk() | p.tiles.channel,
-    )  # fmt: skip
+    for far in (False, True):
+        prepare_channel_kernel[p.chunk_grid()](
+            p.q, p.k, p.beta, p.log_decay, AP, L, chunk_beta, G, q_in, k_in, k_out, TERMS=p.terms, FAR=far,
+            key_tiles=-(-p.K // p.tiles.channel["BK"]), **p.per_chunk() | p.tiles.channel,
+        )  # fmt: skip
     if L is not None:
         invert_kernel[p.chunk_grid()](
             L, AP, TERMS=p.terms, PRECISION=p.inverse_precision, **p.chunks(), **p.tiles.prepare

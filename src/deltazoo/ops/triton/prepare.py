@@ -167,13 +167,20 @@ def masked_sum(mask, x, y, z):
 
 
 @triton.jit
-def undo_decay(x, G, DTYPE: tl.constexpr):
-    """`x o exp2(-G)`, and which rows may use it: those with all of exp2(-G) in the range of DTYPE.
+def undo_decay(G, DTYPE: tl.constexpr):
+    """`exp2(-G)`, and which rows may use it: those with all of it in the range of DTYPE.
 
     G falls along a chunk, so these rows come first, and whether a row is one of them never depends on later tokens.
     """
-    LIMIT: tl.constexpr = HALF_DIRECT_RANGE if tl.float16 == DTYPE else DIRECT_RANGE
-    return (x * tl.exp2(tl.minimum(-G, LIMIT))).to(DTYPE), tl.min(G, 1) >= -LIMIT
+    RANGE: tl.constexpr = HALF_DIRECT_RANGE if tl.float16 == DTYPE else DIRECT_RANGE
+    return tl.exp2(tl.minimum(-G, RANGE)), tl.min(G, 1) >= -RANGE
+
+
+@triton.jit
+def is_far(g_last, DTYPE: tl.constexpr):
+    """Whether some channel of a chunk, given their decay over the whole chunk, leaves the range of `undo_decay`."""
+    RANGE: tl.constexpr = HALF_DIRECT_RANGE if tl.float16 == DTYPE else DIRECT_RANGE
+    return tl.min(g_last, 0) < -RANGE
 
 
 @triton.jit
@@ -195,7 +202,7 @@ def level_mask(o_c, level):
     return ((half >> 1)[:, None] == (half >> 1)[None, :]) & (half[:, None] > half[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
+@triton.jit(do_not_specialize=["key_tiles", "T", "NT", "H", "HV"])
 def prepare_channel_kernel(
     q,
     k,
@@ -212,6 +219,7 @@ def prepare_channel_kernel(
     chunk_sequence,
     chunk_offsets,
     scale,
+    key_tiles,
     T,
     NT,
     H,
@@ -219,6 +227,7 @@ def prepare_channel_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    FAR: tl.constexpr,
     HAS_BETA: tl.constexpr,
     TERMS: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -229,7 +238,9 @@ def prepare_channel_kernel(
 
     The decay sits inside the products over channels. Rows that the decay since the chunk's start leaves in range take
     one product, `(q o exp(G)) (k o exp(-G))^T`; the rows after them, if any, take six levels of blocks, each twice as
-    long as the one before, which cover every pair of tokens once. Channels in tiles of BK. Grid (HV, NT, B).
+    long as the one before, which cover every pair of tokens once. Chunks with such rows are few where gates are
+    moderate, and take many registers: a second launch, with FAR, does them, told by the G that the first one stored.
+    Channels in `key_tiles` tiles of BK, a count read at run time as in the tail. Grid (HV, NT, B).
     """
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
@@ -239,39 +250,58 @@ def prepare_channel_kernel(
     m_c = o_c < rows
     slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
     DTYPE: tl.constexpr = q.dtype.element_ty
+    if FAR:
+        o_all = tl.arange(0, triton.next_power_of_2(K))
+        if not is_far(tl.load(G + slot * K + o_all, mask=o_all < K, other=0.0), DTYPE):
+            return
     diagonal, below = o_c[:, None] == o_c[None, :], o_c[:, None] > o_c[None, :]
     b_P = tl.zeros([C, C], dtype=tl.float32)
     b_N = tl.zeros([C, C], dtype=tl.float32)
-    for i_k in tl.range(0, K, BK, num_stages=1):
-        o_k = i_k + tl.arange(0, BK)
+    b_qk = tl.zeros([C], dtype=tl.float32)
+    for i_k in tl.range(0, key_tiles, num_stages=1):
+        o_k = i_k * BK + tl.arange(0, BK)
         m_ck = m_c[:, None] & (o_k < K)[None, :]
         o_qk = (first * H + key_head(i_h, H, HV, GROUPED)) * K + o_c[:, None] * (H * K) + o_k[None, :]
         o_gk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
         b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
         b_q = tl.load(q + o_qk, mask=m_ck, other=0.0)
         b_g = log2_decay(log_decay + o_gk, m_ck)
-        tl.store(G + slot * K + o_k, tl.sum(b_g, 0), mask=o_k < K)
-        g1, g2, g3 = three_terms(b_g, DTYPE)
-        b_G = masked_sum(o_c[None, :] <= o_c[:, None], g1, g2, g3)
-        exit = tl.exp2(masked_sum(o_c[None, :] > o_c[:, None], g1, g2, g3))
-        q_read, k_read = (b_q * tl.exp2(b_G)).to(DTYPE), (b_k * tl.exp2(b_G)).to(DTYPE)
-        tl.store(q_in + o_gk, q_read, mask=m_ck)
-        tl.store(k_in + o_gk, k_read, mask=m_ck)
-        tl.store(k_out + o_gk, (b_k * exit).to(DTYPE), mask=m_ck)
-        b_P += tl.where(diagonal, tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)[:, None], 0.0)
-        k_written, direct = undo_decay(b_k, b_G, DTYPE)
-        pairs = below & direct[:, None]
-        b_P += tl.where(pairs, tl.dot(q_read, tl.trans(k_written), input_precision=PRECISION), 0.0)
-        if HAS_BETA:
-            b_N += tl.where(pairs, tl.dot(k_read, tl.trans(k_written), input_precision=PRECISION), 0.0)
-        if tl.min(direct.to(tl.int32), 0) == 0:
-            for level in tl.range(6, num_stages=1):
-                f = level_factor(g1, g2, g3, o_c, level)
-                pairs = level_mask(o_c, level) & (direct == 0)[:, None]
-                k_f, q_f = (b_k * f).to(DTYPE), (b_q * f).to(DTYPE)
-                b_P += tl.where(pairs, tl.dot(q_f, tl.trans(k_f), input_precision=PRECISION), 0.0)
+        g_last = tl.sum(b_g, 0)
+        if not FAR:
+            tl.store(G + slot * K + o_k, g_last, mask=o_k < K)
+        if FAR | (not is_far(g_last, DTYPE)):
+            b_qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+            g1, g2, g3 = three_terms(b_g, DTYPE)
+            b_G = masked_sum(o_c[None, :] <= o_c[:, None], g1, g2, g3)
+            undone, direct = undo_decay(b_G, DTYPE)
+            q_read, k_read = (b_q * tl.exp2(b_G)).to(DTYPE), (b_k * tl.exp2(b_G)).to(DTYPE)
+            k_written = b_k * undone
+            if FAR or tl.float32 == DTYPE:
+                b_k_out = b_k * tl.exp2(masked_sum(o_c[None, :] > o_c[:, None], g1, g2, g3))
+            else:  # as good as 16 bits
+                b_k_out = k_written * tl.exp2(g_last)[None, :]
+            tl.store(q_in + o_gk, q_read, mask=m_ck)
+            tl.store(k_in + o_gk, k_read, mask=m_ck)
+            tl.store(k_out + o_gk, b_k_out.to(DTYPE), mask=m_ck)
+            k_written = tl.trans(k_written.to(DTYPE))
+            if FAR:
+                pairs = below & direct[:, None]
+                b_P += tl.where(pairs, tl.dot(q_read, k_written, input_precision=PRECISION), 0.0)
                 if HAS_BETA:
-                    b_N += tl.where(pairs, tl.dot(k_f, tl.trans(k_f), input_precision=PRECISION), 0.0)
+                    b_N += tl.where(pairs, tl.dot(k_read, k_written, input_precision=PRECISION), 0.0)
+                for level in tl.range(6, num_stages=1):
+                    f = level_factor(g1, g2, g3, o_c, level)
+                    pairs = level_mask(o_c, level) & (direct == 0)[:, None]
+                    k_f, q_f = (b_k * f).to(DTYPE), (b_q * f).to(DTYPE)
+                    b_P += tl.where(pairs, tl.dot(q_f, tl.trans(k_f), input_precision=PRECISION), 0.0)
+                    if HAS_BETA:
+                        b_N += tl.where(pairs, tl.dot(k_f, tl.trans(k_f), input_precision=PRECISION), 0.0)
+            else:
+                b_P = tl.dot(q_read, k_written, b_P, input_precision=PRECISION) + 0.0
+                if HAS_BETA:
+                    b_N = tl.dot(k_read, k_written, b_N, input_precision=PRECISION) + 0.0
+    b_P = tl.where(below, b_P, tl.where(diagonal, b_qk[:, None], 0.0))
+    b_N = tl.where(below, b_N, 0.0)
     AP += slot * ((TERMS + 1) * C * C) + TERMS * C * C
     tl.store(AP + o_c[None, :] * C + o_c[:, None], (b_P * scale).to(AP.dtype.element_ty))
     if HAS_BETA:

@@ -9,8 +9,7 @@ import triton.language as tl
 
 from deltazoo.ops.triton.layout import chunk_bounds, key_head
 from deltazoo.ops.triton.prepare import (
-    DIRECT_RANGE,
-    HALF_DIRECT_RANGE,
+    is_far,
     level_factor,
     level_mask,
     log2_decay,
@@ -160,12 +159,11 @@ def tail_channel_kernel(
     if rows <= 0:
         return
     DTYPE: tl.constexpr = q.dtype.element_ty
-    RANGE: tl.constexpr = HALF_DIRECT_RANGE if tl.float16 == DTYPE else DIRECT_RANGE
     o_c, o_k, o_v = tl.arange(0, C), i_k * BK + tl.arange(0, BK), tl.arange(0, BV)
     m_c, m_k = o_c < rows, o_k < K
     slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
     g_last = tl.load(G + slot * K + o_k, mask=m_k, other=0.0)
-    if (tl.min(g_last, 0) < -RANGE) != FAR:
+    if is_far(g_last, DTYPE) != FAR:
         return
     m_ck = m_c[:, None] & m_k[None, :]
     v_base = (first * HV + i_h) * V
@@ -199,27 +197,33 @@ def tail_channel_kernel(
     b_g = log2_decay(log_decay + o_dk, m_ck)
     g1, g2, g3 = three_terms(b_g, DTYPE)
     b_G = masked_sum(o_c[None, :] <= o_c[:, None], g1, g2, g3)
-    if FAR or tl.float32 == DTYPE:  # a difference would lose bits
-        b_kc *= tl.exp2(masked_sum(o_c[None, :] > o_c[:, None], g1, g2, g3))
-    else:
-        b_kc *= tl.exp2(g_last[None, :] - b_G)
     b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
     b_q = tl.load(q + o_qk, mask=m_ck, other=0.0)
-    k_written, direct = undo_decay(b_k, b_G, DTYPE)
-    m_W = direct[:, None] if FAR else (o_c < C)[:, None]
-    b_last = tl.sum(b_k.to(tl.float32) * b_kc, 0) + tl.exp2(g_last) * b_overlap
-
     entry = tl.exp2(b_G)
+    undone, direct = undo_decay(b_G, DTYPE)
+    k_written = (b_k * undone).to(DTYPE)
+    m_W = direct[:, None] if FAR else (o_c < C)[:, None]
+    EXACT: tl.constexpr = FAR or tl.float32 == DTYPE
+    if EXACT:
+        b_kc *= tl.exp2(masked_sum(o_c[None, :] > o_c[:, None], g1, g2, g3))
+        b_last = tl.sum(b_k.to(tl.float32) * b_kc, 0)
+        b_pairs = tl.zeros([C, BK], dtype=tl.float32)
+    else:  # the decay to the chunk's end is the whole one times `undone`, as good as 16 bits
+        b_pairs = b_kc * tl.exp2(g_last)[None, :]
+        b_last = tl.sum(b_k * undone * b_pairs, 0)
+    b_last += tl.exp2(g_last) * b_overlap
+
     W_P = tl.load(p_W, mask=m_W, other=0.0)
-    b_pairs = tl.dot(tl.trans(W_P), (b_q * entry).to(DTYPE), input_precision=PRECISION)
     b_dq = entry * tl.dot(W_P, k_written, b_dq * scale, input_precision=PRECISION) + b_diagonal * b_k
+    b_pairs = tl.dot(tl.trans(W_P), (b_q * entry).to(DTYPE), b_pairs, input_precision=PRECISION)
     if HAS_BETA:
         # Row terms of dL and of the state's share both enter as `beta o row`, and their products with k make d_beta.
         b_beta = tl.load(beta + slot * C + o_c)[:, None]
         W_L = tl.load(p_W + C * C, mask=m_W, other=0.0)
         b_row = entry * tl.dot(W_L, k_written, -b_row, input_precision=PRECISION)
         b_pairs = tl.dot(tl.trans(W_L), (b_beta * b_k * entry).to(DTYPE), b_pairs, input_precision=PRECISION)
-    b_kc += tl.exp2(tl.minimum(-b_G, 100.0)) * b_pairs + b_diagonal * b_q
+    b_pairs = undone * b_pairs + b_diagonal * b_q
+    b_kc = b_kc + b_pairs if EXACT else b_pairs
 
     if FAR:
         for level in tl.range(6, num_stages=1):
@@ -236,8 +240,11 @@ def tail_channel_kernel(
 
     b_dk, b_dG = b_kc, b_q * b_dq - b_k * b_kc
     if HAS_BETA:
-        tl.store(d_beta + i_k.to(tl.int64) * shares_stride + first * HV + i_h + o_c * HV,
-                 tl.sum(b_k.to(tl.float32) * b_row, 1), mask=m_c)
+        tl.store(
+            d_beta + i_k.to(tl.int64) * shares_stride + first * HV + i_h + o_c * HV,
+            tl.sum(b_k.to(tl.float32) * b_row, 1),
+            mask=m_c,
+        )
         b_dk += b_beta * b_row
         b_dG += b_beta * b_k * b_row
     tl.store(dq + o_dk, b_dq.to(dq.dtype.element_ty), mask=m_ck)
