@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 120
 SHARED_MEMORY = {AMPERE: 166_912, ADA: 101_376, HOPPER: 232_448, BLACKWELL: 101_376}  # bytes per thread block
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 DECAYS = ("none", "scalar", "channel")
 
@@ -103,7 +104,7 @@ class Launch:
                 assert parameter.do_not_specialize or isinstance(value, float), f"{parameter.name} is specialised"
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
         source = ASTSource(self.kernel, signature, constants, attributes)
-        options = {name: self.arguments[name] for name in ("num_warps", "num_stages")}
+        options = {name: self.arguments[name] for name in OPTIONS if name in self.arguments}
         return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
 )
 
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -59,7 +60,7 @@ class Modelled:
                     signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
                 given.append(value)
             source = ASTSource(self.kernel, signature, constants, attributes)
-            options = {name: arguments[name] for name in ("num_warps", "num_stages")}
+            options = {name: arguments[name] for name in OPTIONS if name in arguments}
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             self.run(Program(compiled.asm["ptx"]), given, grid)
 
@@ -109,6 +110,7 @@ def judge(case: DeltaRuleCase, strict: bool, monkeypatch: pytest.MonkeyPatch) ->
 NARROW = DeltaRuleCase("channel_narrow", B=1, T=70, H=1, K=32, V=24, decay="channel", log_decay="reset", beta=0.7)
 CASES = [
     NARROW,
+    replace(NARROW, name="channel_moderate", log_decay=-0.05),
     replace(NARROW, name="scalar", K=64, V=72, decay="scalar", initial_state=True),
 ]
 MANY = [
