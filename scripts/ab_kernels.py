@@ -88,7 +88,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "BV 128, 1 stage, 168 registers": tile(1, BV=128, maxnreg=168),
         "BK 64, 1 stage": tile(1, BK=64),
     },
-    "tail_channel(far)": {"1 stage": tile(1)},
 }
 WRITTEN = {
     "prepare": ("AP", "chunk_beta", "G"),

@@ -275,11 +275,10 @@ def tail(
             scale=p.scale, value_tiles=-(-p.V // p.tiles.pairs["BV"]), V=p.V, HAS_BETA=p.beta is not None,
             PRECISION=p.precision, **p.chunks(), **p.tiles.pairs,
         )  # fmt: skip
-        for far in (False, True):
-            tail_channel_kernel[p.chunk_grid(shares)](
-                p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
-                d_log_decay, FAR=far, **sizes, **p.per_chunk() | p.tiles.tail,
-            )  # fmt: skip
+        tail_channel_kernel[p.chunk_grid(shares)](
+            p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
+            d_log_decay, **sizes, **p.per_chunk() | p.tiles.tail,
+        )  # fmt: skip
     return dq, dk, dv, None if d_beta is None else d_beta.sum(0), d_log_decay
 
 

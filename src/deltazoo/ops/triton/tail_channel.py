@@ -107,8 +107,8 @@ def sum_of_later(x, o_c, DTYPE: tl.constexpr):
     return out
 
 
-@triton.jit(do_not_specialize=["shares_stride", "value_tiles", "T", "NT", "H", "HV"])
-def tail_channel_kernel(
+@triton.jit
+def tail_channel(
     q,
     k,
     beta,
@@ -147,24 +147,15 @@ def tail_channel_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq, dk, d_log_decay and a share of d_beta for BK key channels of one chunk; grid (K / BK * HV, NT, B).
-
-    dq and dk are per value head; each tile of channels stores its share of d_beta, `[K / BK, B, T, HV]`. Chunks in
-    which some channel decays out of the direct range need the levels, and many registers for them: a launch of its own,
-    with FAR, does these chunks and leaves the others to the launch without.
-    """
+    """The gradients of one tile; with FAR some of its channels decay out of the range of `undo_decay`."""
     NK: tl.constexpr = (K + BK - 1) // BK
     i_k, i_h, i_t, i_b = tl.program_id(0) % NK, tl.program_id(0) // NK, tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
-    if rows <= 0:
-        return
     DTYPE: tl.constexpr = q.dtype.element_ty
     o_c, o_k, o_v = tl.arange(0, C), i_k * BK + tl.arange(0, BK), tl.arange(0, BV)
     m_c, m_k = o_c < rows, o_k < K
     slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
     g_last = tl.load(G + slot * K + o_k, mask=m_k, other=0.0)
-    if is_far(g_last, DTYPE) != FAR:
-        return
     m_ck = m_c[:, None] & m_k[None, :]
     v_base = (first * HV + i_h) * V
     o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
@@ -252,3 +243,137 @@ def tail_channel_kernel(
     b_dG += tl.where((o_c == C - 1)[:, None], b_last[None, :], 0.0)
     keeps = tl.load(log_decay + o_dk, mask=m_ck, other=0.0).to(tl.float32) > float("-inf")
     tl.store(d_log_decay + o_dk, tl.where(keeps, sum_of_later(b_dG, o_c, DTYPE), 0.0), mask=m_ck)
+
+
+@triton.jit(do_not_specialize=["shares_stride", "value_tiles", "T", "NT", "H", "HV"])
+def tail_channel_kernel(
+    q,
+    k,
+    beta,
+    log_decay,
+    G,
+    U,
+    Z,
+    d_output,
+    states,
+    d_states,
+    W,
+    P_diagonal,
+    dq,
+    dk,
+    d_beta,
+    d_log_decay,
+    cu_seqlens,
+    chunk_sequence,
+    chunk_offsets,
+    scale,
+    shares_stride,
+    value_tiles,
+    T,
+    NT,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dq, dk, d_log_decay and a share of d_beta for BK key channels of one chunk; grid (K / BK * HV, NT, B).
+
+    dq and dk are per value head; each tile of channels stores its share of d_beta, `[K / BK, B, T, HV]`. Tiles of
+    strong decay take a way of their own through the kernel: they need more registers than there are, the others do not.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_h, i_t, i_b = tl.program_id(0) // NK, tl.program_id(1), tl.program_id(2)
+    _, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+    if rows <= 0:
+        return
+    o_k = tl.program_id(0) % NK * BK + tl.arange(0, BK)
+    slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
+    g_last = tl.load(G + slot * K + o_k, mask=o_k < K, other=0.0)
+    if is_far(g_last, q.dtype.element_ty):
+        tail_channel(
+            q,
+            k,
+            beta,
+            log_decay,
+            G,
+            U,
+            Z,
+            d_output,
+            states,
+            d_states,
+            W,
+            P_diagonal,
+            dq,
+            dk,
+            d_beta,
+            d_log_decay,
+            cu_seqlens,
+            chunk_sequence,
+            chunk_offsets,
+            scale,
+            shares_stride,
+            value_tiles,
+            T,
+            NT,
+            H,
+            HV,
+            K,
+            V,
+            BK,
+            BV,
+            C,
+            True,
+            HAS_BETA,
+            GROUPED,
+            PACKED,
+            PRECISION,
+            STAGES,
+        )
+    else:
+        tail_channel(
+            q,
+            k,
+            beta,
+            log_decay,
+            G,
+            U,
+            Z,
+            d_output,
+            states,
+            d_states,
+            W,
+            P_diagonal,
+            dq,
+            dk,
+            d_beta,
+            d_log_decay,
+            cu_seqlens,
+            chunk_sequence,
+            chunk_offsets,
+            scale,
+            shares_stride,
+            value_tiles,
+            T,
+            NT,
+            H,
+            HV,
+            K,
+            V,
+            BK,
+            BV,
+            C,
+            False,
+            HAS_BETA,
+            GROUPED,
+            PACKED,
+            PRECISION,
+            STAGES,
+        )
