@@ -1,0 +1,290 @@
+"""The walk along the tokens that the short convolution makes, forward and backward.
+
+A program takes the channels of one head and R runs of consecutive tokens, each run within one row of the batch. Walking
+its runs side by side it keeps the last W - 1 inputs in registers, so that each input is loaded once, and the few before
+a run a second time. The backward pass walks the same way, keeps the last W - 1 `dz` as well, and goes W - 1 tokens past
+the end of the run, where the last `dx` become complete: `dx_t = sum_j w_j dz_{t+j}`.
+
+Tokens come GROUP at a time: all their loads are under way before the first is used. Values that belong together (the
+taps, the inputs before a token, the tokens of a group) are tuples of tiles; "before" counts from the token backwards.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["backward_kernel", "forward_kernel"]
+
+
+@triton.jit
+def _runs(program, B, T, RUN: tl.constexpr, R: tl.constexpr):
+    """Row (int64) and first token of each run of a program, and how many tokens the row has from there on."""
+    runs_per_row = tl.cdiv(T, RUN)
+    run = program * R + tl.arange(0, R)
+    row = run // runs_per_row
+    first = (run % runs_per_row) * RUN
+    return row.to(tl.int64), first, tl.where(row < B, T - first, 0)
+
+
+@triton.jit
+def _channels(C, WIDTH: tl.constexpr, BC: tl.constexpr):
+    """The program's place along the tokens, its channels, and which of them exist."""
+    heads = tl.cdiv(C, WIDTH)
+    within = tl.arange(0, BC)
+    columns = (tl.program_id(0) % heads) * WIDTH + within
+    return tl.program_id(0) // heads, columns, (within < WIDTH) & (columns < C)
+
+
+@triton.jit
+def _taps(weight, columns, column_mask, W: tl.constexpr):
+    """The weights of a channel, the current token's first."""
+    taps = ()
+    for i in tl.static_range(W):
+        tap = tl.load(weight + columns * W + (W - 1 - i), mask=column_mask, other=0.0).to(tl.float32)
+        taps = taps + (tap[None, :],)
+    return taps
+
+
+@triton.jit
+def _group(rows, t, left, column_mask, C, GROUP: tl.constexpr):
+    """Tokens t, t + 1, ... of each run, zero past the end of its row."""
+    values = ()
+    for i in tl.static_range(GROUP):
+        mask = (t + i < left)[:, None] & column_mask[None, :]
+        values = values + (tl.load(rows + (t + i) * C, mask=mask, other=0.0),)
+    return values
+
+
+@triton.jit
+def _before_run(x_rows, past, n, age, left, columns, column_mask, C, W: tl.constexpr):
+    """The inputs before each run, whose first token is the `age`-th of sequence n: older ones lie in the state."""
+    before = ()
+    for i in tl.static_range(1, W):
+        mask = ((age >= i) & (left > 0))[:, None] & column_mask[None, :]
+        value = tl.load(x_rows - i * C, mask=mask, other=0.0).to(tl.float32)
+        if past is not None:
+            mask = ((age < i) & (left > 0))[:, None] & column_mask[None, :]
+            offsets = (n[:, None] * C + columns[None, :]) * (W - 1) + (age - i + W - 1)[:, None]
+            value += tl.load(past + offsets, mask=mask, other=0.0).to(tl.float32)
+        before = before + (value,)
+    return before
+
+
+@triton.jit
+def _at_boundary(before, begins, past, n, columns, column_mask, C, W: tl.constexpr):
+    """The inputs before a token: where sequence n begins there, those in its state."""
+    chosen = ()
+    for i in tl.static_range(1, W):
+        value = 0.0
+        if past is not None:
+            offsets = (n[:, None] * C + columns[None, :]) * (W - 1) + (W - 1 - i)
+            value = tl.load(past + offsets, mask=begins[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
+        chosen = chosen + (tl.where(begins[:, None], value, before[i - 1]),)
+    return chosen
+
+
+@triton.jit
+def _copies(value, N: tl.constexpr):
+    copies = ()
+    for _ in tl.static_range(N):
+        copies = copies + (value,)
+    return copies
+
+
+@triton.jit
+def _advance(value, before, W: tl.constexpr):
+    """What lies before the next token: this one's value, and all but the oldest before it."""
+    advanced = ()
+    if W > 1:
+        advanced = (value,)
+        for i in tl.static_range(W - 2):
+            advanced = advanced + (before[i],)
+    return advanced
+
+
+@triton.jit
+def _convolve(value, before, taps, W: tl.constexpr):
+    z = value * taps[0]
+    for i in tl.static_range(1, W):
+        z += before[i - 1] * taps[i]
+    return z
+
+
+@triton.jit
+def _sigmoid(z):
+    """In two instructions of the special unit: `exp` and a division take four, and care for subnormal numbers."""
+    root = tl.rsqrt(1 + tl.exp2(z * -1.4426950408889634))  # log2(e)
+    return root * root
+
+
+@triton.jit(do_not_specialize=["B", "T", "eps"])
+def forward_kernel(
+    x,  # [B, T, C]
+    weight,  # [C, W]
+    past,  # [N, C, W - 1] or None
+    sequence,  # [T] or None
+    cu_seqlens,  # [N + 1] or None
+    y,  # [B, T, C]
+    B,
+    T,
+    C,
+    eps,
+    W: tl.constexpr,
+    WIDTH: tl.constexpr,  # channels of a program: those of a head where NORM
+    NORM: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    R: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Convolve, SiLU, divide by the norm of the head; a tile holds one token of each run."""
+    PACKED: tl.constexpr = sequence is not None
+    place, columns, column_mask = _channels(C, WIDTH, BC)
+    row, first, left = _runs(place, B, T, RUN, R)
+    tokens = row * T + first
+    offsets = tokens[:, None] * C + columns[None, :]
+    taps = _taps(weight, columns, column_mask, W)
+    n, age = row, first
+    if PACKED:
+        n = tl.load(sequence + tokens, mask=left > 0, other=0)
+        age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
+    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
+    for begin in range(0, RUN, GROUP):
+        values = _group(x + offsets, begin, left, column_mask, C, GROUP)
+        for i in tl.static_range(GROUP):
+            t = begin + i
+            value = values[i].to(tl.float32)
+            if PACKED:
+                last = n
+                n = tl.load(sequence + tokens + t, mask=t < left, other=-1)
+                before = _at_boundary(before, (n != last) & (t < left), past, n, columns, column_mask, C, W)
+            z = _convolve(value, before, taps, W)
+            s = z * _sigmoid(z)
+            if NORM:
+                s *= tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
+            mask = (t < left)[:, None] & column_mask[None, :]
+            tl.store(y + offsets + t * C, s.to(y.dtype.element_ty), mask=mask)
+            before = _advance(value, before, W)
+
+
+@triton.jit
+def _d_convolved(z, d, eps, NORM: tl.constexpr):
+    """The gradient of z from that of y."""
+    gate = _sigmoid(z)
+    s = z * gate
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
+        d = inverse * (d - s * (inverse * inverse * tl.sum(d * s, axis=1)[:, None]))
+    return d * (gate + s * (1 - gate))
+
+
+@triton.jit
+def _d_input(d_z, d_z_before, n, n_before, taps, W: tl.constexpr, PACKED: tl.constexpr):
+    """The gradient of the input W - 1 tokens back, from that of z at every token since: those of its sequence."""
+    total = d_z * taps[W - 1]
+    if PACKED and W > 1:
+        total = tl.where((n == n_before[W - 2])[:, None], total, 0.0)
+    for i in tl.static_range(1, W):
+        term = d_z_before[i - 1] * taps[W - 1 - i]
+        if PACKED:
+            term = tl.where((n_before[i - 1] == n_before[W - 2])[:, None], term, 0.0)
+        total += term
+    return total
+
+
+@triton.jit
+def _backward_token(
+    t, value, d, before, d_z_before, n, n_before, d_x_rows, sequence_rows, past, left, taps, columns, column_mask, C,
+    eps, W: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Work out `dz` of token t and store `dx` of the token W - 1 before it.
+
+    Returns `dz`, the inputs before the token as its sequence has them, and its sequence.
+    """
+    if PACKED:
+        n = tl.load(sequence_rows + t, mask=t < left, other=-1)
+        if W > 1:
+            begins = (n != n_before[0]) & (t < left)
+            before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
+    d_z = _d_convolved(_convolve(value, before, taps, W), d, eps, NORM)
+    d_value = _d_input(d_z, d_z_before, n, n_before, taps, W, PACKED)
+    target = t - (W - 1)
+    mask = ((target >= 0) & (target < left))[:, None] & column_mask[None, :]
+    tl.store(d_x_rows + target * C, d_value.to(d_x_rows.dtype.scalar.element_ty), mask=mask)
+    return d_z, before, n
+
+
+@triton.jit
+def _add_products(sums, d_z, value, before, W: tl.constexpr):
+    """Add a token's share to the gradients of the taps, the current token's first."""
+    added = (sums[0] + d_z * value,)
+    for i in tl.static_range(1, W):
+        added = added + (sums[i] + d_z * before[i - 1],)
+    return added
+
+
+@triton.jit(do_not_specialize=["B", "T", "eps"])
+def backward_kernel(
+    x,
+    weight,
+    past,
+    sequence,
+    cu_seqlens,
+    d_y,  # [B, T, C]
+    d_x,  # [B, T, C]
+    d_weight,  # [programs along the tokens, C, W]: parts of a sum
+    B,
+    T,
+    C,
+    eps,
+    W: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    R: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The gradients of x, and this program's part of that of the weight."""
+    PACKED: tl.constexpr = sequence is not None
+    place, columns, column_mask = _channels(C, WIDTH, BC)
+    row, first, left = _runs(place, B, T, RUN, R)
+    tokens = row * T + first
+    offsets = tokens[:, None] * C + columns[None, :]
+    taps = _taps(weight, columns, column_mask, W)
+    n, age = row, first
+    sequence_rows = tokens
+    if PACKED:
+        sequence_rows = sequence + tokens
+        n = tl.load(sequence_rows, mask=left > 0, other=0)
+        age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
+    before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
+    d_z_before = _copies(tl.zeros([R, BC], tl.float32), W - 1)
+    n_before = _copies(n, W - 1)
+    sums = _copies(tl.zeros([R, BC], tl.float32), W)
+    for begin in range(0, RUN, GROUP):
+        values = _group(x + offsets, begin, left, column_mask, C, GROUP)
+        gradients = _group(d_y + offsets, begin, left, column_mask, C, GROUP)
+        for i in tl.static_range(GROUP):
+            value = values[i].to(tl.float32)
+            d_z, before, n = _backward_token(
+                begin + i, value, gradients[i].to(tl.float32), before, d_z_before, n, n_before, d_x + offsets,
+                sequence_rows, past, left, taps, columns, column_mask, C, eps, W, NORM, PACKED,
+            )  # fmt: skip
+            sums = _add_products(sums, d_z, value, before, W)
+            before = _advance(value, before, W)
+            d_z_before = _advance(d_z, d_z_before, W)
+            n_before = _advance(n, n_before, W)
+    values = _group(x + offsets, RUN, left, column_mask, C, W - 1)
+    gradients = _group(d_y + offsets, RUN, left, column_mask, C, W - 1)
+    for i in tl.static_range(W - 1):
+        value = values[i].to(tl.float32)
+        d_z, before, n = _backward_token(
+            RUN + i, value, gradients[i].to(tl.float32), before, d_z_before, n, n_before, d_x + offsets,
+            sequence_rows, past, left, taps, columns, column_mask, C, eps, W, NORM, PACKED,
+        )  # fmt: skip
+        before = _advance(value, before, W)
+        d_z_before = _advance(d_z, d_z_before, W)
+        n_before = _advance(n, n_before, W)
+    parts = d_weight + (place.to(tl.int64) * C + columns) * W
+    for i in tl.static_range(W):
+        tl.store(parts + (W - 1 - i), tl.sum(sums[i], axis=0), mask=column_mask)
