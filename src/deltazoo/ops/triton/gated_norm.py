@@ -10,10 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltazoo.ops.triton.sigmoid import sigmoid
+
 __all__ = ["gated_rms_norm"]
 
 _ELEMENTS = 2048
-"""Elements of one program."""
+"""Elements that a program works on at a time."""
+
+_MOST_PARTS = 4096
+"""Programs of the backward pass, each with its part of the weight's gradient."""
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
@@ -28,7 +33,7 @@ def _forward_kernel(x, gate, weight, y, R, eps, D: tl.constexpr, SILU: tl.conste
     g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
-    factor = tl.sigmoid(g)
+    factor = sigmoid(g, x.dtype.element_ty != tl.float32)
     if SILU:
         factor *= g
     tl.store(y + offsets, (a * inverse * w[None, :] * factor).to(y.dtype.element_ty), mask=mask)
@@ -37,31 +42,31 @@ def _forward_kernel(x, gate, weight, y, R, eps, D: tl.constexpr, SILU: tl.conste
 @triton.jit(do_not_specialize=["R", "eps"])
 def _backward_kernel(x, gate, weight, d_y, d_x, d_gate, d_weight, R, eps, D: tl.constexpr, SILU: tl.constexpr,
                      BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    rows = program * BR + tl.arange(0, BR)
     columns = tl.arange(0, BD)
     column_mask = columns < D
-    mask = (rows < R)[:, None] & column_mask[None, :]
-    offsets = rows[:, None] * D + columns[None, :]
-    a = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
-    d = tl.load(d_y + offsets, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
-    normal = a * inverse
-    sigmoid = tl.sigmoid(g)
-    if SILU:
-        factor = g * sigmoid
-        slope = sigmoid * (1 + g * (1 - sigmoid))
-    else:
-        factor = sigmoid
-        slope = sigmoid * (1 - sigmoid)
-    tl.store(d_gate + offsets, (d * normal * w[None, :] * slope).to(d_gate.dtype.element_ty), mask=mask)
-    d *= factor
-    tl.store(d_weight + program * D + columns, tl.sum(d * normal, axis=0), mask=column_mask)
-    d *= w[None, :]
-    d = inverse * (d - normal * (tl.sum(d * normal, axis=1) / D)[:, None])
-    tl.store(d_x + offsets, d.to(d_x.dtype.element_ty), mask=mask)
+    sums = tl.zeros([BR, BD], tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+        rows = block * BR + tl.arange(0, BR).to(tl.int64)
+        mask = (rows < R)[:, None] & column_mask[None, :]
+        offsets = rows[:, None] * D + columns[None, :]
+        a = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(d_y + offsets, mask=mask, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
+        normal = a * inverse
+        factor = sigmoid(g, x.dtype.element_ty != tl.float32)
+        slope = factor * (1 - factor)
+        if SILU:
+            slope = factor + g * slope
+            factor *= g
+        tl.store(d_gate + offsets, (d * normal * w[None, :] * slope).to(d_gate.dtype.element_ty), mask=mask)
+        d *= factor
+        sums += d * normal
+        d *= w[None, :]
+        d = inverse * (d - normal * (tl.sum(d * normal, axis=1) / D)[:, None])
+        tl.store(d_x + offsets, d.to(d_x.dtype.element_ty), mask=mask)
+    tl.store(d_weight + tl.program_id(0) * D + columns, tl.sum(sums, axis=0), mask=column_mask)
 
 
 def _launch_options(x: Tensor) -> tuple[int, dict[str, int]]:
@@ -83,7 +88,8 @@ def _forward(x, gate, weight, eps, silu):  # type: ignore[no-untyped-def]
 def _backward(x, gate, weight, eps, silu, d_y):  # type: ignore[no-untyped-def]
     x, gate, weight, d_y = x.contiguous(), gate.contiguous(), weight.contiguous(), d_y.contiguous()
     d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
-    programs, options = _launch_options(x)
+    blocks, options = _launch_options(x)
+    programs = min(blocks, _MOST_PARTS)
     parts = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
     with torch.cuda.device_of(x):
         _backward_kernel[(programs,)](

@@ -12,17 +12,19 @@ taps, the inputs before a token, the tokens of a group) are tuples of tiles; "be
 import triton
 import triton.language as tl
 
+from deltazoo.ops.triton.sigmoid import sigmoid
+
 __all__ = ["backward_kernel", "forward_kernel"]
 
 
 @triton.jit
 def _runs(program, B, T, RUN: tl.constexpr, R: tl.constexpr):
-    """Row (int64) and first token of each run of a program, and how many tokens the row has from there on."""
+    """Row and first token of each run of a program, and how many tokens the row has from there on."""
     runs_per_row = tl.cdiv(T, RUN)
     run = program * R + tl.arange(0, R)
     row = run // runs_per_row
     first = (run % runs_per_row) * RUN
-    return row.to(tl.int64), first, tl.where(row < B, T - first, 0)
+    return row, first, tl.where(row < B, T - first, 0)
 
 
 @triton.jit
@@ -55,6 +57,15 @@ def _group(rows, t, left, column_mask, C, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _sequences(rows, t, left, N: tl.constexpr):
+    """The packed sequences of tokens t, t + 1, ... of each run, -1 past the end."""
+    sequences = ()
+    for i in tl.static_range(N):
+        sequences = sequences + (tl.load(rows + t + i, mask=t + i < left, other=-1).to(tl.int32),)
+    return sequences
+
+
+@triton.jit
 def _before_run(x_rows, past, n, age, left, columns, column_mask, C, W: tl.constexpr):
     """The inputs before each run, whose first token is the `age`-th of sequence n: older ones lie in the state."""
     before = ()
@@ -63,7 +74,7 @@ def _before_run(x_rows, past, n, age, left, columns, column_mask, C, W: tl.const
         value = tl.load(x_rows - i * C, mask=mask, other=0.0).to(tl.float32)
         if past is not None:
             mask = ((age < i) & (left > 0))[:, None] & column_mask[None, :]
-            offsets = (n[:, None] * C + columns[None, :]) * (W - 1) + (age - i + W - 1)[:, None]
+            offsets = (n[:, None].to(tl.int64) * C + columns[None, :]) * (W - 1) + (age - i + W - 1)[:, None]
             value += tl.load(past + offsets, mask=mask, other=0.0).to(tl.float32)
         before = before + (value,)
     return before
@@ -76,7 +87,7 @@ def _at_boundary(before, begins, past, n, columns, column_mask, C, W: tl.constex
     for i in tl.static_range(1, W):
         value = 0.0
         if past is not None:
-            offsets = (n[:, None] * C + columns[None, :]) * (W - 1) + (W - 1 - i)
+            offsets = (n[:, None].to(tl.int64) * C + columns[None, :]) * (W - 1) + (W - 1 - i)
             value = tl.load(past + offsets, mask=begins[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
         chosen = chosen + (tl.where(begins[:, None], value, before[i - 1]),)
     return chosen
@@ -109,13 +120,6 @@ def _convolve(value, before, taps, W: tl.constexpr):
     return z
 
 
-@triton.jit
-def _sigmoid(z):
-    """In two instructions of the special unit: `exp` and a division take four, and care for subnormal numbers."""
-    root = tl.rsqrt(1 + tl.exp2(z * -1.4426950408889634))  # log2(e)
-    return root * root
-
-
 @triton.jit(do_not_specialize=["B", "T", "eps"])
 def forward_kernel(
     x,  # [B, T, C]
@@ -138,27 +142,30 @@ def forward_kernel(
 ):
     """Convolve, SiLU, divide by the norm of the head; a tile holds one token of each run."""
     PACKED: tl.constexpr = sequence is not None
+    HALF: tl.constexpr = x.dtype.element_ty != tl.float32
     place, columns, column_mask = _channels(C, WIDTH, BC)
     row, first, left = _runs(place, B, T, RUN, R)
-    tokens = row * T + first
+    tokens = row.to(tl.int64) * T + first
     offsets = tokens[:, None] * C + columns[None, :]
     taps = _taps(weight, columns, column_mask, W)
     n, age = row, first
     if PACKED:
-        n = tl.load(sequence + tokens, mask=left > 0, other=0)
+        n = tl.load(sequence + tokens, mask=left > 0, other=0).to(tl.int32)
         age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
     before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
     for begin in range(0, RUN, GROUP):
         values = _group(x + offsets, begin, left, column_mask, C, GROUP)
+        if PACKED:
+            sequences = _sequences(sequence + tokens, begin, left, GROUP)
         for i in tl.static_range(GROUP):
             t = begin + i
             value = values[i].to(tl.float32)
             if PACKED:
-                last = n
-                n = tl.load(sequence + tokens + t, mask=t < left, other=-1)
-                before = _at_boundary(before, (n != last) & (t < left), past, n, columns, column_mask, C, W)
+                begins = (sequences[i] != n) & (t < left)
+                n = sequences[i]
+                before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
             z = _convolve(value, before, taps, W)
-            s = z * _sigmoid(z)
+            s = z * sigmoid(z, HALF)
             if NORM:
                 s *= tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
             mask = (t < left)[:, None] & column_mask[None, :]
@@ -167,9 +174,9 @@ def forward_kernel(
 
 
 @triton.jit
-def _d_convolved(z, d, eps, NORM: tl.constexpr):
+def _d_convolved(z, d, eps, NORM: tl.constexpr, HALF: tl.constexpr):
     """The gradient of z from that of y."""
-    gate = _sigmoid(z)
+    gate = sigmoid(z, HALF)
     s = z * gate
     if NORM:
         inverse = tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
@@ -193,24 +200,22 @@ def _d_input(d_z, d_z_before, n, n_before, taps, W: tl.constexpr, PACKED: tl.con
 
 @triton.jit
 def _backward_token(
-    t, value, d, before, d_z_before, n, n_before, d_x_rows, sequence_rows, past, left, taps, columns, column_mask, C,
-    eps, W: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+    t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, eps,
+    W: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Work out `dz` of token t and store `dx` of the token W - 1 before it.
+    """Work out `dz` of token t, store `dx` of the token W - 1 before it.
 
-    Returns `dz`, the inputs before the token as its sequence has them, and its sequence.
+    Returns `dz`, and the inputs before the token in its sequence n.
     """
-    if PACKED:
-        n = tl.load(sequence_rows + t, mask=t < left, other=-1)
-        if W > 1:
-            begins = (n != n_before[0]) & (t < left)
-            before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
-    d_z = _d_convolved(_convolve(value, before, taps, W), d, eps, NORM)
+    if PACKED and W > 1:
+        begins = (n != n_before[0]) & (t < left)
+        before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
+    d_z = _d_convolved(_convolve(value, before, taps, W), d, eps, NORM, d_x_rows.dtype.scalar.element_ty != tl.float32)
     d_value = _d_input(d_z, d_z_before, n, n_before, taps, W, PACKED)
     target = t - (W - 1)
     mask = ((target >= 0) & (target < left))[:, None] & column_mask[None, :]
     tl.store(d_x_rows + target * C, d_value.to(d_x_rows.dtype.scalar.element_ty), mask=mask)
-    return d_z, before, n
+    return d_z, before
 
 
 @triton.jit
@@ -248,14 +253,12 @@ def backward_kernel(
     PACKED: tl.constexpr = sequence is not None
     place, columns, column_mask = _channels(C, WIDTH, BC)
     row, first, left = _runs(place, B, T, RUN, R)
-    tokens = row * T + first
+    tokens = row.to(tl.int64) * T + first
     offsets = tokens[:, None] * C + columns[None, :]
     taps = _taps(weight, columns, column_mask, W)
     n, age = row, first
-    sequence_rows = tokens
     if PACKED:
-        sequence_rows = sequence + tokens
-        n = tl.load(sequence_rows, mask=left > 0, other=0)
+        n = tl.load(sequence + tokens, mask=left > 0, other=0).to(tl.int32)
         age = first - tl.load(cu_seqlens + n, mask=left > 0, other=0).to(tl.int32)
     before = _before_run(x + offsets, past, n, age, left, columns, column_mask, C, W)
     d_z_before = _copies(tl.zeros([R, BC], tl.float32), W - 1)
@@ -264,27 +267,35 @@ def backward_kernel(
     for begin in range(0, RUN, GROUP):
         values = _group(x + offsets, begin, left, column_mask, C, GROUP)
         gradients = _group(d_y + offsets, begin, left, column_mask, C, GROUP)
+        sequences = _copies(row, GROUP)
+        if PACKED:
+            sequences = _sequences(sequence + tokens, begin, left, GROUP)
         for i in tl.static_range(GROUP):
             value = values[i].to(tl.float32)
-            d_z, before, n = _backward_token(
-                begin + i, value, gradients[i].to(tl.float32), before, d_z_before, n, n_before, d_x + offsets,
-                sequence_rows, past, left, taps, columns, column_mask, C, eps, W, NORM, PACKED,
+            d = gradients[i].to(tl.float32)
+            d_z, before = _backward_token(
+                begin + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps,
+                columns, column_mask, C, eps, W, NORM, PACKED,
             )  # fmt: skip
             sums = _add_products(sums, d_z, value, before, W)
             before = _advance(value, before, W)
             d_z_before = _advance(d_z, d_z_before, W)
-            n_before = _advance(n, n_before, W)
+            n_before = _advance(sequences[i], n_before, W)
     values = _group(x + offsets, RUN, left, column_mask, C, W - 1)
     gradients = _group(d_y + offsets, RUN, left, column_mask, C, W - 1)
+    sequences = _copies(row, W - 1)
+    if PACKED:
+        sequences = _sequences(sequence + tokens, RUN, left, W - 1)
     for i in tl.static_range(W - 1):
         value = values[i].to(tl.float32)
-        d_z, before, n = _backward_token(
-            RUN + i, value, gradients[i].to(tl.float32), before, d_z_before, n, n_before, d_x + offsets,
-            sequence_rows, past, left, taps, columns, column_mask, C, eps, W, NORM, PACKED,
+        d = gradients[i].to(tl.float32)
+        d_z, before = _backward_token(
+            RUN + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps, columns,
+            column_mask, C, eps, W, NORM, PACKED,
         )  # fmt: skip
         before = _advance(value, before, W)
         d_z_before = _advance(d_z, d_z_before, W)
-        n_before = _advance(n, n_before, W)
+        n_before = _advance(sequences[i], n_before, W)
     parts = d_weight + (place.to(tl.int64) * C + columns) * W
     for i in tl.static_range(W):
         tl.store(parts + (W - 1 - i), tl.sum(sums[i], axis=0), mask=column_mask)
