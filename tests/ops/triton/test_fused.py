@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,12 +23,17 @@ from deltazoo.ops.fused import fused_gated_rms_norm, fused_short_conv
 
 pytest.importorskip("triton")
 
+from deltazoo.ops.triton import gated_norm, short_conv  # noqa: E402
+
 Results = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """One call of the convolution with its gradients, and of the state it hands on."""
+    """One call of the convolution with its gradients, and of the state it hands on.
+
+    Runs of tokens are as short as they get where so few programs are no use to a GPU, unless `long_runs`.
+    """
 
     name: str
     B: int = 2
@@ -37,6 +43,7 @@ class Convolution:
     unit_heads: int = 0
     lengths: tuple[int, ...] = ()
     past: bool = False
+    long_runs: bool = False
     dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
@@ -55,8 +62,10 @@ class Convolution:
         if self.lengths:
             bounds = torch.tensor([0, *torch.tensor(self.lengths).cumsum(0)], dtype=torch.int32, device=device)
             layout = token_layout(1, T, cu_seqlens=bounds)
-        y, window = module(x, state, layout)
-        d_x, d_weight = torch.autograd.grad([y, window], [x, module.weight], [draw(*y.shape), draw(*window.shape)])
+        enough = 1 if self.long_runs else short_conv._ENOUGH_PROGRAMS
+        with mock.patch.object(short_conv, "_ENOUGH_PROGRAMS", enough):
+            y, window = module(x, state, layout)
+            d_x, d_weight = torch.autograd.grad([y, window], [x, module.weight], [draw(*y.shape), draw(*window.shape)])
         return {"y": y.detach(), "window": window.detach(), "d_x": d_x, "d_weight": d_weight}
 
 
@@ -67,6 +76,7 @@ class Norm:
     name: str
     shape: tuple[int, ...] = (2, 5, 3, 16)
     activation: str = "silu"
+    most_parts: int = 4096
     dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
@@ -79,7 +89,8 @@ class Norm:
         module.weight = torch.nn.Parameter(draw(self.shape[-1]))
         x, gate = draw(*self.shape).requires_grad_(), draw(*self.shape).requires_grad_()
         y = module(x, gate)
-        d_x, d_gate, d_weight = torch.autograd.grad(y, [x, gate, module.weight], draw(*y.shape))
+        with mock.patch.object(gated_norm, "_MOST_PARTS", self.most_parts):
+            d_x, d_gate, d_weight = torch.autograd.grad(y, [x, gate, module.weight], draw(*y.shape))
         return {"y": y.detach(), "d_x": d_x, "d_gate": d_gate, "d_weight": d_weight}
 
 
@@ -119,11 +130,16 @@ CASES = [
     Convolution("wide", channels=150, T=5),
     Convolution("packed", lengths=(5, 0, 1, 17, 2), unit_heads=8),
     Convolution("packed_past", lengths=(5, 0, 1, 17, 2), past=True),
+    Convolution("five_taps", taps=5, past=True),
+    Convolution("long_runs", T=150, unit_heads=8, past=True, long_runs=True),
+    Convolution("a_run_and_a_token", T=65, B=3, long_runs=True),
+    Convolution("long_runs_packed", lengths=(70, 0, 1, 3, 62, 1, 90, 2), unit_heads=8, past=True, long_runs=True),
     Convolution("half", dtype=HALF, unit_heads=8, past=True),
     Norm("silu"),
     Norm("sigmoid", activation="sigmoid"),
     Norm("odd", shape=(3, 7, 20)),
     Norm("many_rows", shape=(300, 16)),
+    Norm("several_blocks_per_program", shape=(700, 16), most_parts=2),
     Norm("norm_half", dtype=HALF),
     Layer("gated_deltanet"),
     Layer("kda", variant="kda"),
