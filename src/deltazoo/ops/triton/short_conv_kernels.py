@@ -9,6 +9,9 @@ Tokens come GROUP at a time: all their loads are under way before the first is u
 taps, the inputs before a token, the tokens of a group) are tuples of tiles; "before" counts from the token backwards.
 """
 
+# mypy: disable-error-code="assignment"
+# Triton's loops over tuples run while compiling, where a name may take a longer tuple each time.
+
 import triton
 import triton.language as tl
 
