@@ -179,7 +179,7 @@ def test_contestants_have_the_same_number_of_layers_and_widths() -> None:
         ("liger_cross_entropy_kernel", "loss"),
         ("flash_fwd_kernel", "softmax attention"),
         ("aten::mul", "elementwise and other"),
-        ("_fused_add_rms_norm_forward_kernel", "elementwise and other"),
+        ("_fused_add_rms_norm_forward_kernel", "norms"),
         ("_swiglu_backward_kernel", "elementwise and other"),
     ],
 )

@@ -35,11 +35,24 @@ TRAINING_WAYS = ("eager", "compile", *OUR_WAYS)
 
 PARTS = {
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "::mm", "::addmm", "::bmm", "::linear"),
-    "delta rule": ("deltazoo", "chunkwise", "prepare", "scan", "tail", "delta", "chunk_", "kkt", "recurrent"),
+    "delta rule": (
+        "deltazoo",
+        "chunkwise",
+        "prepare",
+        "scan",
+        "tail",
+        "delta",
+        "chunk_",
+        "kkt",
+        "recurrent",
+        "invert",
+        "pair_gradients",
+    ),
     "softmax attention": ("attention", "flash", "fmha", "cudnn_generated"),
     "optimizer": ("adam", "multi_tensor", "foreach", "lpnorm", "clip"),
     "loss": ("softmax", "nll_loss", "cross_entropy"),
     "convolution": ("conv", "addcmul"),
+    "norms": ("norm",),
     "copies": ("memcpy", "memset", "copy_", "cat"),
 }
 """Kinds of work by words in the names of kernels (on a CPU: of operators); the first match counts."""

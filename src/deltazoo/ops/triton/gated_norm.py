@@ -22,7 +22,7 @@ _MOST_PARTS = 4096
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
-def _forward_kernel(x, gate, weight, y, R, eps, D: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr,
+def gated_norm_forward_kernel(x, gate, weight, y, R, eps, D: tl.constexpr, SILU: tl.constexpr, BR: tl.constexpr,
                     BD: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     columns = tl.arange(0, BD)
@@ -40,7 +40,7 @@ def _forward_kernel(x, gate, weight, y, R, eps, D: tl.constexpr, SILU: tl.conste
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
-def _backward_kernel(x, gate, weight, d_y, d_x, d_gate, d_weight, R, eps, D: tl.constexpr, SILU: tl.constexpr,
+def gated_norm_backward_kernel(x, gate, weight, d_y, d_x, d_gate, d_weight, R, eps, D: tl.constexpr, SILU: tl.constexpr,
                      BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     columns = tl.arange(0, BD)
     column_mask = columns < D
@@ -81,7 +81,7 @@ def _forward(x, gate, weight, eps, silu):  # type: ignore[no-untyped-def]
     y = torch.empty_like(x)
     programs, options = _launch_options(x)
     with torch.cuda.device_of(x):
-        _forward_kernel[(programs,)](x, gate, weight, y, x.numel() // x.shape[-1], eps, SILU=silu, **options)
+        gated_norm_forward_kernel[(programs,)](x, gate, weight, y, x.numel() // x.shape[-1], eps, SILU=silu, **options)
     return y
 
 
@@ -92,7 +92,7 @@ def _backward(x, gate, weight, eps, silu, d_y):  # type: ignore[no-untyped-def]
     programs = min(blocks, _MOST_PARTS)
     parts = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
     with torch.cuda.device_of(x):
-        _backward_kernel[(programs,)](
+        gated_norm_backward_kernel[(programs,)](
             x, gate, weight, d_y, d_x, d_gate, parts, x.numel() // x.shape[-1], eps, SILU=silu, **options
         )
     return d_x, d_gate, parts.sum(0).to(weight.dtype)

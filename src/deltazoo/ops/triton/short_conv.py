@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deltazoo.ops.triton.short_conv_kernels import backward_kernel, forward_kernel
+from deltazoo.ops.triton.short_conv_kernels import short_conv_backward_kernel, short_conv_forward_kernel
 
 __all__ = ["short_conv"]
 
@@ -61,7 +61,9 @@ def _forward(x, weight, past, sequence, cu_seqlens, head_dim, eps):  # type: ign
     y = torch.empty_like(x)
     programs, heads, options = _launch_options(x, weight, head_dim)
     with torch.cuda.device_of(x):
-        forward_kernel[(programs * heads,)](x, weight, past, sequence, cu_seqlens, y, *x.shape, eps, **options)
+        short_conv_forward_kernel[(programs * heads,)](
+            x, weight, past, sequence, cu_seqlens, y, *x.shape, eps, **options
+        )
     return y
 
 
@@ -72,7 +74,7 @@ def _backward(x, weight, past, sequence, cu_seqlens, head_dim, eps, d_y):  # typ
     programs, heads, options = _launch_options(x, weight, head_dim)
     parts = x.new_empty(programs, *weight.shape, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        backward_kernel[(programs * heads,)](
+        short_conv_backward_kernel[(programs * heads,)](
             x, weight, past, sequence, cu_seqlens, d_y, d_x, parts, *x.shape, eps, **options
         )
     return d_x, parts.sum(0).to(weight.dtype)

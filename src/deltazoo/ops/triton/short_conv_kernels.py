@@ -17,7 +17,7 @@ import triton.language as tl
 
 from deltazoo.ops.triton.sigmoid import sigmoid
 
-__all__ = ["backward_kernel", "forward_kernel"]
+__all__ = ["short_conv_backward_kernel", "short_conv_forward_kernel"]
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def _convolve(value, before, taps, W: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "T", "eps"])
-def forward_kernel(
+def short_conv_forward_kernel(
     x,  # [B, T, C]
     weight,  # [C, W]
     past,  # [N, C, W - 1] or None
@@ -231,7 +231,7 @@ def _add_products(sums, d_z, value, before, W: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "T", "eps"])
-def backward_kernel(
+def short_conv_backward_kernel(
     x,
     weight,
     past,
