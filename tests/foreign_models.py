@@ -41,7 +41,6 @@ MLA = {
     "qk_nope_head_dim": 8,
     "mlp_layer_types": ["dense"] * 2,
 }
-SPARSE = {"layer_types": ["linear_attention", "indexed_attention"]}
 
 # Family: model class, config class, options beyond COMMON.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -59,7 +58,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen4_exp": (
         "Qwen4ExpForCausalLM",
         "Qwen4ExpTextConfig",
-        {**GDN, **EXPERTS, **SPARSE, "shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8,
+        {**GDN, **EXPERTS, "shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8,
          "output_gate_type": "sigmoid", "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
          "indexer_budget": 32, "indexer_compress_ratio": 2},
     ),
@@ -77,7 +76,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm5_next": (
         "Glm5NextForConditionalGeneration",
         "Glm5NextConfig",
-        {**MLA, **SPARSE, "qk_rope_head_dim": 0, "q_lora_rank": 8, "linear_num_heads": 2, "linear_head_dim": 8,
+        {**MLA, "qk_rope_head_dim": 0, "q_lora_rank": 8, "linear_num_heads": 2, "linear_head_dim": 8,
          "index_topk": 32, "index_kpool": 2, "index_head_dim": 8, "index_n_heads": 2, "hc_mult": 2},
     ),
 }  # fmt: skip
@@ -96,7 +95,10 @@ def has_fused_convolution(family: str) -> bool:
 
 FUSED = [name for name in INSTALLED if has_fused_convolution(name)]
 SPARSE_SOFTMAX = ["qwen4_exp", "glm5_next"]
-"""Families whose softmax layers choose a few blocks of neighbouring tokens."""
+"""Families whose softmax layers choose a few blocks of neighbouring tokens.
+
+Their configurations turn "full_attention" into such layers, by a name that differs between versions of transformers.
+"""
 
 
 def foreign_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:

@@ -23,6 +23,17 @@ def test_survives_saving_and_loading(case, tmp_path):
     assert DeltaRuleConfig(**json.loads((tmp_path / "config.json").read_text())).to_dict() == loaded.to_dict()
 
 
+def test_tied_embeddings_are_divided_under_their_own_name():
+    """transformers 5.15 to 5.20 sets an entry for `embed_tokens`, which this model has not."""
+    config = tiny_config("tied")
+    plan = config.base_model_tp_plan
+    assert plan["embeddings"] == "embedding_rowwise" and "embed_tokens" not in plan
+    config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}
+    assert config.base_model_tp_plan == plan
+    with pytest.raises(AttributeError, match="follows from the other keys and cannot be set, got {'norm': 'rowwise'}"):
+        config.base_model_tp_plan = {"norm": "rowwise"}
+
+
 @pytest.mark.parametrize("model_type", CONFIGS)
 @pytest.mark.feature("configurations survive saving")
 def test_default_sizes_fit_together(model_type):

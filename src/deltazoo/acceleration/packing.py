@@ -21,6 +21,8 @@ EXPLICIT_PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that say where documents begin and mean nothing else."""
 PLACES = "deltazoo_places"
 """The argument that takes each token's place in its document, `[B, T]` from 0, down to the layers."""
+SPARSE_LAYER_TYPES = {"indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention"}
+"""Softmax layers that choose among pooled tokens: one name since transformers 5.18, one per family before."""
 
 
 def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,7 +169,7 @@ def _check_positions(starts: Tensor, positions: Tensor | None, position_ids: Ten
 
 def _check_layers(model: nn.Module) -> None:
     config: Any = model.config
-    if "indexed_attention" in config.layer_types:
+    if SPARSE_LAYER_TYPES.intersection(config.layer_types):
         culprit = "sparse softmax layers, which pool neighbouring tokens,"
     elif getattr(config, "ple_layer_ids", None):
         culprit = "n-gram layers"

@@ -172,6 +172,13 @@ class DeltaRuleConfig(PreTrainedConfig):
         """How tensor parallelism divides the weights of the base model."""
         return tensor_parallel_plan(self)
 
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        # transformers 5.15 to 5.20 sets the plan with an entry for tied embeddings, whatever the model calls them; ours
+        # has that entry under their name.
+        if plan != {**self.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}:
+            raise AttributeError(f"base_model_tp_plan follows from the other keys and cannot be set, got {plan}")
+
     @property
     def base_model_fsdp_plan(self) -> dict[Any, str]:  # type: ignore[override]
         """What FSDP2 gathers together."""

@@ -170,12 +170,17 @@ def resolve_backend(
         return "reference", "asked for: the token loop that defines the operator"
     if backend == "chunkwise":
         return "chunkwise", "asked for: the chunk form in plain torch"
-    obstacle = _triton_obstacle(torch.device(device), dtype, head_k_dim, head_v_dim)
+    obstacle = _obstacle(torch.device(device), dtype, head_k_dim, head_v_dim)
     if obstacle is None:
         return "triton", "asked for" if backend else "the GPU kernels support this call"
     if backend == "triton":
         raise NotImplementedError(f"the triton backend cannot run this call: {obstacle}; use backend='chunkwise'")
     return "chunkwise", f"no triton: {obstacle}"
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 cannot trace what it asks
+def _obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
+    return _triton_obstacle(device, dtype, K, V)
 
 
 @lru_cache

@@ -57,14 +57,22 @@ class Run:
         exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
         actual = {name: x.cpu() for name, x in results.items()}
         assert all(x.isfinite().all() for x in actual.values())
-        if self.case.repeats_keys:
-            worst = max(relative_errors(actual, exact, inputs).values())
-            assert worst < (0.05 if self.dtype != torch.float32 else 1e-4), worst
-            return
         plain = results_and_gradients(delta_rule, inputs, backend="chunkwise")
         half = self.dtype != torch.float32
+        close_keys = self.case.keys in ("same", "alternating", "correlated") and self.case.beta != 0
+        if self.case.repeats_keys or (close_keys and half):
+            worst = max(relative_errors(actual, exact, inputs).values())
+            # Float32 products are three TF32 products, whose operands have 22 bits instead of 24.
+            allowed = 0.05 if half else max(1e-4, 4 * max(relative_errors(plain, exact, inputs).values()))
+            assert worst < allowed, worst
+            return
+        if self.dtype == torch.float16:  # what is smaller than any float16 operand is lost
+            least = torch.finfo(torch.float16).smallest_normal
+            for name in [n for n, x in exact.items() if 0 < x.abs().max() < least]:
+                assert actual.pop(name).abs().max() < least, name
+                del exact[name], plain[name]
         # Four rounded operands lie between input and result: state, inverse, corrections, scores.
-        floor = 4.0
+        floor = 4.0 if half else 16.0
         if self.case.decay == "scalar" and self.case.log_decay in ("mixed", "reset", -50.0) and not half:
             # Exponents per head are differences of float32 sums that fall by up to 200 (a factor ln 2) at each reset;
             # one token in eight resets.

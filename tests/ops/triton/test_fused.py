@@ -156,7 +156,9 @@ def judge(case: Convolution | Norm | Layer, results: Results) -> None:
         assert actual.dtype == plain[name].dtype and actual.shape == expected.shape, name
         error = (actual.double() - expected).abs().max() if expected.numel() else torch.tensor(0.0)
         allowed = 2 * (plain[name].double() - expected).abs().max() if expected.numel() else torch.tensor(0.0)
-        rounding = 4 * torch.finfo(actual.dtype).eps * (expected.abs().max() if expected.numel() else 0)
+        # A layer's operator multiplies float32 as three TF32 products, whose operands have 22 bits instead of 24.
+        roundings = 16 if isinstance(case, Layer) and actual.dtype == torch.float32 else 4
+        rounding = roundings * torch.finfo(actual.dtype).eps * (expected.abs().max() if expected.numel() else 0)
         assert error <= allowed + rounding, f"{name}: {error:.2e} above {allowed:.2e} + {rounding:.2e}"
 
 

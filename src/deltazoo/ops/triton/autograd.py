@@ -7,9 +7,9 @@ calls go around the dispatcher altogether.
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from deltazoo.ops.triton import pipeline
+from deltazoo.ops.triton.eager import call
 from deltazoo.ops.triton.pipeline import Kept
 from deltazoo.ops.validation import check_tensor_values
 
@@ -21,7 +21,6 @@ _ARGUMENTS = (
 )
 _library = torch.library.Library("deltazoo", "FRAGMENT")
 _KEPT = Kept._fields
-_PLAIN = (Tensor, torch.nn.Parameter)
 _library.define(f"triton_delta_rule({_ARGUMENTS}) -> ({', '.join(['Tensor'] * (2 + len(_KEPT)))})")
 _library.define(
     f"triton_delta_rule_backward({_ARGUMENTS}, {', '.join(f'Tensor kept_{x}' for x in _KEPT)}, "
@@ -35,27 +34,8 @@ def triton_delta_rule(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Whole sequences on the GPU; arguments and results as in `deltazoo.ops.delta_rule`."""
     arguments = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
-    if _watched(arguments):
-        output, final, *_ = torch.ops.deltazoo.triton_delta_rule.default(*arguments)
-        return output, final
-    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments if isinstance(x, Tensor)):
-        return _Eager.apply(*arguments)  # type: ignore[no-any-return]
-    output, final, *_ = _forward(*arguments)
+    output, final, *_ = call(torch.ops.deltazoo.triton_delta_rule.default, _Eager, _forward, arguments)
     return output, final
-
-
-def _watched(arguments: tuple) -> bool:
-    """Whether somebody wants to see the operator: a compiler, a mode, a transform, a subclass of Tensor.
-
-    Nobody does in plain eager calls, and these do without the dispatcher, which costs as much again as all else that
-    the host does: 90 us of a forward call with gradients, 160 us of a forward and backward call, on one CPU core.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in arguments)
-    )
 
 
 def _forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):  # type: ignore[no-untyped-def]

@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from deltazoo.ops.triton.eager import call
 from deltazoo.ops.triton.sigmoid import sigmoid
 
 __all__ = ["gated_rms_norm"]
@@ -129,6 +131,22 @@ def _autograd(ctx, d_y):  # type: ignore[no-untyped-def]
 torch.library.register_autograd("deltazoo::gated_rms_norm", _autograd, setup_context=_setup_context, lib=_library)
 
 
+class _Eager(torch.autograd.Function):
+    """The operator and its gradients without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
+        y = _forward(*arguments)
+        _setup_context(ctx, arguments, y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y):  # type: ignore[no-untyped-def]
+        return _autograd(ctx, d_y)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
     """See `deltazoo.ops.fused.fused_gated_rms_norm`."""
-    return torch.ops.deltazoo.gated_rms_norm.default(x, gate, weight, eps, activation == "silu")
+    arguments = (x, gate, weight, eps, activation == "silu")
+    return call(torch.ops.deltazoo.gated_rms_norm.default, _Eager, _forward, arguments)

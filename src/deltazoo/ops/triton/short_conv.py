@@ -8,7 +8,9 @@ Inputs from before a row, or a packed sequence, come from its state. The backwar
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from deltazoo.ops.triton.eager import call
 from deltazoo.ops.triton.short_conv_kernels import short_conv_backward_kernel, short_conv_forward_kernel
 
 __all__ = ["short_conv"]
@@ -112,6 +114,21 @@ def _autograd(ctx, d_y):  # type: ignore[no-untyped-def]
 torch.library.register_autograd("deltazoo::short_conv", _autograd, setup_context=_setup_context, lib=_library)
 
 
+class _Eager(torch.autograd.Function):
+    """The operator and its gradients without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
+        y = _forward(*arguments)
+        _setup_context(ctx, arguments, y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y):  # type: ignore[no-untyped-def]
+        return _autograd(ctx, d_y)
+
+
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -123,4 +140,5 @@ def short_conv(
     eps: float = 1e-6,
 ) -> Tensor:
     """See `deltazoo.ops.fused.fused_short_conv`."""
-    return torch.ops.deltazoo.short_conv.default(x, weight, past, sequence, cu_seqlens, head_dim, eps)
+    arguments = (x, weight, past, sequence, cu_seqlens, head_dim, eps)
+    return call(torch.ops.deltazoo.short_conv.default, _Eager, _forward, arguments)

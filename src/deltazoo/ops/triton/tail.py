@@ -155,8 +155,8 @@ def tail_kernel(
         P_diagonal = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_dP, 0.0), 1)[:, None] * scale
         b_dq += P_diagonal * b_k
         b_kc += P_diagonal * b_q
-        k_written, direct = undo_decay(b_k, b_G, DTYPE)
-        undone = tl.exp2(tl.minimum(-b_G, 100.0))
+        undone, direct = undo_decay(b_G, DTYPE)
+        k_written = (b_k * undone).to(DTYPE)
         W = tl.where(below & direct[:, None], W_P, 0.0).to(DTYPE)
         b_dq += entry * tl.dot(W, k_written, input_precision=PRECISION)
         b_kc += undone * tl.dot(tl.trans(W), (b_q * entry).to(DTYPE), input_precision=PRECISION)
@@ -184,8 +184,8 @@ def tail_kernel(
             b_beta_k = (b_beta[:, None] * b_k).to(DTYPE)
             b_row = tl.dot(W_L, b_k, b_row, input_precision=PRECISION)
             b_kc = tl.dot(tl.trans(W_L), b_beta_k, b_kc, input_precision=PRECISION)
-            if TERMS > 1 and DECAY == 1:
-                # The gradient of a weak decay is a small difference of such sums: strict takes a second term of dL.
+            if TERMS > 1:
+                # Gradients of a weak decay and of beta are small differences of such sums: strict takes a second term.
                 W_rest = (b_dL - W_L.to(tl.float32)).to(DTYPE)
                 b_row = tl.dot(W_rest, b_k, b_row)
                 b_kc = tl.dot(tl.trans(W_rest), b_beta_k, b_kc)

@@ -15,6 +15,9 @@ HOPPER = 232_448
 desktops and inference (8.6, 8.9, 12.0) 101,376."""
 
 
+CHANNEL_TAIL = "single"
+
+
 class Tiles(NamedTuple):
     """Launch options per kernel: tile sizes, warps, software-pipeline stages."""
 
@@ -65,7 +68,12 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
         output = _options(8, 2, 128)
     warps = 8 if shared < HOPPER and decay == 1 else 4  # ptxas gives up on four there: 32 registers, all else spilled
     pairs = _options(warps, 2, BV)
-    return Tiles(BK, prepare, prepare | tile, output, serial, output, pairs | tile, pairs)
+    tail = pairs | tile
+    if decay == 2 and CHANNEL_TAIL == "pairs168":
+        tail |= dict(maxnreg=168)
+    elif decay == 2 and CHANNEL_TAIL in ("pairs2", "single2"):
+        tail |= dict(num_warps=2, BK=min(BK, 16))
+    return Tiles(BK, prepare, prepare | tile, output, serial, output, tail, pairs)
 
 
 def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]:

@@ -1,0 +1,47 @@
+"""Plain eager calls without torch's dispatcher, which costs the host more than the launches of a kernel or two."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+__all__ = ["call"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def call(
+    operator: Callable[..., Any],
+    function: type[torch.autograd.Function],
+    forward: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
+    """Call an operator of `torch.library`, or, where nobody wants to see it, what it does.
+
+    Around the dispatcher a forward call with gradients takes the host 90 us less and one with its backward pass 160 us
+    less (one core of an AMD EPYC).
+
+    Args:
+        operator: with its autograd formula.
+        function: the same as an autograd function.
+        forward: the same without gradients.
+        arguments: of each of them.
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if _watched(tensors):
+        return operator(*arguments)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return forward(*arguments)
+
+
+def _watched(tensors: list[Tensor]) -> bool:
+    """Whether a compiler, a dispatch mode, a function transform or a subclass of Tensor is to see the operator."""
+    return (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or any(type(x) not in _PLAIN for x in tensors)
+    )
