@@ -178,9 +178,12 @@ def resolve_backend(
     return "chunkwise", f"no triton: {obstacle}"
 
 
-@torch.compiler.assume_constant_result  # torch 2.11 cannot trace what it asks
 def _obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
     return _triton_obstacle(device, dtype, K, V)
+
+
+# What torch.compiler.assume_constant_result does, without its import of the compiler: torch 2.11 cannot trace the call.
+_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache
