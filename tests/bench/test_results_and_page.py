@@ -132,6 +132,21 @@ def test_the_summary_counts_and_lists_what_was_missed(results: Results) -> None:
     assert "1 of 1 measured values meet their target." in render_page(good, {})
 
 
+def test_the_page_tells_runs_apart(results: Results) -> None:
+    later = replace(some_run("two", "2026-02-01T00:00:00.000000+00:00"), commit="fedcba9876543210+changes")
+    results.runs["two"] = later
+    results.add(Row(TRAIN, "gdn", "medium", "deltazoo", "forward_ms", 0.45, run="two"))
+    page = render_page(results, {})
+    assert "(2 of 6 of run a, 0 of 1 of run b)" in page
+    assert line(page, "gdn", "medium", "fwd")[-1] == "a, b"
+    assert line(page, "b", "NVIDIA H200")[2] == "`fedcba9876+changes`"
+    missed = page[page.index("## Targets") : page.index("## Times")]
+    assert (
+        f"| {TRAIN} | gdn | medium | forward, eager, no gradient recorded | 0.45 | <= 0.36 | missed by 25% | b |"
+        in missed
+    )
+
+
 def test_targets_relative_to_a_peer_need_it(results: Results) -> None:
     page = render_page(results, {})
     assert line(page, "delta", "none", "fwd")[5:7] == ["<= 0.5", "missed by 20%"]

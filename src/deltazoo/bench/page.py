@@ -11,7 +11,7 @@ from deltazoo.bench.cold_start import FIRST
 from deltazoo.bench.decoding import STEP_SHAPES
 from deltazoo.bench.inputs import GATES, OPS
 from deltazoo.bench.plots import draw_plots, share_of_floor
-from deltazoo.bench.results import MEASURES, Results, Row
+from deltazoo.bench.results import MEASURES, Results, Row, Run
 from deltazoo.bench.shapes import TABLE
 from deltazoo.bench.targets import TARGETS, verdict
 
@@ -29,7 +29,9 @@ column says graph. Shapes read B x T x H x K x V. delta has no decay, gdn one pe
 are uniform with a mean log-decay per token of
 {gates}.
 fla is flash-linear-attention's chunk function with its default options, sdpa causal softmax attention on the same q, k,
-v. A target relative to fla refers to the fla value beside it. The last column names the runs a line comes from.
+v. A target relative to fla refers to the fla value beside it. The last column names the runs a line comes from: the
+newest run of each value. Where it names several, values of ours and of others were taken in different runs, and older
+lines time older kernels; "+changes" marks a run of a commit with changes on top.
 """
 
 
@@ -77,7 +79,7 @@ class _Page:
 
     def runs(self) -> str:
         rows = [
-            [letter, run.date[:16].replace("T", " "), f"`{run.commit[:10]}`", run.gpu or run.cpu, run.driver or "",
+            [letter, run.date[:16].replace("T", " "), f"`{_commit(run)}`", run.gpu or run.cpu, run.driver or "",
              run.torch, run.triton or "", run.fla or "", _number(run.copy_tb_s), _number(run.matmul_tflop_s)]
             for run, letter in ((self.results.runs[id], letter) for id, letter in self.letters.items())
         ]  # fmt: skip
@@ -89,16 +91,23 @@ class _Page:
         verdicts = [(row, *self._target(row)) for row in self.results.rows.values() if row.library == "deltazoo"]
         judged = [verdict for verdict in verdicts if verdict[2].startswith(("met", "missed"))]
         missed = [
-            [row.shape, row.op, row.gates, MEASURES[row.measure], self._value(row), target, outcome]
+            [row.shape, row.op, row.gates, MEASURES[row.measure], self._value(row), target, outcome, self._runs(row)]
             for row, target, outcome in judged
             if outcome != "met"
         ]
         if not judged:
             return ""
         met = f"{len(judged) - len(missed)} of {len(judged)} measured values meet their target"
+        counts = []
+        for letter in self.letters.values():
+            outcomes = [outcome for row, _, outcome in judged if self._runs(row) == letter]
+            if outcomes:
+                counts.append(f"{outcomes.count('met')} of {len(outcomes)} of run {letter}")
+        if len(counts) > 1:
+            met += f" ({', '.join(counts)})"
         if not missed:
             return f"## Targets\n\n{met}.\n"
-        header = ["shape", "op", "gates", "measure", "ours", "target", "verdict"]
+        header = ["shape", "op", "gates", "measure", "ours", "target", "verdict", "run"]
         return f"## Targets\n\n{met}; these do not:\n\n" + _table(header, missed)
 
     def ours(self, row: Row) -> bool:
@@ -124,7 +133,8 @@ class _Page:
         softmax = self.results.find(row.shape, "softmax", "none", "sdpa", row.measure)
         ratio = f"{peer.value / row.value:.2f}x" if peer and peer.value and row.value else ""
         cells = [row.op, row.gates, row.library, _TIMES[row.measure], self._value(row), *self._target(row)]
-        return [*cells, self._value(peer), ratio, self._value(softmax), self._share(row), self._runs(row, peer)]
+        cells += [self._value(peer), ratio, self._value(softmax), self._share(row)]
+        return [*cells, self._runs(row, peer, softmax)]
 
     def _share(self, row: Row) -> str:
         share = share_of_floor(self.results, row)
@@ -202,6 +212,11 @@ _TIMES = {
     "forward_backward_ms": "fwd+bwd",
     "forward_backward_graph_ms": "fwd+bwd, graph",
 }
+
+
+def _commit(run: Run) -> str:
+    commit, plus, changes = run.commit.partition("+")
+    return commit[:10] + plus + changes
 
 
 def _number(value: float | None) -> str:
