@@ -156,6 +156,7 @@ def test_gates() -> None:
     assert scores.at_least("tiny", "delta_net", 9, 0.9).verdict == "fail"
     assert scores.at_least("tiny", "delta_net", 9, 0.9, otherwise="warn").verdict == "warn"
     assert scores.at_most("tiny", "delta_net", 9, 0.75).verdict == "fail"
+    assert scores.show("tiny", "delta_net", 9, named=True).text.startswith("tiny, DeltaNet at 9: 0.800")
     assert gap("a minus b", 0.2, 0.3).verdict == "fail" and gap("a minus b", 0.3, 0.3).verdict == "pass"
     assert too_easy("linear attention", 0.95, 0.9).verdict == "fail"
     assert verdict_of([Check("pass", ""), Check("warn", ""), Check("printed", "")]) == "warn"
@@ -233,6 +234,31 @@ def test_the_page_says_what_the_results_say(tmp_path: Path) -> None:
     assert "**FAIL**" in page and "chance 0.500" in page and "| DeltaNet [-1,1] | 0.001 | 1 |" in page
     assert f"{score:.3f}" in page and "a machine" in page
     assert (tmp_path / "images" / "lab_mini_tiny.png").exists()
+    assert "\n2 runs, " in page and "Cut short" not in page
+
+
+def test_the_page_of_a_suite_cut_short_judges_only_what_ran(tmp_path: Path) -> None:
+    from deltazoo.lab.report import write_page
+
+    records = list(finished(tmp_path).records.values())
+    other = replace(EXPERIMENT, name="other", seeds=(0, 1))
+    unjudged = replace(
+        claim(0.0),
+        name="other",
+        statement="It learns more.",
+        experiments=(other,),
+        judge=lambda scores: [scores.at_least("other", "kda", 9, 0.0)],
+    )
+    selection = Selection((EXPERIMENT, other), (claim(0.0), unjudged))
+    page = write_page(tmp_path / "lab.md", {"mini": (selection, records, {})}).read_text()
+    assert "\n2 of 6 runs, " in page and "Missing runs by experiment: other (4).\n" in page
+    assert "| [It learns.](#mini-tiny) | none | **pass** |" in page
+    assert "| [It learns more.](#mini-other) | none | not run |" in page
+    assert "It learns more. not run." in page and "**FAIL**" not in page
+
+    one_more = replace(records[0], experiment="other")
+    page = write_page(tmp_path / "lab.md", {"mini": (selection, [*records, one_more], {})}).read_text()
+    assert "\n3 of 6 runs, " in page and "Missing runs by experiment: other (3 of 4).\n" in page
 
 
 USERS_FILE = """

@@ -127,10 +127,13 @@ class Scores:
         verdict: Verdict = "pass" if max(values) <= bound else otherwise
         return Check(verdict, f"{self.describe(arm, condition, values)}, wanted at most {bound:.2f}")
 
-    def show(self, experiment: str, arm: str, condition: int | str, rate: float | None = None) -> Check:
-        """A figure without a gate."""
+    def show(
+        self, experiment: str, arm: str, condition: int | str, rate: float | None = None, *, named: bool = False
+    ) -> Check:
+        """A figure without a gate; `named` puts the experiment before it, for claims that look at several."""
         at = "" if rate is None else f" (lr {rate:g})"
-        return Check("printed", self.describe(arm, condition, self.all(experiment, arm, condition, rate)) + at)
+        where = f"{experiment}, " if named else ""
+        return Check("printed", where + self.describe(arm, condition, self.all(experiment, arm, condition, rate)) + at)
 
     @staticmethod
     def describe(arm: str, condition: int | str, values: list[float]) -> str:

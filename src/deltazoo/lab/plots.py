@@ -280,9 +280,18 @@ def _length_axis(axis: Any, experiment: Experiment) -> None:
     left = min(ticks) / 1.25
     axis.set_xlim(left, max(ticks) * 1.15)
     if high > left:
-        axis.axvspan(left, high, color="#000000", alpha=0.06, lw=0)
+        start = max(left, low)
+        if low == high:
+            axis.axvline(high, color="#000000", alpha=0.12, lw=6)
+        else:
+            axis.axvspan(start, high, color="#000000", alpha=0.06, lw=0)
         axis.annotate(
-            "training lengths", (left * 1.02, 1.01), xycoords=("data", "axes fraction"), fontsize=8, color="#555555"
+            "training length" if low == high else "training lengths",
+            (start * 1.02, 1.01),
+            xycoords=("data", "axes fraction"),
+            fontsize=8,
+            color="#555555",
+            ha="center" if low == high else "left",
         )
     axis.set_xlabel(f"test length ({experiment.task.length_is})")
 

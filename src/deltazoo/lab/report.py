@@ -8,7 +8,7 @@ from rich.table import Table
 
 from deltazoo.lab.arms import label_of
 from deltazoo.lab.claims import Check, Claim, Scores, Verdict, verdict_of
-from deltazoo.lab.experiment import Experiment
+from deltazoo.lab.experiment import Experiment, Run
 from deltazoo.lab.numerics import judge_numerics
 from deltazoo.lab.plots import draw_complexity, draw_curves, draw_experiment, draw_numerics
 from deltazoo.lab.results import Record
@@ -83,16 +83,23 @@ def write_page(
         images: folder of the pictures.
     """
     images = images or path.parent / "images"
+    suites = {suite: (chosen, _by_arm(chosen, found), rest) for suite, (chosen, found, rest) in suites.items()}
     parts = [_INTRODUCTION, "## At a glance\n"]
     for suite, (selection, records, measured) in suites.items():
         if records:
-            parts.append(_summary(suite, selection.claims, records, measured))
+            parts.append(_summary(suite, selection, records, measured))
     for suite, (selection, records, measured) in suites.items():
         if records:
             parts.append(_suite(suite, selection, records, measured, images, path.parent))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
     return path
+
+
+def _by_arm(selection: Selection, records: Sequence[Record]) -> list[Record]:
+    """In the order in which experiments name their arms, not the one in which workers finished them."""
+    arms = {e.name: e.arms for e in selection.experiments}
+    return sorted(records, key=lambda r: (arms.get(r.experiment, ()) + (r.arm,)).index(r.arm))
 
 
 def _all_checks(
@@ -105,19 +112,20 @@ def _all_checks(
     return found
 
 
-def _summary(suite: str, claims: Sequence[Claim], records: Sequence[Record], measured: Measured) -> str:
+def _summary(suite: str, selection: Selection, records: Sequence[Record], measured: Measured) -> str:
     machine = records[0].environment
     lines = [
         f"### Suite {suite}\n",
-        f"{len(records)} runs, {sum(r.cpu_seconds for r in records) / 60:.1f} minutes of processor time "
+        f"{_how_many(selection, records)}, {sum(r.cpu_seconds for r in records) / 60:.1f} minutes of processor time "
         f"({sum(r.seconds for r in records) / 60:.1f} minutes of run time summed over workers"
         f"{_wall_clock(records)}), {machine.device}, torch {machine.torch}, "
         f"triton {machine.triton or 'absent'}, commit `{machine.commit[:12]}`.\n",
+        *_unfinished(selection, records),
         "| claim | paper | verdict |",
         "|---|---|---|",
     ]
-    by_name = {claim.name: claim for claim in claims}
-    for name, checks in _all_checks(claims, records, measured):
+    by_name = {claim.name: claim for claim in selection.claims}
+    for name, checks in _all_checks(selection.claims, records, measured):
         claim = by_name.get(name)
         statement = (
             claim.statement if claim else "Every form of the operators gives the same numbers; beta near 2 is safe."
@@ -125,6 +133,32 @@ def _summary(suite: str, claims: Sequence[Claim], records: Sequence[Record], mea
         paper = claim.paper if claim else "(no paper: our own gates)"
         lines.append(f"| [{statement}](#{suite}-{name.replace('_', '-')}) | {paper} | {_SHOWN[verdict_of(checks)]} |")
     return "\n".join(lines) + "\n"
+
+
+def _how_many(selection: Selection, records: Sequence[Record]) -> str:
+    """`25 runs`, or `75 of 181 runs` of a suite that was cut short."""
+    missing = sum(len(runs) for runs in _missing(selection, records).values())
+    return f"{len(records)} of {len(records) + missing} runs" if missing else f"{len(records)} runs"
+
+
+def _unfinished(selection: Selection, records: Sequence[Record]) -> list[str]:
+    """A paragraph that names the experiments that lack runs; none if all were run."""
+    missing = _missing(selection, records)
+    if not missing:
+        return []
+    whole = {experiment.name: len(experiment.runs()) for experiment in selection.experiments}
+    named = [
+        f"{name} ({whole[name]})" if len(runs) == whole[name] else f"{name} ({len(runs)} of {whole[name]})"
+        for name, runs in missing.items()
+    ]
+    return [f"Cut short. Missing runs by experiment: {', '.join(named)}.\n"]
+
+
+def _missing(selection: Selection, records: Sequence[Record]) -> dict[str, list[Run]]:
+    """The runs without a result, by experiment; experiments that are whole are left out."""
+    done = {record.key for record in records}
+    due = {e.name: [run for run in e.runs() if run.key not in done] for e in selection.experiments}
+    return {name: runs for name, runs in due.items() if runs}
 
 
 def _wall_clock(records: Sequence[Record]) -> str:

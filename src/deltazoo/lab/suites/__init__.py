@@ -1,4 +1,4 @@
-"""The two suites: `mini` for two CPU cores and three minutes, `full` for one large GPU and twenty."""
+"""The two suites: `mini` for two CPU cores and three minutes, `full` for one large GPU."""
 
 from deltazoo.lab.claims import Claim
 from deltazoo.lab.suites.full import FULL

@@ -1,4 +1,4 @@
-"""The full suite: what one large GPU can show in twenty minutes, a dozen runs at a time."""
+"""The full suite: for one large GPU, a dozen runs at a time."""
 
 from deltazoo.lab.claims import Claim
 from deltazoo.lab.suites.language import LANGUAGE

@@ -166,9 +166,9 @@ def _swaps(scores: Scores) -> list[Check]:
 
 def _hard_groups(scores: Scores) -> list[Check]:
     return [
-        *(scores.show("s5", arm, 32) for arm in S5_STEPS.arms),
-        *(scores.show("s5_slow", arm, 32) for arm in S5_DEEP.arms),
-        *(scores.show("a5", arm, 32) for arm in A5_DEEP.arms),
+        *(scores.show("s5", arm, 32, named=True) for arm in S5_STEPS.arms),
+        *(scores.show("s5_slow", arm, 32, named=True) for arm in S5_DEEP.arms),
+        *(scores.show("a5", arm, 32, named=True) for arm in A5_DEEP.arms),
     ]
 
 
