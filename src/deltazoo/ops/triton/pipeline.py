@@ -21,7 +21,7 @@ from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.segments import chain_kernel
 from deltazoo.ops.triton.tail import tail_kernel
 from deltazoo.ops.triton.tail_channel import pair_gradients_kernel, tail_channel_kernel
-from deltazoo.ops.triton.tiling import CHANNEL_TAIL, CHUNK, shared_memory, tiles_for
+from deltazoo.ops.triton.tiling import CHUNK, shared_memory, tiles_for
 
 __all__ = ["backward", "forward"]
 
@@ -257,17 +257,16 @@ def tail(
     dq, dk = (p.q.new_empty(p.B, p.T, p.HV, p.K, dtype=dtype) for _ in range(2))
     dv = torch.empty_like(p.v)
     shares = -(-p.K // p.tiles.tail["BK"])
-    in_pairs = p.decay == 2 and CHANNEL_TAIL.startswith("pairs")
-    parts = shares + in_pairs  # of d_beta
+    parts = shares + (p.decay == 2)  # of d_beta
     d_beta = None if p.beta is None else p.float32(parts, *p.beta.shape)
     sizes = dict(shares_stride=p.B * p.T * p.HV, value_tiles=-(-p.V // p.tiles.tail["BV"]), V=p.V)
-    if not in_pairs:
-        d_log_decay = None if p.log_decay is None else p.float32(*(shares,) * (p.decay == 1), *p.log_decay.shape)
+    if p.decay < 2:
+        d_log_decay = None if p.log_decay is None else p.float32(shares, *p.log_decay.shape)
         tail_kernel[p.chunk_grid(shares)](
             p.q, p.k, p.v, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, dq, dk, dv, d_beta, d_log_decay,
             DECAY=p.decay, TERMS=p.terms, **sizes, **p.per_chunk() | p.tiles.tail,
         )  # fmt: skip
-        d_log_decay = d_log_decay.sum(0) if d_log_decay is not None and p.decay == 1 else d_log_decay
+        d_log_decay = None if d_log_decay is None else d_log_decay.sum(0)
     else:
         W = p.q.new_empty(p.slots, 1 if p.beta is None else 2, CHUNK, CHUNK)
         P_diagonal, d_log_decay = p.float32(p.slots, CHUNK), p.float32(*p.q.shape[:2], p.HV, p.K)

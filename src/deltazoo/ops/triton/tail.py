@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.layout import chunk_bounds, key_head
-from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E, level_factor, level_mask, masked_sum, three_terms, undo_decay
 
 
 @triton.jit(do_not_specialize=["shares_stride", "value_tiles", "T", "NT", "H", "HV"])
@@ -80,9 +79,7 @@ def tail_kernel(
     b_kc = tl.zeros([C, BK], dtype=tl.float32)  # U dS^T
     b_dP = tl.zeros([C, C], dtype=tl.float32)
     if DECAY == 1:
-        b_overlap = tl.zeros([BV], dtype=tl.float32)  # <S, dS>, per value channel or per key channel
-    elif DECAY == 2:
-        b_overlap = tl.zeros([BK], dtype=tl.float32)
+        b_overlap = tl.zeros([BV], dtype=tl.float32)  # <S, dS>, per value channel
     if HAS_BETA:
         b_row = tl.zeros([C, BK], dtype=tl.float32)  # Z S^T
         b_dL = tl.zeros([C, C], dtype=tl.float32)
@@ -97,8 +94,8 @@ def tail_kernel(
         b_dS = tl.load(d_states + slot * (K * V) + i_v * BV * K + o_vk, mask=m_vk, other=0.0)
         b_dq = tl.dot(b_dO, b_S, b_dq, input_precision=PRECISION)
         b_kc = tl.dot(b_U, b_dS, b_kc, input_precision=PRECISION)
-        if DECAY != 0:
-            b_overlap += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 2 - DECAY)
+        if DECAY == 1:
+            b_overlap += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
         if HAS_BETA:
             b_v = tl.load(v + v_base + i_v * BV + o_cv, mask=m_write, other=0.0)
             b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
@@ -131,64 +128,25 @@ def tail_kernel(
     if DECAY == 1:
         g_last = tl.load(G + slot * C + C - 1)
         entry, exit = tl.exp2(b_G)[:, None], tl.exp2(g_last - b_G)[:, None]
-    elif DECAY == 2:
-        b_g = tl.load(log_decay + o_dk, mask=m_ck, other=0.0).to(tl.float32)
-        keeps = b_g > float("-inf")
-        g1, g2, g3 = three_terms(tl.maximum(b_g * LOG2E, LOG2_FLOOR), DTYPE)
-        g_last = tl.load(G + slot * K + o_k, mask=m_k, other=0.0)
-        b_G = masked_sum(o_c[None, :] <= o_c[:, None], g1, g2, g3)
-        entry, exit = tl.exp2(b_G), tl.exp2(masked_sum(o_c[None, :] > o_c[:, None], g1, g2, g3))
-    if DECAY != 0:
         b_dq *= entry
         b_kc *= exit
-        b_last = tl.sum(b_k.to(tl.float32) * b_kc, 2 - DECAY)
-        if DECAY == 1:
-            b_last = tl.sum(b_last, 0) + tl.exp2(g_last) * tl.sum(b_overlap, 0)
-        else:
-            b_last += tl.exp2(g_last) * b_overlap
+        b_last = tl.sum(tl.sum(b_k.to(tl.float32) * b_kc, 1), 0) + tl.exp2(g_last) * tl.sum(b_overlap, 0)
     b_dq *= scale
     if HAS_BETA:
         # Row terms of dL and of the state's share both enter as `beta o row`, and their products with k make d_beta.
-        b_row = -b_row * entry if DECAY != 0 else -b_row
+        b_row = -b_row * entry if DECAY == 1 else -b_row
 
-    if DECAY == 2:
-        P_diagonal = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_dP, 0.0), 1)[:, None] * scale
-        b_dq += P_diagonal * b_k
-        b_kc += P_diagonal * b_q
-        undone, direct = undo_decay(b_G, DTYPE)
-        k_written = (b_k * undone).to(DTYPE)
-        W = tl.where(below & direct[:, None], W_P, 0.0).to(DTYPE)
-        b_dq += entry * tl.dot(W, k_written, input_precision=PRECISION)
-        b_kc += undone * tl.dot(tl.trans(W), (b_q * entry).to(DTYPE), input_precision=PRECISION)
-        if HAS_BETA:
-            W = tl.where(direct[:, None], W_L, 0.0).to(DTYPE)
-            b_row += entry * tl.dot(W, k_written, input_precision=PRECISION)
-            k_read = (b_beta[:, None] * b_k * entry).to(DTYPE)
-            b_kc += undone * tl.dot(tl.trans(W), k_read, input_precision=PRECISION)
-        if tl.min(direct.to(tl.int32), 0) == 0:
-            for level in tl.range(6, num_stages=1):
-                f = level_factor(g1, g2, g3, o_c, level)
-                pairs = level_mask(o_c, level) & (direct == 0)[:, None]
-                k_f = b_k * f
-                W = tl.where(pairs, W_P, 0.0).to(DTYPE)
-                b_dq += f * tl.dot(W, k_f.to(DTYPE), input_precision=PRECISION)
-                b_kc += f * tl.dot(tl.trans(W), (b_q * f).to(DTYPE), input_precision=PRECISION)
-                if HAS_BETA:
-                    W = tl.where(pairs, W_L, 0.0).to(DTYPE)
-                    b_row += f * tl.dot(W, k_f.to(DTYPE), input_precision=PRECISION)
-                    b_kc += f * tl.dot(tl.trans(W), (b_beta[:, None] * k_f).to(DTYPE), input_precision=PRECISION)
-    else:
-        b_dq = tl.dot(W_P, b_k, b_dq, input_precision=PRECISION)
-        b_kc = tl.dot(tl.trans(W_P), b_q, b_kc, input_precision=PRECISION)
-        if HAS_BETA:
-            b_beta_k = (b_beta[:, None] * b_k).to(DTYPE)
-            b_row = tl.dot(W_L, b_k, b_row, input_precision=PRECISION)
-            b_kc = tl.dot(tl.trans(W_L), b_beta_k, b_kc, input_precision=PRECISION)
-            if TERMS > 1:
-                # Gradients of a weak decay and of beta are small differences of such sums: strict takes a second term.
-                W_rest = (b_dL - W_L.to(tl.float32)).to(DTYPE)
-                b_row = tl.dot(W_rest, b_k, b_row)
-                b_kc = tl.dot(tl.trans(W_rest), b_beta_k, b_kc)
+    b_dq = tl.dot(W_P, b_k, b_dq, input_precision=PRECISION)
+    b_kc = tl.dot(tl.trans(W_P), b_q, b_kc, input_precision=PRECISION)
+    if HAS_BETA:
+        b_beta_k = (b_beta[:, None] * b_k).to(DTYPE)
+        b_row = tl.dot(W_L, b_k, b_row, input_precision=PRECISION)
+        b_kc = tl.dot(tl.trans(W_L), b_beta_k, b_kc, input_precision=PRECISION)
+        if TERMS > 1:
+            # Gradients of a weak decay and of beta are small differences of such sums: strict takes a second term.
+            W_rest = (b_dL - W_L.to(tl.float32)).to(DTYPE)
+            b_row = tl.dot(W_rest, b_k, b_row)
+            b_kc = tl.dot(tl.trans(W_rest), b_beta_k, b_kc)
     if HAS_BETA:
         b_dbeta += tl.sum(b_k.to(tl.float32) * b_row, 1)
         b_dk_row = b_beta[:, None] * b_row
@@ -199,14 +157,8 @@ def tail_kernel(
     tl.store(dk + o_dk, (b_dk_row + b_kc).to(dk.dtype.element_ty), mask=m_ck)
     if HAS_BETA:
         tl.store(d_beta + share + o_gate, b_dbeta, mask=m_c)
-    if DECAY != 0:
-        b_dG = b_q * b_dq + b_k * (b_dk_row - b_kc)
-        if DECAY == 1:
-            b_dG = tl.sum(b_dG, 1) + tl.where(o_c == C - 1, b_last, 0.0)
-            keeps = tl.load(log_decay + o_gate, mask=m_c, other=0.0).to(tl.float32) > float("-inf")
-            b_dg = tl.where(keeps, tl.cumsum(b_dG, 0, reverse=True), 0.0)
-            tl.store(d_log_decay + share + o_gate, b_dg, mask=m_c)
-        else:
-            b_dG += tl.where((o_c == C - 1)[:, None], b_last[None, :], 0.0)
-            b_dg = tl.where(keeps, tl.cumsum(b_dG, 0, reverse=True), 0.0)
-            tl.store(d_log_decay + o_dk, b_dg, mask=m_ck)
+    if DECAY == 1:
+        b_dG = tl.sum(b_q * b_dq + b_k * (b_dk_row - b_kc), 1) + tl.where(o_c == C - 1, b_last, 0.0)
+        keeps = tl.load(log_decay + o_gate, mask=m_c, other=0.0).to(tl.float32) > float("-inf")
+        b_dg = tl.where(keeps, tl.cumsum(b_dG, 0, reverse=True), 0.0)
+        tl.store(d_log_decay + share + o_gate, b_dg, mask=m_c)
