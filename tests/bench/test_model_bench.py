@@ -178,6 +178,7 @@ def test_contestants_have_the_same_number_of_layers_and_widths() -> None:
         ("aten::_log_softmax", "loss"),
         ("liger_cross_entropy_kernel", "loss"),
         ("flash_fwd_kernel", "softmax attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>", "softmax attention"),
         ("aten::mul", "elementwise and other"),
         ("_fused_add_rms_norm_forward_kernel", "norms"),
         ("_swiglu_backward_kernel", "elementwise and other"),

@@ -32,7 +32,8 @@ GPU the captured steps and those of the loop are CUDA graphs, on a CPU they are 
 
 Ranges are the 20th to 80th percentile of single steps or tokens. With one CPU thread the clock counts the time that the
 process computed: on a machine shared with other work that is less than the time that passes, and still more than it
-would be alone.
+would be alone. Prompts are the first of a fresh model: compilation and the capture of the step count, which is most of
+the time of short ones on a GPU. What is known about a run beyond this page is in [log.md](log.md).
 """
 
 _SECTIONS = (

@@ -1,4 +1,4 @@
-"""Plots of whole-model speed. Colour tells model and library, the dash the way it ran."""
+"""Plots of whole-model speed. Colour tells model and library, dash and marker the way it ran."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ __all__ = ["draw_bars", "draw_lines"]
 # Okabe and Ito's palette, distinguishable with every common colour vision deficiency.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
+_WIDE = 20  # values whose largest is this many times the smallest need a logarithmic axis
 
 
 def draw_lines(path: Path, rows: list[ModelRow], along: Callable[[ModelRow], int], xlabel: str, ylabel: str) -> bool:
     """Draw the rows' values against `along`, one line per model and way; False, and no file, for fewer than two places.
 
-    Both axes are logarithmic.
+    Places are on a logarithmic axis. Values are too where they differ much; otherwise their axis starts at zero, so
+    that a flat line looks flat.
     """
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in rows:
@@ -29,15 +32,22 @@ def draw_lines(path: Path, rows: list[ModelRow], along: Callable[[ModelRow], int
     names, ways = _places(name for name, _ in lines), _places(way for _, way in lines)
     figure, axis = _figure()
     for (name, way), points in lines.items():
-        colour, dash = _COLOURS[names[name] % len(_COLOURS)], _DASHES[ways[way] % len(_DASHES)]
-        axis.plot(*zip(*sorted(points), strict=True), color=colour, linestyle=dash, marker="o", label=f"{name}, {way}")
+        place = ways[way]
+        axis.plot(*zip(*sorted(points), strict=True), label=f"{name}, {way}",
+                  color=_COLOURS[names[name] % len(_COLOURS)], linestyle=_DASHES[place % len(_DASHES)],
+                  marker=_MARKERS[place % len(_MARKERS)], markerfacecolor="white")  # fmt: skip
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
+    values = [value for points in lines.values() for _, value in points]
+    if max(values) >= _WIDE * min(values):
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(0, 1.06 * max(values))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     ticks = sorted({place for points in lines.values() for place, _ in points})
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30)
     axis.set(xlabel=xlabel, ylabel=ylabel)
     axis.grid(True, which="major", alpha=0.3)
-    axis.legend(fontsize=8)
+    _legend(axis)
     _save(figure, path)
     return True
 
@@ -58,9 +68,9 @@ def draw_bars(path: Path, rows: list[ModelRow], xlabel: str) -> bool:
         axis.barh(list(bars), widths, left=list(left.values()), color=_COLOURS[place % len(_COLOURS)], label=part,
                   hatch="//" if place >= len(_COLOURS) else None)  # fmt: skip
         left = {name: left[name] + width for name, width in zip(bars, widths, strict=True)}
-    axis.set(xlabel=xlabel)
+    axis.set(xlabel=xlabel, xlim=(0, 1.02 * max(left.values())))
     axis.invert_yaxis()
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    _legend(axis)
     _save(figure, path)
     return True
 
@@ -69,11 +79,16 @@ def _places(names: Any) -> dict[str, int]:
     return {name: place for place, name in enumerate(dict.fromkeys(names))}
 
 
+def _legend(axis: Any) -> None:
+    """Beside the plot, where it hides nothing."""
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=4)
+
+
 def _figure(height: float = 4.6) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, height), layout="constrained")
+    figure = Figure(figsize=(9.0, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots()
 
