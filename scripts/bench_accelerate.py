@@ -7,8 +7,8 @@ Four layers of each model (three of delta rule and one of softmax attention) wit
 defaults, random weights, dense MLPs in place of experts, and a small vocabulary, so that neither routing nor the head
 hides the layers. Measured in eager mode, before and after in turns: a prompt (forward into a new cache), training
 (forward and backward), training on packed documents (transformers' own torch code cannot do that, so there is no
-"before"), and one-token steps behind a prompt. Writes a JSON file with the machine, the versions and the commit, and
-prints its table.
+"before"), and one-token steps behind a prompt. Writes a JSON file with the machine, the versions and the commit, after
+every family, and prints its table.
 """
 
 import argparse
@@ -79,6 +79,9 @@ def main() -> int:
     suffix = "_small" * args.small + "_fused" * args.fused_kernels
     out = args.out or ROOT / "benchmarks" / "results" / f"accelerate_{args.device}{suffix}.json"
 
+    run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
+    description = {**asdict(run), "transformers": version("transformers"), "threads": torch.get_num_threads()}
+    out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for family in args.families:
         if family not in CONFIG_MAPPING:
@@ -86,10 +89,7 @@ def main() -> int:
             continue
         config = make_config(family, args.small)
         rows += measure_family(config, batch, tokens, torch.device(args.device), dtype, args.fused_kernels)
-    run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
-    description = {**asdict(run), "transformers": version("transformers"), "threads": torch.get_num_threads()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"run": description, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps({"run": description, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     Console(width=110).print(table(rows))
     print(out)
     return 0
