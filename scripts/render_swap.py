@@ -68,7 +68,7 @@ def section(name: str, record: dict[str, Any]) -> str:
         "`(transfer - converted) / (transfer - teacher)`, and the same with the teacher trained on in its place:\n",
         table(
             ["variant", "layers swapped", "recovered", "wanted", "", "teacher trained on"],
-            (gap_cells(arm, teacher["further"]) for arm in arms),
+            (gap_cells(arm, teacher.get("further")) for arm in arms),
         ),
         picture(draw_arms(IMAGES / f"{name}_arms.png", record), "Held-out bits per byte from stage to stage"),
     ]
@@ -81,7 +81,9 @@ def section(name: str, record: dict[str, Any]) -> str:
     if ranked:
         lines += ['Which layers are missed least; the better half is what the arms "half" swap:\n']
         lines += [picture(draw_one_ranking(IMAGES / f"{name}_ranking.png", ranked[0]), "Rise in loss by layer")]
-    lines += [recall_part(record), decoding_part(name, record)]
+    if teacher["recall"] is not None:
+        lines += [recall_part(record)]
+    lines += [decoding_part(name, record)]
     return "\n".join(lines)
 
 
@@ -93,7 +95,7 @@ def score_cells(arm: dict[str, Any]) -> list[str]:
 
 def further_part(teacher: dict[str, Any]) -> list[str]:
     """What the same training makes of the teacher, where the recipe trains whole models."""
-    if teacher["further"] is None:
+    if teacher.get("further") is None:
         return []
     return [
         "The teacher trained on, that is put through the same distillation and fine-tuning with nothing swapped, "
@@ -184,7 +186,7 @@ def draw_arms(path: Path, record: dict[str, Any]) -> Path:
         axis.plot(places, bits, DASHES[share], marker=MARKERS[share], color=colour, label=label)
         axis.plot(len(STAGES), arm["scores"]["scratch"], MARKERS[share], fillstyle="none", color=colour)
     axis.axhline(arms[0]["scores"]["original"], color="black", linestyle=":", label="teacher")
-    if record["teacher"]["further"] is not None:
+    if record["teacher"].get("further") is not None:
         axis.axhline(record["teacher"]["further"], color="black", linestyle="-.", label="teacher trained on")
     axis.set_xticks(
         [*places, len(STAGES)], ["after\ntransfer", "aligned", "distilled", "fine-tuned", "from scratch\n(same tokens)"]
