@@ -235,6 +235,8 @@ def test_the_page_says_what_the_results_say(tmp_path: Path) -> None:
     assert f"{score:.3f}" in page and "a machine" in page
     assert (tmp_path / "images" / "lab_mini_tiny.png").exists()
     assert "\n2 runs, " in page and "Cut short" not in page
+    backwards = {"mini": (selection, [*results.records.values()][::-1], {})}
+    assert write_page(tmp_path / "lab.md", backwards).read_text() == page  # arms in the experiment's order
 
 
 def test_the_page_of_a_suite_cut_short_judges_only_what_ran(tmp_path: Path) -> None:
