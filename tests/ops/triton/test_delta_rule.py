@@ -57,22 +57,14 @@ class Run:
         exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
         actual = {name: x.cpu() for name, x in results.items()}
         assert all(x.isfinite().all() for x in actual.values())
+        if self.case.repeats_keys:
+            worst = max(relative_errors(actual, exact, inputs).values())
+            assert worst < (0.05 if self.dtype != torch.float32 else 1e-4), worst
+            return
         plain = results_and_gradients(delta_rule, inputs, backend="chunkwise")
         half = self.dtype != torch.float32
-        close_keys = self.case.keys in ("same", "alternating", "correlated") and self.case.beta != 0
-        if self.case.repeats_keys or (close_keys and half):
-            worst = max(relative_errors(actual, exact, inputs).values())
-            # Float32 products are three TF32 products, whose operands both have 22 bits instead of 24.
-            allowed = 0.05 if half else max(1e-4, 8 * max(relative_errors(plain, exact, inputs).values()))
-            assert worst < allowed, worst
-            return
-        if self.dtype == torch.float16:  # what is smaller than any float16 operand is lost
-            least = torch.finfo(torch.float16).smallest_normal
-            for name in [n for n, x in exact.items() if 0 < x.abs().max() < least]:
-                assert actual.pop(name).abs().max() < least, name
-                del exact[name], plain[name]
         # Four rounded operands lie between input and result: state, inverse, corrections, scores.
-        floor = 4.0 if half else 16.0
+        floor = 4.0
         if self.case.decay == "scalar" and self.case.log_decay in ("mixed", "reset", -50.0) and not half:
             # Exponents per head are differences of float32 sums that fall by up to 200 (a factor ln 2) at each reset;
             # one token in eight resets.
@@ -148,12 +140,27 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     return {n: t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for n, t in tensors.items()}
 
 
+_FAST = "fast precision, keys that repeat and step sizes of 1"
+KNOWN_MISSES = {
+    ("same_keys_beta_1", torch.bfloat16): f"{_FAST}: d_beta is off by 4.1e-2, d_v by 2.6e-2",
+    ("same_keys_beta_1", torch.float16): f"{_FAST}: d_beta is off by 3.1e-3",
+    ("alternating_keys_beta_1", torch.bfloat16): f"{_FAST}: d_beta is off by 3.8e-2, d_v by 2.1e-2",
+    ("alternating_keys_beta_1", torch.float16): f"{_FAST}: d_beta is off by 4.0e-3",
+    ("correlated_keys_beta_1", torch.float16): f"{_FAST}: d_beta is off by 5.7e-3, the output by 2.6e-3",
+    ("same_keys_beta_2_channel", torch.bfloat16): "strict: d_beta is off by 0.053",
+    ("scalar_decay_50", torch.float16): "the gradient of the initial state, 1e-11, is below what float16 operands hold",
+    ("channel_decay_1", torch.float32): "three TF32 products are not one of float32: 5.2e-7 where torch has 1.0e-7",
+    ("same_keys_beta_1.98", torch.float32): "three TF32 products are not one of float32: off by 1.14e-4",
+}
+"""What an H200 missed its limit by (docs/log.md); nothing else may miss it."""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", HARD_CASES, ids=str)
 def test_hard_cases(case: DeltaRuleCase, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    if (case.name, dtype) == ("same_keys_beta_2_channel", torch.bfloat16):
-        request.applymarker(pytest.mark.xfail(reason="d_beta is off by 0.053 on an H200 (docs/log.md)", strict=False))
+    if (case.name, dtype) in KNOWN_MISSES:
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=KNOWN_MISSES[case.name, dtype]))
     run = Run(case, dtype, "strict" if case.repeats_keys or case.beta not in (0.0, 1.0) else "fast")
     run.judge(run.compute("cuda"))
 
