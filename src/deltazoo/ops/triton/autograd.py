@@ -6,10 +6,9 @@ calls go around the dispatcher altogether.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deltazoo.ops.triton import pipeline
-from deltazoo.ops.triton.eager import call
+from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.pipeline import Kept
 from deltazoo.ops.validation import check_tensor_values
 
@@ -34,15 +33,18 @@ def triton_delta_rule(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Whole sequences on the GPU; arguments and results as in `deltazoo.ops.delta_rule`."""
     arguments = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
-    output, final, *_ = call(torch.ops.deltazoo.triton_delta_rule.default, _Eager, _forward, arguments)
+    output, final, *_ = call(torch.ops.deltazoo.triton_delta_rule.default, _Eager, _launch, arguments)
     return output, final
 
 
-def _forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):  # type: ignore[no-untyped-def]
+def _launch(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):  # type: ignore[no-untyped-def]
     check_tensor_values(log_decay, cu_seqlens, v.shape[1])
     with torch.cuda.device_of(v):
-        results = pipeline.forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
-    return tuple(q.new_empty(0) if x is None else x for x in results)
+        return pipeline.forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
+
+
+def _forward(q, *rest):  # type: ignore[no-untyped-def]
+    return tuple(q.new_empty(0) if x is None else x for x in _launch(q, *rest))  # an operator cannot return None
 
 
 def _backward(  # type: ignore[no-untyped-def]
@@ -123,16 +125,8 @@ torch.library.register_autograd(
 )
 
 
-class _Eager(torch.autograd.Function):
-    """The operator and its gradients without the dispatcher."""
+def _eager_gradients(ctx, d_output, d_final):  # type: ignore[no-untyped-def]
+    return _gradients(ctx, _backward, d_output, d_final)
 
-    @staticmethod
-    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
-        results = _forward(*arguments)
-        _setup_context(ctx, arguments, results)
-        return results[:2]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_output, d_final):  # type: ignore[no-untyped-def]
-        return _gradients(ctx, _backward, d_output, d_final)
+_Eager = eager_function(_launch, _setup_context, _eager_gradients, shown=lambda results: results[:2])

@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from deltazoo.ops.triton.eager import call
+from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.sigmoid import sigmoid
 
 __all__ = ["gated_rms_norm"]
@@ -129,21 +128,7 @@ def _autograd(ctx, d_y):  # type: ignore[no-untyped-def]
 
 
 torch.library.register_autograd("deltazoo::gated_rms_norm", _autograd, setup_context=_setup_context, lib=_library)
-
-
-class _Eager(torch.autograd.Function):
-    """The operator and its gradients without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
-        y = _forward(*arguments)
-        _setup_context(ctx, arguments, y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_y):  # type: ignore[no-untyped-def]
-        return _autograd(ctx, d_y)
+_Eager = eager_function(_forward, _setup_context, _autograd)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:

@@ -8,9 +8,8 @@ Inputs from before a row, or a packed sequence, come from its state. The backwar
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from deltazoo.ops.triton.eager import call
+from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.short_conv_kernels import short_conv_backward_kernel, short_conv_forward_kernel
 
 __all__ = ["short_conv"]
@@ -112,21 +111,7 @@ def _autograd(ctx, d_y):  # type: ignore[no-untyped-def]
 
 
 torch.library.register_autograd("deltazoo::short_conv", _autograd, setup_context=_setup_context, lib=_library)
-
-
-class _Eager(torch.autograd.Function):
-    """The operator and its gradients without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
-        y = _forward(*arguments)
-        _setup_context(ctx, arguments, y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_y):  # type: ignore[no-untyped-def]
-        return _autograd(ctx, d_y)
+_Eager = eager_function(_forward, _setup_context, _autograd)
 
 
 def short_conv(
