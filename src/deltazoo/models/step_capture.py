@@ -59,6 +59,8 @@ def _capture_graph(
         graph.register_generator_state(generator)
     with torch.cuda.graph(graph, stream=stream):
         step()
+    # torch zeroes the generators' offsets on the capture's stream and sets them at a replay on the current one.
+    torch.cuda.current_stream().wait_stream(stream)
     return graph
 
 
