@@ -1,7 +1,8 @@
 """Word problems of groups: a sequence of permutations, and at every token the product of all so far.
 
-Swaps of S5 are reflections, which one Householder factor per token can be. S3 has rotations, which need two. The
-whole of S5 and A5 are beyond any fixed-depth model without state-dependent transitions.
+Swaps of S5 are reflections, which one Householder factor per token can be. S3 has rotations, which need two, and so has
+A5, the rotations of an icosahedron; a cycle of all five objects in S5 needs four. The whole of S5 and A5 are beyond any
+fixed-depth model without state-dependent transitions.
 """
 
 from dataclasses import dataclass
