@@ -171,8 +171,8 @@ MINI = (
         name="reset",
         statement="A decay gate clears the state at a mark; the delta rule alone has to overwrite its way out.",
         paper="The motivation of arXiv:2412.06464; no figure for this task",
-        differences="a task of ours: 16 void pairs, a mark, 4 new pairs, one head of 8 channels, 300 steps; trained for "
-        "several times as long, DeltaNet catches up",
+        differences="a task of ours: 16 void pairs, a mark, 4 new pairs, one head of 8 channels, 300 steps; trained "
+        "for several times as long, DeltaNet catches up",
         experiments=(RESET_MINI,),
         judge=_reset,
     ),
