@@ -4,7 +4,7 @@ from pathlib import Path
 
 from deltazoo.lab.measurements import read_measurements
 from deltazoo.lab.report import write_page
-from deltazoo.lab.results import read_records
+from deltazoo.lab.results import Record, read_records
 from deltazoo.lab.selection import select
 from deltazoo.lab.suites import SUITES
 
@@ -15,11 +15,21 @@ RESULTS = ROOT / "benchmarks" / "results"
 def main() -> None:
     suites = {}
     for suite in SUITES:
-        path = RESULTS / f"lab_{suite}.jsonl"
-        records = read_records(path) if path.exists() else []
+        records = _records(suite)
         suites[suite] = (select(suite), records, read_measurements(RESULTS, prefix=f"lab_{suite}_"))
     page = write_page(ROOT / "docs" / "lab.md", suites, images=ROOT / "docs" / "images")
     print(page)
+
+
+def _records(suite: str) -> list[Record]:
+    """Of all result files of a suite, each of which holds whole experiments."""
+    records: list[Record] = []
+    for path in sorted(RESULTS.glob(f"lab_{suite}*.jsonl")):
+        found = read_records(path)
+        if twice := {r.experiment for r in found} & {r.experiment for r in records}:
+            raise ValueError(f"{path} holds experiments that another file holds too: {', '.join(sorted(twice))}")
+        records += found
+    return records
 
 
 if __name__ == "__main__":

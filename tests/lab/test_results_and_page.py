@@ -253,14 +253,14 @@ def test_the_page_of_a_suite_cut_short_judges_only_what_ran(tmp_path: Path) -> N
     )
     selection = Selection((EXPERIMENT, other), (claim(0.0), unjudged))
     page = write_page(tmp_path / "lab.md", {"mini": (selection, records, {})}).read_text()
-    assert "\n2 of 6 runs, " in page and "Missing runs by experiment: other (4).\n" in page
+    assert "\n2 runs, " in page and "Missing runs by experiment: other (4).\n" in page
     assert "| [It learns.](#mini-tiny) | none | **pass** |" in page
     assert "| [It learns more.](#mini-other) | none | not run |" in page
     assert "It learns more. not run." in page and "**FAIL**" not in page
 
     one_more = replace(records[0], experiment="other")
     page = write_page(tmp_path / "lab.md", {"mini": (selection, [*records, one_more], {})}).read_text()
-    assert "\n3 of 6 runs, " in page and "Missing runs by experiment: other (3 of 4).\n" in page
+    assert "\n3 runs, " in page and "Missing runs by experiment: other (3 of 4).\n" in page
 
 
 USERS_FILE = """

@@ -11,7 +11,7 @@ from deltazoo.lab.claims import Check, Claim, Scores, Verdict, verdict_of
 from deltazoo.lab.experiment import Experiment, Run
 from deltazoo.lab.numerics import judge_numerics
 from deltazoo.lab.plots import draw_complexity, draw_curves, draw_experiment, draw_numerics
-from deltazoo.lab.results import Record
+from deltazoo.lab.results import Environment, Record
 from deltazoo.lab.selection import Selection
 
 __all__ = ["listing", "verdict_table", "write_page"]
@@ -113,13 +113,12 @@ def _all_checks(
 
 
 def _summary(suite: str, selection: Selection, records: Sequence[Record], measured: Measured) -> str:
-    machine = records[0].environment
+    by_environment: dict[Environment, list[Record]] = {}
+    for record in records:
+        by_environment.setdefault(record.environment, []).append(record)
     lines = [
         f"### Suite {suite}\n",
-        f"{_how_many(selection, records)}, {sum(r.cpu_seconds for r in records) / 60:.1f} minutes of processor time "
-        f"({sum(r.seconds for r in records) / 60:.1f} minutes of run time summed over workers"
-        f"{_wall_clock(records)}), {machine.device}, torch {machine.torch}, "
-        f"triton {machine.triton or 'absent'}, commit `{machine.commit[:12]}`.\n",
+        *(_provenance(environment, made) for environment, made in by_environment.items()),
         *_unfinished(selection, records),
         "| claim | paper | verdict |",
         "|---|---|---|",
@@ -135,10 +134,14 @@ def _summary(suite: str, selection: Selection, records: Sequence[Record], measur
     return "\n".join(lines) + "\n"
 
 
-def _how_many(selection: Selection, records: Sequence[Record]) -> str:
-    """`25 runs`, or `75 of 181 runs` of a suite that was cut short."""
-    missing = sum(len(runs) for runs in _missing(selection, records).values())
-    return f"{len(records)} of {len(records) + missing} runs" if missing else f"{len(records)} runs"
+def _provenance(environment: Environment, records: Sequence[Record]) -> str:
+    """Where some of a suite's runs were made, and how long they took; all runs of an experiment share their place."""
+    return (
+        f"{len(records)} runs, {sum(r.cpu_seconds for r in records) / 60:.1f} minutes of processor time "
+        f"({sum(r.seconds for r in records) / 60:.1f} minutes of run time summed over workers"
+        f"{_wall_clock(records)}), {environment.device}, torch {environment.torch}, "
+        f"triton {environment.triton or 'absent'}, commit `{environment.commit[:12]}`.\n"
+    )
 
 
 def _unfinished(selection: Selection, records: Sequence[Record]) -> list[str]:
