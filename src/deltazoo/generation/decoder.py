@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import create_masks_for_generate
 
 from deltazoo.generation.sampling import Sampling
+from deltazoo.models.merged_projections import MergedProjections
 from deltazoo.models.modeling import DeltaRuleForCausalLM
 from deltazoo.models.step_capture import FixedTensors, capture
 
@@ -27,7 +28,8 @@ class Decoder:
     """Continues prompts of one batch size with one model; keep it to reuse its captured step.
 
     Args:
-        model: in evaluation mode, on the device where it stays; a captured step knows the addresses of its parameters.
+        model: in evaluation mode, on the device where it stays; a captured step knows the addresses of its parameters,
+            which `MergedProjections` lays out for it.
         batch_size: rows.
         max_length: tokens of prompt and continuation at most; only the keys and values of softmax layers take room for
             them, so that models without such layers need no maximum.
@@ -85,6 +87,7 @@ class Decoder:
         self.real = torch.ones(batch_size, max_length or 1, dtype=torch.long, device=model.device)
         self._forward: Callable[..., Any] = torch.compile(model, fullgraph=True) if compile else model
         self._replay: Callable[[], object] | None = None
+        self._projections = MergedProjections(model)
 
     def stream(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128
@@ -179,9 +182,10 @@ class Decoder:
                 past_key_values=self.cache,
             )
             positions = self.position
-        output = self._forward(
-            self.token, attention_mask=masks, position_ids=positions, past_key_values=self.cache, use_cache=True
-        )
+        with self._projections.active():
+            output = self._forward(
+                self.token, attention_mask=masks, position_ids=positions, past_key_values=self.cache, use_cache=True
+            )
         self._take(output.logits[:, -1])
         self.position.add_(1)
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from deltazoo.models.cache import DeltaRuleCacheLayer
+from deltazoo.models.merged_projections import MergedProjections
 
 __all__ = ["CapturedGeneration", "FixedTensors", "capture", "captured_steps"]
 
@@ -100,9 +101,10 @@ class _CapturedForward:
     A call replays the last capture if it hands over the same cache and inputs of the same shapes; else it captures.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        update_wrapper(self, forward)
-        self.forward = forward
+    def __init__(self, model: nn.Module) -> None:
+        update_wrapper(self, model.forward)
+        self.forward = model.forward
+        self._projections = MergedProjections(model)
         self._cache: Cache | None = None
         self._shapes: object = None
 
@@ -131,7 +133,8 @@ class _CapturedForward:
         fixed_kwargs = _with_tensors(kwargs, self._inputs)
 
         def step() -> None:
-            self._logits = self.forward(**fixed_kwargs).logits
+            with self._projections.active():
+                self._logits = self.forward(**fixed_kwargs).logits
 
         self._replay = capture(step, self._fixed.changed)
 
@@ -192,7 +195,7 @@ def captured_steps(model: nn.Module) -> Iterator[None]:
     On a CPU the same steps run over the same fixed tensors without a graph. The logits that a call returns are
     overwritten by the next call.
     """
-    model.forward = _CapturedForward(model.forward)
+    model.forward = _CapturedForward(model)
     try:
         yield
     finally:

@@ -1,0 +1,175 @@
+"""Linear maps of one input as one matrix product, for decoding.
+
+A token step multiplies one row, or a handful, by every weight, so the number of products counts as much as their size.
+`MergedProjections` lays the weights of maps that read the same input (queries, keys, values and gates of a mixer, gate
+and up of an MLP) one below the other in memory, and within `active()` the first of them multiplies by all at once.
+
+    q_proj(x) -> x [Wq; Wk; Wv; Wb]^T -> q | k | v | b,      k_proj(x) -> k,      v_proj(x) -> v,      b_proj(x) -> b
+
+Modules, parameters and state-dict keys stay what they are; only where the numbers lie changes. The parameters become
+views of one block and stay that: no weight exists twice, updates in place act on both, and a second decoder finds the
+block ready. Giving them storages of their own again would take the weights away from other captured steps. What looks
+at storages copes: `save_pretrained` writes tensors that do not overlap one by one, copies and casts own what they make.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltazoo.layers import DeltaRuleAttention, SwiGLU
+from deltazoo.models.softmax_attention import SoftmaxAttention
+
+__all__ = ["MergedProjections"]
+
+# Attributes that read the layer's input, short ones last, so that the others stay aligned.
+_READERS: dict[type[nn.Module], tuple[str, ...]] = {
+    DeltaRuleAttention: ("q_proj", "k_proj", "v_proj", "g_proj", "f_proj", "a_proj", "b_proj"),
+    SoftmaxAttention: ("q_proj", "k_proj", "v_proj"),
+    SwiGLU: ("gate_proj", "up_proj"),
+}
+
+
+class MergedProjections:
+    """The linear maps of a model that may run together.
+
+    Left to run one by one, with the same results: anything but a plain `nn.Linear` (quantised, adapted, divided among
+    devices, parametrised, with hooks), weights whose memory others have a part in, and dtypes of their own, such as
+    gate projections kept in float32 in a half-precision model. Results of a merged product differ from those of its
+    parts by rounding alone.
+
+    Args:
+        model: whose parameters are laid out anew, at the price of memory for one layer's maps while it happens.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self._products: list[_JointProduct] = []
+        for layer in model.modules():
+            groups: dict[object, list[nn.Linear]] = {}
+            for linear in _readers(layer):
+                if all(uses[id(p)] == 1 for p in linear.parameters()):
+                    weight = linear.weight
+                    kind = weight.dtype, weight.device, linear.in_features, linear.bias is None
+                    groups.setdefault(kind, []).append(linear)
+            self._products += [_JointProduct(linears) for linears in groups.values() if _can_merge(linears)]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run merged maps together within this context, where no gradients are recorded.
+
+        Maps whose parameters have been replaced or moved since the merging run one by one.
+        """
+        products = [product for product in self._products if product.is_current()]
+        for product in products:
+            product.attach()
+        try:
+            yield
+        finally:
+            for product in products:
+                product.detach()
+
+
+class _JointProduct:
+    """Several linear maps as one; each hands out its piece when it is called with what the first was called with."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self.linears = linears
+        self.sizes = [linear.out_features for linear in linears]
+        self.weight = _in_one_block([linear.weight for linear in linears])
+        self.bias = None
+        if linears[0].bias is not None:
+            self.bias = _in_one_block([linear.bias for linear in linears])
+        self._places = [p.data_ptr() for p in self._parameters()]
+        self._ready: tuple[Tensor | None, list[Tensor | None]] = (None, [])
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for linear in self.linears for p in (linear.weight, linear.bias) if p is not None]
+
+    def is_current(self) -> bool:
+        """Whether the modules' parameters still lie in the block."""
+        return [p.data_ptr() for p in self._parameters()] == self._places
+
+    def attach(self) -> None:
+        """Let the modules take their results from here."""
+        for place, linear in enumerate(self.linears):
+            vars(linear)["forward"] = partial(self._piece, place)
+
+    def detach(self) -> None:
+        """Let the modules compute on their own again."""
+        for linear in self.linears:
+            vars(linear).pop("forward", None)
+        self._ready = (None, [])
+
+    def _piece(self, place: int, x: Tensor) -> Tensor:
+        # Another thread may train the model, or decode with it, at the same time: it asks for gradients, or with
+        # another input.
+        if place == 0 and not torch.is_grad_enabled():
+            self._ready = (x, list(self._multiply(x)))
+        source, pieces = self._ready
+        piece = pieces[place] if source is x and not torch.is_grad_enabled() else None
+        if piece is None:
+            return nn.Linear.forward(self.linears[place], x)
+        pieces[place] = None  # each is given once: a second call may come with other values in the same tensor
+        if place == len(pieces) - 1:
+            self._ready = (None, [])
+        return piece
+
+    def _multiply(self, x: Tensor) -> Sequence[Tensor]:
+        return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+
+
+def _readers(layer: nn.Module) -> list[nn.Linear]:
+    """The linear maps that a layer applies to its input, as far as they are plain."""
+    names = next((names for kind, names in _READERS.items() if isinstance(layer, kind)), ())
+    maps = (getattr(layer, name, None) for name in names)
+    first = (x[0] if isinstance(x, nn.Sequential) else x for x in maps)  # of the two halves of a low-rank map
+    return [x for x in first if type(x) is nn.Linear and _is_plain(x)]
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    hooks = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
+    return not hooks and all(
+        type(p) is nn.Parameter and p.device.type != "meta" and p.is_contiguous() and not p.is_inference()
+        for p in linear.parameters()
+    )
+
+
+def _can_merge(linears: Sequence[nn.Linear]) -> bool:
+    columns = [[linear.weight for linear in linears]]
+    if linears[0].bias is not None:
+        columns.append([linear.bias for linear in linears])
+    return len(linears) > 1 and all(_block_of(tensors) is not None or all(map(_owns_memory, tensors)) for tensors in columns)
+
+
+def _owns_memory(x: Tensor) -> bool:
+    """Whether nothing else lies in its storage, such as an optimiser's flat buffer, and no other process sees it."""
+    return x.untyped_storage().nbytes() == x.nbytes and (x.is_cuda or not x.is_shared())
+
+
+def _block_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors stacked along their first axis, if they lie one behind the other in one storage."""
+    first = tensors[0]
+    end = first.storage_offset()
+    for x in tensors:
+        if x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or x.storage_offset() != end:
+            return None
+        end += x.numel()
+    rows = sum(len(x) for x in tensors)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _in_one_block(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Stack parameters along their first axis, and make them views of the result."""
+    block = _block_of(parameters)
+    if block is None:
+        # Tensors made in inference mode could never be trained again.
+        with torch.inference_mode(False), torch.no_grad():
+            block = torch.cat([p.detach() for p in parameters])
+            for parameter, part in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
+                parameter.data = part
+    return block
