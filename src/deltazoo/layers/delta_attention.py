@@ -13,7 +13,7 @@ from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout, toke
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize
 from deltazoo.layers.rotary import Rotary, rotate
 from deltazoo.layers.rule import RuleInputs, effective_step
-from deltazoo.layers.short_conv import ShortConvolution, activation_function
+from deltazoo.layers.short_conv import ShortConvolution, activation_function, can_join, convolve_token
 from deltazoo.layers.state import MixerState, StateStore
 from deltazoo.layers.weight_decay import UndecayedName
 from deltazoo.ops import DeltaRuleOutput, decay, delta_rule, delta_rule_step, linear_attention, linear_attention_step
@@ -220,7 +220,8 @@ class DeltaRuleAttention(Float32Parameters):
         x = layout.compact(hidden_states) if isinstance(layout, PaddedLayout) else hidden_states
         if isinstance(layout, PaddedLayout) and rotary is not None:
             rotary = layout.compact(_rows(rotary[0], x)), layout.compact(_rows(rotary[1], x))
-        q, k, v, window = self._convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x), past, layout)
+        in_place = past_key_values is not None and past_key_values.fixed
+        q, k, v, window = self._convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x), past, layout, in_place)
         q, k, v = self._split_heads(q, k, v)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
@@ -228,7 +229,6 @@ class DeltaRuleAttention(Float32Parameters):
         inputs = self.rule_inputs(x, q, k, v)
         if isinstance(layout, PaddedLayout):
             inputs = inputs.silence(layout.real)
-        in_place = past_key_values is not None and past_key_values.fixed
         output, recurrent_state = self._run_rule(inputs, past, layout, in_place)
         output = self.o_proj(self._norm_and_gate(output, x).flatten(2))
 
@@ -263,14 +263,25 @@ class DeltaRuleAttention(Float32Parameters):
         return decay.softplus_decay(a, self.A_log, self.dt_bias)
 
     def _convolve(
-        self, q: Tensor, k: Tensor, v: Tensor, past: MixerState | None, layout: TokenLayout | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: MixerState | None,
+        layout: TokenLayout | None,
+        in_place: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if not self.conv_size:
             return self._activate(q), self._activate(k), self._activate(v), None
         widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
         q_past = k_past = v_past = None
         if past is not None:
-            q_past, k_past, v_past = self._conv_state(past, sum(widths)).split(widths, dim=1)
+            state = self._conv_state(past, sum(widths))
+            convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            if layout is None and _is_step(q) and can_join(convolutions, q):
+                (q, k, v), window = convolve_token(convolutions, (q, k, v), state, inplace=in_place)
+                return q, k, v, window
+            q_past, k_past, v_past = state.split(widths, dim=1)
         q, q_state = self.q_conv1d(q, q_past, layout)
         k, k_state = self.k_conv1d(k, k_past, layout)
         v, v_state = self.v_conv1d(v, v_past, layout)
@@ -290,6 +301,9 @@ class DeltaRuleAttention(Float32Parameters):
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.fused_kernels and self.conv_size:
             return q, k  # the convolutions did it
+        if self.spec.normalize_q and self.spec.normalize_k and _is_step(q):
+            q, k = l2_normalize(torch.cat([q, k], dim=2)).split([q.shape[2], k.shape[2]], dim=2)
+            return q, k
         return (
             l2_normalize(q) if self.spec.normalize_q else q,
             l2_normalize(k) if self.spec.normalize_k else k,
@@ -300,7 +314,7 @@ class DeltaRuleAttention(Float32Parameters):
     ) -> DeltaRuleOutput:
         steps = self.num_micro_steps
         packed = isinstance(layout, PackedLayout)
-        one_token = inputs.v.shape[1] == 1 and not packed and not torch.is_grad_enabled()
+        one_token = _is_step(inputs.v) and not packed
         if steps > 1:
             inputs = inputs.interleave(steps)
         if one_token and past is not None:
@@ -397,6 +411,11 @@ class DeltaRuleAttention(Float32Parameters):
         signs = f", negative eigenvalues on {self.neg_eigval}" if self.allow_neg_eigval else ""
         steps = f", {self.num_micro_steps} micro-steps" if self.num_micro_steps > 1 else ""
         return f"{self.spec.name}, {heads}, {values}{signs}{steps}"
+
+
+def _is_step(x: Tensor) -> bool:
+    """Whether `[B, T, ...]` is a token to decode: then the number of calls counts, not what they copy."""
+    return x.shape[1] == 1 and not torch.is_grad_enabled()
 
 
 def _rows(x: Tensor, batch: Tensor) -> Tensor:

@@ -14,4 +14,5 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     cos, sin = (part[:, :, None].to(x.dtype) for part in rotary)
     turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = turned.chunk(2, dim=-1)
-    return torch.cat([turned * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned

@@ -1,6 +1,6 @@
 """Short causal depthwise convolution with a state, for padded and for packed sequences."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout
 from deltazoo.layers.norm import at_least_float32, l2_normalize
-from deltazoo.ops.fused import fused_short_conv
+from deltazoo.ops.fused import fused_short_conv, fused_short_conv_step
 
-__all__ = ["ShortConvolution", "activation_function", "depthwise_sum"]
+__all__ = ["ShortConvolution", "activation_function", "can_join", "convolve_token", "depthwise_sum"]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -192,3 +192,52 @@ class ShortConvolution(nn.Module):
     def extra_repr(self) -> str:
         """Channels and taps, for printing."""
         return f"{self.channels}, kernel_size={self.kernel_size}"
+
+
+def can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:
+    """Whether `convolve_token` may take the weights of these modules, instead of calling them.
+
+    Not so if they are of another kind, or if only a call brings the weights here: those divided among devices, or
+    waiting elsewhere.
+    """
+    return all(
+        type(convolution) is ShortConvolution
+        and type(convolution.weight) is nn.Parameter
+        and convolution.weight.device == x.device
+        and not (convolution.unit_heads and not convolution.fused)
+        for convolution in convolutions
+    )
+
+
+def convolve_token(
+    convolutions: tuple[ShortConvolution, ShortConvolution, ShortConvolution],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    state: Tensor,
+    *,
+    inplace: bool = False,
+) -> tuple[Sequence[Tensor], Tensor]:
+    """What three alike convolutions make of one token, at once: a third of the calls. For inference.
+
+    Args:
+        convolutions: of queries, keys and values; the same taps, activation and way to compute.
+        inputs: a `[B, 1, channels]` for each.
+        state: their states, concatenated along the channels.
+        inplace: `state` is where the caller keeps it: the fused kernel writes the new one there, plain torch leaves it
+            to the caller to copy a view of it there.
+
+    Returns:
+        The three outputs, and their new states, concatenated.
+    """
+    q, k, _ = convolutions
+    channels = [convolution.channels for convolution in convolutions]
+    if q.fused:
+        weights = tuple(convolution.weight[:, 0] for convolution in convolutions)
+        may_write = inplace and state.dtype == inputs[0].dtype and state.is_contiguous()
+        heads = (q.unit_heads, k.unit_heads)
+        y, state = fused_short_conv_step(inputs, weights, state, head_dims=heads, inplace=may_write)  # type: ignore[arg-type]
+        return y.split(channels, dim=-1), state
+    token, weight = torch.cat(inputs, dim=-1), torch.cat([convolution.weight for convolution in convolutions])
+    window = torch.cat([state.to(token.dtype), token.transpose(1, 2)], dim=2)
+    total = (at_least_float32(window) * at_least_float32(weight)[:, 0]).sum(2)
+    state = window[..., 1:] if inplace else window[..., 1:].contiguous()
+    return q.activate(total).to(token.dtype)[:, None].split(channels, dim=-1), state

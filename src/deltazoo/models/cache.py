@@ -41,17 +41,23 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         static: write new states into the tensors of the first call, whose addresses then never change, and count tokens
             on the device: what a `StaticCache` promises to compiled code and CUDA graphs.
         mask_length: what the cache's softmax layers make masks for, if their number of keys is fixed.
+        earlier: layers of the same static cache that are filled before this one. All see the same tokens, so the first
+            that is filled counts for all.
     """
 
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, static: bool = False, mask_length: int | None = None) -> None:
+    def __init__(
+        self, static: bool = False, mask_length: int | None = None, earlier: Sequence["DeltaRuleCacheLayer"] = ()
+    ) -> None:
         CacheLayerMixin.__init__(self)
         LinearAttentionCacheLayerMixin.__init__(self)
         self.static = static
         self.mask_length = mask_length
         self.num_tokens: int | Tensor = 0
+        self._earlier = earlier
+        self._counts = True
         self._before: MixerState | None = None
         self._steps: list[_Step] = []
 
@@ -92,9 +98,9 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         conv, recurrent = self.conv_states[0], self.recurrent_states[0]
         if recurrent is None:
             return self._keep(MixerState(_at_fixed_address(state.conv), _at_fixed_address(state.recurrent)))
-        if state.recurrent is not recurrent:  # a step may have written it in place
+        if state.recurrent is not recurrent:  # a step may have written them in place
             recurrent.copy_(state.recurrent)
-        if conv is not None:
+        if conv is not None and state.conv is not conv:
             conv.copy_(state.conv)  # type: ignore[arg-type]
         self.has_previous_state[0] = True
 
@@ -108,8 +114,12 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def _count_on_device(self, num_new_tokens: int, device: torch.device) -> None:
         if isinstance(self.num_tokens, int):
-            self.num_tokens = _at_fixed_address(torch.tensor(self.num_tokens, device=device))
-        self.num_tokens.add_(num_new_tokens)  # type: ignore[union-attr]
+            counts = (layer.num_tokens for layer in self._earlier)
+            shared = next((count for count in counts if isinstance(count, Tensor)), None)
+            self._counts = shared is None
+            self.num_tokens = _at_fixed_address(torch.tensor(0, device=device)) if shared is None else shared
+        if self._counts:
+            self.num_tokens.add_(num_new_tokens)  # type: ignore[union-attr]
 
     # Length and mask questions, asked by transformers.
 
@@ -350,7 +360,8 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
         )
     # Windows of sliding layers are shorter than what full softmax layers make masks for.
     lengths = [other.max_cache_len for other in cache.layers if isinstance(other, StaticLayer)]
-    replacement = DeltaRuleCacheLayer(isinstance(cache, StaticCache), max(lengths, default=None))
+    earlier = [other for other in cache.layers[:index] if isinstance(other, DeltaRuleCacheLayer)]
+    replacement = DeltaRuleCacheLayer(isinstance(cache, StaticCache), max(lengths, default=None), earlier)
     if getattr(layer, "record_past", False):
         replacement.activate_past_recording()
     cache.layers[index] = replacement

@@ -87,8 +87,8 @@ class _JointProduct:
         self._places = [p.data_ptr() for p in self._parameters()]
         self._ready: tuple[Tensor | None, list[Tensor | None]] = (None, [])
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for linear in self.linears for p in (linear.weight, linear.bias) if p is not None]
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for linear in self.linears for p in linear.parameters()]
 
     def is_current(self) -> bool:
         """Whether the modules' parameters still lie in the block."""
@@ -115,11 +115,17 @@ class _JointProduct:
         if piece is None:
             return nn.Linear.forward(self.linears[place], x)
         pieces[place] = None  # each is given once: a second call may come with other values in the same tensor
-        if place == len(pieces) - 1:
+        if all(left is None for left in pieces):
             self._ready = (None, [])
         return piece
 
     def _multiply(self, x: Tensor) -> Sequence[Tensor]:
+        if x.shape[0] > 1 and self.bias is None and len(set(self.sizes)) == 1:
+            # Rows of one product would hold the pieces side by side, and kernels that want them dense would copy them.
+            # Maps of one size make a batch of products, whose results are dense.
+            weights = self.weight.unflatten(0, (len(self.sizes), -1))
+            rows = x.flatten(0, -2).expand(len(self.sizes), -1, -1)
+            return torch.bmm(rows, weights.mT).unflatten(1, x.shape[:-1]).unbind()
         return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
 
 
@@ -140,10 +146,8 @@ def _is_plain(linear: nn.Linear) -> bool:
 
 
 def _can_merge(linears: Sequence[nn.Linear]) -> bool:
-    columns = [[linear.weight for linear in linears]]
-    if linears[0].bias is not None:
-        columns.append([linear.bias for linear in linears])
-    return len(linears) > 1 and all(_block_of(tensors) is not None or all(map(_owns_memory, tensors)) for tensors in columns)
+    stacks = [[linear.weight for linear in linears], [x for linear in linears if (x := linear.bias) is not None]]
+    return len(linears) > 1 and all(not x or _block_of(x) is not None or all(map(_owns_memory, x)) for x in stacks)
 
 
 def _owns_memory(x: Tensor) -> bool:

@@ -51,4 +51,4 @@ def _rate_and_logit(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, 
     rate, bias = A_log.to(dtype).exp(), dt_bias.to(dtype)
     if a.ndim == 4:
         rate, bias = rearrange(rate, "h -> h 1"), rearrange(bias, "(h k) -> h k", h=heads)
-    return rate, a.to(dtype) + bias
+    return rate, a + bias  # in the wider dtype, the bias's

@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-__all__ = ["fused_gated_rms_norm", "fused_short_conv"]
+__all__ = ["fused_gated_rms_norm", "fused_short_conv", "fused_short_conv_step"]
 
 
 def fused_short_conv(
@@ -46,6 +46,46 @@ def fused_short_conv(
     from deltazoo.ops.triton.short_conv import short_conv
 
     return short_conv(x, weight, past, sequence=sequence, cu_seqlens=cu_seqlens, head_dim=head_dim, eps=eps)
+
+
+def fused_short_conv_step(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor],
+    window: Tensor,
+    *,
+    head_dims: tuple[int, int] = (0, 0),
+    eps: float = 1e-6,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`fused_short_conv` for one token of queries, keys and values at once. No gradients: for inference.
+
+    Args:
+        inputs: three `[B, 1, C_i]` float32, bfloat16 or float16.
+        weights: three `[C_i, W]`.
+        window: `[B, C, W - 1]`, the inputs before the token, concatenated, C the sum of the C_i; oldest first.
+        head_dims: channels per head of the first and of the second input to divide by `sqrt(|y|^2 + eps)`; 0 leaves the
+            norm out. Heads of both have one size.
+        eps: see `head_dims`.
+        inplace: write the new window over `window`, which must be contiguous and in the inputs' dtype.
+
+    Returns:
+        The outputs concatenated, `[B, 1, C]` in the inputs' dtype, computed in float32, and the new window.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
+        ValueError: a window that cannot be written in place, or heads of two sizes.
+    """
+    _require_triton(inputs[0])
+    if inplace and (window.dtype != inputs[0].dtype or not window.is_contiguous()):
+        raise ValueError(
+            f"a window updated in place must be contiguous and {inputs[0].dtype}, got {window.dtype} with strides "
+            f"{window.stride()} for shape {tuple(window.shape)}"
+        )
+    if all(head_dims) and head_dims[0] != head_dims[1]:
+        raise ValueError(f"heads of queries and keys must have one size, got head_dims={head_dims}")
+    from deltazoo.ops.triton.short_conv_step import short_conv_step
+
+    return short_conv_step(inputs, weights, window, q_head=head_dims[0], k_head=head_dims[1], eps=eps, inplace=inplace)
 
 
 def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:

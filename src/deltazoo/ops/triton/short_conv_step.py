@@ -1,0 +1,149 @@
+"""Short convolutions of queries, keys and values for one token: all three, their SiLU, norms and window in one launch.
+
+    z = sum_i w_i x_{t-i}      s = z * sigmoid(z)      y = s  or, per head,  s / sqrt(|s|^2 + eps)
+
+as in `short_conv`. The inputs before the token are the window; it moves on by one token, in place or into a new one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltazoo.ops.triton.sigmoid import sigmoid
+
+__all__ = ["short_conv_step"]
+
+_CHANNELS = 128
+"""Channels of one program, where no head says how many belong together: four per thread of its warp."""
+
+
+@triton.jit
+def _place(block, q, k, v, Q_BLOCKS, K_BLOCKS):
+    """Which of three pointers a program's channels belong to."""
+    chosen = q
+    if block >= Q_BLOCKS:
+        chosen = k
+    if block >= Q_BLOCKS + K_BLOCKS:
+        chosen = v
+    return chosen
+
+
+@triton.jit(do_not_specialize=["q_row", "k_row", "v_row", "eps"])
+def short_conv_step_kernel(
+    q,  # [B, CQ], k: [B, CK], v: [B, CV]; channels contiguous
+    k,
+    v,
+    q_row,  # their strides along B
+    k_row,
+    v_row,
+    q_weight,  # [CQ, W], k_weight: [CK, W], v_weight: [CV, W]
+    k_weight,
+    v_weight,
+    window,  # [B, C, W - 1], oldest first; C = CQ + CK + CV
+    new_window,  # the same shape, or the same memory
+    y,  # [B, C]
+    eps,
+    CQ: tl.constexpr,
+    CK: tl.constexpr,
+    CV: tl.constexpr,
+    W: tl.constexpr,
+    WIDTH: tl.constexpr,  # channels of a program: those of a head where one of the norms is wanted
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+    BC: tl.constexpr,
+):
+    Q_BLOCKS: tl.constexpr = (CQ + WIDTH - 1) // WIDTH
+    K_BLOCKS: tl.constexpr = (CK + WIDTH - 1) // WIDTH
+    BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + (CV + WIDTH - 1) // WIDTH
+    HALF: tl.constexpr = q.dtype.element_ty != tl.float32
+    block = tl.program_id(0) % BLOCKS
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    is_q = block < Q_BLOCKS
+    is_v = block >= Q_BLOCKS + K_BLOCKS
+    before = tl.where(is_q, 0, tl.where(is_v, CQ + CK, CQ))  # channels of the inputs before this one
+    first = block - tl.where(is_q, 0, tl.where(is_v, Q_BLOCKS + K_BLOCKS, Q_BLOCKS))
+    columns = first * WIDTH + tl.arange(0, BC)
+    mask = (tl.arange(0, BC) < WIDTH) & (columns < tl.where(is_q, CQ, tl.where(is_v, CV, CK)))
+
+    x = _place(block, q + row * q_row, k + row * k_row, v + row * v_row, Q_BLOCKS, K_BLOCKS)
+    taps = _place(block, q_weight, k_weight, v_weight, Q_BLOCKS, K_BLOCKS) + columns * W
+    value = tl.load(x + columns, mask=mask, other=0.0)
+    z = value.to(tl.float32) * tl.load(taps + (W - 1), mask=mask, other=0.0).to(tl.float32)
+    offsets = (row * (CQ + CK + CV) + before + columns) * (W - 1)
+    for i in tl.static_range(1, W):  # from the newest to the oldest, each taking the place of the one before it
+        place = offsets + (W - 1 - i)
+        older = tl.load(window + place, mask=mask, other=0.0)
+        z += older.to(tl.float32) * tl.load(taps + (W - 1 - i), mask=mask, other=0.0).to(tl.float32)
+        tl.store(new_window + place, value, mask=mask)
+        value = older
+    s = z * sigmoid(z, HALF)
+    if NORM_Q or NORM_K:
+        inverse = tl.rsqrt(tl.sum(s * s, axis=0) + eps)
+        normalised = (is_q & NORM_Q) | ((block >= Q_BLOCKS) & (block < Q_BLOCKS + K_BLOCKS) & NORM_K)
+        s *= tl.where(normalised, inverse, 1.0)
+    tl.store(y + row * (CQ + CK + CV) + before + columns, s.to(y.dtype.element_ty), mask=mask)
+
+
+def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    widths = [x.shape[-1] for x in (q, k, v)]
+    B, C, W = q.shape[0], sum(widths), q_weight.shape[-1]
+    width = q_head or k_head or min(_CHANNELS, C)
+    block = 1 << (width - 1).bit_length()
+    y = q.new_empty(B, 1, C)
+    programs = B * sum(-(-channels // width) for channels in widths)
+    with torch.cuda.device_of(q):
+        short_conv_step_kernel[(programs,)](
+            q, k, v, q.stride(0), k.stride(0), v.stride(0), q_weight, k_weight, v_weight, window, new_window, y, eps,
+            *widths, W=W, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block,
+            num_warps=max(1, block // 128),
+        )  # fmt: skip
+    return y
+
+
+def _functional(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
+    window = window.to(q.dtype).contiguous()
+    new_window = torch.empty_like(window)
+    return _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head, eps), new_window
+
+
+def _in_place(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
+    if not window.is_inference():  # the kernel writes behind autograd's back: let it notice
+        torch.autograd.graph.increment_version(window)
+    return _run(q, k, v, q_weight, k_weight, v_weight, window, window, q_head, k_head, eps)
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, Tensor v_weight"
+_library = torch.library.Library("deltazoo", "FRAGMENT")
+_library.define(f"short_conv_step({_INPUTS}, Tensor window, int q_head, int k_head, float eps) -> (Tensor, Tensor)")
+_library.define(f"short_conv_step_({_INPUTS}, Tensor(a!) window, int q_head, int k_head, float eps) -> Tensor")
+_library.impl("short_conv_step", _functional, "CompositeExplicitAutograd")
+_library.impl("short_conv_step_", _in_place, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("deltazoo::short_conv_step", lib=_library)
+def _(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[0], 1, window.shape[1]), window.new_empty(window.shape, dtype=q.dtype)
+
+
+@torch.library.register_fake("deltazoo::short_conv_step_", lib=_library)
+def _(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape[0], 1, window.shape[1])
+
+
+def short_conv_step(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor],
+    window: Tensor,
+    *,
+    q_head: int,
+    k_head: int,
+    eps: float,
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `deltazoo.ops.fused.fused_short_conv_step`."""
+    if inplace:
+        y = torch.ops.deltazoo.short_conv_step_.default(*inputs, *weights, window, q_head, k_head, eps)
+        return y, window
+    return torch.ops.deltazoo.short_conv_step.default(*inputs, *weights, window, q_head, k_head, eps)
