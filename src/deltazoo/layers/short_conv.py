@@ -230,6 +230,9 @@ def convolve_token(
     """
     q, k, _ = convolutions
     channels = [convolution.channels for convolution in convolutions]
+    expected = (inputs[0].shape[0], sum(channels), q.kernel_size - 1)
+    if state.shape != expected:
+        raise ValueError(f"the convolution state must have shape {expected}, got {tuple(state.shape)}")
     if q.fused:
         weights = tuple(convolution.weight[:, 0] for convolution in convolutions)
         may_write = inplace and state.dtype == inputs[0].dtype and state.is_contiguous()

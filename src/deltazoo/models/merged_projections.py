@@ -80,10 +80,8 @@ class _JointProduct:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = linears
         self.sizes = [linear.out_features for linear in linears]
-        self.weight = _in_one_block([linear.weight for linear in linears])
-        self.bias = None
-        if linears[0].bias is not None:
-            self.bias = _in_one_block([linear.bias for linear in linears])
+        self.weight, *biases = (_in_one_block(stack) for stack in _stacks(linears))
+        self.bias = biases[0] if biases else None
         self._places = [p.data_ptr() for p in self._parameters()]
         self._ready: tuple[Tensor | None, list[Tensor | None]] = (None, [])
 
@@ -145,9 +143,15 @@ def _is_plain(linear: nn.Linear) -> bool:
     )
 
 
+def _stacks(linears: Sequence[nn.Linear]) -> Iterator[tuple[nn.Parameter, ...]]:
+    """The weights of alike maps, and their biases if they have any."""
+    return zip(*(linear.parameters() for linear in linears), strict=True)
+
+
 def _can_merge(linears: Sequence[nn.Linear]) -> bool:
-    stacks = [[linear.weight for linear in linears], [x for linear in linears if (x := linear.bias) is not None]]
-    return len(linears) > 1 and all(not x or _block_of(x) is not None or all(map(_owns_memory, x)) for x in stacks)
+    return len(linears) > 1 and all(
+        _block_of(stack) is not None or all(_owns_memory(x) for x in stack) for stack in _stacks(linears)
+    )
 
 
 def _owns_memory(x: Tensor) -> bool:
