@@ -6,20 +6,21 @@ and up of an MLP) one below the other in memory, and within `active()` the first
 
     q_proj(x) -> x [Wq; Wk; Wv; Wb]^T -> q | k | v | b,      k_proj(x) -> k,      v_proj(x) -> v,      b_proj(x) -> b
 
-Modules, parameters and state-dict keys stay what they are; only where the numbers lie changes. The parameters become
-views of one block and stay that: no weight exists twice, updates in place act on both, and a second decoder finds the
-block ready. Giving them storages of their own again would take the weights away from other captured steps. What looks
-at storages copes: `save_pretrained` writes tensors that do not overlap one by one, copies and casts own what they make.
+Modules, parameters and state-dict keys stay what they are; only where the numbers lie changes, and there they stay: no
+weight exists twice, and an update in place acts on both. To torch each parameter has a storage of its own, which
+happens to begin where another ends. Views of one storage would not do: what saves models takes them for duplicates.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from deltazoo.layers import DeltaRuleAttention, SwiGLU
 from deltazoo.models.softmax_attention import SoftmaxAttention
@@ -56,7 +57,7 @@ class MergedProjections:
                     weight = linear.weight
                     kind = weight.dtype, weight.device, linear.in_features, linear.bias is None
                     groups.setdefault(kind, []).append(linear)
-            self._products += [_JointProduct(linears) for linears in groups.values() if _can_merge(linears)]
+            self._products += [_joint_product(linears) for linears in groups.values() if _can_merge(linears)]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -80,7 +81,8 @@ class _JointProduct:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = linears
         self.sizes = [linear.out_features for linear in linears]
-        self.weight, *biases = (_in_one_block(stack) for stack in _stacks(linears))
+        stacks = zip(*(linear.parameters() for linear in linears), strict=True)
+        self.weight, *biases = (_in_one_block(stack) for stack in stacks)
         self.bias = biases[0] if biases else None
         self._places = [p.data_ptr() for p in self._parameters()]
         self._ready: tuple[Tensor | None, list[Tensor | None]] = (None, [])
@@ -143,15 +145,8 @@ def _is_plain(linear: nn.Linear) -> bool:
     )
 
 
-def _stacks(linears: Sequence[nn.Linear]) -> Iterator[tuple[nn.Parameter, ...]]:
-    """The weights of alike maps, and their biases if they have any."""
-    return zip(*(linear.parameters() for linear in linears), strict=True)
-
-
 def _can_merge(linears: Sequence[nn.Linear]) -> bool:
-    return len(linears) > 1 and all(
-        _block_of(stack) is not None or all(_owns_memory(x) for x in stack) for stack in _stacks(linears)
-    )
+    return len(linears) > 1 and all(_owns_memory(p) for linear in linears for p in linear.parameters())
 
 
 def _owns_memory(x: Tensor) -> bool:
@@ -159,25 +154,24 @@ def _owns_memory(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() == x.nbytes and (x.is_cuda or not x.is_shared())
 
 
-def _block_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors stacked along their first axis, if they lie one behind the other in one storage."""
-    first = tensors[0]
-    end = first.storage_offset()
-    for x in tensors:
-        if x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or x.storage_offset() != end:
-            return None
-        end += x.numel()
-    rows = sum(len(x) for x in tensors)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+_products: WeakValueDictionary[tuple[int, ...], _JointProduct] = WeakValueDictionary()
+"""By the identities of their maps. Captured steps know where weights lie, so one that is in use is not made again."""
+
+
+def _joint_product(linears: Sequence[nn.Linear]) -> _JointProduct:
+    """The product of these maps that is in use already, or a new one."""
+    key = tuple(map(id, linears))
+    product = _products.get(key)
+    if product is None or not product.is_current():
+        product = _products[key] = _JointProduct(linears)
+    return product
 
 
 def _in_one_block(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Stack parameters along their first axis, and make them views of the result."""
-    block = _block_of(parameters)
-    if block is None:
-        # Tensors made in inference mode could never be trained again.
-        with torch.inference_mode(False), torch.no_grad():
-            block = torch.cat([p.detach() for p in parameters])
-            for parameter, part in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
-                parameter.data = part
+    """Stack parameters along their first axis, and let them lie in the result."""
+    # Tensors made in inference mode could never be trained again.
+    with torch.inference_mode(False), torch.no_grad():
+        block = torch.cat([p.detach() for p in parameters])
+        for parameter, part in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
+            parameter.data = from_dlpack(to_dlpack(part))  # a storage of its own in the same memory, which it keeps
     return block
