@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, GatedRMSNorm, LayerStates, ShortConvolution, l2_normalize, token_layout
-from deltazoo.ops.fused import fused_gated_rms_norm, fused_short_conv
+from deltazoo.layers.short_conv import convolve_token
+from deltazoo.ops.fused import fused_gated_rms_norm, fused_short_conv, fused_short_conv_step
 
 pytest.importorskip("triton")
 
@@ -67,6 +68,42 @@ class Convolution:
             y, window = module(x, state, layout)
             d_x, d_weight = torch.autograd.grad([y, window], [x, module.weight], [draw(*y.shape), draw(*window.shape)])
         return {"y": y.detach(), "window": window.detach(), "d_x": d_x, "d_weight": d_weight}
+
+
+@dataclass(frozen=True)
+class TokenStep:
+    """One token of three convolutions at once, against the three one by one."""
+
+    name: str
+    channels: tuple[int, int, int] = (24, 24, 40)
+    head: tuple[int, int] = (8, 8)
+    taps: int = 4
+    inplace: bool = False
+    side_by_side: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
+
+        convolutions = []
+        for channels, head in zip(self.channels, (*self.head, 0), strict=True):
+            convolutions.append(ShortConvolution(channels, self.taps, unit_heads=head, fused=fused))
+            convolutions[-1].weight = torch.nn.Parameter(draw(channels, 1, self.taps))
+        x, state = draw(3, 1, sum(self.channels)), draw(3, sum(self.channels), self.taps - 1)
+        inputs = x.split(self.channels, dim=-1)
+        if fused:
+            inputs = inputs if self.side_by_side else tuple(part.contiguous() for part in inputs)
+            with torch.no_grad():
+                y, window = convolve_token(tuple(convolutions), inputs, state, inplace=self.inplace)
+            assert (window is state) == self.inplace
+        else:
+            pasts = state.split(self.channels, dim=1)
+            y, windows = zip(*(f(x, past) for f, x, past in zip(convolutions, inputs, pasts, strict=True)), strict=True)
+            window = torch.cat(windows, dim=1)
+        return {"y": torch.cat(list(y), dim=-1).detach(), "window": window}
 
 
 @dataclass(frozen=True)
@@ -135,6 +172,16 @@ CASES = [
     Convolution("a_run_and_a_token", T=65, B=3, long_runs=True),
     Convolution("long_runs_packed", lengths=(70, 0, 1, 3, 62, 1, 90, 2), unit_heads=8, past=True, long_runs=True),
     Convolution("half", dtype=HALF, unit_heads=8, past=True),
+    TokenStep("step"),
+    TokenStep("step_in_place", inplace=True, side_by_side=True),
+    TokenStep("step_bare", head=(0, 0)),
+    TokenStep("step_queries_normalised", head=(8, 0), channels=(16, 24, 12)),
+    TokenStep("step_keys_normalised", head=(0, 8), channels=(20, 24, 12), inplace=True),
+    TokenStep("step_odd_heads", head=(12, 12), channels=(36, 36, 50), side_by_side=True),
+    TokenStep("step_two_taps", taps=2, inplace=True),
+    TokenStep("step_one_tap", taps=1),
+    TokenStep("step_wide", head=(0, 0), channels=(150, 130, 300), inplace=True),
+    TokenStep("step_half", dtype=HALF, inplace=True, side_by_side=True),
     Norm("silu"),
     Norm("sigmoid", activation="sigmoid"),
     Norm("odd", shape=(3, 7, 20)),
@@ -147,7 +194,7 @@ CASES = [
 ]
 
 
-def judge(case: Convolution | Norm | Layer, results: Results) -> None:
+def judge(case: Convolution | TokenStep | Norm | Layer, results: Results) -> None:
     """At most twice the error of plain torch in the same dtype, or four roundings of the largest value."""
     exact, plain = case.run("cpu", fused=False, dtype=torch.float64), case.run("cpu", fused=False)
     assert results.keys() == exact.keys()
@@ -170,13 +217,13 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Convolution | Norm | Layer, interpreted: dict[str, Results]) -> None:
+def test_interpreted(case: Convolution | TokenStep | Norm | Layer, interpreted: dict[str, Results]) -> None:
     judge(case, interpreted[case.name])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Convolution | Norm | Layer, request: pytest.FixtureRequest) -> None:
+def test_on_the_gpu(case: Convolution | TokenStep | Norm | Layer, request: pytest.FixtureRequest) -> None:
     if isinstance(case, Layer) and case.name == "kda":  # missed on an H200 (docs/log.md)
         reason = "three TF32 products are not one of float32: the gradient of dt_bias is off by 2.5e-6 for 2.0e-6"
         request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason))
@@ -209,6 +256,21 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
         assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in inputs]
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_step_compiles_without_a_graph_break(inplace: bool) -> None:
+    """On meta tensors: shapes and dtypes, no kernel."""
+
+    def run(inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], window: Tensor) -> tuple[Tensor, Tensor]:
+        return fused_short_conv_step(inputs, weights, window, head_dims=(8, 8), inplace=inplace)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, device="meta", dtype=torch.bfloat16)
+
+    arguments = (empty(2, 1, 16),) * 3, (empty(16, 4),) * 3, empty(2, 48, 3)
+    y, window = torch.compile(run, backend="aot_eager", fullgraph=True)(*arguments)
+    assert (y.shape, window.shape) == ((2, 1, 48), (2, 48, 3)) and y.dtype == window.dtype == torch.bfloat16
+
+
 class TestRefusals:
     @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs on a CPU")
     def test_a_cpu(self) -> None:
@@ -225,6 +287,17 @@ class TestRefusals:
         state = torch.empty(1, 4, 3, device="meta", requires_grad=True)
         with pytest.raises(ValueError, match="gives no gradient to its state"):
             fused_short_conv(torch.empty(1, 3, 4, device="meta"), torch.empty(4, 4, device="meta"), state)
+
+    def test_a_window_that_cannot_be_written(self) -> None:
+        inputs, weights = (torch.empty(2, 1, 8, device="meta"),) * 3, (torch.empty(8, 4, device="meta"),) * 3
+        for window in (torch.empty(2, 24, 3, device="meta").half(), torch.empty(2, 3, 24, device="meta").mT):
+            with pytest.raises(ValueError, match=r"must be contiguous and torch\.float32, got"):
+                fused_short_conv_step(inputs, weights, window, inplace=True)
+
+    def test_heads_of_two_sizes(self) -> None:
+        inputs, weights = (torch.empty(2, 1, 8, device="meta"),) * 3, (torch.empty(8, 4, device="meta"),) * 3
+        with pytest.raises(ValueError, match=r"one size, got head_dims=\(4, 8\)"):
+            fused_short_conv_step(inputs, weights, torch.empty(2, 24, 3, device="meta"), head_dims=(4, 8))
 
     def test_an_activation_it_has_not(self) -> None:
         with pytest.raises(ValueError, match="activation='identity' cannot act"):

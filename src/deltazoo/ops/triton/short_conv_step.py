@@ -75,6 +75,7 @@ def short_conv_step_kernel(
         place = offsets + (W - 1 - i)
         older = tl.load(window + place, mask=mask, other=0.0)
         z += older.to(tl.float32) * tl.load(taps + (W - 1 - i), mask=mask, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # in place, no thread may write what another has yet to read
         tl.store(new_window + place, value, mask=mask)
         value = older
     s = z * sigmoid(z, HALF)
@@ -87,16 +88,16 @@ def short_conv_step_kernel(
 
 def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    widths = [x.shape[-1] for x in (q, k, v)]
-    B, C, W = q.shape[0], sum(widths), q_weight.shape[-1]
-    width = q_head or k_head or min(_CHANNELS, C)
+    q_weight, k_weight, v_weight = (x.contiguous() for x in (q_weight, k_weight, v_weight))
+    (CQ, CK, CV), B, W = (x.shape[-1] for x in (q, k, v)), q.shape[0], q_weight.shape[-1]
+    width = q_head or k_head or min(_CHANNELS, CQ + CK + CV)
     block = 1 << (width - 1).bit_length()
-    y = q.new_empty(B, 1, C)
-    programs = B * sum(-(-channels // width) for channels in widths)
+    programs = B * sum(-(-channels // width) for channels in (CQ, CK, CV))
+    y = q.new_empty(B, 1, CQ + CK + CV)
     with torch.cuda.device_of(q):
         short_conv_step_kernel[(programs,)](
             q, k, v, q.stride(0), k.stride(0), v.stride(0), q_weight, k_weight, v_weight, window, new_window, y, eps,
-            *widths, W=W, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block,
+            CQ=CQ, CK=CK, CV=CV, W=W, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block,
             num_warps=max(1, block // 128),
         )  # fmt: skip
     return y
