@@ -173,7 +173,7 @@ class Decoder:
         self.token.copy_(chosen)
 
     def _step(self) -> None:
-        masks = positions = None
+        masks = None
         if self.is_hybrid:
             masks = create_masks_for_generate(
                 config=self.model.config,
@@ -181,13 +181,13 @@ class Decoder:
                 attention_mask=self.real,
                 past_key_values=self.cache,
             )
-            positions = self.position
         with self._projections.active():
             output = self._forward(
-                self.token, attention_mask=masks, position_ids=positions, past_key_values=self.cache, use_cache=True
+                self.token, attention_mask=masks, position_ids=self.position, past_key_values=self.cache, use_cache=True
             )
         self._take(output.logits[:, -1])
-        self.position.add_(1)
+        if self.is_hybrid:  # linear layers do not look at it
+            self.position.add_(1)
 
     @torch.no_grad()
     def _advance(self) -> None:

@@ -84,15 +84,15 @@ class _JointProduct:
         stacks = zip(*(linear.parameters() for linear in linears), strict=True)
         self.weight, *biases = (_in_one_block(stack) for stack in stacks)
         self.bias = biases[0] if biases else None
-        self._places = [p.data_ptr() for p in self._parameters()]
+        self._places = [
+            (linear._parameters, name, p.data_ptr()) for linear in linears for name, p in linear.named_parameters()
+        ]
         self._ready: tuple[Tensor | None, list[Tensor | None]] = (None, [])
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for linear in self.linears for p in linear.parameters()]
 
     def is_current(self) -> bool:
         """Whether the modules' parameters still lie in the block."""
-        return [p.data_ptr() for p in self._parameters()] == self._places
+        parameters = ((owner[name], place) for owner, name, place in self._places)
+        return all(p is not None and p.data_ptr() == place for p, place in parameters)
 
     def attach(self) -> None:
         """Let the modules take their results from here."""
