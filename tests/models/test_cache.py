@@ -222,3 +222,15 @@ def test_use_cache():
     model.config.use_cache = False
     assert model(ids).past_key_values is None
     assert tiny_config("gated_deltanet").use_cache
+
+
+@pytest.mark.parametrize("case", ["delta_net", "hybrid", "hybrid_softmax_first"])
+def test_layers_of_a_static_cache_count_together(case):
+    model = tiny_model(case)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    for length, total in ((5, 5), (1, 6), (3, 9)):
+        filled(model, tokens(2, length), cache)
+        assert [int(layer.get_seq_length()) for layer in cache.layers] == [total] * len(cache.layers)
+    cache.reset()
+    filled(model, tokens(2, 2), cache)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [2] * len(cache.layers)
