@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import tiny_model, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import StaticCache
 
 pytestmark = pytest.mark.slow
 
@@ -82,3 +83,25 @@ def test_packed_documents_with_lengths_that_vary():
             loss_and_gradients(model, compiled, ids, **kwargs), loss_and_gradients(model, model, ids, **kwargs)
         )
     assert counter.frame_count <= 2
+
+
+def test_generation_with_a_compiled_forward_pass():
+    """As transformers' guide has it: prompts, padded or not, are compiled in one graph too."""
+    model, ids = tiny_model("hybrid", num_heads=1), tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = [model.generate(ids, attention_mask=given, **options) for given in (None, mask)]
+    model.forward, counter = traced(model.forward)
+    for given, tokens_of_uncompiled in zip((None, mask), expected, strict=True):
+        generated = model.generate(ids, attention_mask=given, cache_implementation="static", **options)
+        assert torch.equal(generated, tokens_of_uncompiled)
+    assert counter.frame_count <= 4
+
+
+def test_packed_documents_and_a_cache_are_refused_in_compiled_code_too():
+    model, ids = tiny_model("gated_deltanet", num_hidden_layers=1), tokens(1, 8)
+    compiled, _ = traced(model)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with pytest.raises(RuntimeError, match="packed documents cannot fill or continue a cache"), torch.no_grad():
+        compiled(ids, position_ids=torch.arange(8)[None] % 4, past_key_values=cache)

@@ -195,7 +195,7 @@ class TestStaticCache:
             generated = model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="static")
             assert torch.equal(generated, expected)
 
-    @pytest.mark.parametrize("case", FEW)
+    @pytest.mark.parametrize("case", [*FEW, "softmax_only"])
     def test_greedy_left_padded(self, case):
         model = tiny_model(case)
         ids, mask = left_padded([tokens(n, seed=n) for n in (2, 7)], 7)

@@ -115,8 +115,6 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             self.prepare_cache(past_key_values)
         if sequences is None:
             sequences = self.describe(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
-        if sequences.starts is not None and past_key_values is not None:
-            raise ValueError("packed documents cannot fill or continue a cache: run them without past_key_values")
         recomputes = self.training and self.config.recompute != "none"
         if use_cache and past_key_values is None and sequences.starts is None and not recomputes:
             past_key_values = DynamicCache(config=self.config)
@@ -148,6 +146,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             tokens.device,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            fills_cache=past_key_values is not None,
             **given,
         )
 

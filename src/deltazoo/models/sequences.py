@@ -16,6 +16,8 @@ from deltazoo.layers.layout import PackedLayout, TokenLayout, token_layout
 
 __all__ = ["BatchSequences", "describe_batch"]
 
+_NO_CACHE = "packed documents cannot fill or continue a cache: run them without past_key_values"
+
 
 @dataclass(frozen=True)
 class BatchSequences:
@@ -63,6 +65,7 @@ def describe_batch(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    fills_cache: bool = False,
 ) -> BatchSequences:
     """Bring all descriptions of a batch into one.
 
@@ -75,16 +78,23 @@ def describe_batch(
         cu_seqlens: `[N + 1]` boundaries of packed documents, with B = 1.
         cu_seq_lens_q, cu_seq_lens_k: the same under FlashAttention's names.
         seq_idx: `[B, T]`, a number per document.
+        fills_cache: whether the tokens go into a cache, which packed documents cannot.
 
     Raises:
-        ValueError: a description has the wrong shape, or two contradict each other.
+        ValueError: a description has the wrong shape, or two contradict each other; packed documents and a cache.
+            Compiled code, which reads no values, says the latter by RuntimeError where `position_ids` alone pack.
     """
     shape = (batch_size, num_tokens)
     mask = _current_padding(attention_mask, shape, past_length)
     cu_seqlens = _one_cu_seqlens(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
     position_ids = _checked_position_ids(position_ids, shape)
 
-    starts = _document_starts(shape, mask, position_ids, cu_seqlens, seq_idx)
+    # Ready masks of a model without linear layers do not say where padding lies; its positions may look like restarts.
+    padding_known = not isinstance(attention_mask, Mapping) or "linear_attention" in attention_mask
+    telling = position_ids if padding_known else None
+    starts = _document_starts(shape, mask, telling, cu_seqlens, seq_idx, fills_cache)
+    if starts is not None and fills_cache:
+        raise ValueError(_NO_CACHE)
     if starts is None:
         layout = token_layout(batch_size, num_tokens, attention_mask=mask)
         if position_ids is None:
@@ -160,6 +170,7 @@ def _document_starts(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     seq_idx: Tensor | None,
+    fills_cache: bool,
 ) -> Tensor | None:
     """`[B, T]` bool, True where a packed document begins, from every description given; None unless packed."""
     found: dict[str, Tensor] = {}
@@ -169,7 +180,10 @@ def _document_starts(
         found["seq_idx"] = _starts_from_seq_idx(seq_idx, shape)
     if position_ids is not None and shape[1] > 1 and (not found or _readable(position_ids)):
         restarts = _starts_from_positions(position_ids.expand(shape), mask)
-        if found or bool(restarts[:, 1:].any()):
+        if not found and fills_cache and torch.compiler.is_compiling():
+            # `generate` sends positions with every prompt; a branch on them would need a graph of its own.
+            torch._assert_async(~restarts[:, 1:].any(), _NO_CACHE)
+        elif found or bool(restarts[:, 1:].any()):
             found["position_ids"] = restarts
     if not found:
         return None

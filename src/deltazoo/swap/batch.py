@@ -51,13 +51,12 @@ def _with_description(kwargs: dict[str, Any]) -> dict[str, Any]:
         tokens.device,
         attention_mask=_token_mask(kwargs),
         position_ids=position_ids,
+        fills_cache=cache is not None,
         **{key: kwargs[key] for key in _SEQUENCE_KEYS if kwargs.get(key) is not None},
     )
     kwargs["delta_batch"] = batch
     kwargs.pop("cu_seqlens", None)  # the one name of ours that transformers does not know
     if batch.starts is not None:
-        if cache is not None:
-            raise ValueError("packed documents cannot fill or continue a cache: run them without past_key_values")
         # The softmax layers that remain tell documents apart by position_ids, and only without a mask.
         padded = kwargs.pop("attention_mask", None) is not None
         kwargs["position_ids"] = position_ids if position_ids is not None and not padded else batch.document_positions
