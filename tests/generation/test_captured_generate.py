@@ -3,6 +3,7 @@
 On a CPU the steps run over the fixed tensors that a CUDA graph would use, without the graph.
 """
 
+import accelerate
 import pytest
 import torch
 from tiny_models import FEW, OPTIONS, tiny_model, tokens
@@ -80,6 +81,16 @@ def test_moved_rows_return_to_their_addresses():
     assert [x.data_ptr() for x in fixed.changed] == addresses
     for now, then in zip((cache.layers[0].recurrent_states[0], keys), before, strict=True):
         assert torch.equal(now, then[[2, 0, 0]])
+
+
+def test_a_forward_pass_that_was_replaced_is_given_back():
+    """accelerate's hooks, for one, live in the model's own `forward`."""
+    model, ids = tiny_model("hybrid"), tokens(1, 5)
+    expected = generate(model, ids, do_sample=False)
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    hooked = vars(model)["forward"]
+    assert torch.equal(generate(model, ids, capture_step=True, do_sample=False), expected)
+    assert vars(model)["forward"] is hooked
 
 
 def test_the_forward_pass_is_given_back_after_an_error():

@@ -195,11 +195,14 @@ def captured_steps(model: nn.Module) -> Iterator[None]:
     On a CPU the same steps run over the same fixed tensors without a graph. The logits that a call returns are
     overwritten by the next call.
     """
+    replaced = vars(model).get("forward")  # a hook of accelerate, or compiled code
     model.forward = _CapturedForward(model)
     try:
         yield
     finally:
         del model.forward
+        if replaced is not None:
+            model.forward = replaced
 
 
 class CapturedGeneration:
