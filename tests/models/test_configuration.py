@@ -214,11 +214,44 @@ class TestFlaHubKeys:
         assert config.rope_parameters["rope_theta"] == 500.0
 
     @pytest.mark.parametrize(
-        "key", [{"use_beta": False}, {"qk_norm": "sum"}, {"qk_activation": "relu"}, {"use_l2warp": True}]
+        "key",
+        [
+            {"use_beta": False},
+            {"qk_norm": "sum"},
+            {"qk_activation": "relu"},
+            {"use_l2warp": True},
+            {"attnres_block_size": 4},
+            {"output_gate_activation": "sigmoid"},
+        ],
     )
     def test_other_models_are_refused(self, key):
         with pytest.raises(NotImplementedError, match=next(iter(key))):
             DeltaNetConfig(**key)
+
+    def test_activation_of_the_output_gate(self):
+        GatedDeltaNetConfig(**SIZES, output_gate_activation="silu")
+        KDAConfig(**SIZES, output_gate_activation="sigmoid")
+        with pytest.raises(NotImplementedError, match="'swish' is not implemented for kda, only 'sigmoid'"):
+            KDAConfig(**SIZES, output_gate_activation="swish")
+
+    def test_bound_on_the_decay(self):
+        config = KDAConfig(**SIZES, safe_gate=True, lower_bound=-4.0)
+        assert config.decay_lower_bound == -4.0
+        saved = config.to_dict()
+        assert (saved["lower_bound"], saved["safe_gate"]) == (-4.0, True)
+        assert not KDAConfig(**SIZES, decay_lower_bound=-6.0).to_dict()["safe_gate"]
+        assert "lower_bound" not in KDAConfig(**SIZES, safe_gate=False, lower_bound=None).to_dict()
+        with pytest.raises(ValueError, match="contradict"):
+            KDAConfig(**SIZES, lower_bound=-5.0, decay_lower_bound=-4.0)
+        with pytest.raises(ValueError, match="needs a bound"):
+            KDAConfig(**SIZES, safe_gate=True)
+
+    def test_softmax_layers_in_a_list(self):
+        alike = [{"layers": [2], "num_heads": 4}, {"layers": [0], "num_heads": 4}]
+        config = KDAConfig(hidden_size=32, num_heads=2, head_dim=8, num_hidden_layers=3, attn=alike)
+        assert config.layer_types == ["full_attention", "linear_attention", "full_attention"]
+        with pytest.raises(NotImplementedError, match="differ"):
+            KDAConfig(num_hidden_layers=3, attn=[alike[0], {"layers": [0], "num_heads": 2}])
 
     def test_sliding_windows_are_refused(self):
         with pytest.raises(NotImplementedError, match="window_size"):

@@ -13,6 +13,7 @@ from deltazoo.models import load_fla_checkpoint
 # What fla's configuration classes write into config.json, at the sizes of the tiny models.
 COMMON = {
     "attn_mode": "chunk",
+    "attnres_block_size": None,
     "bos_token_id": 1,
     "conv_size": 4,
     "eos_token_id": 2,
@@ -39,13 +40,15 @@ COMMON = {
 FLA_CONFIGS = {
     "delta_net": {"expand_k": 0.5, "expand_v": 0.75, "qk_activation": "silu", "qk_norm": "l2", "use_beta": True,
                   "use_gate": False, "use_output_norm": True},
-    "gated_deltanet": {"expand_v": 2.0, "head_dim": 8, "num_v_heads": 4, "use_gate": True, "allow_neg_eigval": False},
-    "kda": {"expand_v": 1.0, "head_dim": 8, "num_v_heads": None, "allow_neg_eigval": True},
+    "gated_deltanet": {"expand_v": 2.0, "head_dim": 8, "num_v_heads": 4, "use_gate": True, "allow_neg_eigval": False,
+                       "output_gate_activation": "swish"},
+    "kda": {"expand_v": 1.0, "head_dim": 8, "num_v_heads": None, "allow_neg_eigval": True, "safe_gate": True,
+            "lower_bound": -5.0},
 }  # fmt: skip
 OURS = {
     "delta_net": {"head_dim": 8, "expand_v": 1.5},
     "gated_deltanet": {"num_v_heads": 4, "expand_v": 2.0},
-    "kda": {"allow_neg_eigval": True},
+    "kda": {"allow_neg_eigval": True, "decay_lower_bound": -5.0},
 }
 HYBRID_ATTN = {
     "layers": [1],
@@ -126,7 +129,7 @@ def test_saved_configuration_means_the_same_to_fla(checkpoint):
     assert weights[prefix + "v_proj.weight"].shape == (value_dim, 32)
     assert values["use_gate"] == any(prefix + "g_proj" in name for name in weights)
     fla = FLA_CONFIGS[values["model_type"]]
-    for key in ("allow_neg_eigval", "expand_k", "use_short_conv", "num_heads"):
+    for key in ("allow_neg_eigval", "expand_k", "use_short_conv", "num_heads", "safe_gate", "lower_bound"):
         assert key not in fla or values[key] == fla[key]
     if model.config.num_attention_heads is not None:
         assert values["attn"] == HYBRID_ATTN

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from deltazoo.spec import get_variant
+
 __all__ = ["add_fla_keys", "modernize_state_dict", "translate_fla_config"]
 
 # They pick a kernel or a fusion; the model computes the same function whatever they say.
@@ -28,6 +30,7 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "use_l2warp": (False,),
     "conv_bias": (False,),
+    "attnres_block_size": (None,),
 }
 
 
@@ -35,7 +38,7 @@ def translate_fla_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Rewrite configuration keys that only fla-hub uses; all other keys pass through unchanged.
 
     Args:
-        values: keys as found in a `config.json` or given by a caller.
+        values: keys as found in a `config.json` or given by a caller, `mixer` among them.
 
     Returns:
         A new dictionary in the keys of `DeltaRuleConfig`.
@@ -50,8 +53,33 @@ def translate_fla_config(values: Mapping[str, Any]) -> dict[str, Any]:
         if value not in implemented:
             raise NotImplementedError(f"{key}={value!r} is not implemented, only {' or '.join(map(repr, implemented))}")
     _translate_head_width(translated)
+    _translate_decay_bound(translated)
+    _check_gate_activation(translated)
     _translate_hybrid_layers(translated)
     return translated
+
+
+def _translate_decay_bound(values: dict[str, Any]) -> None:
+    """`lower_bound` is our `decay_lower_bound`; `safe_gate` picks kernels that rely on it."""
+    bound, safe = values.pop("lower_bound", None), values.pop("safe_gate", False)
+    ours = values.get("decay_lower_bound")
+    if bound is not None and ours not in (None, bound):
+        raise ValueError(f"lower_bound={bound} and decay_lower_bound={ours} contradict each other")
+    if bound is not None:
+        values["decay_lower_bound"] = bound
+    elif safe and ours is None:
+        raise ValueError("safe_gate=True needs a bound on the decay: set decay_lower_bound")
+
+
+def _check_gate_activation(values: dict[str, Any]) -> None:
+    activation = values.pop("output_gate_activation", None)
+    if activation is None:
+        return
+    implemented = get_variant(values["mixer"]).gate_activation
+    if {"swish": "silu"}.get(activation, activation) != implemented:
+        raise NotImplementedError(
+            f"output_gate_activation={activation!r} is not implemented for {values['mixer']}, only {implemented!r}"
+        )
 
 
 def _translate_head_width(values: dict[str, Any]) -> None:
@@ -87,7 +115,7 @@ def _translate_hybrid_layers(values: dict[str, Any]) -> None:
     attn = values.pop("attn", None)
     if attn is None:
         return
-    attn = dict(attn)
+    attn = _one_specification(attn)
     if attn.pop("window_size", None) is not None:
         raise NotImplementedError("sliding-window softmax layers (attn['window_size']) are not implemented")
     if attn.pop("qk_norm", False):
@@ -114,6 +142,17 @@ def _translate_hybrid_layers(values: dict[str, Any]) -> None:
         )
 
 
+def _one_specification(attn: Mapping[str, Any] | list[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of all softmax layers; a list may give some of them settings of their own, which is refused."""
+    first, *others = [dict(part) for part in (attn if isinstance(attn, list) else [attn])]
+    layers = list(first.pop("layers"))
+    for other in others:
+        layers += other.pop("layers")
+        if other != first:
+            raise NotImplementedError(f"softmax layers that differ (attn) are not implemented, got {first} and {other}")
+    return {**first, "layers": sorted(layers)}
+
+
 def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:
     """What fla-hub's classes need besides our keys to build the same model; `values` is one of our configurations.
 
@@ -133,6 +172,9 @@ def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:
             "window_size": None,
             "rope_theta": values["rope_parameters"]["rope_theta"],
         }
+    if values["model_type"] == "kda" and values["decay_lower_bound"] is not None:
+        values["lower_bound"] = values["decay_lower_bound"]
+        values["safe_gate"] = values["lower_bound"] >= -5  # the range in which its kernels rely on the bound
     if values["fuse_linear_cross_entropy"]:
         values["fuse_cross_entropy"] = False  # on by default there, and refused beside the other
     return values
