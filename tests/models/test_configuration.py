@@ -77,6 +77,7 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"neg_eigval": "none", "allow_neg_eigval": True}, "'both' or 'erase'"),
         ({"mixer": "linear_attention", "allow_neg_eigval": True}, "no correction term"),
         ({"mixer": "delta_net", "decay_lower_bound": -5.0}, "no decay"),
+        ({"backend": "trition"}, "unknown backend 'trition'; did you mean 'triton'"),
     ],
 )
 @pytest.mark.feature("errors: configurations")

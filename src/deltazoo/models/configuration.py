@@ -18,6 +18,7 @@ from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config
 from deltazoo.models.parallel_plans import PIPELINE_PLAN, fsdp_plan, tensor_parallel_plan
 from deltazoo.models.recompute import LEVELS
+from deltazoo.ops.api import BACKENDS
 from deltazoo.spec import DeltaRuleSpec, get_variant
 
 __all__ = ["DeltaNetConfig", "DeltaRuleConfig", "EFLAConfig", "GatedDeltaNetConfig", "KDAConfig"]
@@ -227,6 +228,8 @@ class DeltaRuleConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_v_heads must be a positive multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
             )
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(_unknown("backend", self.backend, BACKENDS))
         if self.recompute not in LEVELS:
             raise ValueError(f"recompute: {_unknown('level', self.recompute, LEVELS)}")
         self._validate_layer_types(self.layer_types)
