@@ -67,3 +67,22 @@ def test_quantisers_leave_gate_projections_alone(case):
     assert not should_convert_module("lm_head", left_alone)
     loaded_as = model._get_dtype_plan(torch.float16)
     assert not any("_proj" in name for name in loaded_as), "only quantisers are to treat them differently"
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "hybrid_kda"])
+@pytest.mark.feature("prompt tuning")
+def test_prompt_tuning(case):
+    """Its virtual tokens come as embeddings, and its masks as floats."""
+    options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model, ids = peft.get_peft_model(tiny_model(case), options).eval(), tokens(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    virtual = model.get_prompt(batch_size=2)
+    embeds = torch.cat([virtual, model.get_input_embeddings()(ids)], dim=1)
+    alone = model.base_model(inputs_embeds=torch.cat([embeds[:1, :3], embeds[:1, 5:]], dim=1)).logits
+    padded = model(input_ids=ids, attention_mask=mask, labels=ids)
+    torch.testing.assert_close(padded.logits[:1, 5:], alone[:, 3:], rtol=1e-4, atol=1e-5)
+    padded.loss.backward()
+    assert next(p for p in model.parameters() if p.requires_grad).grad.abs().max() > 0
+    generate = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(**generate), model.generate(**generate, use_cache=False))

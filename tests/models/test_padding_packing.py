@@ -268,7 +268,8 @@ class TestBadInput:
             ({"attention_mask": torch.ones(2, 5, dtype=torch.long)}, r"shape \(2, 6\).*got \(2, 5\)"),
             ({"attention_mask": torch.ones(2, 7, dtype=torch.long)}, r"shape \(2, 6\).*got \(2, 7\)"),
             ({"attention_mask": torch.ones(3, 6, dtype=torch.long)}, r"shape \(2, 6\).*got \(3, 6\)"),
-            ({"attention_mask": torch.ones(2, 6)}, "bool or integer"),
+            ({"attention_mask": torch.tensor([[0.0] * 5 + [-1e9]] * 2)}, "bool or integer"),
+            ({"attention_mask": torch.zeros(2, 6)}, "bool or integer"),
             ({"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}, "2 dimensions"),
             ({"attention_mask": torch.tensor([[1, 1, 2, 2, 2, 3]] * 2)}, "only 0 and 1.*seq_idx"),
             ({"cu_seqlens": torch.tensor([0, 3, 6])}, "need batch size 1, got 2"),
@@ -313,6 +314,10 @@ class TestBadInput:
     def test_unknown_argument(self, model):
         with pytest.raises(TypeError, match="'cu_seqlen'; did you mean 'cu_seqlens'"):
             model(tokens(1, 6), cu_seqlen=torch.tensor([0, 6]))
+
+    def test_no_tokens(self, model):
+        with pytest.raises(ValueError, match=r"at least one token per row, got input of shape \(2, 0\)"):
+            model(tokens(2, 0))
 
     def test_neither_ids_nor_embeddings(self, model):
         with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):

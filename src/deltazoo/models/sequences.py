@@ -81,10 +81,13 @@ def describe_batch(
         fills_cache: whether the tokens go into a cache, which packed documents cannot.
 
     Raises:
-        ValueError: a description has the wrong shape, or two contradict each other; packed documents and a cache.
-            Compiled code, which reads no values, says the latter by RuntimeError where `position_ids` alone pack.
+        ValueError: no tokens; a description has the wrong shape, or two contradict each other; packed documents and a
+            cache. Compiled code, which reads no values, says the last by RuntimeError where `position_ids` alone pack.
     """
     shape = (batch_size, num_tokens)
+    if num_tokens == 0:
+        raise ValueError(f"expected at least one token per row, got input of shape {shape}")
+    attention_mask = _whole_numbers(attention_mask)
     mask = _current_padding(attention_mask, shape, past_length)
     cu_seqlens = _one_cu_seqlens(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
     position_ids = _checked_position_ids(position_ids, shape)
@@ -109,6 +112,21 @@ def describe_batch(
     return BatchSequences(layout, batch_size > 1, starts, position_ids, None)
 
 
+def _whole_numbers(
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None,
+) -> Tensor | Mapping[str, Tensor | None] | None:
+    """The mask without fractions: PEFT's prompt tuning writes ones as floats. Additive masks mean the opposite."""
+    if not isinstance(attention_mask, Tensor) or not attention_mask.is_floating_point() or attention_mask.ndim != 2:
+        return attention_mask
+    real = attention_mask == 1
+    if torch.compiler.is_compiling() or not bool((real | (attention_mask == 0)).all() & real.any()):
+        raise ValueError(
+            f"attention_mask must be bool or integer with 1 = real token, got {attention_mask.dtype}, which is taken "
+            "only if it holds ones and zeros, and not in compiled code"
+        )
+    return real
+
+
 def _current_padding(
     attention_mask: Tensor | Mapping[str, Tensor | None] | None, shape: tuple[int, int], past_length: int | Tensor
 ) -> Tensor | None:
@@ -123,8 +141,6 @@ def _current_padding(
             f"attention_mask must have 2 dimensions [batch, tokens] with 1 = real token, got shape "
             f"{tuple(attention_mask.shape)}; a linear layer cannot follow a mask over pairs of tokens"
         )
-    if attention_mask.is_floating_point():
-        raise ValueError(f"attention_mask must be bool or integer with 1 = real token, got {attention_mask.dtype}")
     total = past_length + shape[1] if isinstance(past_length, int) else attention_mask.shape[1]
     if attention_mask.shape != (shape[0], total) or total < shape[1]:
         raise ValueError(
