@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from deltazoo.ops.linear_cross_entropy import IGNORED, require_label_per_row
 
@@ -44,13 +46,15 @@ def liger_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 
 def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`; the gradients are written over `gate` and `up`.
+    """`silu(gate) * up`; the gradients are written over `gate` and `up`, and autograd knows it.
 
     Raises:
         NotImplementedError: see `liger_rms_norm`.
         RuntimeError: in a second backward pass.
     """
-    return _with_one_backward(_function("swiglu", "LigerSiLUMulFunction", gate).apply(gate, up))
+    if torch.compiler.is_compiling():
+        return _with_one_backward(_function("swiglu", "LigerSiLUMulFunction", gate).apply(gate, up))
+    return _with_one_backward(_SwiGLU.apply(gate, up))
 
 
 def liger_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -71,8 +75,27 @@ def liger_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Ten
     return _with_one_backward(function.apply(x, weight, labels, *options)[0])
 
 
+class _SwiGLU(torch.autograd.Function):
+    """Liger's kernels; its own autograd function does not tell autograd that it writes over what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        kernel = _function("swiglu", "swiglu_forward", gate)
+        gate, up, product = kernel(gate.contiguous(), up.contiguous())
+        ctx.save_for_backward(gate, up)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        gradients = _function("swiglu", "swiglu_backward", gate)(gate, up, d_product.contiguous())
+        increment_version((gate, up))
+        return gradients
+
+
 def _function(module: str, name: str, x: Tensor) -> Any:
-    """An autograd function of `liger_kernel.ops`, if it can act on `x`."""
+    """An autograd function of `liger_kernel.ops`, or another, if it can act on `x`."""
     if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise NotImplementedError(f"Liger's kernels run on GPUs, not on {x.device.type}: leave liger off")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
