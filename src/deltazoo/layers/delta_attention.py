@@ -11,6 +11,7 @@ from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
 from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout, token_layout
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize
+from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rotary import Rotary, rotate
 from deltazoo.layers.rule import RuleInputs, effective_step
 from deltazoo.layers.short_conv import ShortConvolution, activation_function, can_join, convolve_token
@@ -217,11 +218,10 @@ class DeltaRuleAttention(Float32Parameters):
         layout = self._resolve_layout(hidden_states, attention_mask, cu_seqlens, layout)
         past = self._load_state(past_key_values)
 
-        x = layout.compact(hidden_states) if isinstance(layout, PaddedLayout) else hidden_states
+        x = recomputable(layout.compact, hidden_states) if isinstance(layout, PaddedLayout) else hidden_states
         if isinstance(layout, PaddedLayout) and rotary is not None:
             rotary = layout.compact(_rows(rotary[0], x)), layout.compact(_rows(rotary[1], x))
-        in_place = past_key_values is not None and past_key_values.fixed
-        q, k, v, window = self._convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x), past, layout, in_place)
+        q, k, v, window = self._convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x), past, layout, past_key_values)
         q, k, v = self._split_heads(q, k, v)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
@@ -229,6 +229,7 @@ class DeltaRuleAttention(Float32Parameters):
         inputs = self.rule_inputs(x, q, k, v)
         if isinstance(layout, PaddedLayout):
             inputs = inputs.silence(layout.real)
+        in_place = past_key_values is not None and past_key_values.fixed
         output, recurrent_state = self._run_rule(inputs, past, layout, in_place)
         output = self.o_proj(self._norm_and_gate(output, x).flatten(2))
 
@@ -248,19 +249,20 @@ class DeltaRuleAttention(Float32Parameters):
             b = torch.sigmoid(at_least_float32(self.b_proj(hidden_states)))
             beta = effective_step(self.spec, b, k, allow_neg_eigval=self.allow_neg_eigval)
             if self.neg_eigval == "erase":
-                v = v / 2  # the write is beta * v: halved values undo the doubling there, exactly
+                # The write is beta * v: halved values undo the doubling there, exactly.
+                v = recomputable(partial(torch.mul, other=0.5), v)
         return RuleInputs(q, k, v, beta, self._log_decay(hidden_states))
 
     def _log_decay(self, hidden_states: Tensor) -> Tensor | None:
         if self.spec.decay == "none":
             return None
-        if self.spec.decay == "scalar":
-            a = self.a_proj(hidden_states)
-        else:
-            a = _per_head(self.f_proj(hidden_states), self.head_k_dim)
+        gate = decay.softplus_decay
         if self.decay_lower_bound is not None:
-            return decay.bounded_decay(a, self.A_log, self.dt_bias, self.decay_lower_bound)
-        return decay.softplus_decay(a, self.A_log, self.dt_bias)
+            gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
+        if self.spec.decay == "scalar":  # too small to be worth working out again
+            return gate(self.a_proj(hidden_states), self.A_log, self.dt_bias)
+        a = _per_head(self.f_proj(hidden_states), self.head_k_dim)
+        return recomputable(gate, a, self.A_log, self.dt_bias)
 
     def _convolve(
         self,
@@ -269,23 +271,26 @@ class DeltaRuleAttention(Float32Parameters):
         v: Tensor,
         past: MixerState | None,
         layout: TokenLayout | None,
-        in_place: bool,
+        store: StateStore | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if not self.conv_size:
-            return self._activate(q), self._activate(k), self._activate(v), None
+            q, k, v = (recomputable(self._activate, x) for x in (q, k, v))
+            return q, k, v, None
         widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
         q_past = k_past = v_past = None
         if past is not None:
             state = self._conv_state(past, sum(widths))
             convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             if layout is None and _is_step(q) and can_join(convolutions, q):
+                in_place = store is not None and store.fixed
                 (q, k, v), window = convolve_token(convolutions, (q, k, v), state, inplace=in_place)
                 return q, k, v, window
             q_past, k_past, v_past = state.split(widths, dim=1)
-        q, q_state = self.q_conv1d(q, q_past, layout)
-        k, k_state = self.k_conv1d(k, k_past, layout)
-        v, v_state = self.v_conv1d(v, v_past, layout)
-        return q, k, v, torch.cat([q_state, k_state, v_state], dim=1)
+        with_state = store is not None
+        q, q_state = self.q_conv1d(q, q_past, layout, with_state=with_state)
+        k, k_state = self.k_conv1d(k, k_past, layout, with_state=with_state)
+        v, v_state = self.v_conv1d(v, v_past, layout, with_state=with_state)
+        return q, k, v, torch.cat([q_state, k_state, v_state], dim=1) if with_state else None
 
     @staticmethod
     def _conv_state(past: MixerState, channels: int) -> Tensor:
@@ -305,8 +310,8 @@ class DeltaRuleAttention(Float32Parameters):
             q, k = l2_normalize(torch.cat([q, k], dim=2)).split([q.shape[2], k.shape[2]], dim=2)
             return q, k
         return (
-            l2_normalize(q) if self.spec.normalize_q else q,
-            l2_normalize(k) if self.spec.normalize_k else k,
+            recomputable(l2_normalize, q) if self.spec.normalize_q else q,
+            recomputable(l2_normalize, k) if self.spec.normalize_k else k,
         )
 
     def _run_rule(

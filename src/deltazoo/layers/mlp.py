@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltazoo.layers.recompute import recomputable
 from deltazoo.ops.liger import liger_swiglu
 
 __all__ = ["SwiGLU", "default_intermediate_size"]
@@ -36,5 +37,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden_size]` to the same shape."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(liger_swiglu(gate, up) if self.liger else F.silu(gate) * up)
+        return self.down_proj(recomputable(self._product, self.gate_proj(x), self.up_proj(x)))
+
+    def _product(self, gate: Tensor, up: Tensor) -> Tensor:
+        return liger_swiglu(gate, up) if self.liger else F.silu(gate) * up

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltazoo.layers.recompute import recomputable
 from deltazoo.ops.fused import fused_gated_rms_norm
 from deltazoo.ops.liger import liger_add_rms_norm, liger_rms_norm
 
@@ -45,21 +46,26 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x `[..., dim]`; with a residual, its sum with x, and return that sum as well."""
         if residual is None:
-            return liger_rms_norm(x, self.weight, self.eps) if self.liger else self._normalize_once(x)
+            return recomputable(self._normalize_once, x, self.weight)
+        return recomputable(self._add_and_normalize, x, residual, self.weight)
+
+    def _add_and_normalize(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         if self.liger:
-            return liger_add_rms_norm(x, residual, self.weight, self.eps)
+            return liger_add_rms_norm(x, residual, weight, self.eps)
         total = residual + x
-        return self._normalize_once(total), total
+        return self._normalize_once(total, weight), total
 
-    def _normalize_once(self, x: Tensor) -> Tensor:
+    def _normalize_once(self, x: Tensor, weight: Tensor) -> Tensor:
         """In x's dtype. On a GPU torch's kernel computes in float32 inside and keeps no float32 copy of x."""
-        if x.is_cuda and x.dtype == self.weight.dtype:
-            return F.rms_norm(x, (self.dim,), self.weight, self.eps)
-        return self._normalize(x).to(x.dtype)
+        if self.liger:
+            return liger_rms_norm(x, weight, self.eps)
+        if x.is_cuda and x.dtype == weight.dtype:
+            return F.rms_norm(x, (self.dim,), weight, self.eps)
+        return self._normalize(x, weight).to(x.dtype)
 
-    def _normalize(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = at_least_float32(x)
-        return F.rms_norm(wide, (self.dim,), self.weight.to(wide.dtype), self.eps)
+        return F.rms_norm(wide, (self.dim,), weight.to(wide.dtype), self.eps)
 
     def extra_repr(self) -> str:
         """Size and epsilon, for printing."""
@@ -90,9 +96,12 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """Normalise x `[..., dim]` and multiply by the activated gate of the same shape."""
+        return recomputable(self._normalize_and_gate, x, gate, self.weight)
+
+    def _normalize_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         if self.fused:
-            return fused_gated_rms_norm(x, gate, self.weight, self.eps, self.activation)
-        return (self._normalize(x) * self._activate(at_least_float32(gate))).to(x.dtype)
+            return fused_gated_rms_norm(x, gate, weight, self.eps, self.activation)
+        return (self._normalize(x, weight) * self._activate(at_least_float32(gate))).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Size, epsilon and activation, for printing."""

@@ -1,5 +1,6 @@
 """From the raw gate to the step size the operator takes, and what goes into the operator."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from einops import rearrange
 from torch import Tensor
 
 from deltazoo.layers.norm import at_least_float32
+from deltazoo.layers.recompute import recomputable
 from deltazoo.ops import step_size
 from deltazoo.spec import DeltaRuleSpec
 
@@ -48,11 +50,11 @@ class RuleInputs(NamedTuple):
             return spaced.flatten(1, 2)
 
         return RuleInputs(
-            place(self.q, steps - 1),
+            recomputable(partial(place, step=steps - 1), self.q),
             spread(self.k),
             spread(self.v),
             None if self.beta is None else spread(self.beta),
-            None if self.log_decay is None else place(self.log_decay, 0),
+            None if self.log_decay is None else recomputable(partial(place, step=0), self.log_decay),
         )
 
     def silence(self, real: Tensor) -> "RuleInputs":
@@ -63,7 +65,7 @@ class RuleInputs(NamedTuple):
 
         beta = None if self.beta is None else silent(self.beta)
         log_decay = None if self.log_decay is None else silent(self.log_decay)
-        return RuleInputs(self.q, self.k, silent(self.v), beta, log_decay)
+        return RuleInputs(self.q, self.k, recomputable(silent, self.v), beta, log_decay)
 
 
 def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool) -> Tensor:
@@ -79,9 +81,9 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
         `[B, T, HV]` float32, such that no transition expands the state.
     """
     if spec.step_size == "exact":
-        beta = step_size.exact(b, k)
+        beta = recomputable(step_size.exact, b, k)
     elif spec.step_size == "implicit":
-        beta = step_size.implicit(b, k)
+        beta = recomputable(step_size.implicit, b, k)
     else:
         beta = step_size.euler(b)
     if allow_neg_eigval:

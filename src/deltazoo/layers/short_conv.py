@@ -1,6 +1,7 @@
 """Short causal depthwise convolution with a state, for padded and for packed sequences."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout
 from deltazoo.layers.norm import at_least_float32, l2_normalize
+from deltazoo.layers.recompute import recomputable
 from deltazoo.ops.fused import fused_short_conv, fused_short_conv_step
 
 __all__ = ["ShortConvolution", "activation_function", "can_join", "convolve_token", "depthwise_sum"]
@@ -92,8 +94,13 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, layout: TokenLayout | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        layout: TokenLayout | None = None,
+        *,
+        with_state: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
         """Convolve, and hand on the last inputs.
 
         Args:
@@ -101,53 +108,84 @@ class ShortConvolution(nn.Module):
             state: `[N, channels, kernel_size - 1]`, the inputs before x, oldest first; zeros unless given. N is B, or
                 the number of packed sequences.
             layout: how many tokens of each row are real, or where packed sequences begin.
+            with_state: whether the new state is wanted.
 
         Returns:
-            The output in x's shape and dtype, and the new state `[N, channels, kernel_size - 1]`.
+            The output in x's shape and dtype, and the new state `[N, channels, kernel_size - 1]` or None.
         """
-        if self.fused and x.numel() and not isinstance(layout, PaddedLayout):
-            return self._convolve_fused(x, state, layout)
-        y, state = self._convolve_plainly(x, state, layout)
-        if self.unit_heads:
-            y = l2_normalize(y.unflatten(2, (-1, self.unit_heads))).flatten(2)
-        return y, state
+        fused = self.fused and x.numel() and not isinstance(layout, PaddedLayout)
+        if state is not None and layout is None and x.shape[1] == 1 and not fused:
+            y, window = self._convolve_token(x, state)
+            return self._normalized(y), window
+        convolve = self._convolve_fused if fused else self._convolve_plainly
+        y = recomputable(partial(convolve, state=state, layout=layout), x, self.weight)
+        return y, self._window_after(x, state, layout) if with_state else None
 
-    def _convolve_plainly(self, x: Tensor, state: Tensor | None, layout: TokenLayout | None) -> tuple[Tensor, Tensor]:
-        if isinstance(layout, PackedLayout):
-            return self._convolve_packed(x, self._past(x, state, layout.num_sequences), layout)
-        if state is not None and layout is None and x.shape[1] == 1:
-            return self._convolve_token(x, state)
-        history = torch.cat([self._past(x, state, x.shape[0]), x], dim=1)
-        output = self._convolve(history).to(x.dtype)
-        return output, self._last_inputs(history, layout).transpose(1, 2)
-
-    def _convolve_fused(self, x: Tensor, state: Tensor | None, layout: PackedLayout | None) -> tuple[Tensor, Tensor]:
-        num_sequences = x.shape[0] if layout is None else layout.num_sequences
-        past = self._past(x, state, num_sequences).transpose(1, 2)
+    def _convolve_fused(self, x: Tensor, weight: Tensor, *, state: Tensor | None, layout: TokenLayout | None) -> Tensor:
+        assert not isinstance(layout, PaddedLayout)
         sequence, cu_seqlens = (None, None) if layout is None else (layout.sequence, layout.cu_seqlens)
-        y = fused_short_conv(
+        return fused_short_conv(
             x,
-            self.weight[:, 0],
-            None if state is None else past,
+            weight[:, 0],
+            None if state is None else self._past(x, state, layout).transpose(1, 2),
             sequence=sequence,
             cu_seqlens=cu_seqlens,
             head_dim=self.unit_heads,
         )
-        return y, self._window_after(x, past, layout)
 
-    def _window_after(self, x: Tensor, past: Tensor, layout: PackedLayout | None) -> Tensor:
+    def _convolve_plainly(
+        self, x: Tensor, weight: Tensor, *, state: Tensor | None, layout: TokenLayout | None
+    ) -> Tensor:
+        past = self._past(x, state, layout)
+        if isinstance(layout, PackedLayout):
+            total = self._sum_packed(x, weight, past, layout)
+        else:
+            total = depthwise_sum(torch.cat([past, x], dim=1), weight)
+        return self._normalized(self.activate(total).to(x.dtype))
+
+    def _normalized(self, y: Tensor) -> Tensor:
+        return l2_normalize(y.unflatten(2, (-1, self.unit_heads))).flatten(2) if self.unit_heads else y
+
+    def _sum_packed(self, x: Tensor, weight: Tensor, past: Tensor, layout: PackedLayout) -> Tensor:
+        """Write each sequence behind its own past into one long row; then no tap can reach another sequence."""
+        width = self.kernel_size - 1
+        begins = layout.cu_seqlens[:-1].long() + width * torch.arange(layout.num_sequences, device=x.device)
+        outputs = torch.arange(x.shape[1], device=x.device) + width * layout.sequence
+
+        history = x.new_empty(x.shape[1] + width * layout.num_sequences, self.channels)
+        befores = begins[:, None] + torch.arange(width, device=x.device)
+        history = history.index_copy(0, befores.flatten(), past.flatten(0, 1))
+        history = history.index_copy(0, outputs + width, x[0])
+        return depthwise_sum(history[None], weight).index_select(1, outputs)
+
+    def _convolve_token(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One token per row: a product with the window, in a third of the calls that shifting takes."""
+        window = torch.cat([self._checked(state, x.shape[0]).to(x.dtype), x.transpose(1, 2)], dim=2)
+        total = (at_least_float32(window) * at_least_float32(self.weight)[:, 0]).sum(2)
+        return self.activate(total).to(x.dtype)[:, None], window[..., 1:]
+
+    def _window_after(self, x: Tensor, state: Tensor | None, layout: TokenLayout | None) -> Tensor:
         """The last `kernel_size - 1` inputs of each row or sequence, which may reach into those before it."""
         width = self.kernel_size - 1
+        past = self._past(x, state, layout)
+        if not x.numel():
+            return past.transpose(1, 2)
         if layout is None:
-            return torch.cat([past, x[:, max(0, x.shape[1] - width) :].transpose(1, 2)], dim=2)[..., -width:]
+            recent = x[:, max(0, x.shape[1] - width) :]
+            return torch.cat([past.transpose(1, 2), recent.transpose(1, 2)], dim=2)[..., -width:]
+        if isinstance(layout, PaddedLayout):
+            places = layout.lengths + torch.arange(width, device=x.device)
+            history = torch.cat([past, x], dim=1)
+            return history.gather(1, places[..., None].expand(-1, -1, self.channels)).transpose(1, 2)
         places = (layout.cu_seqlens.diff()[:, None] + torch.arange(width, device=x.device)).long()
         tokens = layout.cu_seqlens[:-1, None] + places - width
-        recent = x[0, tokens.clamp(0, max(0, x.shape[1] - 1))].transpose(1, 2)
-        before = past.gather(2, places.clamp(max=max(0, width - 1))[:, None].expand(-1, self.channels, -1))
-        return torch.where((places < width)[:, None], before, recent)
+        recent = x[0, tokens.clamp(0, x.shape[1] - 1)]
+        before = past.gather(1, places.clamp(max=max(0, width - 1))[..., None].expand(-1, -1, self.channels))
+        return torch.where((places < width)[..., None], before, recent).transpose(1, 2)
 
-    def _past(self, x: Tensor, state: Tensor | None, sequences: int) -> Tensor:
+    def _past(self, x: Tensor, state: Tensor | None, layout: TokenLayout | None) -> Tensor:
         """The state with time before channels `[N, kernel_size - 1, channels]`, zeros if there is none."""
+        sequences = layout.num_sequences if isinstance(layout, PackedLayout) else x.shape[0]
         if state is None:
             return x.new_zeros(sequences, self.kernel_size - 1, self.channels)
         return self._checked(state, sequences).transpose(1, 2).to(x.dtype)
@@ -157,37 +195,6 @@ class ShortConvolution(nn.Module):
         if state.shape != expected:
             raise ValueError(f"the convolution state must have shape {expected}, got {tuple(state.shape)}")
         return state
-
-    def _convolve_token(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One token per row: a product with the window, in a third of the calls that shifting takes."""
-        window = torch.cat([self._checked(state, x.shape[0]).to(x.dtype), x.transpose(1, 2)], dim=2)
-        total = (at_least_float32(window) * at_least_float32(self.weight)[:, 0]).sum(2)
-        return self.activate(total).to(x.dtype)[:, None], window[..., 1:]
-
-    def _convolve(self, history: Tensor) -> Tensor:
-        return self.activate(depthwise_sum(history, self.weight))
-
-    def _last_inputs(self, history: Tensor, layout: PaddedLayout | None) -> Tensor:
-        """The last `kernel_size - 1` real inputs of each row."""
-        width = self.kernel_size - 1
-        if layout is None:
-            return history[:, history.shape[1] - width :]
-        index = layout.lengths + torch.arange(width, device=history.device)
-        return history.gather(1, index[..., None].expand(-1, -1, self.channels))
-
-    def _convolve_packed(self, x: Tensor, past: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-        """Write each sequence behind its own past into one long row; then no tap can reach another sequence."""
-        width = self.kernel_size - 1
-        begins = layout.cu_seqlens[:-1].long() + width * torch.arange(layout.num_sequences, device=x.device)
-        ends = layout.cu_seqlens[1:].long() + width * torch.arange(layout.num_sequences, device=x.device)
-        offsets = torch.arange(width, device=x.device)
-        outputs = torch.arange(x.shape[1], device=x.device) + width * layout.sequence
-
-        history = x.new_empty(x.shape[1] + width * layout.num_sequences, self.channels)
-        history = history.index_copy(0, (begins[:, None] + offsets).flatten(), past.flatten(0, 1))
-        history = history.index_copy(0, outputs + width, x[0])
-        output = self._convolve(history[None]).index_select(1, outputs).to(x.dtype)
-        return output, history[ends[:, None] + offsets].transpose(1, 2)
 
     def extra_repr(self) -> str:
         """Channels and taps, for printing."""

@@ -8,6 +8,9 @@
 
 Matrix products are nearly all of the work and elementwise results most of the memory, so the middle level frees memory
 for little time. Gradients are the same at every level.
+
+The layers say what the middle level works out again: `deltazoo.layers.recompute`. A compiler, which sees single
+operators, is told by their names instead.
 """
 
 from collections.abc import Callable
@@ -18,12 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from deltazoo.layers.recompute import recomputing
+
 __all__ = ["LEVELS", "run_block"]
 
 LEVELS = ("none", "elementwise", "block")
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product")
-"""Beginnings of the names of torch's operators whose results the middle level keeps."""
+"""Beginnings of the names of torch's operators whose results the middle level keeps under `torch.compile`."""
 
 
 def run_block(level: str, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -36,6 +41,9 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, **kwargs: 
     """
     if level == "none":
         return forward(*args, **kwargs)
+    if level == "elementwise" and not torch.compiler.is_compiling():
+        with recomputing():
+            return forward(*args, **kwargs)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if level == "elementwise":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
