@@ -143,6 +143,7 @@ def main(folder: Path) -> None:
         "Trainer, DDP": losses(trainer(model(), folder / "ddp", **ddp)),
         "FSDP2, whole": sharded_steps(),
         "FSDP2, loss without logits": sharded_steps(fuse_linear_cross_entropy=True),
+        "FSDP2, recomputed": sharded_steps(recompute="elementwise"),
         "FSDP2, interrupted": interrupted(lambda: fully_shard_model(model()), folder / "fsdp"),
         "fully_shard_model, bfloat16": gates(fully_shard_model(model(half))),
         "fully_shard_model, mixed precision": gates(

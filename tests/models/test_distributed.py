@@ -100,6 +100,7 @@ def test_fsdp2_equals_one_process_and_goes_on_where_it_was_interrupted(together:
     alone = losses_alone(folder, torch.optim.AdamW, STEPS, torch.float32)
     assert together["FSDP2, whole"] == pytest.approx(alone, rel=CLOSE)
     assert together["FSDP2, loss without logits"] == pytest.approx(alone, rel=CLOSE)
+    assert together["FSDP2, recomputed"] == together["FSDP2, whole"]
     assert together["FSDP2, interrupted"] == together["FSDP2, whole"]
 
 

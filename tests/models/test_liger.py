@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -80,6 +80,17 @@ CASES = [
         inputs={"attention_mask": (torch.arange(20) >= torch.tensor([[0], [6]])).long()},
     ),
 ]
+FAST = [
+    Training(
+        f"fast_{case}_recompute_{level}",
+        case,
+        overrides={**WITHOUT_LOGITS, "fused_kernels": True, "recompute": level},
+        shape=(1, 8),
+    )
+    for case in ("delta_net", "hybrid")
+    for level in ("none", "elementwise")
+]
+"""Every fusion there is."""
 COMPILED = [
     *CASES,
     Training("bfloat16_with_logits", dtype=torch.bfloat16, shape=(4, 256)),
@@ -115,6 +126,21 @@ def test_interpreted(case: Training, interpreted: dict[str, Results]) -> None:
     check(case, interpreted[case.name], "cpu")
 
 
+@needs_liger
+@pytest.mark.parametrize("name", ["", "fast_delta_net_", "fast_hybrid_"])
+def test_recomputation_changes_no_bit(name: str, interpreted: dict[str, Results]) -> None:
+    actual, expected = (interpreted[f"{name}recompute_{level}"] for level in ("elementwise", "none"))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@needs_liger
+@pytest.mark.parametrize("case", FAST[::2], ids=lambda case: case.case)
+def test_recomputation_changes_no_bit_on_a_gpu(case: Training) -> None:
+    again = replace(case, overrides={**case.overrides, "recompute": "elementwise"})
+    torch.testing.assert_close(again.run("cuda", liger=True), case.run("cuda", liger=True), rtol=0, atol=0)
+
+
 @pytest.mark.gpu
 @needs_liger
 @pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.name)
@@ -147,6 +173,27 @@ def test_less_memory_than_plain_torch() -> None:
         del model
     logits = 4096 * 32000 * 2
     assert peaks[1] < logits < 3 * logits < peaks[0], [f"{peak / 2**20:.0f} MiB" for peak in peaks]
+
+
+@pytest.mark.gpu
+@needs_liger
+def test_recomputation_keeps_less_on_a_gpu() -> None:
+    """Per layer; what is kept of a model beside its layers goes out of the difference."""
+    kept = {}
+    for level in ("none", "elementwise"):
+        bytes_of = []
+        for layers in (1, 3):
+            options = {**WITHOUT_LOGITS, "fused_kernels": True, "liger": True, "recompute": level}
+            sizes = {"hidden_size": 256, "num_heads": 2, "head_dim": 128, "intermediate_size": 704}
+            model = tiny_model("delta_net", num_hidden_layers=layers, **sizes, **options).cuda().bfloat16().train()
+            ids = tokens(4, 1024).cuda()
+            model(ids, labels=ids).loss.backward()
+            before = torch.cuda.memory_allocated()
+            loss = model(ids, labels=ids).loss
+            bytes_of.append(torch.cuda.memory_allocated() - before)
+            del loss, model
+        kept[level] = bytes_of[1] - bytes_of[0]
+    assert kept["elementwise"] < 0.65 * kept["none"], kept
 
 
 def test_which_kernels_a_model_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,4 +249,4 @@ def test_a_residual_in_plain_torch() -> None:
 
 
 if __name__ == "__main__":
-    save_interpreted(CASES, sys.argv[1])
+    save_interpreted([*CASES, *FAST], sys.argv[1])

@@ -1,14 +1,38 @@
-"""Every recompute level gives the same gradients, and each keeps less than the one before it."""
+"""Every recompute level gives the same gradients, and each keeps less than the one before it.
+
+`python test_recompute.py FILE` is a child process, for Triton's interpreter must be chosen before Triton is imported.
+"""
+
+import os
+import subprocess
+import sys
+from functools import partial
 
 import pytest
 import torch
 from tiny_models import tiny_model, tokens
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+import deltazoo.layers.delta_attention
+import deltazoo.layers.mlp
+import deltazoo.layers.norm
+import deltazoo.layers.short_conv
 from deltazoo.models import DeltaRuleConfig
 from deltazoo.models.recompute import LEVELS
+from deltazoo.ops import DeltaRuleOutput
 
-CASES = ["gated_deltanet", "kda", "hybrid", "without_conv"]
+CASES = [
+    "gated_deltanet",
+    "kda",
+    "efla",
+    "longhorn",
+    "micro_steps",
+    "erase_only",
+    "hybrid",
+    "hybrid_kda",
+    "without_conv",
+]
 
 
 def loss_and_gradients(model, ids, **kwargs):
@@ -25,6 +49,61 @@ def test_gradients_are_the_same(case, level):
     expected = loss_and_gradients(tiny_model(case).train(), ids)
     actual = loss_and_gradients(tiny_model(case, recompute=level).train(), ids)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize("case", ["gated_deltanet", "hybrid"])
+def test_under_autocast(case, level):
+    ids = tokens(2, 70)
+    results = []
+    for model in (tiny_model(case).train(), tiny_model(case, recompute=level).train()):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+        results.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_adapters_and_linear_modules_of_others():
+    """Most weights frozen, one map with a LoRA of its own, one that changes its input: notes are views of all kinds."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+            self.down = nn.Parameter(torch.randn(4, base.in_features) / 8)
+            self.up = nn.Parameter(torch.randn(base.out_features, 4) / 8)
+
+        def forward(self, x):
+            return self.base(x) + (x.transpose(1, 2).contiguous().transpose(1, 2) @ self.down.T) @ self.up.T
+
+    ids, results = tokens(2, 20), []
+    for level in ("none", "elementwise"):
+        model = tiny_model("hybrid", recompute=level).train().requires_grad_(False)
+        for layer in model.model.layers:
+            torch.manual_seed(2)
+            layer.attn.q_proj, layer.mlp.down_proj = Adapted(layer.attn.q_proj), Adapted(layer.mlp.down_proj)
+        model(ids, labels=ids).loss.backward()
+        results.append({name: x.grad for name, x in model.named_parameters() if x.requires_grad})
+    assert len(results[0]) == 8
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_what_hooks_on_modules_see_does_not_change():
+    def remember(outputs, name, module, inputs, output):
+        outputs[name] = output
+
+    ids, seen = tokens(2, 20), []
+    for level in ("none", "elementwise"):
+        model, outputs = tiny_model("gated_deltanet", recompute=level).train(), {}
+        for name, module in model.named_modules():
+            module.register_forward_hook(partial(remember, outputs, name))
+        loss = model(ids, labels=ids).loss
+        seen.append({name: x.detach().clone() for name, x in outputs.items() if isinstance(x, torch.Tensor)})
+        gradient = torch.autograd.grad(loss, outputs["model.layers.0.mlp"])[0]
+        seen[-1]["gradient"] = gradient
+    assert "model.layers.1.attn_norm" in seen[0]
+    torch.testing.assert_close(*seen, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
@@ -48,16 +127,17 @@ def test_with_gradient_checkpointing(level, reentrant):
     torch.testing.assert_close(loss_and_gradients(model, ids), expected, rtol=0, atol=0)
 
 
-def kept_bytes(level, layers, gradient_checkpointing=False):
+def kept_bytes(level, layers, gradient_checkpointing=False, case="gated_deltanet", **options):
     """What a forward pass in training leaves allocated for the backward pass, bytes per token."""
     ids = tokens(2, 256)
     # 512 tokens: what is kept per sequence and not per token hardly counts.
-    model = tiny_model("gated_deltanet", recompute=level, num_hidden_layers=layers, hidden_size=64).train()
+    options = {"hidden_size": 64, **options}
+    model = tiny_model(case, recompute=level, num_hidden_layers=layers, **options).train()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    model(ids, labels=ids)
+    model(ids, labels=ids, use_cache=False)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        loss = model(ids, labels=ids).loss
+        loss = model(ids, labels=ids, use_cache=False).loss
     assert loss.requires_grad
     return sum(event.self_cpu_memory_usage for event in recorded.key_averages()) / ids.numel()
 
@@ -72,6 +152,53 @@ def test_each_level_keeps_less():
     assert kept["elementwise"] < 0.6 * kept["none"]
     assert kept["block"] < 0.2 * kept["elementwise"]
     assert kept_per_layer("none", gradient_checkpointing=True) <= kept["block"] * 1.1
+
+
+def test_copies_made_for_autocast_are_not_kept():
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = {level: kept_per_layer(level) for level in LEVELS[:2]}
+    assert kept["elementwise"] < 0.5 * kept["none"]
+
+
+def saving_its_inputs(shapes_like):
+    """A function that keeps its inputs and nothing else, as the kernels do; its results look like some of them."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            ctx.save_for_backward(*tensors)
+            results = tuple(torch.ones_like(tensors[place]) for place in shapes_like)
+            return results if len(results) > 1 else results[0]
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return tuple(torch.ones_like(x) for x in ctx.saved_tensors)
+
+    return Function.apply
+
+
+def test_what_is_kept_around_kernels(monkeypatch):
+    """Matrix products, the rule's output and the block's input: 5 + 2 * 2.75 numbers of 20.25 per token and channel."""
+    like_first, like_third = saving_its_inputs([0]), saving_its_inputs([2])
+    layers = deltazoo.layers
+    add = saving_its_inputs([0, 0])
+    monkeypatch.setattr(layers.norm, "liger_rms_norm", lambda x, weight, eps: like_first(x, weight))
+    monkeypatch.setattr(layers.norm, "liger_add_rms_norm", lambda x, residual, weight, eps: add(x, residual, weight))
+    monkeypatch.setattr(layers.norm.RMSNorm, "_normalize", lambda self, x, weight: like_first(x, weight))
+    monkeypatch.setattr(layers.mlp, "liger_swiglu", like_first)
+    monkeypatch.setattr(layers.short_conv, "fused_short_conv", lambda x, weight, *_, **__: like_first(x, weight))
+
+    def rule(q, k, v, beta, *_, **__):
+        return DeltaRuleOutput(like_third(q, k, v, beta), None)
+
+    monkeypatch.setattr(layers.delta_attention, "delta_rule", rule)
+    sizes = {"hidden_size": 64, "num_heads": 2, "head_dim": 32, "intermediate_size": 176}
+    options = {"fused_kernels": True, "liger": True, **sizes}
+    kept = {level: kept_per_layer(level, case="delta_net", **options) for level in LEVELS[:2]}
+    number = 4 * 64
+    # The step size and its gate are small; the profiler counts a few bytes per tensor.
+    assert kept["none"] == pytest.approx(20.25 * number, rel=0.05)
+    assert kept["elementwise"] == pytest.approx(11.5 * number, rel=0.05)
 
 
 def test_evaluation_and_caches_keep_their_own_way():
@@ -104,3 +231,32 @@ def test_compiles_in_one_graph():
     actual = loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
     torch.testing.assert_close(actual, expected)
     torch._dynamo.reset()
+
+
+def interpreted_gradients():
+    """Of models with fused kernels at two levels, in this process's interpreter."""
+    ids, kwargs = tokens(1, 12), {"cu_seqlens": torch.tensor([0, 5, 12])}
+    for case in ("gated_deltanet", "hybrid"):
+        for level in LEVELS[:2]:
+            model = tiny_model(case, recompute=level, fused_kernels=True, backend="chunkwise").train()
+            _, gradients = loss_and_gradients(model, ids, **kwargs)
+            yield f"{case} {level}", gradients
+
+
+def test_gradients_through_fused_kernels_are_the_same(tmp_path):
+    pytest.importorskip("triton")
+    path = tmp_path / "gradients.pt"
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    subprocess.run([sys.executable, "-W", "ignore", __file__, str(path)], env=environment, check=True, timeout=300)
+    gradients = torch.load(path)
+    assert len(gradients) == 4
+    for case in ("gated_deltanet", "hybrid"):
+        torch.testing.assert_close(gradients[f"{case} elementwise"], gradients[f"{case} none"], rtol=0, atol=0)
+
+
+if __name__ == "__main__":
+    torch.save(dict(interpreted_gradients()), sys.argv[1])
