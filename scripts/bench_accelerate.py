@@ -65,18 +65,18 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     parser.add_argument("--small", action="store_true", help="narrow models, for a try-out")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
-    parser.add_argument("--fused-kernels", action="store_true", help="accelerate(model, fused_kernels=True)")
+    parser.add_argument("--plain", action="store_true", help="accelerate(model, fused_kernels=False)")
     parser.add_argument("--batch", type=int, default=1, help="rows (default: 1)")
     parser.add_argument("--tokens", type=int, help="tokens per row (default: 4096, small: 512)")
     parser.add_argument("--commit", help="recorded in the file where git is not at hand")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/accelerate_DEVICE[_small][_fused].json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/accelerate_DEVICE[_small][_plain].json")
     args = parser.parse_args()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         print("no NVIDIA GPU here; try --device cpu --small", file=sys.stderr)
         return 1
     batch, tokens = args.batch, args.tokens or (512 if args.small else 4096)
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    suffix = "_small" * args.small + "_fused" * args.fused_kernels
+    suffix = "_small" * args.small + "_plain" * args.plain
     out = args.out or ROOT / "benchmarks" / "results" / f"accelerate_{args.device}{suffix}.json"
 
     run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
@@ -88,7 +88,7 @@ def main() -> int:
             print(f"transformers {version('transformers')} has no {family}: left out", file=sys.stderr)
             continue
         config = make_config(family, args.small)
-        rows += measure_family(config, batch, tokens, torch.device(args.device), dtype, args.fused_kernels)
+        rows += measure_family(config, batch, tokens, torch.device(args.device), dtype, False if args.plain else None)
         out.write_text(json.dumps({"run": description, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     Console(width=110).print(table(rows))
     print(out)
@@ -103,7 +103,7 @@ def make_config(family: str, small: bool) -> Any:
 
 
 def measure_family(
-    config: Any, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, fused_kernels: bool
+    config: Any, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, fused_kernels: bool | None
 ) -> list[dict[str, Any]]:
     """One row per phase, with tokens per second before and after."""
     torch.manual_seed(0)

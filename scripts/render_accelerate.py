@@ -36,7 +36,7 @@ def main() -> None:
 def heading(content: dict[str, Any]) -> str:
     """Title of a file's table, where it was measured, and the table's head."""
     run, first = content["run"], content["rows"][0]
-    way = "with `fused_kernels=True`" if first["fused_kernels"] else "with `fused_kernels=False`"
+    way = "default options" if first["fused_kernels"] is None else f"`fused_kernels={first['fused_kernels']}`"
     versions = f"torch {run['torch']}, Triton {run['triton']}, transformers {run['transformers']}"
     where = f"{run['date'][:10]}, commit `{run['commit'][:10]}`, {run['gpu'] or run['cpu']}, {versions}"
     return (

@@ -169,10 +169,12 @@ def test_backend_reaches_the_layers():
     assert all(layer.attn.backend == "reference" for layer in model.model.layers)
 
 
-def test_fused_kernels_reach_the_layers():
-    model = DeltaRuleForCausalLM(tiny_config("gated_deltanet", fused_kernels=True))
+@pytest.mark.parametrize("fused", [None, True, False])
+def test_fused_kernels_reach_the_layers(fused):
+    model = DeltaRuleForCausalLM(tiny_config("gated_deltanet", fused_kernels=fused))
     for layer in model.model.layers:
-        assert layer.attn.q_conv1d.fused and layer.attn.v_conv1d.fused and layer.attn.o_norm.fused
+        for module in (layer.attn.q_conv1d, layer.attn.v_conv1d, layer.attn.o_norm):
+            assert module.fused is fused
     assert model.state_dict().keys() == DeltaRuleForCausalLM(tiny_config("gated_deltanet")).state_dict().keys()
 
 

@@ -9,6 +9,7 @@ from tiny_hosts import OWN, tiny_host, tokens
 import deltazoo
 from deltazoo.layers.rotary import rotate
 from deltazoo.swap import HOSTS, swapped_layers
+from deltazoo.swap.hosted_attention import HostedDeltaAttention
 from deltazoo.swap.hosts import attention_slots
 
 
@@ -191,3 +192,10 @@ def test_outputs_start_about_as_long_as_the_hosts():
         with torch.no_grad():
             actual, _ = swapped_layers(swapped)[1](x, position_embeddings=rotary)
         assert 1 / 3 < actual.std().item() / expected.std().item() < 3
+
+
+@pytest.mark.parametrize("fused", [None, True, False])
+def test_queries_and_keys_have_unit_length_after_the_norms_of_the_host(fused):
+    layer = HostedDeltaAttention("delta_net", 32, 2, 16, qk_norm="head", fused_kernels=fused)
+    for x in layer._normalize(torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 16)):
+        torch.testing.assert_close(x.norm(dim=-1), torch.ones(1, 5, 2), rtol=0, atol=1e-5)

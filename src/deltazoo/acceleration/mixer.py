@@ -22,7 +22,7 @@ from deltazoo.layers.report import RuleDescription
 from deltazoo.layers.rule import RuleInputs, effective_step
 from deltazoo.layers.short_conv import depthwise_sum
 from deltazoo.ops import DeltaRuleOutput, delta_rule, delta_rule_step
-from deltazoo.ops.fused import fused_gated_rms_norm, fused_short_conv
+from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv
 from deltazoo.spec import get_variant
 
 __all__ = ["AcceleratedMixer", "accelerated_class", "rule_of"]
@@ -38,7 +38,7 @@ class AcceleratedMixer:
     layout: ClassVar[MixerLayout]
     deltazoo_backend: str | None = None
     """Of the operator: None, "triton", "chunkwise" or "reference"."""
-    deltazoo_fused_kernels: bool = False
+    deltazoo_fused_kernels: bool | None = None
     """One Triton kernel for the convolution, one for the gated norm."""
 
     @force_accelerate_hooks("conv1d")
@@ -100,7 +100,7 @@ class AcceleratedMixer:
         """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, taps, C]`."""
         taps = self.conv_kernel_size
         past = qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2]) if state is None else state.transpose(1, 2).to(qkv.dtype)
-        if self.deltazoo_fused_kernels and padding is None and places is None:
+        if padding is None and places is None and self._fuses(qkv):
             before = None if state is None else past[:, 1:].transpose(1, 2)
             window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
             return fused_short_conv(qkv, self.conv1d.weight[:, 0], before), window
@@ -135,10 +135,14 @@ class AcceleratedMixer:
 
     def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
         norm = self.get_submodule(self.layout.norm)
-        if not self.deltazoo_fused_kernels or hasattr(norm, "_hf_hook"):  # a hook may have the weight elsewhere
+        if not self._fuses(output) or hasattr(norm, "_hf_hook"):  # a hook may have the weight elsewhere
             return norm(output, gate)
         activation = getattr(norm, "activation", "silu")  # older versions know no other
         return fused_gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation)
+
+    def _fuses(self: Any, x: Tensor) -> bool:
+        wanted = self.deltazoo_fused_kernels
+        return fused_kernels_fit(x) if wanted is None else wanted
 
     def describe_rule(self: Any) -> RuleDescription:
         """What the layer asks of the operator, for `deltazoo.report`."""

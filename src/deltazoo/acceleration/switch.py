@@ -17,7 +17,7 @@ from deltazoo.ops import resolve_backend
 __all__ = ["accelerate", "restore"]
 
 
-def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: bool = False) -> ModelReport:
+def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: bool | None = None) -> ModelReport:
     """Run the delta-rule layers of a transformers model on `deltazoo.ops`, in place.
 
     Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
@@ -36,7 +36,7 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
         model: any transformers model, or a module that holds one.
         backend: of the operator: None takes triton where it can run and chunkwise elsewhere.
         fused_kernels: Triton kernels for the convolution (of rows without padding or packing) and for the gated norm,
-            as in `deltazoo.ops.fused`; NVIDIA GPUs only.
+            as in `deltazoo.ops.fused`: True, on NVIDIA GPUs only; None, wherever they run; False, nowhere.
 
     Returns:
         What `deltazoo.report(model)` says: the backend of each layer, and why.
@@ -110,7 +110,7 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
 
 
-def _check(module: Any, layout: MixerLayout, name: str, backend: str | None, fused_kernels: bool) -> None:
+def _check(module: Any, layout: MixerLayout, name: str, backend: str | None, fused_kernels: bool | None) -> None:
     if not hasattr(module, "conv1d"):
         raise ValueError(
             f"{name}: transformers {transformers.__version__} arranges {type(module).__name__} in a way of its own "

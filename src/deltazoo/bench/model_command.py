@@ -36,7 +36,7 @@ def model(
     training: Annotated[
         str,
         typer.Option(
-            help="Ways to train, out of eager,compile,fused,fused-loss,liger,fast,recompute-elementwise,"
+            help="Ways to train, out of eager,compile,plain,fused-loss,fast,fast-recompute,recompute-elementwise,"
             "recompute-block."
         ),
     ] = "eager",

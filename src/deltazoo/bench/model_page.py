@@ -23,9 +23,10 @@ All models of a section have the same hidden size, layers, heads, width of the M
 token mixer and in whose code runs it. Weights are random. A training step is forward, backward, clipping and fused
 AdamW on random tokens.
 
-Ways to train: `compile` is `torch.compile`; `fused`, `fused-loss` and `recompute-...` are the configuration keys
-`fused_kernels`, `fuse_linear_cross_entropy` and `recompute`; `liger` is `fused-loss` with the key `liger`, `fast` is
-`liger` with `fused_kernels`, `fast-recompute` is `fast` with `recompute: elementwise`. Ways to decode, all greedy:
+Ways to train: `eager` is the default configuration, `compile` the same through `torch.compile`; `plain`, `fused-loss`
+and `recompute-...` are the configuration keys `fused_kernels: false`, `fuse_linear_cross_entropy` and `recompute`;
+`fast` is `fused-loss` with the key `liger`, `fast-recompute` is `fast` with `recompute: elementwise`. Ways to decode,
+all greedy:
 `generate` is transformers' method, `generate-captured` the same with `capture_step=True`, `loop` is
 `deltazoo.generate`, `loop-fast` that of a model with the keys of `fast`, `loop-compiled` that with `compile=True`. On a
 GPU the captured steps and those of the loop are CUDA graphs, on a CPU they are plain calls.

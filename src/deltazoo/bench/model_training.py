@@ -15,20 +15,14 @@ from deltazoo.bench.stopwatch import Spread, clock_for
 __all__ = ["OUR_WAYS", "PARTS", "TRAINING_WAYS", "kept_rows", "kind_of_work", "profile_rows", "training_rows"]
 
 OUR_WAYS: dict[str, dict[str, Any]] = {
-    "fused": {"fused_kernels": True},
+    "plain": {"fused_kernels": False},
     "fused-loss": {"fuse_linear_cross_entropy": True},
-    "liger": {"liger": True, "fuse_linear_cross_entropy": True},
-    "fast": {"fused_kernels": True, "liger": True, "fuse_linear_cross_entropy": True},
-    "fast-recompute": {
-        "fused_kernels": True,
-        "liger": True,
-        "fuse_linear_cross_entropy": True,
-        "recompute": "elementwise",
-    },
+    "fast": {"liger": True, "fuse_linear_cross_entropy": True},
+    "fast-recompute": {"liger": True, "fuse_linear_cross_entropy": True, "recompute": "elementwise"},
     "recompute-elementwise": {"recompute": "elementwise"},
     "recompute-block": {"recompute": "block"},
 }
-"""Ways that are configuration keys of our models; fast: every fusion there is."""
+"""Ways that are configuration keys of our models; plain: no fusion at all, fast: every one there is."""
 
 TRAINING_WAYS = ("eager", "compile", *OUR_WAYS)
 """compile: through `torch.compile`."""

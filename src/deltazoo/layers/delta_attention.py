@@ -50,7 +50,8 @@ class DeltaRuleAttention(Float32Parameters):
         initializer_range: standard deviation of the linear weights.
         layer_idx: the layer's place in `past_key_values`.
         backend: of the operator: None, "triton", "chunkwise" or "reference".
-        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, and for the gated norm (`deltazoo.ops.fused`).
+        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, and for the gated norm (`deltazoo.ops.fused`);
+            None takes them wherever they run, plain torch elsewhere.
 
     Raises:
         ValueError: sizes that do not fit together, options the variant cannot act on, an unknown variant.
@@ -81,7 +82,7 @@ class DeltaRuleAttention(Float32Parameters):
         initializer_range: float = 0.02,
         layer_idx: int | None = None,
         backend: str | None = None,
-        fused_kernels: bool = False,
+        fused_kernels: bool | None = None,
     ) -> None:
         super().__init__()
         self.spec = get_variant(variant) if isinstance(variant, str) else variant
@@ -150,8 +151,8 @@ class DeltaRuleAttention(Float32Parameters):
             raise ValueError(f"decay_lower_bound is a log-decay and must be negative, got {self.decay_lower_bound}")
 
     def _unit_heads(self, normalize: bool) -> int:
-        """Channels per head that the fused convolution divides by their norm; a rotation after it keeps the norm."""
-        return self.head_k_dim if normalize and self.fused_kernels else 0
+        """Channels per head that the convolution divides by their norm; a rotation after it keeps the norm."""
+        return self.head_k_dim if normalize and self.fused_kernels is not False else 0
 
     def _make_decay_gate(self) -> None:
         if self.spec.decay == "none":
@@ -304,14 +305,14 @@ class DeltaRuleAttention(Float32Parameters):
         return _per_head(q, K), _per_head(k, K), _per_head(v, V)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if self.fused_kernels and self.conv_size:
-            return q, k  # the convolutions did it
-        if self.spec.normalize_q and self.spec.normalize_k and _is_step(q):
+        done = self.conv_size > 0 and self.q_conv1d.unit_heads > 0, self.conv_size > 0 and self.k_conv1d.unit_heads > 0
+        normalize_q, normalize_k = self.spec.normalize_q and not done[0], self.spec.normalize_k and not done[1]
+        if normalize_q and normalize_k and _is_step(q):
             q, k = l2_normalize(torch.cat([q, k], dim=2)).split([q.shape[2], k.shape[2]], dim=2)
             return q, k
         return (
-            recomputable(l2_normalize, q) if self.spec.normalize_q else q,
-            recomputable(l2_normalize, k) if self.spec.normalize_k else k,
+            recomputable(l2_normalize, q) if normalize_q else q,
+            recomputable(l2_normalize, k) if normalize_k else k,
         )
 
     def _run_rule(

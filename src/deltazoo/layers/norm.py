@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.layers.recompute import recomputable
-from deltazoo.ops.fused import fused_gated_rms_norm
+from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit
 from deltazoo.ops.liger import liger_add_rms_norm, liger_rms_norm
 
 __all__ = ["GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize"]
@@ -82,10 +82,10 @@ class GatedRMSNorm(RMSNorm):
         dim: of the last axis.
         eps: added to the mean square.
         activation: of the gate, "silu" or "sigmoid".
-        fused: one Triton kernel each way instead of plain torch.
+        fused: one Triton kernel each way instead of plain torch; None: wherever it runs.
     """
 
-    def __init__(self, dim: int, eps: float = 1e-5, activation: str = "silu", *, fused: bool = False) -> None:
+    def __init__(self, dim: int, eps: float = 1e-5, activation: str = "silu", *, fused: bool | None = False) -> None:
         super().__init__(dim, eps)
         self.fused = fused
         activations: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -99,7 +99,7 @@ class GatedRMSNorm(RMSNorm):
         return recomputable(self._normalize_and_gate, x, gate, self.weight)
 
     def _normalize_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        if self.fused:
+        if fused_kernels_fit(x) if self.fused is None else self.fused:
             return fused_gated_rms_norm(x, gate, weight, self.eps, self.activation)
         return (self._normalize(x, weight) * self._activate(at_least_float32(gate))).to(x.dtype)
 

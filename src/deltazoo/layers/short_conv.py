@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.recompute import recomputable
-from deltazoo.ops.fused import fused_short_conv, fused_short_conv_step
+from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step
 
 __all__ = ["ShortConvolution", "activation_function", "can_join", "convolve_token", "depthwise_sum"]
 
@@ -66,7 +66,8 @@ class ShortConvolution(nn.Module):
         kernel_size: taps per channel.
         activation: "silu", or "identity" for the bare sum.
         unit_heads: divide the output by the L2 norm of every head of so many channels; 0 leaves it as it is.
-        fused: one Triton kernel each way instead of plain torch. Rows with padding take plain torch all the same.
+        fused: one Triton kernel each way instead of plain torch; None: wherever it runs. Rows with padding take plain
+            torch all the same.
 
     Attributes:
         weight: `[channels, 1, kernel_size]` as in nn.Conv1d; the last tap belongs to the current token.
@@ -79,7 +80,7 @@ class ShortConvolution(nn.Module):
         activation: str = "silu",
         *,
         unit_heads: int = 0,
-        fused: bool = False,
+        fused: bool | None = False,
     ) -> None:
         super().__init__()
         if kernel_size < 1:
@@ -90,7 +91,7 @@ class ShortConvolution(nn.Module):
             raise ValueError(f"the fused convolution ends in SiLU, so activation={activation!r} cannot act")
         self.activate = activation_function(activation)
         self.unit_heads = unit_heads
-        self.fused = fused
+        self.fused = False if fused is None and activation != "silu" else fused
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
 
     def forward(
@@ -113,13 +114,17 @@ class ShortConvolution(nn.Module):
         Returns:
             The output in x's shape and dtype, and the new state `[N, channels, kernel_size - 1]` or None.
         """
-        fused = self.fused and x.numel() and not isinstance(layout, PaddedLayout)
+        fused = self.fuses(x) and x.numel() and not isinstance(layout, PaddedLayout)
         if state is not None and layout is None and x.shape[1] == 1 and not fused:
             y, window = self._convolve_token(x, state)
-            return self._normalized(y), window
+            return self.normalized(y), window
         convolve = self._convolve_fused if fused else self._convolve_plainly
         y = recomputable(partial(convolve, state=state, layout=layout), x, self.weight)
         return y, self._window_after(x, state, layout) if with_state else None
+
+    def fuses(self, x: Tensor) -> bool:
+        """Whether the kernel takes inputs like `x`."""
+        return fused_kernels_fit(x) if self.fused is None else self.fused
 
     def _convolve_fused(self, x: Tensor, weight: Tensor, *, state: Tensor | None, layout: TokenLayout | None) -> Tensor:
         assert not isinstance(layout, PaddedLayout)
@@ -141,9 +146,10 @@ class ShortConvolution(nn.Module):
             total = self._sum_packed(x, weight, past, layout)
         else:
             total = depthwise_sum(torch.cat([past, x], dim=1), weight)
-        return self._normalized(self.activate(total).to(x.dtype))
+        return self.normalized(self.activate(total).to(x.dtype))
 
-    def _normalized(self, y: Tensor) -> Tensor:
+    def normalized(self, y: Tensor) -> Tensor:
+        """The output over the norms of its heads, if that is wanted."""
         return l2_normalize(y.unflatten(2, (-1, self.unit_heads))).flatten(2) if self.unit_heads else y
 
     def _sum_packed(self, x: Tensor, weight: Tensor, past: Tensor, layout: PackedLayout) -> Tensor:
@@ -211,7 +217,6 @@ def can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:
         type(convolution) is ShortConvolution
         and type(convolution.weight) is nn.Parameter
         and convolution.weight.device == x.device
-        and not (convolution.unit_heads and not convolution.fused)
         for convolution in convolutions
     )
 
@@ -240,7 +245,7 @@ def convolve_token(
     expected = (inputs[0].shape[0], sum(channels), q.kernel_size - 1)
     if state.shape != expected:
         raise ValueError(f"the convolution state must have shape {expected}, got {tuple(state.shape)}")
-    if q.fused:
+    if q.fuses(inputs[0]):
         weights = tuple(convolution.weight[:, 0] for convolution in convolutions)
         may_write = inplace and state.dtype == inputs[0].dtype and state.is_contiguous()
         heads = (q.unit_heads, k.unit_heads)
@@ -250,4 +255,10 @@ def convolve_token(
     window = torch.cat([state.to(token.dtype), token.transpose(1, 2)], dim=2)
     total = (at_least_float32(window) * at_least_float32(weight)[:, 0]).sum(2)
     state = window[..., 1:] if inplace else window[..., 1:].contiguous()
-    return q.activate(total).to(token.dtype)[:, None].split(channels, dim=-1), state
+    y = q.activate(total).to(token.dtype)[:, None]
+    if q.unit_heads and q.unit_heads == k.unit_heads:
+        directions, values = y.split([channels[0] + channels[1], channels[2]], dim=-1)
+        directions = l2_normalize(directions.unflatten(2, (-1, q.unit_heads))).flatten(2)
+        return (*directions.split(channels[:2], dim=-1), values), state
+    parts = y.split(channels, dim=-1)
+    return tuple(one.normalized(part) for one, part in zip(convolutions, parts, strict=True)), state

@@ -81,7 +81,8 @@ class DeltaRuleConfig(PreTrainedConfig):
         rope_parameters: rotary embedding of the softmax layers; default plain RoPE with theta 10,000.
         classifier_dropout: dropout before the token classification head; default 0.1.
         backend: operator backend of the linear layers, see `deltazoo.ops.delta_rule`.
-        fused_kernels: Triton kernels around the operator of the linear layers, see `deltazoo.ops.fused`; GPUs only.
+        fused_kernels: Triton kernels around the operator of the linear layers, see `deltazoo.ops.fused`. None: wherever
+            they run, and plain torch elsewhere; True: on NVIDIA GPUs only; False: nowhere.
         liger: Liger's kernels for norms, with the residual that comes before them, and for SwiGLU; with
             `fuse_linear_cross_entropy` for the loss, too. GPUs only; needs the extra `fast`. A key of its own, since
             `fused_kernels` needs no further package.
@@ -134,7 +135,7 @@ class DeltaRuleConfig(PreTrainedConfig):
     rope_parameters: dict | None = None
     classifier_dropout: float | int | None = None
     backend: str | None = None
-    fused_kernels: bool = False
+    fused_kernels: bool | None = None
     liger: bool = False
     fuse_linear_cross_entropy: bool = False
     recompute: str = "none"

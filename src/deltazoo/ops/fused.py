@@ -8,7 +8,17 @@ import os
 import torch
 from torch import Tensor
 
-__all__ = ["fused_gated_rms_norm", "fused_short_conv", "fused_short_conv_step"]
+from deltazoo.ops.api import _obstacle
+
+__all__ = ["fused_gated_rms_norm", "fused_kernels_fit", "fused_short_conv", "fused_short_conv_step"]
+
+
+def fused_kernels_fit(x: Tensor) -> bool:
+    """Whether these kernels take `x`: one on an NVIDIA GPU that the triton backend knows, in a dtype of its.
+
+    False under Triton's interpreter on a CPU, where they would run only to be tested.
+    """
+    return x.is_cuda and _obstacle(x.device, x.dtype, 1, 1) is None
 
 
 def fused_short_conv(

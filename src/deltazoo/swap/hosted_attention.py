@@ -60,7 +60,9 @@ class HostedDeltaAttention(DeltaRuleAttention):
         for name, width in widths.items():
             setattr(self, f"{name}_proj", nn.Linear(hidden_size, width, bias=qkv_bias))
             if self.conv_size:
-                setattr(self, f"{name}_conv1d", ShortConvolution(width, self.conv_size, self.activation))
+                # Without the L2 norm, which comes after the norms of the host.
+                convolution = ShortConvolution(width, self.conv_size, self.activation, fused=self.fused_kernels)
+                setattr(self, f"{name}_conv1d", convolution)
         self.o_proj = nn.Linear(self.o_proj.in_features, hidden_size, bias=o_bias)
         if gate_bias:
             self.g_proj = nn.Linear(hidden_size, self.o_proj.in_features)

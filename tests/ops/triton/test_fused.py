@@ -139,7 +139,7 @@ class Layer:
     variant: str = "gated_deltanet"
     dtype: torch.dtype = torch.float32
 
-    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+    def run(self, device: str, *, fused: bool | None, dtype: torch.dtype | None = None) -> Results:
         torch.manual_seed(0)
         layer = DeltaRuleAttention(
             self.variant, 16, 2, 8, layer_idx=0, initializer_range=0.3, fused_kernels=fused, backend="chunkwise"
@@ -228,6 +228,13 @@ def test_on_the_gpu(case: Convolution | TokenStep | Norm | Layer, request: pytes
         reason = "three TF32 products are not one of float32: the gradient of dt_bias is off by 2.5e-6 for 2.0e-6"
         request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason))
     judge(case, case.run("cuda", fused=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_by_default_a_layer_takes_the_kernels_where_they_run(device: str) -> None:
+    layer = Layer("default", variant="kda")
+    default, named = layer.run(device, fused=None), layer.run(device, fused=device == "cuda")
+    assert all(torch.equal(default[name], named[name]) for name in named)
 
 
 @pytest.mark.gpu
