@@ -79,7 +79,9 @@ def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]
             return _options(4 if shared < 160_000 else 8, 1, min(BV, 32))
         return _options(8 if BV == 64 else 4, 1 if wide and shared < 160_000 else 2, BV)
     if BK == 256:
-        return _options(4, 1 if wide else 2, min(BV, 32))
+        # States of 256 channels fill the registers of four warps twice over. Tiles of 32 rows take no asynchronous
+        # products (docs/log.md), so eight warps are safe.
+        return _options(8, 2, min(BV, 32))
     # One wide program per multiprocessor where shared memory is full. Eight warps only with tiles of 128 value
     # channels: over 64, Triton 3.6 has miscompiled them on Hopper (docs/log.md).
     return _options(8, 2, 128) if wide and V > 64 else _options(4, 2, BV)
