@@ -42,7 +42,7 @@ class Training:
 
     def run(self, device: str, *, liger: bool, dtype: torch.dtype | None = None, shaken: int | None = None) -> Results:
         """`shaken` moves every weight by about half a unit in its last place, each number another way."""
-        overrides = {**self.overrides, "liger": True} if liger else {}
+        overrides = {"fused_kernels": False, **(self.overrides | {"liger": True} if liger else {})}
         model = tiny_model(self.case, backend="chunkwise", **overrides).to(self.dtype).to(device, dtype or self.dtype)
         if shaken is not None:
             generator = torch.Generator().manual_seed(shaken)
