@@ -79,7 +79,7 @@ PALINDROME_FULL = Experiment(
     name="palindrome",
     task=PALINDROME,
     recipe=replace(_KIMI, train_lengths=(512, 512), test=(512,)),
-    arms=(*_KIMI_ARMS, "gated_deltanet+slow-decay"),
+    arms=_KIMI_ARMS,
 )
 STACK_FULL = Experiment(
     name="stack_large",
