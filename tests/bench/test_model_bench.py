@@ -13,7 +13,7 @@ import torch
 from liger_kernels import needs_liger
 from typer.testing import CliRunner
 
-from deltazoo.bench import model_contestants, model_suite
+from deltazoo.bench import model_contestants, model_page, model_suite
 from deltazoo.bench.command import app
 from deltazoo.bench.model_contestants import Size, contestants
 from deltazoo.bench.model_page import write_model_page
@@ -75,6 +75,25 @@ def test_the_page_shows_every_number_and_draws_the_plots(result: Path, tmp_path:
     assert {path.stem for path in written[1:]} == {"train_tok_s", "decode_tok_s", "token_ms", "profile"}
     for path in written[1:]:
         assert path.stat().st_size > 1000 and path.relative_to(tmp_path / "docs").as_posix() in page
+
+
+def test_a_line_joins_steps_of_as_many_tokens_and_names_an_older_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = replace(describe_run(device="cpu", commit="0123456789", command=[]), id="new", date="2099-01-02T00:00:00")
+    old = replace(run, id="old", commit="abcdefghij", date="2099-01-01T00:00:00")
+    results = ModelResults({"new": run, "old": old})
+    row = ModelRow("tiny", "kda", "deltazoo", "eager", "float32", "train_tok_s", 8, 16, value=3.0, run="new")
+    for settings in ({}, {"batch": 4, "tokens": 32}, {"tokens": 64}, {"way": "compile", "run": "old"}):
+        results.add(replace(row, **settings))
+    drawn: list[dict[tuple[str, str], list[tuple[int, float]]]] = []
+    monkeypatch.setattr(model_page, "draw_lines", lambda path, lines, xlabel, ylabel: drawn.append(lines))
+    write_model_page(results, tmp_path / "page.md", tmp_path / "plots")
+    assert drawn[0] == {
+        ("kda (deltazoo)", "eager, steps of 128"): [(16, 3.0), (32, 3.0)],
+        ("kda (deltazoo)", "eager, steps of 512"): [(64, 3.0)],
+        ("kda (deltazoo)", "compile, steps of 128, commit abcdefg"): [(16, 3.0)],
+    }
 
 
 def test_a_later_run_replaces_the_same_settings(result: Path, tmp_path: Path) -> None:

@@ -26,10 +26,12 @@ AdamW on random tokens.
 Ways to train: `eager` is the default configuration, `compile` the same through `torch.compile`; `plain`, `fused-loss`
 and `recompute-...` are the configuration keys `fused_kernels: false`, `fuse_linear_cross_entropy` and `recompute`;
 `fast` is `fused-loss` with the key `liger`, `fast-recompute` is `fast` with `recompute: elementwise`. Ways to decode,
-all greedy:
-`generate` is transformers' method, `generate-captured` the same with `capture_step=True`, `loop` is
+all greedy: `generate` is transformers' method, `generate-captured` the same with `capture_step=True`, `loop` is
 `deltazoo.generate`, `loop-fast` that of a model with the keys of `fast`, `loop-compiled` that with `compile=True`. On a
 GPU the captured steps and those of the loop are CUDA graphs, on a CPU they are plain calls.
+
+The default configuration runs the fused kernels on GPUs since commit `f826b2c`. **Our rows of runs before it, `compile`
+and contexts among them, are without fused kernels**; plots name a commit that is not the newest of its section.
 
 Ranges are the 20th to 80th percentile of single steps or tokens. With one CPU thread the clock counts the time that the
 process computed: on a machine shared with other work that is less than the time that passes, and still more than it
@@ -91,15 +93,27 @@ def _runs(results: ModelResults) -> str:
 
 
 def _draw(results: ModelResults, folder: Path) -> dict[str, Path]:
+    newest = max((results.runs[row.run] for row in results.rows.values()), key=lambda run: run.date).commit
     drawn = {}
     for measure, (ylabel, along, xlabel) in _PLOTS.items():
+        lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for row in results.of(measure):
+            if row.value is not None:
+                commit = results.runs[row.run].commit
+                older = "" if commit == newest else f", commit {commit[:7]}"
+                lines.setdefault((row.name, _kind(row) + older), []).append((along(row), row.value))
         path = folder / f"{measure}.png"
-        if draw_lines(path, results.of(measure), along, xlabel, ylabel):
+        if draw_lines(path, lines, xlabel, ylabel):
             drawn[measure] = path
     path = folder / "profile.png"
     if draw_bars(path, results.of("profile_ms"), "ms of one training step"):
         drawn["profile_ms"] = path
     return drawn
+
+
+def _kind(row: ModelRow) -> str:
+    """What rows on one line of a plot share: of training speeds, those whose steps have as many tokens compare."""
+    return f"{row.way}, steps of {row.batch * row.tokens:,}" if row.measure == "train_tok_s" else row.way
 
 
 def _section(everything: ModelResults, results: ModelResults, links: dict[str, str]) -> str:
@@ -108,10 +122,10 @@ def _section(everything: ModelResults, results: ModelResults, links: dict[str, s
     for title, measures in _SECTIONS:
         tables = []
         for measure in measures:
-            header = ["rows x tokens", "model", "way", "dtype", MEASURES[measure], "range", "run"]
+            header = ["rows x tokens", "model", "way", "dtype", MEASURES[measure], "range", "run, commit"]
             rows = [
                 [f"{row.batch} x {row.tokens:,}", row.name, row.way, row.dtype, _value(row), _spread(row),
-                 letters[row.run]]
+                 f"{letters[row.run]} `{everything.runs[row.run].commit[:7]}`"]
                 for row in results.of(measure)
             ]  # fmt: skip
             if rows:

@@ -1,8 +1,7 @@
-"""Plots of whole-model speed. Colour tells model and library, dash and marker the way it ran."""
+"""Plots of whole-model speed. Colour tells model and library, dash and marker how it ran."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,23 @@ __all__ = ["draw_bars", "draw_lines"]
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
+_LEGEND_COLUMNS = 2
 _WIDE = 20  # values whose largest is this many times the smallest need a logarithmic axis
 
 
-def draw_lines(path: Path, rows: list[ModelRow], along: Callable[[ModelRow], int], xlabel: str, ylabel: str) -> bool:
-    """Draw the rows' values against `along`, one line per model and way; False, and no file, for fewer than two places.
+def draw_lines(path: Path, lines: dict[tuple[str, str], list[tuple[int, float]]], xlabel: str, ylabel: str) -> bool:
+    """Draw lines of (place, value) by model and kind; False, and no file, for fewer than two places.
 
     Places are on a logarithmic axis. Values are too where they differ much; otherwise their axis starts at zero, so
     that a flat line looks flat.
     """
-    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for row in rows:
-        if row.value is not None:
-            lines.setdefault((row.name, row.way), []).append((along(row), row.value))
     if len({place for points in lines.values() for place, _ in points}) < 2:
         return False
-    names, ways = _places(name for name, _ in lines), _places(way for _, way in lines)
-    figure, axis = _figure()
-    for (name, way), points in lines.items():
-        place = ways[way]
-        axis.plot(*zip(*sorted(points), strict=True), label=f"{name}, {way}",
+    names, kinds = _places(name for name, _ in lines), _places(kind for _, kind in lines)
+    figure, axis = _figure(height=4.6 + 0.2 * len(lines) / _LEGEND_COLUMNS)
+    for name, kind in sorted(lines, key=lambda line: names[line[0]]):
+        place = kinds[kind]
+        axis.plot(*zip(*sorted(lines[name, kind]), strict=True), label=f"{name}, {kind}",
                   color=_COLOURS[names[name] % len(_COLOURS)], linestyle=_DASHES[place % len(_DASHES)],
                   marker=_MARKERS[place % len(_MARKERS)], markerfacecolor="white")  # fmt: skip
     axis.set_xscale("log", base=2)
@@ -47,7 +43,7 @@ def draw_lines(path: Path, rows: list[ModelRow], along: Callable[[ModelRow], int
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30)
     axis.set(xlabel=xlabel, ylabel=ylabel)
     axis.grid(True, which="major", alpha=0.3)
-    _legend(axis)
+    figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8, handlelength=3.5)
     _save(figure, path)
     return True
 
@@ -70,7 +66,7 @@ def draw_bars(path: Path, rows: list[ModelRow], xlabel: str) -> bool:
         left = {name: left[name] + width for name, width in zip(bars, widths, strict=True)}
     axis.set(xlabel=xlabel, xlim=(0, 1.02 * max(left.values())))
     axis.invert_yaxis()
-    _legend(axis)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=4)
     _save(figure, path)
     return True
 
@@ -79,12 +75,7 @@ def _places(names: Any) -> dict[str, int]:
     return {name: place for place, name in enumerate(dict.fromkeys(names))}
 
 
-def _legend(axis: Any) -> None:
-    """Beside the plot, where it hides nothing."""
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=4)
-
-
-def _figure(height: float = 4.6) -> tuple[Any, Any]:
+def _figure(height: float) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
