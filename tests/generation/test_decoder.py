@@ -24,8 +24,8 @@ class Collector(BaseStreamer):
         self.ended = True
 
 
-def plain(model, ids, **options):
-    return model.generate(ids, max_new_tokens=9, do_sample=False, **options)
+def plain(model, ids, max_new_tokens=9, **options):
+    return model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -124,10 +124,11 @@ def test_the_cache_does_not_grow(case):
 
 
 def test_compiled(monkeypatch):
-    """With the tracer alone; code generation takes half a minute."""
+    """With the tracer alone; code generation takes half a minute. More tokens than torch recompiles for."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     model, ids = tiny_model("hybrid"), tokens(2, 7)
-    assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=9, compile=True), plain(model, ids))
+    made = deltazoo.generate(model, ids, max_new_tokens=24, compile=True)
+    assert torch.equal(made, plain(model, ids, max_new_tokens=24))
 
 
 class TestErrors:

@@ -12,9 +12,10 @@ happens to begin where another ends. Views of one storage would not do: what sav
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from weakref import WeakValueDictionary
 
 import torch
@@ -58,6 +59,8 @@ class MergedProjections:
                     kind = weight.dtype, weight.device, linear.in_features, linear.bias is None
                     groups.setdefault(kind, []).append(linear)
             self._products += [_joint_product(linears) for linears in groups.values() if _can_merge(linears)]
+        # Made once, since compiled code recognises the functions it was made with.
+        self._forwards = [product.forwards() for product in self._products]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -65,13 +68,13 @@ class MergedProjections:
 
         Maps whose parameters have been replaced or moved since the merging run one by one.
         """
-        products = [product for product in self._products if product.is_current()]
-        for product in products:
-            product.attach()
+        current = [product.is_current() for product in self._products]
+        for product, forwards in compress(zip(self._products, self._forwards, strict=True), current):
+            product.attach(forwards)
         try:
             yield
         finally:
-            for product in products:
+            for product in compress(self._products, current):
                 product.detach()
 
 
@@ -94,10 +97,14 @@ class _JointProduct:
         parameters = ((owner[name], place) for owner, name, place in self._places)
         return all(p is not None and p.data_ptr() == place for p, place in parameters)
 
-    def attach(self) -> None:
-        """Let the modules take their results from here."""
-        for place, linear in enumerate(self.linears):
-            vars(linear)["forward"] = partial(self._piece, place)
+    def forwards(self) -> list[Callable[[Tensor], Tensor]]:
+        """What the modules call to take their results from here."""
+        return [partial(self._piece, place) for place in range(len(self.linears))]
+
+    def attach(self, forwards: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        """Let the modules call these, made by `forwards`."""
+        for linear, forward in zip(self.linears, forwards, strict=True):
+            vars(linear)["forward"] = forward
 
     def detach(self) -> None:
         """Let the modules compute on their own again."""
