@@ -31,7 +31,6 @@ BYTES = Experiment(
         "mamba2_style",
         "delta_net",
         "gated_deltanet",
-        "gated_deltanet+slow-decay",
         "efla",
         "efla+channel-decay",
         "longhorn",
@@ -46,11 +45,7 @@ def _order(scores: Scores) -> list[Check]:
     ranking = ", ".join(f"{arm} {value:.3f}" for arm, value in sorted(bits.items(), key=lambda item: item[1]))
     return [
         gap("DeltaNet minus KDA, bits per byte", bits["delta_net"] - bits["kda"], -0.01),
-        gap(
-            "DeltaNet minus Gated DeltaNet (the better of both starts), bits per byte",
-            bits["delta_net"] - min(bits["gated_deltanet"], bits["gated_deltanet+slow-decay"]),
-            -0.01,
-        ),
+        gap("DeltaNet minus Gated DeltaNet, bits per byte", bits["delta_net"] - bits["gated_deltanet"], -0.01),
         gap("linear attention minus DeltaNet, bits per byte", bits["linear_attention"] - bits["delta_net"], -0.01),
         gap("softmax minus Gated DeltaNet, bits per byte", bits["softmax"] - bits["gated_deltanet"], -0.05),
         Check("printed", f"bits per byte at 1,024: {ranking}"),

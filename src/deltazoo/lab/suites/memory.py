@@ -41,14 +41,14 @@ RECALL_HARD = Experiment(
     name="recall_large",
     task=RECALL_LARGE,
     recipe=_RECALL,
-    arms=(*_ALL, *_SLOW, "efla+scalar-decay", "efla+channel-decay", "softmax"),
+    arms=(*_ALL, "efla+scalar-decay", "efla+channel-decay", "softmax"),
     spare_seeds=(1, 2),
 )
 OVERWRITE = Experiment(
     name="overwrite_large",
     task=OVERWRITE_LARGE,
     recipe=replace(_RECALL, train_lengths=(128, 128), test=(128, 256)),
-    arms=(*_ALL, *_SLOW, "efla+scalar-decay", "efla+channel-decay", "softmax"),
+    arms=(*_ALL, "efla+scalar-decay", "efla+channel-decay", "softmax"),
     spare_seeds=(1, 2),
 )
 _RESET = replace(_RECALL, num_layers=1, head_dim=16, train_lengths=(32, 32), test=(8, 16, 32), batch_size=64, steps=600)
@@ -91,7 +91,7 @@ RECALL_KIMI = Experiment(
     name="recall_long",
     task=RECALL_LONG,
     recipe=replace(_KIMI, train_lengths=(1024, 1024), test=(1024,), steps=2500),
-    arms=(*_KIMI_ARMS, "gated_deltanet+slow-decay"),
+    arms=_KIMI_ARMS,
 )
 _NEEDLE = Recipe(
     num_layers=2,
@@ -117,9 +117,11 @@ NEEDLES = tuple(
 def _recall(scores: Scores) -> list[Check]:
     linear = scores.best("recall_large", "linear_attention", 256)
     delta = scores.best("recall_large", "delta_net", 256)
+    decays, long = (scores.best("recall_long", arm, 1024) for arm in ("mamba2_style", "delta_net"))
     return [
-        gap("64 pairs: DeltaNet minus linear attention", delta - linear, 0.30),
-        too_easy("linear attention on 64 pairs", linear, 0.90),
+        gap("256 pairs of 512 keys: DeltaNet minus decay only", long - decays, 0.30),
+        too_easy("decay only on 256 pairs", decays, 0.90),
+        gap("64 pairs of 4,096 keys: DeltaNet minus linear attention", delta - linear, 0.30, otherwise="warn"),
         *(scores.show("recall_large", arm, 256, named=True) for arm in RECALL_HARD.arms),
         *(scores.show("recall", arm, 64, named=True) for arm in RECALL_PLAIN.arms),
     ]
@@ -128,13 +130,10 @@ def _recall(scores: Scores) -> list[Check]:
 def _overwrite(scores: Scores) -> list[Check]:
     linear = scores.best("overwrite_large", "linear_attention", 128)
     gated = scores.best("overwrite_large", "gated_deltanet", 128)
-    learners = ("delta_net", "gated_deltanet+slow-decay", "kda", "efla")
-    slowest = min(scores.best("overwrite_large", arm, 128) for arm in learners)
+    slowest = min(scores.best("overwrite_large", arm, 128) for arm in ("delta_net", "kda", "efla"))
     return [
-        gap(
-            "the worst of DeltaNet, Gated DeltaNet from ~1, KDA and EFLA minus linear attention", slowest - linear, 0.25
-        ),
-        gap("Gated DeltaNet with the published start minus linear attention", gated - linear, 0.25, otherwise="warn"),
+        gap("the worst of DeltaNet, KDA and EFLA minus linear attention", slowest - linear, 0.25),
+        gap("Gated DeltaNet minus linear attention", gated - linear, 0.25, otherwise="warn"),
         too_easy("linear attention", linear, 0.90),
         *(scores.show("overwrite_large", arm, 128) for arm in OVERWRITE.arms),
     ]
@@ -198,12 +197,13 @@ def _needles(scores: Scores) -> list[Check]:
 MEMORY = (
     Claim(
         name="recall",
-        statement="With as many pairs as the state has channels, the delta rule recalls what linear "
-        "attention mixes up.",
+        statement="With as many pairs as the state has channels, the delta rule recalls what attention without it "
+        "mixes up.",
         paper="DeltaNet near 100% at the hardest setting (arXiv:2406.06484, figure)",
-        differences="64 pairs in 256 tokens, one head of 64, 1,500 steps of 128, one learning rate; "
-        "8 pairs beside it, which every arm solves and which therefore shows nothing",
-        experiments=(RECALL_HARD, RECALL_PLAIN),
+        differences="256 pairs in 1,024 tokens on two heads of 128, 2,500 steps of 32, beside the baseline with decay. "
+        "64 pairs of 4,096 keys in 256 tokens on one head of 64 are not learned by any arm in 1,500 steps of 128, "
+        "softmax attention included, which makes that recipe too short; 8 pairs every arm solves, which shows nothing",
+        experiments=(RECALL_KIMI, RECALL_HARD, RECALL_PLAIN),
         judge=_recall,
     ),
     Claim(

@@ -64,5 +64,5 @@ class Recall(Task):
 
 
 RECALL = register_task(Recall(name="recall"))
-RECALL_LARGE = register_task(Recall(name="recall_large", num_pairs=64, num_keys=256, num_values=128))
+RECALL_LARGE = register_task(Recall(name="recall_large", num_pairs=64, num_keys=4096, num_values=4096))
 RECALL_LONG = register_task(Recall(name="recall_long", num_pairs=256, num_keys=512, num_values=256))
