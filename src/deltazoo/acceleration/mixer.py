@@ -100,7 +100,7 @@ class AcceleratedMixer:
         """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, taps, C]`."""
         taps = self.conv_kernel_size
         past = qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2]) if state is None else state.transpose(1, 2).to(qkv.dtype)
-        if padding is None and places is None and self._fuses(qkv):
+        if padding is None and places is None and self._fuses(qkv, state):
             before = None if state is None else past[:, 1:].transpose(1, 2)
             window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
             return fused_short_conv(qkv, self.conv1d.weight[:, 0], before), window
@@ -135,14 +135,14 @@ class AcceleratedMixer:
 
     def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
         norm = self.get_submodule(self.layout.norm)
-        if not self._fuses(output) or hasattr(norm, "_hf_hook"):  # a hook may have the weight elsewhere
-            return norm(output, gate)
         activation = getattr(norm, "activation", "silu")  # older versions know no other
+        if not (self._fuses(output) and activation in ("silu", "sigmoid") and _is_plain(norm, self.original)):
+            return norm(output, gate)
         return fused_gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation)
 
-    def _fuses(self: Any, x: Tensor) -> bool:
+    def _fuses(self: Any, x: Tensor, state: Tensor | None = None) -> bool:
         wanted = self.deltazoo_fused_kernels
-        return fused_kernels_fit(x) if wanted is None else wanted
+        return fused_kernels_fit(x, state) if wanted is None else wanted
 
     def describe_rule(self: Any) -> RuleDescription:
         """What the layer asks of the operator, for `deltazoo.report`."""
@@ -157,6 +157,12 @@ def rule_of(layer: Any, layout: MixerLayout, backend: str | None) -> RuleDescrip
     device = norm.weight.device if device is None else torch.device(device)
     key_dim, value_dim = _head_dims(layer)
     return RuleDescription(layout.variant, backend, device, norm.weight.dtype, key_dim, value_dim)
+
+
+def _is_plain(norm: nn.Module, original: type[nn.Module]) -> bool:
+    """Whether calling the norm does no more than the layer's model wrote: no adapter, no hook, not FLA's norm."""
+    hooks = norm._forward_pre_hooks or norm._forward_hooks or "forward" in vars(norm)
+    return not hooks and type(norm).__module__ == original.__module__
 
 
 def _head_dims(layer: Any) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -92,21 +93,31 @@ def _runs(results: ModelResults) -> str:
     return "## Runs\n\n" + _table(header, rows)
 
 
-def _draw(results: ModelResults, folder: Path) -> dict[str, Path]:
+def _older_commit(results: ModelResults, row: ModelRow) -> str:
+    """`, commit abc1234` for a row that is not of the newest commit among the results."""
     newest = max((results.runs[row.run] for row in results.rows.values()), key=lambda run: run.date).commit
+    commit = results.runs[row.run].commit
+    return "" if commit == newest else f", commit {commit[:7]}"
+
+
+def _profile_rows(results: ModelResults) -> list[ModelRow]:
+    """Where steps go, with older commits named in the way."""
+    return [replace(row, way=row.way + _older_commit(results, row)) for row in results.of("profile_ms")]
+
+
+def _draw(results: ModelResults, folder: Path) -> dict[str, Path]:
     drawn = {}
     for measure, (ylabel, along, xlabel) in _PLOTS.items():
         lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for row in results.of(measure):
             if row.value is not None:
-                commit = results.runs[row.run].commit
-                older = "" if commit == newest else f", commit {commit[:7]}"
-                lines.setdefault((row.name, _kind(row) + older), []).append((along(row), row.value))
+                way = _kind(row) + _older_commit(results, row)
+                lines.setdefault((row.name, way), []).append((along(row), row.value))
         path = folder / f"{measure}.png"
         if draw_lines(path, lines, xlabel, ylabel):
             drawn[measure] = path
     path = folder / "profile.png"
-    if draw_bars(path, results.of("profile_ms"), "ms of one training step"):
+    if draw_bars(path, _profile_rows(results), "ms of one training step"):
         drawn["profile_ms"] = path
     return drawn
 
@@ -134,7 +145,7 @@ def _section(everything: ModelResults, results: ModelResults, links: dict[str, s
                 tables.append(f"![{MEASURES[measure]}]({links[measure]})\n")
         if tables:
             parts.append(f"### {title}\n\n" + "\n".join(tables))
-    profile = results.of("profile_ms")
+    profile = _profile_rows(results)
     if profile:
         parts.append(_profile(profile) + (f"\n![parts of a training step]({links['profile_ms']})\n"))
     return "\n".join(parts)

@@ -66,8 +66,8 @@ class ShortConvolution(nn.Module):
         kernel_size: taps per channel.
         activation: "silu", or "identity" for the bare sum.
         unit_heads: divide the output by the L2 norm of every head of so many channels; 0 leaves it as it is.
-        fused: one Triton kernel each way instead of plain torch; None: wherever it runs. Rows with padding take plain
-            torch all the same.
+        fused: one Triton kernel each way instead of plain torch; None: wherever it runs, unless the state wants a
+            gradient. Rows with padding take plain torch all the same.
 
     Attributes:
         weight: `[channels, 1, kernel_size]` as in nn.Conv1d; the last tap belongs to the current token.
@@ -114,7 +114,7 @@ class ShortConvolution(nn.Module):
         Returns:
             The output in x's shape and dtype, and the new state `[N, channels, kernel_size - 1]` or None.
         """
-        fused = self.fuses(x) and x.numel() and not isinstance(layout, PaddedLayout)
+        fused = self.fuses(x, state) and x.numel() and not isinstance(layout, PaddedLayout)
         if state is not None and layout is None and x.shape[1] == 1 and not fused:
             y, window = self._convolve_token(x, state)
             return self.normalized(y), window
@@ -122,9 +122,9 @@ class ShortConvolution(nn.Module):
         y = recomputable(partial(convolve, state=state, layout=layout), x, self.weight)
         return y, self._window_after(x, state, layout) if with_state else None
 
-    def fuses(self, x: Tensor) -> bool:
-        """Whether the kernel takes inputs like `x`."""
-        return fused_kernels_fit(x) if self.fused is None else self.fused
+    def fuses(self, x: Tensor, state: Tensor | None = None) -> bool:
+        """Whether the kernel takes inputs like `x`, after this state."""
+        return fused_kernels_fit(x, state) if self.fused is None else self.fused
 
     def _convolve_fused(self, x: Tensor, weight: Tensor, *, state: Tensor | None, layout: TokenLayout | None) -> Tensor:
         assert not isinstance(layout, PaddedLayout)

@@ -13,12 +13,13 @@ from deltazoo.ops.api import _obstacle
 __all__ = ["fused_gated_rms_norm", "fused_kernels_fit", "fused_short_conv", "fused_short_conv_step"]
 
 
-def fused_kernels_fit(x: Tensor) -> bool:
+def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
     """Whether these kernels take `x`: one on an NVIDIA GPU that the triton backend knows, in a dtype of its.
 
-    False under Triton's interpreter on a CPU, where they would run only to be tested.
+    Not if the convolution's state `past` wants a gradient. False under Triton's interpreter on a CPU, where they would
+    run only to be tested.
     """
-    return x.is_cuda and _obstacle(x.device, x.dtype, 1, 1) is None
+    return x.is_cuda and not _wants_gradient(past) and _obstacle(x.device, x.dtype, 1, 1) is None
 
 
 def fused_short_conv(
@@ -51,7 +52,7 @@ def fused_short_conv(
         ValueError: `past` needs a gradient.
     """
     _require_triton(x)
-    if past is not None and past.requires_grad and torch.is_grad_enabled():
+    if _wants_gradient(past):
         raise ValueError("the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off")
     from deltazoo.ops.triton.short_conv import short_conv
 
@@ -117,6 +118,10 @@ def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, ac
     from deltazoo.ops.triton.gated_norm import gated_rms_norm
 
     return gated_rms_norm(x, gate, weight, eps, activation)
+
+
+def _wants_gradient(past: Tensor | None) -> bool:
+    return past is not None and past.requires_grad and torch.is_grad_enabled()
 
 
 def _require_triton(x: Tensor) -> None:
