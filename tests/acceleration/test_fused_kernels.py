@@ -76,3 +76,22 @@ def test_padded_and_packed_rows_take_plain_torch(monkeypatch):
     torch.testing.assert_close(layer(x[:, 2:], deltazoo_places=torch.arange(4)[None]), expected[:, 2:])
     with pytest.raises(NotImplementedError, match="fused kernels run on NVIDIA GPUs"):
         layer(x)
+
+
+def test_a_norm_that_does_more_than_the_kernel_runs_by_itself(monkeypatch):
+    model = foreign_model("qwen3_next")
+    deltazoo.accelerate(model)
+    layer, output, gate = mixer_of(model), *torch.randn(2, 1, 6, 2, mixer_of(model).head_v_dim)
+    layer.deltazoo_fused_kernels = True
+    mixer = sys.modules["deltazoo.acceleration.mixer"]
+    monkeypatch.setattr(mixer, "fused_gated_rms_norm", lambda *arguments: "the kernel")
+    assert layer._norm_and_gate(output, gate) == "the kernel"
+
+    hook = layer.norm.register_forward_hook(lambda *arguments: "a hook")
+    assert layer._norm_and_gate(output, gate) == "a hook"
+    hook.remove()
+    monkeypatch.setitem(vars(layer.norm), "forward", lambda *arguments: "another forward")
+    assert layer._norm_and_gate(output, gate) == "another forward"
+    monkeypatch.delitem(vars(layer.norm), "forward")
+    layer.norm = torch.nn.Bilinear(layer.head_v_dim, layer.head_v_dim, 3)
+    assert layer._norm_and_gate(output, gate).shape[-1] == 3

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, GatedRMSNorm, LayerStates, ShortConvolution, l2_normalize, token_layout
 from deltazoo.layers.short_conv import convolve_token
-from deltazoo.ops.fused import fused_gated_rms_norm, fused_short_conv, fused_short_conv_step
+from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv, fused_short_conv_step
 
 pytest.importorskip("triton")
 
@@ -235,6 +235,15 @@ def test_by_default_a_layer_takes_the_kernels_where_they_run(device: str) -> Non
     layer = Layer("default", variant="kda")
     default, named = layer.run(device, fused=None), layer.run(device, fused=device == "cuda")
     assert all(torch.equal(default[name], named[name]) for name in named)
+
+
+def test_by_default_a_state_that_wants_a_gradient_gets_it() -> None:
+    x, state = mock.Mock(is_cuda=True), torch.empty(1, 4, 3, requires_grad=True)
+    with mock.patch("deltazoo.ops.fused._obstacle", return_value=None):
+        assert fused_kernels_fit(x) and fused_kernels_fit(x, state.detach())
+        assert not fused_kernels_fit(x, state)
+        with torch.no_grad():
+            assert fused_kernels_fit(x, state)
 
 
 @pytest.mark.gpu
