@@ -252,6 +252,17 @@ def test_what_is_left_alone(change):
     assert "forward" not in vars(model.model.layers[1].attn.q_proj)
 
 
+def test_a_forward_pass_replaced_after_the_merging_stays():
+    model = tiny_model("gated_deltanet")
+    merged = MergedProjections(model)
+    attention = model.model.layers[0].attn
+    with_a_forward_of_its_own(attention)
+    replaced = attention.q_proj.forward
+    with merged.active():
+        assert attention.q_proj.forward is replaced and "forward" not in vars(attention.k_proj)
+    assert attention.q_proj.forward is replaced
+
+
 class TestPieces:
     """Whatever a merged map is called with, it gives what it would give alone."""
 

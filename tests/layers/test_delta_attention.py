@@ -461,3 +461,12 @@ def test_compiles_into_one_graph(variant: str) -> None:
         torch.testing.assert_close(
             compiled(x[:, :1], past_key_values=compiled_states), layer(x[:, :1], past_key_values=states)
         )
+
+
+def test_hooks_of_a_convolution_see_every_token() -> None:
+    layer, states, seen = make(), LayerStates(), []
+    layer.k_conv1d.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[1]))
+    with torch.no_grad():
+        for num_tokens in (3, 1, 1):
+            layer(torch.randn(1, num_tokens, layer.hidden_size), past_key_values=states)
+    assert seen == [3, 1, 1]

@@ -210,11 +210,12 @@ class ShortConvolution(nn.Module):
 def can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:
     """Whether `convolve_token` may take the weights of these modules, instead of calling them.
 
-    Not so if they are of another kind, or if only a call brings the weights here: those divided among devices, or
-    waiting elsewhere.
+    Not so if they are of another kind or have hooks, or if only a call brings the weights here: those divided among
+    devices, or waiting elsewhere.
     """
     return all(
         type(convolution) is ShortConvolution
+        and not (convolution._forward_pre_hooks or convolution._forward_hooks or "forward" in vars(convolution))
         and type(convolution.weight) is nn.Parameter
         and convolution.weight.device == x.device
         for convolution in convolutions

@@ -66,7 +66,8 @@ class MergedProjections:
     def active(self) -> Iterator[None]:
         """Run merged maps together within this context, where no gradients are recorded.
 
-        Maps whose parameters have been replaced or moved since the merging run one by one.
+        Maps whose parameters have been replaced or moved since the merging, or their forward passes (by a hook of
+        accelerate, say), run one by one.
         """
         current = [product.is_current() for product in self._products]
         for product, forwards in compress(zip(self._products, self._forwards, strict=True), current):
@@ -93,7 +94,9 @@ class _JointProduct:
         self._ready: tuple[Tensor | None, list[Tensor | None]] = (None, [])
 
     def is_current(self) -> bool:
-        """Whether the modules' parameters still lie in the block."""
+        """Whether the modules' parameters still lie in the block, and nothing stands in for their forward passes."""
+        if any("forward" in vars(linear) for linear in self.linears):
+            return False
         parameters = ((owner[name], place) for owner, name, place in self._places)
         return all(p is not None and p.data_ptr() == place for p, place in parameters)
 
