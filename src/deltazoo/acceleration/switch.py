@@ -21,9 +21,9 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     """Run the delta-rule layers of a transformers model on `deltazoo.ops`, in place.
 
     Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
-    models of the same class are not touched. Projections, gates and norms still run as the model's modules, so adapters
-    and quantised layers act. Besides the rule, the short convolution is ours. Differences to the original, but for
-    rounding:
+    models of the same class are not touched. Projections and gates still run as the model's modules, so adapters and
+    quantised layers act. Besides the rule, the short convolution is ours, and with fused kernels the gated norm, unless
+    it has an adapter or hooks. Differences to the original, but for rounding:
 
     * Packed documents are kept apart in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` or
       `position_ids` that start again. They fill no cache.
