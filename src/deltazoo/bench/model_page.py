@@ -28,7 +28,7 @@ Ways to train: `eager` is the default configuration, `compile` the same through 
 and `recompute-...` are the configuration keys `fused_kernels: false`, `fuse_linear_cross_entropy` and `recompute`;
 `fast` is `fused-loss` with the key `liger`, `fast-recompute` is `fast` with `recompute: elementwise`. Ways to decode,
 all greedy: `generate` is transformers' method, `generate-captured` the same with `capture_step=True`, `loop` is
-`deltazoo.generate`, `loop-fast` that of a model with the keys of `fast`, `loop-compiled` that with `compile=True`. On a
+`deltazoo.generate`, `loop-fast` the same with the keys of `fast`, `loop-compiled` with `compile=True` instead. On a
 GPU the captured steps and those of the loop are CUDA graphs, on a CPU they are plain calls.
 
 The default configuration runs the fused kernels on GPUs since commit `f826b2c`. **Our rows of runs before it, `compile`
