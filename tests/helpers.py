@@ -7,9 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from delta_rule_cases import DeltaRuleInputs
 from torch import Tensor
+
+
+def known_miss(reason: str) -> pytest.MarkDecorator:
+    """An expected failure that an H200 has shown: there, a test that passes after all fails, so that its name goes."""
+    strict = torch.cuda.is_available() and torch.cuda.get_device_name() == "NVIDIA H200"
+    return pytest.mark.xfail(raises=AssertionError, reason=reason, strict=strict)
 
 
 def results_and_gradients(function: Callable[..., Any], inputs: DeltaRuleInputs, **options: Any) -> dict[str, Tensor]:
