@@ -55,8 +55,8 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     for module, _, _ in found:
         if not isinstance(module, AcceleratedMixer):
             _become(module, accelerated_class(type(module)))
-        module.deltazoo_backend = backend  # type: ignore[assignment]
-        module.deltazoo_fused_kernels = fused_kernels  # type: ignore[assignment]
+        module.deltazoo_backend = backend
+        module.deltazoo_fused_kernels = fused_kernels
     for base in bases:
         if describe_documents not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)

@@ -305,8 +305,9 @@ class DeltaRuleAttention(Float32Parameters):
         return _per_head(q, K), _per_head(k, K), _per_head(v, V)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        done = self.conv_size > 0 and self.q_conv1d.unit_heads > 0, self.conv_size > 0 and self.k_conv1d.unit_heads > 0
-        normalize_q, normalize_k = self.spec.normalize_q and not done[0], self.spec.normalize_k and not done[1]
+        # Convolutions may have done it.
+        normalize_q = self.spec.normalize_q and not (self.conv_size and self.q_conv1d.unit_heads)
+        normalize_k = self.spec.normalize_k and not (self.conv_size and self.k_conv1d.unit_heads)
         if normalize_q and normalize_k and _is_step(q):
             q, k = l2_normalize(torch.cat([q, k], dim=2)).split([q.shape[2], k.shape[2]], dim=2)
             return q, k

@@ -241,16 +241,16 @@ def convolve_token(
     Returns:
         The three outputs, and their new states, concatenated.
     """
-    q, k, _ = convolutions
+    q, k, v = convolutions
     channels = [convolution.channels for convolution in convolutions]
     expected = (inputs[0].shape[0], sum(channels), q.kernel_size - 1)
     if state.shape != expected:
         raise ValueError(f"the convolution state must have shape {expected}, got {tuple(state.shape)}")
     if q.fuses(inputs[0]):
-        weights = tuple(convolution.weight[:, 0] for convolution in convolutions)
+        weights = (q.weight[:, 0], k.weight[:, 0], v.weight[:, 0])
         may_write = inplace and state.dtype == inputs[0].dtype and state.is_contiguous()
         heads = (q.unit_heads, k.unit_heads)
-        y, state = fused_short_conv_step(inputs, weights, state, head_dims=heads, inplace=may_write)  # type: ignore[arg-type]
+        y, state = fused_short_conv_step(inputs, weights, state, head_dims=heads, inplace=may_write)
         return y.split(channels, dim=-1), state
     token, weight = torch.cat(inputs, dim=-1), torch.cat([convolution.weight for convolution in convolutions])
     window = torch.cat([state.to(token.dtype), token.transpose(1, 2)], dim=2)

@@ -119,7 +119,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self._counts = shared is None
             self.num_tokens = _at_fixed_address(torch.tensor(0, device=device)) if shared is None else shared
         if self._counts:
-            self.num_tokens.add_(num_new_tokens)  # type: ignore[union-attr]
+            self.num_tokens.add_(num_new_tokens)
 
     # Length and mask questions, asked by transformers.
 

@@ -170,7 +170,7 @@ class DeltaRuleConfig(PreTrainedConfig):
         return super().to_dict()
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+    def base_model_tp_plan(self) -> dict[str, str]:
         """How tensor parallelism divides the weights of the base model."""
         return tensor_parallel_plan(self)
 

@@ -244,7 +244,7 @@ class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, CapturedGeneration, Generat
             attentions=outputs.attentions,
         )
 
-    def _prepare_cache_for_generation(  # type: ignore[override, misc]
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]

@@ -26,7 +26,7 @@ class SharedModel(PreTrainedModel):
     """A `PreTrainedModel` that writes model cards and never unpickles."""
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any
     ) -> Self:
         """As transformers documents it, from safetensors files only.

@@ -78,7 +78,7 @@ class SwappedModel(ModelWithDeltaLayers):
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        host = HOSTS[config.host_model_type]  # type: ignore[attr-defined]
+        host = HOSTS[config.host_model_type]
         decoder_layers = attention_slots(self, host)
         for index, options in _delta_layers(config).items():
             attention = build_swapped_attention(host, config, index, options)
@@ -107,7 +107,7 @@ class SwappedGeneration(GenerationMixin):
         )
         return inputs | token_mask_for(attention_mask, inputs)
 
-    def _prepare_cache_for_generation(  # type: ignore[override, misc]
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
@@ -121,11 +121,11 @@ class SwappedGeneration(GenerationMixin):
 
 def _delta_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
     """The swapped layers as recorded; JSON made strings of their numbers."""
-    if not config.delta_layers:  # type: ignore[attr-defined]
+    if not config.delta_layers:
         raise ValueError(
             f"a {type(config).__name__} without delta_layers describes no model; swap_attention writes them"
         )
-    return {int(index): options for index, options in config.delta_layers.items()}  # type: ignore[attr-defined]
+    return {int(index): options for index, options in config.delta_layers.items()}
 
 
 def build_swapped_attention(

@@ -56,7 +56,7 @@ def generate(
             raise ValueError(f"--compile acts on delta-rule models, not on {type(model).__name__}")
         set_seed(seed)
         options = {"do_sample": temperature > 0, "prefill_chunk_size": prefill_chunk, "max_new_tokens": max_new_tokens}
-        output = model.generate(**inputs, **sampling, **options, streamer=streamer)  # type: ignore[operator, assignment]
+        output = model.generate(**inputs, **sampling, **options, streamer=streamer)  # type: ignore[operator]
     seconds = time.perf_counter() - began
     made = output.shape[1] - inputs["input_ids"].shape[1]
     errors.print(f"{made} tokens in {seconds:.1f} s: {made / seconds:.0f} tokens/s", style="dim", highlight=False)

@@ -37,19 +37,17 @@ def triton_delta_rule(
     return output, final
 
 
-def _launch(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):  # type: ignore[no-untyped-def]
+def _launch(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):
     check_tensor_values(log_decay, cu_seqlens, v.shape[1])
     with torch.cuda.device_of(v):
         return pipeline.forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
 
 
-def _forward(q, *rest):  # type: ignore[no-untyped-def]
+def _forward(q, *rest):
     return tuple(q.new_empty(0) if x is None else x for x in _launch(q, *rest))  # an operator cannot return None
 
 
-def _backward(  # type: ignore[no-untyped-def]
-    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest
-):
+def _backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest):
     *tensors, d_output, d_final = rest
     kept = Kept(*tensors)
     kept = kept._replace(beta=None if beta is None else kept.beta, G=None if log_decay is None else kept.G)
@@ -67,7 +65,7 @@ _library.impl("triton_delta_rule_backward", _backward, "CompositeExplicitAutogra
 
 
 @torch.library.register_fake("deltazoo::triton_delta_rule", lib=_library)
-def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):  # type: ignore[no-untyped-def]
+def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):
     problem = pipeline.Shapes(q, v, beta, log_decay, cu_seqlens, strict)
     kept = {name: q.new_empty(0) for name in _KEPT}
     slots, C, K = problem.slots, pipeline.CHUNK, problem.K
@@ -88,25 +86,23 @@ def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):  # ty
 
 
 @torch.library.register_fake("deltazoo::triton_delta_rule_backward", lib=_library)
-def _(  # type: ignore[no-untyped-def]
-    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest
-):
+def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest):
     return [x.new_empty(x.shape) for x in (q, k, v, beta, log_decay, initial_state) if x is not None]
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, beta, log_decay, initial_state, cu_seqlens, *output[2:])
     ctx.scale, ctx.strict = scale, strict
 
 
-def _setup_operator(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_operator(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(*output[2:])
     _setup_context(ctx, inputs, output)
 
 
-def _gradients(ctx, backward, d_output, d_final):  # type: ignore[no-untyped-def]
+def _gradients(ctx, backward, d_output, d_final):
     q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept = ctx.saved_tensors
     if d_output is None:
         d_output = torch.zeros_like(v)
@@ -116,7 +112,7 @@ def _gradients(ctx, backward, d_output, d_final):  # type: ignore[no-untyped-def
     return *given[:5], None, given[5], None, None
 
 
-def _operator_gradients(ctx, d_output, d_final, *_):  # type: ignore[no-untyped-def]
+def _operator_gradients(ctx, d_output, d_final, *_):
     return _gradients(ctx, torch.ops.deltazoo.triton_delta_rule_backward.default, d_output, d_final)
 
 
@@ -125,7 +121,7 @@ torch.library.register_autograd(
 )
 
 
-def _eager_gradients(ctx, d_output, d_final):  # type: ignore[no-untyped-def]
+def _eager_gradients(ctx, d_output, d_final):
     return _gradients(ctx, _backward, d_output, d_final)
 
 

@@ -31,7 +31,7 @@ def call(
     if _watched(tensors):
         return operator(*arguments)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return function.apply(*arguments)  # type: ignore[no-untyped-call]
+        return function.apply(*arguments)
     return forward(*arguments)
 
 

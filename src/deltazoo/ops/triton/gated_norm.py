@@ -77,7 +77,7 @@ def _launch_options(x: Tensor) -> tuple[int, dict[str, int]]:
     return max(1, -(-(x.numel() // D) // rows)), {"D": D, "BR": rows, "BD": block, "num_warps": 4}
 
 
-def _forward(x, gate, weight, eps, silu):  # type: ignore[no-untyped-def]
+def _forward(x, gate, weight, eps, silu):
     x, gate, weight = x.contiguous(), gate.contiguous(), weight.contiguous()
     y = torch.empty_like(x)
     programs, options = _launch_options(x)
@@ -86,7 +86,7 @@ def _forward(x, gate, weight, eps, silu):  # type: ignore[no-untyped-def]
     return y
 
 
-def _backward(x, gate, weight, eps, silu, d_y):  # type: ignore[no-untyped-def]
+def _backward(x, gate, weight, eps, silu, d_y):
     x, gate, weight, d_y = x.contiguous(), gate.contiguous(), weight.contiguous(), d_y.contiguous()
     d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
     blocks, options = _launch_options(x)
@@ -108,21 +108,21 @@ _library.impl("gated_rms_norm_backward", _backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("deltazoo::gated_rms_norm", lib=_library)
-def _(x, gate, weight, eps, silu):  # type: ignore[no-untyped-def]
+def _(x, gate, weight, eps, silu):
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("deltazoo::gated_rms_norm_backward", lib=_library)
-def _(x, gate, weight, eps, silu, d_y):  # type: ignore[no-untyped-def]
+def _(x, gate, weight, eps, silu, d_y):
     return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output):
     x, gate, weight, ctx.eps, ctx.silu = inputs
     ctx.save_for_backward(x, gate, weight)
 
 
-def _autograd(ctx, d_y):  # type: ignore[no-untyped-def]
+def _autograd(ctx, d_y):
     backward = torch.ops.deltazoo.gated_rms_norm_backward.default
     return *backward(*ctx.saved_tensors, ctx.eps, ctx.silu, d_y), None, None
 

@@ -304,10 +304,10 @@ _library.impl("recurrent_step_", _in_place, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("deltazoo::recurrent_step", lib=_library)
-def _(q, k, v, beta, log_decay, state, scale):  # type: ignore[no-untyped-def]
+def _(q, k, v, beta, log_decay, state, scale):
     return v.new_empty(v.shape), state.new_empty(state.shape, dtype=torch.float32)
 
 
 @torch.library.register_fake("deltazoo::recurrent_step_", lib=_library)
-def _(q, k, v, beta, log_decay, state, scale):  # type: ignore[no-untyped-def]
+def _(q, k, v, beta, log_decay, state, scale):
     return v.new_empty(v.shape)

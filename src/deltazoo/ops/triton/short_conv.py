@@ -56,7 +56,7 @@ def _launch_options(x: Tensor, weight: Tensor, head_dim: int) -> tuple[int, int,
     return programs(length), heads, {**constants, "num_warps": min(8, max(1, block * runs // 128))}
 
 
-def _forward(x, weight, past, sequence, cu_seqlens, head_dim, eps):  # type: ignore[no-untyped-def]
+def _forward(x, weight, past, sequence, cu_seqlens, head_dim, eps):
     x, weight = x.contiguous(), weight.contiguous()
     past = None if past is None else past.contiguous()
     y = torch.empty_like(x)
@@ -68,7 +68,7 @@ def _forward(x, weight, past, sequence, cu_seqlens, head_dim, eps):  # type: ign
     return y
 
 
-def _backward(x, weight, past, sequence, cu_seqlens, head_dim, eps, d_y):  # type: ignore[no-untyped-def]
+def _backward(x, weight, past, sequence, cu_seqlens, head_dim, eps, d_y):
     x, weight, d_y = x.contiguous(), weight.contiguous(), d_y.contiguous()
     past = None if past is None else past.contiguous()
     d_x = torch.empty_like(x)
@@ -90,21 +90,21 @@ _library.impl("short_conv_backward", _backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("deltazoo::short_conv", lib=_library)
-def _(x, weight, past, sequence, cu_seqlens, head_dim, eps):  # type: ignore[no-untyped-def]
+def _(x, weight, past, sequence, cu_seqlens, head_dim, eps):
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("deltazoo::short_conv_backward", lib=_library)
-def _(x, weight, past, sequence, cu_seqlens, head_dim, eps, d_y):  # type: ignore[no-untyped-def]
+def _(x, weight, past, sequence, cu_seqlens, head_dim, eps, d_y):
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output):
     x, weight, past, sequence, cu_seqlens, ctx.head_dim, ctx.eps = inputs
     ctx.save_for_backward(x, weight, past, sequence, cu_seqlens)
 
 
-def _autograd(ctx, d_y):  # type: ignore[no-untyped-def]
+def _autograd(ctx, d_y):
     saved = ctx.saved_tensors
     d_x, d_weight = torch.ops.deltazoo.short_conv_backward.default(*saved, ctx.head_dim, ctx.eps, d_y)
     return d_x, d_weight, None, None, None, None, None

@@ -86,7 +86,7 @@ def short_conv_step_kernel(
     tl.store(y + row * (CQ + CK + CV) + before + columns, s.to(y.dtype.element_ty), mask=mask)
 
 
-def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
+def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head, eps):
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     q_weight, k_weight, v_weight = (x.contiguous() for x in (q_weight, k_weight, v_weight))
     (CQ, CK, CV), B, W = (x.shape[-1] for x in (q, k, v)), q.shape[0], q_weight.shape[-1]
@@ -103,13 +103,13 @@ def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_he
     return y
 
 
-def _functional(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
+def _functional(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):
     window = window.to(q.dtype).contiguous()
     new_window = torch.empty_like(window)
     return _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head, eps), new_window
 
 
-def _in_place(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
+def _in_place(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):
     if not window.is_inference():  # the kernel writes behind autograd's back: let it notice
         torch.autograd.graph.increment_version(window)
     return _run(q, k, v, q_weight, k_weight, v_weight, window, window, q_head, k_head, eps)
@@ -124,12 +124,12 @@ _library.impl("short_conv_step_", _in_place, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("deltazoo::short_conv_step", lib=_library)
-def _(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
+def _(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):
     return q.new_empty(q.shape[0], 1, window.shape[1]), window.new_empty(window.shape, dtype=q.dtype)
 
 
 @torch.library.register_fake("deltazoo::short_conv_step_", lib=_library)
-def _(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):  # type: ignore[no-untyped-def]
+def _(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):
     return q.new_empty(q.shape[0], 1, window.shape[1])
 
 
