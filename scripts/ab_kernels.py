@@ -42,7 +42,10 @@ SERIAL = {
     "BV 32": tile(BV=32, num_warps=4),
     "BV 64, 4 warps": tile(BV=64, num_warps=4),
     "BV 64, 4 warps, 1 stage": tile(1, BV=64, num_warps=4),
-    "BV 128, 8 warps": tile(BV=128, num_warps=8),
+    "BV 64, 4 warps, 3 stages": tile(3, BV=64, num_warps=4),
+    "BV 128, 8 warps": tile(2, BV=128, num_warps=8),
+    "BV 128, 8 warps, 3 stages": tile(3, BV=128, num_warps=8),
+    "BV 128, 8 warps, 4 stages": tile(4, BV=128, num_warps=8),
 }
 CHANNEL = {
     "BK 16": tile(BK=16),

@@ -28,6 +28,9 @@ __all__ = ["backward", "forward"]
 MIN_SEGMENT = 32
 """Chunks in the shortest segment worth its three scans."""
 
+FEW_SCANS = 66
+"""Tiles of 128 value channels that leave half of a large GPU's multiprocessors idle: tiles of 64 serve them better."""
+
 
 def chunk_table(cu_seqlens: Tensor | None, NT: int) -> tuple[Tensor | None, Tensor | None]:
     """The sequence of each of NT chunks, and the first chunk of each sequence, int32 (see `layout`).
@@ -98,6 +101,7 @@ class Shapes:
             self.segments, self.segment_chunks = segments_of(self.NT, self.B * self.HV * -(-self.V // 64))
         self.scans = self.N * self.segments
         """Independent scans: sequences, or their segments."""
+        self.crowded = self.scans * self.HV * -(-self.V // 128) > FEW_SCANS
 
 
 class Problem(Shapes):
@@ -112,13 +116,13 @@ class Problem(Shapes):
         self.beta = None if beta is None else beta.contiguous()
         self.log_decay = None if log_decay is None else log_decay.contiguous()
         self.initial_state = None if initial_state is None else initial_state.float().contiguous()
-        self.tiles = tiles_for(self.K, self.V, self.half, self.decay, self.terms, shared_memory(q.device))
+        self.tiles = tiles_for(self.K, self.V, self.half, self.decay, self.terms, shared_memory(q.device), self.crowded)
         self.precision = "tf32" if self.half else "tf32x3"
         self.inverse_precision = "tf32" if self.half and not strict else "tf32x3"
         self.scale, self.cu_seqlens = scale, cu_seqlens
         self.chunk_sequence, self.chunk_offsets = chunk_table(cu_seqlens, self.NT)
         self.common = dict(
-            scale=scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, BK=self.tiles.BK, C=CHUNK,
+            scale=scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, C=CHUNK,
             HAS_BETA=beta is not None, PACKED=cu_seqlens is not None, PRECISION=self.precision,
             cu_seqlens=cu_seqlens, chunk_offsets=self.chunk_offsets,
         )  # fmt: skip
@@ -166,7 +170,7 @@ def prepare(p: Problem) -> Prepared:
         G = p.float32(p.slots, CHUNK) if p.decay else None
         prepare_kernel[p.chunk_grid()](
             p.q, p.k, p.beta, p.log_decay, AP, AP.view(torch.float32), chunk_beta, G, DECAY=p.decay, TERMS=p.terms,
-            INVERSE_PRECISION=p.inverse_precision, **p.per_chunk(), **p.tiles.prepare,
+            BK=p.tiles.BK, INVERSE_PRECISION=p.inverse_precision, **p.per_chunk(), **p.tiles.prepare,
         )  # fmt: skip
         return Prepared(AP, chunk_beta, G, p.q, p.k, p.k)
     G = p.float32(p.slots, p.K)
@@ -202,7 +206,7 @@ def scan_segments(p: Problem, x: Prepared) -> tuple[Tensor, Tensor]:
 
     def run(V: int, v: Tensor | None) -> Tensor:
         final = p.float32(p.scans, p.HV, p.K, V)
-        tiles = p.tiles.keep | dict(BV=min(p.tiles.keep["BV"], p.tiles.BK))
+        tiles = p.tiles.keep
         scan_kernel[p.scan_grid(V, tiles["BV"])](
             x.q_in, x.k_in, x.k_out, v, x.beta, x.G, x.AP, None, None, None, None, final, V=V,
             HAS_V=v is not None, INITIAL=0 if v is not None else 2, OUTPUT=False, KEEP=False,

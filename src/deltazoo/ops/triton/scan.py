@@ -3,6 +3,8 @@
 Everything is transposed, value channels down: the state `[V, K]`, the corrections `U^T [V, C]` and the output
 `O^T [V, C]` are then always the left operand of a product, which the matrix unit reads from registers. So nothing that
 the chain of chunks depends on passes through shared memory, and a warp never waits for another one.
+
+The state is a tuple of NK tiles `[BV, BK]` of key channels, since products take up to 128 of them well.
 """
 
 import triton
@@ -31,6 +33,33 @@ def add_product(S, u, k, TERMS: tl.constexpr, PRECISION: tl.constexpr):
     if TERMS > 1:
         S = tl.dot((u - hi.to(tl.float32)).to(k.dtype), k, S)
     return S
+
+
+@triton.jit
+def fetch_values(x, row, i_v, rows, stride, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr):
+    """Value channels `i_v * BV` to `(i_v + 1) * BV` of C rows, zero beyond V and `rows`; to be unpacked when needed.
+
+    Values of 16 bits come in pairs. They do not go straight into a product, and of such loads Triton copies ahead only
+    what has 4 bytes; single ones would also be split where they are loaded, which waits for memory.
+    """
+    o_c = tl.arange(0, C)[:, None]
+    if x.dtype.element_ty.primitive_bitwidth == 16 and V % 2 == 0:
+        o_v = i_v * (BV // 2) + tl.arange(0, BV // 2)[None, :]
+        x = x.to(tl.pointer_type(tl.int32), bitcast=True)
+        fetched = tl.load(x + row // 2 + o_c * (stride // 2) + o_v, mask=(o_c < rows) & (o_v < V // 2), other=0)
+    else:
+        o_v = i_v * BV + tl.arange(0, BV)[None, :]
+        fetched = tl.load(x + row + o_c * stride + o_v, mask=(o_c < rows) & (o_v < V), other=0.0)
+    return fetched
+
+
+@triton.jit
+def unpack_values(fetched, BV: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr):
+    """What `fetch_values` fetched, transposed `[BV, C]`."""
+    if fetched.dtype == tl.int32:
+        halves = tl.join(fetched.to(tl.int16), (fetched >> 16).to(tl.int16)).reshape(C, BV)
+        fetched = halves.to(DTYPE, bitcast=True)
+    return tl.trans(fetched)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "segments", "chunks", "HK", "HV"])
@@ -71,58 +100,81 @@ def scan_kernel(
     KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """One value head of one sequence or segment, BV value channels: the final state; with OUTPUT the output; with KEEP
     the states entering each chunk and the corrections U, which the backward pass needs. It starts from zero, a given
-    state (INITIAL = 1) or the identity (2). Without HAS_V the values are zero. HK heads of q and k. Grid (V / BV * HV *
-    N)."""
+    state (INITIAL = 1) or the identity (2). Without HAS_V the values are zero. HK heads of q and k. With AHEAD values
+    are fetched a chunk ahead by hand, into registers, which leaves shared memory to the rest. Grid (V / BV * HV * N).
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
+    NK: tl.constexpr = (K + BK - 1) // BK
     i_v, i_h, i_n = tl.program_id(0) % NV, tl.program_id(0) // NV % HV, tl.program_id(0) // (NV * HV)
     first, length, chunk = sequence_bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, C, PACKED)
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
-    m_k, m_v = o_k < K, i_v * BV + o_v < V
+    m_v = i_v * BV + o_v < V
     # Scalar bases advance by chunk; the offsets of a tile fit 32 bits and never change.
     slot = chunk * HV + i_h
     qk_base = (first * HK + i_h // (HV // HK)) * K
-    v_base = (first * HV + i_h) * V + i_v * BV
+    v_base = (first * HV + i_h) * V
     AP += slot * ((TERMS + 1) * C * C)
     o_qk = o_c[:, None] * (HK * K) + o_k[None, :]
-    o_vc = o_v[:, None] + o_c[None, :] * (HV * V)
+    o_vc = i_v * BV + o_v[:, None] + o_c[None, :] * (HV * V)
     o_cc = o_c[:, None] * C + o_c[None, :]
-    o_kept = i_v * BV * K + o_v[:, None] * K + o_k[None, :]
+    o_kept = (i_v * BV + o_v)[:, None] * K + o_k[None, :]
     o_state = (i_n.to(tl.int64) * HV + i_h) * (K * V) + i_v * BV + o_v[:, None] + o_k[None, :] * V
-    m_state = m_v[:, None] & m_k[None, :]
-    if INITIAL == 1:
-        S = tl.load(initial_state + o_state, mask=m_state, other=0.0)
-    elif INITIAL == 2:
-        S = tl.where((i_v * BV + o_v)[:, None] == o_k[None, :], 1.0, 0.0)
-    else:
-        S = tl.zeros([BV, BK], dtype=tl.float32)
+    S = ()
+    for tile in tl.static_range(NK):
+        if INITIAL == 1:
+            m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
+            S += (tl.load(initial_state + o_state + tile * BK * V, mask=m_state, other=0.0),)
+        elif INITIAL == 2:
+            S += (tl.where((i_v * BV + o_v)[:, None] == (tile * BK + o_k)[None, :], 1.0, 0.0),)
+        else:
+            S += (tl.zeros([BV, BK], dtype=tl.float32),)
 
+    if HAS_V and AHEAD:
+        next_v = fetch_values(v, v_base, i_v, length, HV * V, V, BV, C)
     for i_t in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         i_slot = slot + tl.cast(i_t, tl.int64) * HV
         step = tl.cast(i_t, tl.int64) * C
+        rows = length - i_t * C
         p_AP = AP + step * (HV * C * (TERMS + 1))
-        m_c = o_c < length - i_t * C
-        m_qk, m_vc = m_c[:, None] & m_k[None, :], m_v[:, None] & m_c[None, :]
-        b_k_out = tl.load(k_out + qk_base + step * (HK * K) + o_qk, mask=m_qk, other=0.0)
+        m_c = o_c < rows
+        m_vc = m_v[:, None] & m_c[None, :]
         if HAS_V:
-            b_v = tl.load(v + v_base + step * (HV * V) + o_vc, mask=m_vc, other=0.0).to(tl.float32)
+            if not AHEAD:
+                next_v = fetch_values(v, v_base + step * (HV * V), i_v, rows, HV * V, V, BV, C)
+            b_v = unpack_values(next_v, BV, C, v.dtype.element_ty).to(tl.float32)
+            if AHEAD:
+                next_v = fetch_values(v, v_base + (step + C) * (HV * V), i_v, rows - C, HV * V, V, BV, C)
         else:
             b_v = tl.zeros([BV, C], dtype=tl.float32)
-        S_hi = S.to(b_k_out.dtype)
+        Y = tl.zeros([BV, C], dtype=tl.float32)
+        O = tl.zeros([BV, C], dtype=tl.float32)
+        keys = ()
+        for tile in tl.static_range(NK):
+            m_k = tile * BK + o_k < K
+            m_qk = m_c[:, None] & m_k[None, :]
+            qk_tile = qk_base + step * (HK * K) + tile * BK
+            b_k_out = tl.load(k_out + qk_tile + o_qk, mask=m_qk, other=0.0)
+            S_hi = S[tile].to(b_k_out.dtype)
+            if KEEP:
+                tl.store(states + i_slot * (K * V) + tile * BK + o_kept, S_hi, mask=m_v[:, None] & m_k[None, :])
+            if HAS_BETA:
+                if DECAY == 2:
+                    b_k_in = tl.load(k_in + qk_tile + o_qk, mask=m_qk, other=0.0)
+                else:
+                    b_k_in = b_k_out
+                Y = tl.dot(S_hi, tl.trans(b_k_in), Y, input_precision=PRECISION)
+            if OUTPUT:
+                b_q = tl.load(q_in + qk_tile + o_qk, mask=m_qk, other=0.0)
+                O = tl.dot(S_hi, tl.trans(b_q), O, input_precision=PRECISION)
+            keys += (b_k_out,)
         if DECAY == 1:
             b_G = tl.load(G + i_slot * C + o_c)
             g_last = tl.load(G + i_slot * C + C - 1)
-        if DECAY == 2:
-            g_last = tl.load(G + i_slot * K + o_k, mask=m_k, other=0.0)[None, :]
-        if KEEP:
-            tl.store(states + i_slot * (K * V) + o_kept, S_hi, mask=m_state)
         if HAS_BETA:
-            if DECAY == 2:
-                b_k_in = tl.load(k_in + qk_base + step * (HK * K) + o_qk, mask=m_qk, other=0.0)
-            else:
-                b_k_in = b_k_out
             b_beta = tl.load(beta + i_slot * C + o_c)
             A = tl.load(p_AP + o_cc)
             if TERMS > 1:
@@ -130,7 +182,6 @@ def scan_kernel(
                 A_lo = tl.load(p_AP + 2 * C * C + o_cc)
             else:
                 A_mid, A_lo = A, A
-            Y = tl.dot(S_hi, tl.trans(b_k_in), input_precision=PRECISION)
             if DECAY == 1:
                 Y *= tl.exp2(b_G)[None, :]
             U = times_terms(b_beta[None, :] * (b_v - Y), A, A_mid, A_lo, TERMS, PRECISION)
@@ -139,9 +190,7 @@ def scan_kernel(
         if KEEP:
             tl.store(U_out + v_base + step * (HV * V) + o_vc, U.to(U_out.dtype.element_ty), mask=m_vc)
         if OUTPUT:
-            b_q = tl.load(q_in + qk_base + step * (HK * K) + o_qk, mask=m_qk, other=0.0)
             P = tl.load(p_AP + TERMS * C * C + o_cc)
-            O = tl.dot(S_hi, tl.trans(b_q), input_precision=PRECISION)
             if DECAY == 1:
                 O *= (scale * tl.exp2(b_G))[None, :]
             else:
@@ -150,11 +199,19 @@ def scan_kernel(
             tl.store(output + v_base + step * (HV * V) + o_vc, O.to(output.dtype.element_ty), mask=m_vc)
         if DECAY == 1:
             U *= tl.exp2(g_last - b_G)[None, :]
-        if DECAY != 0:
-            S *= tl.exp2(g_last)
-        S = add_product(S, U, b_k_out, TERMS, PRECISION)
+        before, S = S, ()
+        for tile in tl.static_range(NK):
+            kept = before[tile]
+            if DECAY == 1:
+                kept *= tl.exp2(g_last)
+            if DECAY == 2:
+                m_k = tile * BK + o_k < K
+                kept *= tl.exp2(tl.load(G + i_slot * K + tile * BK + o_k, mask=m_k, other=0.0))[None, :]
+            S += (add_product(kept, U, keys[tile], TERMS, PRECISION),)
     if final_state is not None:
-        tl.store(final_state + o_state, S, mask=m_state)
+        for tile in tl.static_range(NK):
+            m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
+            tl.store(final_state + o_state + tile * BK * V, S[tile], mask=m_state)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "segments", "chunks", "HK", "HV"])
@@ -193,6 +250,7 @@ def reverse_scan_kernel(
     KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """The same walk backwards, for gradients: with dS the gradient of the state that leaves a chunk,
 
@@ -200,61 +258,70 @@ def reverse_scan_kernel(
 
     with KEEP storing dS and Z (without beta: Z = dU) of every chunk. Grid (V / BV * HV * N)."""
     NV: tl.constexpr = (V + BV - 1) // BV
+    NK: tl.constexpr = (K + BK - 1) // BK
     i_v, i_h, i_n = tl.program_id(0) % NV, tl.program_id(0) // NV % HV, tl.program_id(0) // (NV * HV)
     first, length, chunk = sequence_bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, C, PACKED)
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
-    m_k, m_v = o_k < K, i_v * BV + o_v < V
+    m_v = i_v * BV + o_v < V
     slot = chunk * HV + i_h
     qk_base = (first * HK + i_h // (HV // HK)) * K
-    v_base = (first * HV + i_h) * V + i_v * BV
+    v_base = (first * HV + i_h) * V
     AP += slot * ((TERMS + 1) * C * C)
     o_qk = o_c[:, None] * (HK * K) + o_k[None, :]
-    o_vc = o_v[:, None] + o_c[None, :] * (HV * V)
+    o_vc = i_v * BV + o_v[:, None] + o_c[None, :] * (HV * V)
     o_cc = o_c[:, None] * C + o_c[None, :]
-    o_kept = i_v * BV * K + o_v[:, None] * K + o_k[None, :]
+    o_kept = (i_v * BV + o_v)[:, None] * K + o_k[None, :]
     o_state = (i_n.to(tl.int64) * HV + i_h) * (K * V) + i_v * BV + o_v[:, None] + o_k[None, :] * V
-    m_state = m_v[:, None] & m_k[None, :]
-    if HAS_FINAL:
-        dS = tl.load(d_final + o_state, mask=m_state, other=0.0)
-    else:
-        dS = tl.zeros([BV, BK], dtype=tl.float32)
+    dS = ()
+    for tile in tl.static_range(NK):
+        if HAS_FINAL:
+            m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
+            dS += (tl.load(d_final + o_state + tile * BK * V, mask=m_state, other=0.0),)
+        else:
+            dS += (tl.zeros([BV, BK], dtype=tl.float32),)
 
     NC = tl.cdiv(length, C)
+    if AHEAD:
+        last = tl.maximum(NC - 1, 0)
+        p_last = v_base + last.to(tl.int64) * (C * HV * V)
+        next_dO = fetch_values(d_output, p_last, i_v, length - last * C, HV * V, V, BV, C)
     for i in tl.range(0, NC, num_stages=STAGES):
         i_t = NC - 1 - i
         i_slot = slot + tl.cast(i_t, tl.int64) * HV
         step = tl.cast(i_t, tl.int64) * C
+        rows = length - i_t * C
         p_AP = AP + step * (HV * C * (TERMS + 1))
-        m_c = o_c < length - i_t * C
-        m_qk, m_vc = m_c[:, None] & m_k[None, :], m_v[:, None] & m_c[None, :]
-        b_k_out = tl.load(k_out + qk_base + step * (HK * K) + o_qk, mask=m_qk, other=0.0)
-        b_dO = tl.load(d_output + v_base + step * (HV * V) + o_vc, mask=m_vc, other=0.0)
-        b_q = tl.load(q_in + qk_base + step * (HK * K) + o_qk, mask=m_qk, other=0.0)
+        m_c = o_c < rows
+        m_vc = m_v[:, None] & m_c[None, :]
+        if not AHEAD:
+            next_dO = fetch_values(d_output, v_base + step * (HV * V), i_v, rows, HV * V, V, BV, C)
+        b_dO = unpack_values(next_dO, BV, C, d_output.dtype.element_ty)
+        if AHEAD:
+            before = tl.where(i_t > 0, C, 0)
+            next_dO = fetch_values(d_output, v_base + (step - C) * (HV * V), i_v, before, HV * V, V, BV, C)
         P = tl.load(p_AP + TERMS * C * C + o_cc)
         if DECAY == 1:
             b_G = tl.load(G + i_slot * C + o_c)
             g_last = tl.load(G + i_slot * C + C - 1)
-        if DECAY == 2:
-            g_last = tl.load(G + i_slot * K + o_k, mask=m_k, other=0.0)[None, :]
-        dS_hi = dS.to(b_k_out.dtype)
-        if KEEP:
-            tl.store(d_states + i_slot * (K * V) + o_kept, dS_hi, mask=m_state)
-        dU = tl.dot(dS_hi, tl.trans(b_k_out), input_precision=PRECISION)
+        dU = tl.zeros([BV, C], dtype=tl.float32)
+        keys = ()
+        for tile in tl.static_range(NK):
+            m_k = tile * BK + o_k < K
+            m_qk = m_c[:, None] & m_k[None, :]
+            b_k_out = tl.load(k_out + qk_base + step * (HK * K) + tile * BK + o_qk, mask=m_qk, other=0.0)
+            dS_hi = dS[tile].to(b_k_out.dtype)
+            if KEEP:
+                tl.store(d_states + i_slot * (K * V) + tile * BK + o_kept, dS_hi, mask=m_v[:, None] & m_k[None, :])
+            dU = tl.dot(dS_hi, tl.trans(b_k_out), dU, input_precision=PRECISION)
+            keys += (b_k_out,)
         if DECAY == 1:
             dU *= tl.exp2(g_last - b_G)[None, :]
         dU = tl.dot(b_dO, tl.trans(P), dU, input_precision=PRECISION)
-        if DECAY != 0:
-            dS *= tl.exp2(g_last)
         if DECAY == 1:
             dO = (b_dO.to(tl.float32) * (scale * tl.exp2(b_G))[None, :]).to(b_dO.dtype)
         else:
             dO = (b_dO.to(tl.float32) * scale).to(b_dO.dtype)
-        dS = tl.dot(dO, b_q, dS, input_precision=PRECISION)
         if HAS_BETA:
-            if DECAY == 2:
-                b_k_in = tl.load(k_in + qk_base + step * (HK * K) + o_qk, mask=m_qk, other=0.0)
-            else:
-                b_k_in = b_k_out
             b_beta = tl.load(beta + i_slot * C + o_c)
             A = tl.trans(tl.load(p_AP + o_cc))
             if TERMS > 1:
@@ -267,10 +334,30 @@ def reverse_scan_kernel(
                 dX = Z * (-b_beta * tl.exp2(b_G))[None, :]
             else:
                 dX = Z * (-b_beta)[None, :]
-            dS = add_product(dS, dX, b_k_in, TERMS, PRECISION)
         else:
             Z = dU
         if KEEP:
             tl.store(Z_out + v_base + step * (HV * V) + o_vc, Z.to(Z_out.dtype.element_ty), mask=m_vc)
+        after, dS = dS, ()
+        for tile in tl.static_range(NK):
+            m_k = tile * BK + o_k < K
+            m_qk = m_c[:, None] & m_k[None, :]
+            qk_tile = qk_base + step * (HK * K) + tile * BK
+            b_q = tl.load(q_in + qk_tile + o_qk, mask=m_qk, other=0.0)
+            kept = after[tile]
+            if DECAY == 1:
+                kept *= tl.exp2(g_last)
+            if DECAY == 2:
+                kept *= tl.exp2(tl.load(G + i_slot * K + tile * BK + o_k, mask=m_k, other=0.0))[None, :]
+            kept = tl.dot(dO, b_q, kept, input_precision=PRECISION)
+            if HAS_BETA:
+                if DECAY == 2:
+                    b_k_in = tl.load(k_in + qk_tile + o_qk, mask=m_qk, other=0.0)
+                else:
+                    b_k_in = keys[tile]
+                kept = add_product(kept, dX, b_k_in, TERMS, PRECISION)
+            dS += (kept,)
     if HAS_INITIAL:
-        tl.store(d_initial + o_state, dS, mask=m_state)
+        for tile in tl.static_range(NK):
+            m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
+            tl.store(d_initial + o_state + tile * BK * V, dS[tile], mask=m_state)

@@ -19,6 +19,7 @@ class Tiles(NamedTuple):
     """Launch options per kernel: tile sizes, warps, software-pipeline stages."""
 
     BK: int
+    """All key channels, as a power of two."""
     prepare: dict[str, int]
     channel: dict[str, int]
     scan: dict[str, int]
@@ -33,6 +34,10 @@ def _options(warps: int, stages: int, BV: int | None = None) -> dict[str, int]:
     return options if BV is None else options | dict(BV=BV, STAGES=stages)
 
 
+def _scan_options(warps: int, stages: int, BV: int, BK: int, ahead: bool = False) -> dict[str, int]:
+    return _options(warps, stages, BV) | dict(BK=BK, AHEAD=ahead)
+
+
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Shared memory that a thread block can have on a device, in bytes; Hopper's where there is no GPU."""
@@ -42,7 +47,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 @lru_cache
-def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = HOPPER) -> Tiles:
+def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = HOPPER, crowded: bool = True) -> Tiles:
     """Tiles for head sizes K and V.
 
     Args:
@@ -50,38 +55,60 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
         decay: 0 none, 1 per head, 2 per channel.
         terms: matrices that store the inverse: 0 without beta, 1 fast, 3 strict.
         shared: the card's shared memory per thread block, in bytes (`shared_memory`).
+        crowded: there are more scans than half the multiprocessors, so that wide tiles fill the card too.
     """
     BK = max(16, 1 << (K - 1).bit_length())
     BV = min(64, max(16, 1 << (V - 1).bit_length()))
     tile = dict(BK=min(BK, 32 if decay == 2 or not half else 64))
     prepare = _options(4, 1)
     if not half:
-        serial = _options(4, 1, min(BV, 32 if BK <= 128 else 16))
+        # Three-term products fill the registers; with larger tiles ptxas gives up: 32 registers, all else spilled.
+        serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
+        reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         pairs = _options(4, 1, min(BV, 32))
-        return Tiles(BK, prepare, prepare | tile, serial, serial, serial, pairs | tile, pairs)
-    serial = _serial(BK, BV, V, decay == 2 or terms == 3, shared)
-    output = serial  # and the reverse scan
-    if decay == 1 and V > 64 and BK <= 128 and shared >= HOPPER:
-        output = _options(8, 2, 128)
+        return Tiles(BK, prepare, prepare | tile, serial, serial, reverse, pairs | tile, pairs)
+    output, keep, reverse = _serial(BK, BV, V, decay, terms, shared, crowded)
     warps = 8 if shared < HOPPER and decay == 1 else 4  # ptxas gives up on four there: 32 registers, all else spilled
     pairs = _options(warps, 2, BV)
     tail = pairs | tile
     if decay == 2 and shared >= HOPPER:
         # Two warps are too few for Hopper's asynchronous products, with which this kernel is wrong there (docs/log.md).
         tail |= dict(num_warps=2, BK=min(BK, 16))
-    return Tiles(BK, prepare, prepare | tile, output, serial, output, tail, pairs)
+    return Tiles(BK, prepare, prepare | tile, output, keep, reverse, tail, pairs)
 
 
-def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]:
-    """The scans for 16-bit inputs. Strict products and per-channel operands (`wide`) fill shared memory."""
+def _serial(
+    BK: int, BV: int, V: int, decay: int, terms: int, shared: int, crowded: bool
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """The scan for the output, the one that keeps states, and the reverse scan, for 16-bit inputs."""
+    keys = (2 if decay == 2 and terms else 1) * CHUNK * BK * 2  # bytes of one chunk's keys
+    A, P, q = terms * CHUNK * CHUNK * 2, CHUNK * CHUNK * 2, CHUNK * BK * 2
     if shared < HOPPER:  # older matrix units read all operands from registers: the warps share them out
         if BK == 256:
-            return _options(4 if shared < 160_000 else 8, 1, min(BV, 32))
-        return _options(8 if BV == 64 else 4, 1 if wide and shared < 160_000 else 2, BV)
-    if BK == 256:
-        # States of 256 channels fill the registers of four warps twice over. Tiles of 32 rows take no asynchronous
-        # products (docs/log.md), so eight warps are safe.
-        return _options(8, 2, min(BV, 32))
-    # One wide program per multiprocessor where shared memory is full. Eight warps only with tiles of 128 value
-    # channels: over 64, Triton 3.6 has miscompiled them on Hopper (docs/log.md).
-    return _options(8, 2, 128) if wide and V > 64 else _options(4, 2, BV)
+            serial = _scan_options(4 if shared < 160_000 else 8, 1, min(BV, 32), BK)
+        else:
+            large = decay == 2 or terms == 3
+            serial = _scan_options(8 if BV == 64 else 4, 1 if large and shared < 160_000 else 2, BV, BK)
+        return serial, serial, serial
+    return (
+        _hopper_scan(BK, BV, V, keys + A + P + q, 0, crowded),
+        _hopper_scan(BK, BV, V, keys + A, 2, crowded),
+        _hopper_scan(BK, BV, V, keys + A + P + q, 2, crowded),
+    )
+
+
+def _hopper_scan(BK: int, BV: int, V: int, operands: int, kept: int, crowded: bool) -> dict[str, int]:
+    """One of the scans, given the bytes of a chunk's operands, and of each state element that it stores on the way.
+
+    With three stages the next chunk is copied while this one is worked on; with two, every chunk waits for memory.
+    """
+    wide = V > 64 and crowded
+    BV = 128 if wide else BV
+    for stages, tile in ((3, BK if BK <= 128 else 64), (3, min(BK, 64)), (2, min(BK, 64))):
+        values = 0 if wide else 4 * CHUNK * BV  # fetched into registers, or twice into shared memory
+        if stages * operands + values + kept * BV * tile + 6 * 1024 <= HOPPER:
+            # Eight warps, one program per multiprocessor, only with tiles of 128 value channels: over 64, Triton 3.6
+            # has miscompiled them on Hopper (docs/log.md).
+            return _scan_options(8 if wide else 4, stages, BV, tile, ahead=wide)
+    # Tiles of 32 rows take synchronous products (docs/log.md), with a single copy of the operands.
+    return _scan_options(8, 2, min(BV, 32), BK)
