@@ -21,6 +21,7 @@ class Tiles(NamedTuple):
     BK: int
     prepare: dict[str, int]
     channel: dict[str, int]
+    far: dict[str, int]
     scan: dict[str, int]
     keep: dict[str, int]
     reverse: dict[str, int]
@@ -55,10 +56,16 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     BV = min(64, max(16, 1 << (V - 1).bit_length()))
     tile = dict(BK=min(BK, 32 if decay == 2 or not half else 64))
     prepare = _options(4, 1)
+    # 64 elements in the registers of every thread, and channels side by side in 16-byte pieces
+    channel = prepare | dict(BK=min(BK, 128 if half else 32))
+    channel |= dict(RUNS=min((1024 if half else 512) // channel["BK"], 32))
+    far = channel | dict(LEVEL_BK=min(BK, 32))
+    if half and BK <= 128:
+        channel |= dict(maxnreg=168)  # three programs per multiprocessor
     if not half:
         serial = _options(4, 1, min(BV, 32 if BK <= 128 else 16))
         pairs = _options(4, 1, min(BV, 32))
-        return Tiles(BK, prepare, prepare | tile, serial, serial, serial, pairs | tile, pairs)
+        return Tiles(BK, prepare, channel, far, serial, serial, serial, pairs | tile, pairs)
     serial = _serial(BK, BV, V, decay == 2 or terms == 3, shared)
     output = serial  # and the reverse scan
     if decay == 1 and V > 64 and BK <= 128 and shared >= HOPPER:
@@ -69,7 +76,7 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     if decay == 2 and shared >= HOPPER:
         # Two warps are too few for Hopper's asynchronous products, with which this kernel is wrong there (docs/log.md).
         tail |= dict(num_warps=2, BK=min(BK, 16))
-    return Tiles(BK, prepare, prepare | tile, output, serial, output, tail, pairs)
+    return Tiles(BK, prepare, channel, far, output, serial, output, tail, pairs)
 
 
 def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]:
