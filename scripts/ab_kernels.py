@@ -55,9 +55,15 @@ CHANNEL = {
 }
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "prepare": {"2 warps": tile(num_warps=2), **{f"{n} registers": tile(maxnreg=n) for n in (168, 128)}},
-    "prepare_channel": CHANNEL | {"128 registers": tile(maxnreg=128), "BK 64, 200 registers": tile(BK=64, maxnreg=200)},
-    "prepare_channel(far)": {"BK 64": tile(BK=64)},
-    "invert": {"2 warps": tile(num_warps=2), "96 registers": tile(maxnreg=96)},
+    "prepare_channel": {
+        "any registers": tile(maxnreg=None),
+        "BK 64": tile(BK=64, RUNS=16),
+        "BK 64, 128 registers": tile(BK=64, RUNS=16, maxnreg=128),
+    },
+    "prepare_far": {
+        "levels of 16": tile(LEVEL_BK=16, level_tiles=8),
+        "BK 64": tile(BK=64, RUNS=16, level_tiles=2),
+    },
     "scan": SERIAL,
     "scan(keep)": SERIAL,
     "reverse_scan(keep)": SERIAL,
@@ -94,8 +100,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 WRITTEN = {
     "prepare": ("AP", "chunk_beta", "G"),
-    "prepare_channel": ("AP", "L", "chunk_beta", "G", "q_in", "k_in", "k_out"),
-    "invert": ("AP",),
+    "prepare_channel": ("AP", "chunk_beta", "G", "far", "q_in", "k_in", "k_out"),
+    "prepare_far": ("AP", "chunk_beta", "G", "q_in", "k_in", "k_out"),
     "scan": ("output", "final_state"),
     "scan(keep)": ("U_out", "states"),
     "reverse_scan(keep)": ("Z_out", "d_states", "d_initial"),
@@ -119,7 +125,7 @@ class Launch:
     @property
     def name(self) -> str:
         """As in `VARIANTS`."""
-        keep = "(keep)" if self.arguments.get("KEEP") else "(far)" if self.arguments.get("FAR") else ""
+        keep = "(keep)" if self.arguments.get("KEEP") else ""
         return self.kernel.fn.__name__.removesuffix("_kernel") + keep
 
     @property
@@ -130,27 +136,22 @@ class Launch:
     @property
     def written(self) -> tuple[str, ...]:
         """Names of its outputs."""
-        names = WRITTEN[self.name.removesuffix("(far)")]
-        absent = ("G",) if "(far)" in self.name else ()  # which tells this launch what to do
-        return tuple(name for name in names if self.arguments[name] is not None and name not in absent)
+        return tuple(name for name in WRITTEN[self.name] if self.arguments[name] is not None)
 
     def run(self, changes: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Tensor]]:
         """The launch with changed arguments and outputs of its own, and these outputs."""
         arguments = self.arguments | changes
-        if self.name == "invert":  # which overwrites its input
-            arguments["L"] = arguments["L"].clone()
         grid = list(self.grid)
         for size, block in (("V", "BV"), ("K", "BK")):
             if block == "BV" if "scan" in self.name else block == "BK" and self.tiles_keys:
                 before, now = (-(-arguments[size] // x[block]) for x in (self.arguments, arguments))
                 grid[0] = grid[0] // before * now
-        for count, size, block in (("value_tiles", "V", "BV"), ("key_tiles", "K", "BK")):
-            if count in arguments:
-                arguments[count] = -(-arguments[size] // arguments[block])
+        if "value_tiles" in arguments:
+            arguments["value_tiles"] = -(-arguments["V"] // arguments["BV"])
         own: dict[int, Tensor] = {}
         for output in self.written:
             given = arguments[output]
-            fresh = given.clone() if self.name == "invert" else torch.zeros_like(given)
+            fresh = torch.zeros_like(given)
             if self.tiles_keys and output in TOTALS and (output == "d_beta" or arguments.get("DECAY") == 1):
                 fresh = given.new_zeros(-(-arguments["K"] // arguments["BK"]), *given.shape[1:])
             own[given.data_ptr()] = fresh
@@ -172,8 +173,6 @@ class Recorder:
         def launch(*positional: Any, **named: Any) -> None:
             arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
             noted = Launch(self.kernel, grid, dict(arguments))
-            if noted.name == "invert":  # which overwrites its input
-                noted.arguments["L"] = arguments["L"].clone()
             if noted.name in VARIANTS:
                 self.launches.setdefault(noted.name, noted)
             self.kernel[grid](**arguments)

@@ -86,7 +86,7 @@ class Launch:
     arguments: dict[str, Any]
 
     def __str__(self) -> str:
-        keep = "(keep)" if self.arguments.get("KEEP") else "(far)" if self.arguments.get("FAR") else ""
+        keep = "(keep)" if self.arguments.get("KEEP") else ""
         return self.kernel.fn.__name__.removesuffix("_kernel") + keep
 
     def compile(self, arch: int) -> CompiledKernel:
@@ -160,10 +160,10 @@ def spill_limit(call: Call, launch: Launch) -> int:
     """Bytes per thread that may be spilled: a little anywhere, more where the products leave ptxas no choice."""
     name = launch.kernel.fn.__name__
     if call.dtype == torch.float32:  # three-term products; ptxas gives up on the scans
-        return 16_384 if "scan" in name or call.arch != HOPPER else 2048
+        return 16_384 if "scan" in name or call.arch != HOPPER else 4096
     if call.K == 256 and "scan" in name and call.arch != HOPPER:  # ptxas gives up on some, all spilled
         return 16_384
-    if launch.arguments.get("FAR") or name == "tail_channel_kernel":  # by its way for strong decay
+    if name in ("prepare_far_kernel", "tail_channel_kernel"):  # by the way for strong decay
         return 4096
     if call.arch != HOPPER and name.startswith(("prepare", "tail")):  # operands of products are registers there
         return 2048
@@ -196,7 +196,7 @@ LARGEST = ("reverse_scan(keep)",)  # in shared memory
 REPRESENTATIVE = [
     Call(HOPPER, only=("prepare", "scan(keep)", "tail")),
     Call(HOPPER, decay="channel", only=("prepare_channel", "pair_gradients", "tail_channel")),
-    Call(HOPPER, decay="channel", terms=3, packed=True, state=True, only=("invert", *LARGEST)),
+    Call(HOPPER, decay="channel", terms=3, packed=True, state=True, only=("prepare_far", *LARGEST)),
     Call(AMPERE, decay="channel", terms=3, only=LARGEST),
     Call(ADA, decay="scalar", only=(*LARGEST, "tail")),
     Call(BLACKWELL, 64, 64, decay="channel", terms=0, only=LARGEST),

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.ops.triton.prepare import invert_kernel, prepare_channel_kernel, prepare_kernel
+from deltazoo.ops.triton.prepare import prepare_kernel
+from deltazoo.ops.triton.prepare_channel import prepare_channel_kernel, prepare_far_kernel
 from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.segments import chain_kernel
 from deltazoo.ops.triton.tail import tail_kernel
@@ -175,16 +176,18 @@ def prepare(p: Problem) -> Prepared:
         return Prepared(AP, chunk_beta, G, p.q, p.k, p.k)
     G = p.float32(p.slots, p.K)
     q_in, k_in, k_out = (p.q.new_empty(p.B, p.T, p.HV, p.K) for _ in range(3))
-    L = None if p.beta is None else p.float32(p.slots, CHUNK, CHUNK)
-    for far in (False, True):
-        prepare_channel_kernel[p.chunk_grid()](
-            p.q, p.k, p.beta, p.log_decay, AP, L, chunk_beta, G, q_in, k_in, k_out, TERMS=p.terms, FAR=far,
-            key_tiles=-(-p.K // p.tiles.channel["BK"]), **p.per_chunk() | p.tiles.channel,
-        )  # fmt: skip
-    if L is not None:
-        invert_kernel[p.chunk_grid()](
-            L, AP, TERMS=p.terms, PRECISION=p.inverse_precision, **p.chunks(), **p.tiles.prepare
-        )
+    far = p.q.new_empty(p.slots, dtype=torch.int32)
+    arguments = dict(
+        q=p.q, k=p.k, beta=p.beta, log_decay=p.log_decay, AP=AP, scratch=AP.view(torch.float32), chunk_beta=chunk_beta,
+        G=G, far=far, q_in=q_in, k_in=k_in, k_out=k_out, TERMS=p.terms, INVERSE_PRECISION=p.inverse_precision,
+        **p.per_chunk(),
+    )  # fmt: skip
+    prepare_channel_kernel[p.chunk_grid()](**arguments | p.tiles.channel)
+    chunks = min(max(p.slots // 512, 1), 16)
+    level_tiles = p.tiles.far["BK"] // p.tiles.far["LEVEL_BK"]
+    prepare_far_kernel[(-(-p.slots // chunks),)](
+        chunks=chunks, slots=p.slots, level_tiles=level_tiles, **arguments | p.tiles.far
+    )
     return Prepared(AP, chunk_beta, G, q_in, k_in, k_out)
 
 

@@ -22,6 +22,7 @@ class Tiles(NamedTuple):
     """All key channels, as a power of two."""
     prepare: dict[str, int]
     channel: dict[str, int]
+    far: dict[str, int]
     scan: dict[str, int]
     keep: dict[str, int]
     reverse: dict[str, int]
@@ -61,12 +62,18 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     BV = min(64, max(16, 1 << (V - 1).bit_length()))
     tile = dict(BK=min(BK, 32 if decay == 2 or not half else 64))
     prepare = _options(4, 1)
+    # 64 elements in the registers of every thread, and channels side by side in 16-byte pieces
+    channel = prepare | dict(BK=min(BK, 128 if half else 32))
+    channel |= dict(RUNS=min((1024 if half else 512) // channel["BK"], 32))
+    far = channel | dict(LEVEL_BK=min(BK, 32))
+    if half and BK <= 128:
+        channel |= dict(maxnreg=168)  # three programs per multiprocessor
     if not half:
         # Three-term products fill the registers; with larger tiles ptxas gives up: 32 registers, all else spilled.
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         pairs = _options(4, 1, min(BV, 32))
-        return Tiles(BK, prepare, prepare | tile, serial, serial, reverse, pairs | tile, pairs)
+        return Tiles(BK, prepare, channel, far, serial, serial, reverse, pairs | tile, pairs)
     output, keep, reverse = _serial(BK, BV, V, decay, terms, shared, crowded)
     warps = 8 if shared < HOPPER and decay == 1 else 4  # ptxas gives up on four there: 32 registers, all else spilled
     pairs = _options(warps, 2, BV)
@@ -74,7 +81,7 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     if decay == 2 and shared >= HOPPER:
         # Two warps are too few for Hopper's asynchronous products, with which this kernel is wrong there (docs/log.md).
         tail |= dict(num_warps=2, BK=min(BK, 16))
-    return Tiles(BK, prepare, prepare | tile, output, keep, reverse, tail, pairs)
+    return Tiles(BK, prepare, channel, far, output, keep, reverse, tail, pairs)
 
 
 def _serial(

@@ -1,0 +1,306 @@
+"""Chunk-parallel preparation for one decay per key channel.
+
+The decay sits inside the products over channels. Rows that the decay since the chunk's start leaves in range take one
+product, `(q o exp(G)) (k o exp(-G))^T`; the rows after them, if any, take six levels of blocks, each twice as long as
+the one before, which cover every pair of tokens once. Chunks with such rows are few where gates are moderate, and take
+many registers: a second launch does them, told by flags that the first one stored.
+
+A chunk is loaded in an order of its own: first the first token of each of RUNS runs of neighbouring tokens, then the
+second ones, and so on. Threads lie side by side along the runs, so a run is in the registers of one thread, and its
+running sum of log-decays is plain additions.
+"""
+
+import triton
+import triton.language as tl
+
+from deltazoo.ops.triton.layout import chunk_bounds, key_head
+from deltazoo.ops.triton.prepare import (
+    DIRECT_RANGE,
+    HALF_DIRECT_RANGE,
+    is_far,
+    level_factor,
+    level_mask,
+    log2_decay,
+    masked_sum,
+    store_inverse,
+    three_terms,
+)
+
+
+@triton.jit
+def running_sum(g, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """Running sum over the tokens of `g [C, BK]`, in the kernels' order, and the sum over all.
+
+    No sum reads a later token, so none depends on it in any bit.
+    """
+    run = tl.arange(0, RUNS)[:, None]
+    g = tl.reshape(g, [C // RUNS, RUNS, BK])
+    totals = tl.sum(g, 0)
+    ends = tl.cumsum(totals, 0)
+    starts = tl.gather(ends, tl.broadcast_to(tl.maximum(run - 1, 0), [RUNS, BK]), 0)
+    starts = tl.where(run == 0, 0.0, starts)
+    return tl.reshape(tl.cumsum(g, 0) + starts[None, :, :], [C, BK]), tl.sum(totals, 0)
+
+
+@triton.jit
+def by_token(x, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """The rows of `x [C, BK]` from the kernels' order into that of the tokens."""
+    return tl.reshape(tl.permute(tl.reshape(x, [C // RUNS, RUNS, BK]), (1, 0, 2)), [C, BK])
+
+
+@triton.jit
+def add_levels(
+    b_P,
+    b_N,
+    q,
+    k,
+    log_decay,
+    k_out,
+    o_c,
+    o_k,
+    m_ck,
+    q_stride,
+    g_stride,
+    direct,
+    HAS_BETA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Adds the pairs of the rows that are not `direct`, over some channels, and stores these channels of `k_out`."""
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    o_qk, o_gk = o_c[:, None] * q_stride + o_k[None, :], o_c[:, None] * g_stride + o_k[None, :]
+    b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
+    b_q = tl.load(q + o_qk, mask=m_ck, other=0.0)
+    g1, g2, g3 = three_terms(log2_decay(log_decay + o_gk, m_ck), DTYPE)
+    b_k_out = b_k * tl.exp2(masked_sum(o_c[None, :] > o_c[:, None], g1, g2, g3))
+    tl.store(k_out + o_gk, b_k_out.to(DTYPE), mask=m_ck)
+    b_qk = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+    b_P += tl.where((o_c[:, None] == o_c[None, :]) & (direct == 0), b_qk[:, None], 0.0)
+    for level in tl.range(6, num_stages=1):
+        f = level_factor(g1, g2, g3, o_c, level)
+        pairs = level_mask(o_c, level) & (direct == 0)
+        k_f, q_f = (b_k * f).to(DTYPE), (b_q * f).to(DTYPE)
+        b_P += tl.where(pairs, tl.dot(q_f, tl.trans(k_f), input_precision=PRECISION), 0.0)
+        if HAS_BETA:
+            b_N += tl.where(pairs, tl.dot(k_f, tl.trans(k_f), input_precision=PRECISION), 0.0)
+    return b_P, b_N
+
+
+@triton.jit
+def prepare_chunk(
+    q,
+    k,
+    beta,
+    log_decay,
+    AP,
+    scratch,
+    chunk_beta,
+    G,
+    far,
+    q_in,
+    k_in,
+    k_out,
+    slot,
+    first,
+    rows,
+    i_h,
+    scale,
+    level_tiles,
+    H,
+    HV,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    LEVEL_BK: tl.constexpr,
+    RUNS: tl.constexpr,
+    C: tl.constexpr,
+    FAR: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    TERMS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INVERSE_PRECISION: tl.constexpr,
+):
+    """All that the kernels below make of one chunk; without FAR a flag and nothing else if the chunk is far."""
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    RANGE: tl.constexpr = HALF_DIRECT_RANGE if tl.float16 == DTYPE else DIRECT_RANGE
+    o_c = tl.arange(0, C)
+    RUN: tl.constexpr = C // RUNS
+    token = (o_c % RUNS * RUN + o_c // RUNS)[:, None]  # the kernels' order: see above
+    diagonal, below = o_c[:, None] == o_c[None, :], o_c[:, None] > o_c[None, :]
+    g_base, g_stride = (first * HV + i_h) * K, HV * K
+    q_base = (first * H + key_head(i_h, H, HV, GROUPED)) * K if GROUPED else g_base
+    q_stride = H * K if GROUPED else g_stride
+    q += q_base
+    k += q_base
+    log_decay += g_base
+    q_in += g_base
+    k_in += g_base
+    k_out += g_base
+    if HAS_BETA:
+        m_c = o_c < rows
+        b_beta = tl.load(beta + first * HV + i_h + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
+    b_P = tl.zeros([C, C], dtype=tl.float32)
+    b_N = tl.zeros([C, C], dtype=tl.float32)
+    for tile in tl.static_range((K + BK - 1) // BK):
+        o_k = tile * BK + tl.arange(0, BK)
+        mask = token < rows
+        if (tile + 1) * BK > K:
+            mask = mask & (o_k < K)[None, :]
+        o_gk = token * g_stride + o_k[None, :]
+        o_qk = token * q_stride + o_k[None, :] if GROUPED else o_gk
+        b_g = log2_decay(log_decay + o_gk, mask)
+        b_k = tl.load(k + o_qk, mask=mask, other=0.0)
+        b_q = tl.load(q + o_qk, mask=mask, other=0.0)
+        b_G, g_last = running_sum(b_g, RUNS, C, BK)
+        if not FAR and is_far(g_last, DTYPE):
+            tl.store(far + slot, 1)
+            return
+        tl.store(G + slot * K + o_k, g_last, mask=o_k < K)
+        decay, undone = tl.exp2(b_G), tl.exp2(tl.minimum(-b_G, RANGE) if FAR else -b_G)
+        q_read, k_read = (b_q * decay).to(DTYPE), (b_k * decay).to(DTYPE)
+        k_written = b_k * undone
+        tl.store(q_in + o_gk, q_read, mask=mask)
+        tl.store(k_in + o_gk, k_read, mask=mask)
+        if not FAR:
+            if tl.float32 == DTYPE:
+                g1, g2, g3 = three_terms(b_g, DTYPE)
+                b_k_out = b_k * tl.exp2(masked_sum(tl.trans(token) > token, g1, g2, g3))
+            else:  # as good as 16 bits
+                b_k_out = (k_written * tl.exp2(g_last)[None, :]).to(DTYPE)
+            tl.store(k_out + o_gk, b_k_out, mask=mask)
+        k_written = tl.trans(by_token(k_written.to(DTYPE), RUNS, C, BK))
+        P = tl.dot(by_token(q_read, RUNS, C, BK), k_written, input_precision=PRECISION)
+        N = b_N
+        if HAS_BETA:
+            N = tl.dot(by_token(k_read, RUNS, C, BK), k_written, input_precision=PRECISION)
+        if tl.float32 == DTYPE:
+            b_qk = by_token(tl.sum(b_q * b_k, 1)[:, None], RUNS, C, 1)
+            P = tl.where(diagonal, b_qk, P)
+        if FAR:
+            direct = by_token(tl.min(b_G, 1)[:, None], RUNS, C, 1) >= -RANGE
+            b_P += tl.where(direct, P, 0.0)
+            b_N += tl.where(direct, N, 0.0)
+            for i in tl.range(0, level_tiles, num_stages=1):
+                o_l = tile * BK + i * LEVEL_BK + tl.arange(0, LEVEL_BK)
+                m_ck = (o_c < rows)[:, None] & (o_l < K)[None, :]
+                b_P, b_N = add_levels(
+                    b_P, b_N, q, k, log_decay, k_out, o_c, o_l, m_ck, q_stride, g_stride, direct, HAS_BETA, PRECISION
+                )
+        elif tile == 0:
+            b_P, b_N = P, N
+        else:
+            b_P += P
+            b_N += N
+    b_P = tl.where(diagonal | below, b_P * scale, 0.0).to(AP.dtype.element_ty)
+    AP += slot * ((TERMS + 1) * C * C)
+    if HAS_BETA:
+        tl.store(chunk_beta + slot * C + o_c, b_beta)
+        SLOT: tl.constexpr = (TERMS + 1) * C * C * AP.dtype.element_ty.primitive_bitwidth // 32
+        scratch += slot * SLOT
+        L = tl.where(below, b_beta[:, None] * b_N, 0.0)
+        tl.store(scratch + o_c[:, None] * C + o_c[None, :], L)
+        tl.debug_barrier()  # L was written by other threads of this program
+        store_inverse(scratch, AP, C, TERMS, INVERSE_PRECISION)
+    tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], b_P)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
+def prepare_channel_kernel(
+    q,
+    k,
+    beta,
+    log_decay,
+    AP,
+    scratch,
+    chunk_beta,
+    G,
+    far,
+    q_in,
+    k_in,
+    k_out,
+    cu_seqlens,
+    chunk_sequence,
+    chunk_offsets,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    RUNS: tl.constexpr,
+    C: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    TERMS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INVERSE_PRECISION: tl.constexpr,
+):
+    """A, P, step sizes, the chunk's log2-decay G, and q and k with the decay multiplied in; of far chunks only a flag.
+
+    Grid (HV, NT, B).
+    """
+    i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+    slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
+    tl.store(far + slot, 0)
+    if rows <= 0:
+        return
+    prepare_chunk(
+        q, k, beta, log_decay, AP, scratch, chunk_beta, G, far, q_in, k_in, k_out, slot, first, rows, i_h, scale, 0, H,
+        HV, K, BK, BK, RUNS, C, False, HAS_BETA, TERMS, GROUPED, PRECISION, INVERSE_PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["level_tiles", "chunks", "slots", "T", "NT", "H", "HV"])
+def prepare_far_kernel(
+    q,
+    k,
+    beta,
+    log_decay,
+    AP,
+    scratch,
+    chunk_beta,
+    G,
+    far,
+    q_in,
+    k_in,
+    k_out,
+    cu_seqlens,
+    chunk_sequence,
+    chunk_offsets,
+    scale,
+    level_tiles,
+    chunks,
+    slots,
+    T,
+    NT,
+    H,
+    HV,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    LEVEL_BK: tl.constexpr,
+    RUNS: tl.constexpr,
+    C: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    TERMS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INVERSE_PRECISION: tl.constexpr,
+):
+    """The far ones among up to 16 neighbouring `chunks`, of `slots` in all. Grid (programs,)."""
+    start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
+    count = tl.minimum(slots - start, chunks).to(tl.int32)
+    if tl.max(tl.load(far + start + o, mask=o < count, other=0), 0) == 0:
+        return
+    for i in tl.range(0, count, num_stages=1):
+        slot = start + i
+        if tl.load(far + slot) != 0:
+            i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
+            first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+            prepare_chunk(
+                q, k, beta, log_decay, AP, scratch, chunk_beta, G, far, q_in, k_in, k_out, slot, first, rows, i_h,
+                scale, level_tiles, H, HV, K, BK, LEVEL_BK, RUNS, C, True, HAS_BETA, TERMS, GROUPED, PRECISION,
+                INVERSE_PRECISION,
+            )  # fmt: skip
