@@ -54,18 +54,21 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     BK = max(16, 1 << (K - 1).bit_length())
     BV = min(64, max(16, 1 << (V - 1).bit_length()))
     tile = dict(BK=min(BK, 32 if decay == 2 or not half else 64))
+    form = {} if decay == 2 else dict(FORM=int(decay == 1))
     prepare = _options(4, 1)
     if not half:
         serial = _options(4, 1, min(BV, 32 if BK <= 128 else 16))
         pairs = _options(4, 1, min(BV, 32))
-        return Tiles(BK, prepare, prepare | tile, serial, serial, serial, pairs | tile, pairs)
+        return Tiles(BK, prepare, prepare | tile, serial, serial, serial, pairs | tile | form, pairs)
     serial = _serial(BK, BV, V, decay == 2 or terms == 3, shared)
     output = serial  # and the reverse scan
     if decay == 1 and V > 64 and BK <= 128 and shared >= HOPPER:
         output = _options(8, 2, 128)
     warps = 8 if shared < HOPPER and decay == 1 else 4  # ptxas gives up on four there: 32 registers, all else spilled
     pairs = _options(warps, 2, BV)
-    tail = pairs | tile
+    tail = pairs | tile | form
+    if decay < 2 and V <= 128 and shared >= HOPPER:  # what has value channels stays in shared memory
+        tail = _options(4, 2 + decay, max(16, 1 << (V - 1).bit_length())) | dict(BK=min(BK, 32)) | form
     if decay == 2 and shared >= HOPPER:
         # Two warps are too few for Hopper's asynchronous products, with which this kernel is wrong there (docs/log.md).
         tail |= dict(num_warps=2, BK=min(BK, 16))
