@@ -8,7 +8,7 @@ from deltazoo.ops.triton.layout import chunk_bounds, key_head
 
 @triton.jit
 def packed_load(pointers, mask):
-    """A tile, with pairs of 16-bit elements as one integer: loops carry those untouched, and wait for them where used."""
+    """A tile, with pairs of 16-bit elements as integers: loops carry those as loaded, and wait for them where used."""
     x = tl.load(pointers, mask=mask, other=0.0)
     if x.dtype.primitive_bitwidth == 16:
         low, high = tl.split(tl.reshape(x.to(tl.uint16, bitcast=True).to(tl.uint32), [x.shape[0], x.shape[1] // 2, 2]))
@@ -96,8 +96,8 @@ def tail_kernel(
     First what needs no key channels: the gradients of the scores P and L, dv, and the values' part of d_beta. Then one
     tile of key channels after the other. Where all value channels fit into a tile, dO, U and Z are read once for all.
 
-    The numbers of tiles, K / BK and V / BV, are read at run time: with a count that the compiler knows it may dissolve a
-    loop, and the straight code is wrong on an H200 (docs/log.md).
+    The numbers of tiles, K / BK and V / BV, are read at run time: with a count that the compiler knows it may dissolve
+    a loop, and the straight code is wrong on an H200 (docs/log.md).
 
     The gradient of the cumulative log-decay has one form for every kind of decay, `q o dq + k o dk_row - k o dk_col`:
     token i's own terms carry `exp(G_i)` where it reads and `exp(-G_i)` where it is read.
@@ -211,8 +211,6 @@ def tail_kernel(
             if HAS_BETA:
                 b_row = tl.dot(b_Z, b_S, input_precision=PRECISION)
         else:
-            b_k = tl.load(k + i_k * BK + o_qk, mask=m_ck, other=0.0)
-            b_q = tl.load(q + i_k * BK + o_qk, mask=m_ck, other=0.0)
             b_dq = tl.zeros([C, BK], dtype=tl.float32)
             b_kc = tl.zeros([C, BK], dtype=tl.float32)
             if HAS_BETA:
@@ -231,6 +229,8 @@ def tail_kernel(
                     b_Z = tl.load(Z + i_v * BV + o_cv, mask=m_cv, other=0.0)
                     b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
                 b_kc = tl.dot(b_U, b_dS, b_kc, input_precision=PRECISION) + 0.0
+            b_k = tl.load(k + i_k * BK + o_qk, mask=m_ck, other=0.0)
+            b_q = tl.load(q + i_k * BK + o_qk, mask=m_ck, other=0.0)
         b_dq *= scale
         if DECAY == 1:
             b_dq *= entry
