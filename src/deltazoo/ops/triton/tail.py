@@ -211,6 +211,8 @@ def tail_kernel(
             if HAS_BETA:
                 b_row = tl.dot(b_Z, b_S, input_precision=PRECISION)
         else:
+            b_k = tl.load(k + i_k * BK + o_qk, mask=m_ck, other=0.0)
+            b_q = tl.load(q + i_k * BK + o_qk, mask=m_ck, other=0.0)
             b_dq = tl.zeros([C, BK], dtype=tl.float32)
             b_kc = tl.zeros([C, BK], dtype=tl.float32)
             if HAS_BETA:
@@ -229,8 +231,6 @@ def tail_kernel(
                     b_Z = tl.load(Z + i_v * BV + o_cv, mask=m_cv, other=0.0)
                     b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
                 b_kc = tl.dot(b_U, b_dS, b_kc, input_precision=PRECISION) + 0.0
-            b_k = tl.load(k + i_k * BK + o_qk, mask=m_ck, other=0.0)
-            b_q = tl.load(q + i_k * BK + o_qk, mask=m_ck, other=0.0)
         b_dq *= scale
         if DECAY == 1:
             b_dq *= entry
