@@ -263,30 +263,31 @@ def tail(
     dtype = p.q.dtype if p.H == p.HV else torch.float32
     dq, dk = (p.q.new_empty(p.B, p.T, p.HV, p.K, dtype=dtype) for _ in range(2))
     dv = torch.empty_like(p.v)
-    shares = -(-p.K // p.tiles.tail["BK"])
-    parts = shares + (p.decay == 2)  # of d_beta
-    d_beta = None if p.beta is None else p.float32(parts, *p.beta.shape)
-    sizes = dict(shares_stride=p.B * p.T * p.HV, value_tiles=-(-p.V // p.tiles.tail["BV"]), V=p.V)
+    key_tiles, value_tiles = -(-p.K // p.tiles.tail["BK"]), -(-p.V // p.tiles.tail["BV"])
+    shares = key_tiles + 1 if p.decay == 2 else 1  # of d_beta
+    d_beta = None if p.beta is None else p.float32(shares, *p.beta.shape)
     if p.decay < 2:
-        d_log_decay = None if p.log_decay is None else p.float32(shares, *p.log_decay.shape)
-        tail_kernel[p.chunk_grid(shares)](
+        d_log_decay = None if p.log_decay is None else p.float32(*p.log_decay.shape)
+        tail_kernel[p.chunk_grid()](
             p.q, p.k, p.v, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, dq, dk, dv, d_beta, d_log_decay,
-            DECAY=p.decay, TERMS=p.terms, **sizes, **p.per_chunk() | p.tiles.tail,
+            DECAY=p.decay, TERMS=p.terms, V=p.V, key_tiles=key_tiles, value_tiles=value_tiles,
+            **p.per_chunk() | p.tiles.tail,
         )  # fmt: skip
-        d_log_decay = None if d_log_decay is None else d_log_decay.sum(0)
     else:
         W = p.q.new_empty(p.slots, 1 if p.beta is None else 2, CHUNK, CHUNK)
         P_diagonal, d_log_decay = p.float32(p.slots, CHUNK), p.float32(*p.q.shape[:2], p.HV, p.K)
         pair_gradients_kernel[p.chunk_grid()](
-            p.v, x.beta, U, Z, d_output, W, P_diagonal, dv, None if d_beta is None else d_beta[shares],
+            p.v, x.beta, U, Z, d_output, W, P_diagonal, dv, None if d_beta is None else d_beta[key_tiles],
             scale=p.scale, value_tiles=-(-p.V // p.tiles.pairs["BV"]), V=p.V, HAS_BETA=p.beta is not None,
             PRECISION=p.precision, **p.chunks(), **p.tiles.pairs,
         )  # fmt: skip
-        tail_channel_kernel[p.chunk_grid(shares)](
+        tail_channel_kernel[p.chunk_grid(key_tiles)](
             p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
-            d_log_decay, **sizes, **p.per_chunk() | p.tiles.tail,
+            d_log_decay, shares_stride=p.B * p.T * p.HV, value_tiles=value_tiles, V=p.V, **p.per_chunk() | p.tiles.tail,
         )  # fmt: skip
-    return dq, dk, dv, None if d_beta is None else d_beta.sum(0), d_log_decay
+    if d_beta is not None:
+        d_beta = d_beta.sum(0) if shares > 1 else d_beta[0]
+    return dq, dk, dv, d_beta, d_log_decay
 
 
 def forward(*inputs) -> tuple[Tensor | None, ...]:
