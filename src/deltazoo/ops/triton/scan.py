@@ -36,6 +36,16 @@ def add_product(S, u, k, TERMS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def finished(x, WAIT: tl.constexpr):
+    """The product x; with WAIT a sum reads it, so that the kernel waits for it.
+
+    Where products of several tiles of key channels run on side by side, ptxas waits for every instruction of theirs.
+    With decay the registers for that sum are not there (docs/log.md).
+    """
+    return x + 0.0 if WAIT else x
+
+
+@triton.jit
 def fetch_values(x, row, i_v, rows, stride, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr):
     """Value channels `i_v * BV` to `(i_v + 1) * BV` of C rows, zero beyond V and `rows`; to be unpacked when needed.
 
@@ -109,6 +119,7 @@ def scan_kernel(
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
+    WAIT: tl.constexpr = NK > 1 and DECAY == 0
     i_v, i_h, i_n = tl.program_id(0) % NV, tl.program_id(0) // NV % HV, tl.program_id(0) // (NV * HV)
     first, length, chunk = sequence_bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, C, PACKED)
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
@@ -166,10 +177,10 @@ def scan_kernel(
                     b_k_in = tl.load(k_in + qk_tile + o_qk, mask=m_qk, other=0.0)
                 else:
                     b_k_in = b_k_out
-                Y = tl.dot(S_hi, tl.trans(b_k_in), Y, input_precision=PRECISION)
+                Y = finished(tl.dot(S_hi, tl.trans(b_k_in), Y, input_precision=PRECISION), WAIT)
             if OUTPUT:
                 b_q = tl.load(q_in + qk_tile + o_qk, mask=m_qk, other=0.0)
-                O = tl.dot(S_hi, tl.trans(b_q), O, input_precision=PRECISION)
+                O = finished(tl.dot(S_hi, tl.trans(b_q), O, input_precision=PRECISION), WAIT)
             keys += (b_k_out,)
         if DECAY == 1:
             b_G = tl.load(G + i_slot * C + o_c)
@@ -207,7 +218,7 @@ def scan_kernel(
             if DECAY == 2:
                 m_k = tile * BK + o_k < K
                 kept *= tl.exp2(tl.load(G + i_slot * K + tile * BK + o_k, mask=m_k, other=0.0))[None, :]
-            S += (add_product(kept, U, keys[tile], TERMS, PRECISION),)
+            S += (finished(add_product(kept, U, keys[tile], TERMS, PRECISION), WAIT),)
     if final_state is not None:
         for tile in tl.static_range(NK):
             m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
@@ -259,6 +270,7 @@ def reverse_scan_kernel(
     with KEEP storing dS and Z (without beta: Z = dU) of every chunk. Grid (V / BV * HV * N)."""
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
+    WAIT: tl.constexpr = NK > 1 and DECAY == 0
     i_v, i_h, i_n = tl.program_id(0) % NV, tl.program_id(0) // NV % HV, tl.program_id(0) // (NV * HV)
     first, length, chunk = sequence_bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, C, PACKED)
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
@@ -312,7 +324,7 @@ def reverse_scan_kernel(
             dS_hi = dS[tile].to(b_k_out.dtype)
             if KEEP:
                 tl.store(d_states + i_slot * (K * V) + tile * BK + o_kept, dS_hi, mask=m_v[:, None] & m_k[None, :])
-            dU = tl.dot(dS_hi, tl.trans(b_k_out), dU, input_precision=PRECISION)
+            dU = finished(tl.dot(dS_hi, tl.trans(b_k_out), dU, input_precision=PRECISION), WAIT)
             keys += (b_k_out,)
         if DECAY == 1:
             dU *= tl.exp2(g_last - b_G)[None, :]
@@ -349,13 +361,13 @@ def reverse_scan_kernel(
                 kept *= tl.exp2(g_last)
             if DECAY == 2:
                 kept *= tl.exp2(tl.load(G + i_slot * K + tile * BK + o_k, mask=m_k, other=0.0))[None, :]
-            kept = tl.dot(dO, b_q, kept, input_precision=PRECISION)
+            kept = finished(tl.dot(dO, b_q, kept, input_precision=PRECISION), WAIT)
             if HAS_BETA:
                 if DECAY == 2:
                     b_k_in = tl.load(k_in + qk_tile + o_qk, mask=m_qk, other=0.0)
                 else:
                     b_k_in = keys[tile]
-                kept = add_product(kept, dX, b_k_in, TERMS, PRECISION)
+                kept = finished(add_product(kept, dX, b_k_in, TERMS, PRECISION), WAIT)
             dS += (kept,)
     if HAS_INITIAL:
         for tile in tl.static_range(NK):
