@@ -54,7 +54,13 @@ CHANNEL = {
     "168 registers": tile(maxnreg=168),
 }
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "prepare": {"2 warps": tile(num_warps=2), **{f"{n} registers": tile(maxnreg=n) for n in (168, 128)}},
+    "prepare": {
+        "any registers": tile(maxnreg=None),
+        "128 registers": tile(maxnreg=128),
+        "96 registers": tile(maxnreg=96),
+        "lower": tile(LOWER=True),
+        "lower, 128 registers": tile(LOWER=True, maxnreg=128),
+    },
     "prepare_channel": {
         "any registers": tile(maxnreg=None),
         "BK 64": tile(BK=64, RUNS=16),

@@ -23,20 +23,25 @@ HALF_DIRECT_RANGE = tl.constexpr(6.0)
 
 
 @triton.jit
-def store_columns(A, X, first: tl.constexpr, C: tl.constexpr, TERMS: tl.constexpr):
-    """16 columns of the transposed inverse, as TERMS matrices that sum to it, largest first."""
-    offsets = tl.arange(0, C)[:, None] * C + first + tl.arange(0, 16)[None, :]
-    for i in tl.static_range(TERMS):
-        term = X.to(A.dtype.element_ty)
-        tl.store(A + i * C * C + offsets, term)
-        X -= term.to(tl.float32)
+def side_by_side(X, Y):
+    """`[X, Y]`, two matrices of equally many columns."""
+    XY = tl.permute(tl.join(X, Y), (0, 2, 1))
+    return tl.reshape(XY, [X.shape[0], 2 * X.shape[1]])
 
 
 @triton.jit
-def store_inverse(scratch, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
-    """Store the transpose of `(I + L)^-1`; `scratch [64, 64]` float32 holds the strictly lower L and is overwritten."""
+def store_inverse(L, scratch, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, LOWER: tl.constexpr):
+    """Store the transpose of `(I + L)^-1`, L strictly lower, as TERMS matrices that sum to it, largest first.
+
+    `scratch` has room for L and may overlap with A: it is read no more when A is written.
+    """
     o_c, o_j = tl.arange(0, C), tl.arange(0, 16)
     block, column = o_c // 16, o_c % 16
+    if LOWER:
+        tl.store(scratch + o_c[:, None] * C + o_c[None, :], L, mask=block[:, None] >= block[None, :])
+    else:
+        tl.store(scratch + o_c[:, None] * C + o_c[None, :], L)
+    tl.debug_barrier()  # L was written by other threads of this program
     # Diagonal blocks, all four at once: row c of D is column c of the inverse of its block.
     D = tl.where((o_j[None, :] == 0) & (column[:, None] == 0), 1.0, 0.0)
     p_row = scratch + block[:, None] * (16 * C + 16) + o_j[None, :]
@@ -65,10 +70,11 @@ def store_inverse(scratch, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: t
     R = tl.dot(X2, L32, R, input_precision=PRECISION)
     X3 = tl.where(block[:, None] == 3, D, 0.0) - tl.dot(R, D3, input_precision=PRECISION)
     tl.debug_barrier()  # the scratch is overwritten now
-    store_columns(A, X0, 0, C, TERMS)
-    store_columns(A, X1, 16, C, TERMS)
-    store_columns(A, X2, 32, C, TERMS)
-    store_columns(A, X3, 48, C, TERMS)
+    X = side_by_side(side_by_side(X0, X1), side_by_side(X2, X3))
+    for i in tl.static_range(TERMS):
+        term = X.to(A.dtype.element_ty)
+        tl.store(A + i * C * C + o_c[:, None] * C + o_c[None, :], term)
+        X -= term.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
@@ -99,6 +105,7 @@ def prepare_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
+    LOWER: tl.constexpr,
 ):
     """A, P, step sizes and cumulative log2-decay G of one chunk; no decay or one per head. Grid (HV, NT, B)."""
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -109,14 +116,17 @@ def prepare_kernel(
     m_c, m_ck = o_c < rows, (o_c < rows)[:, None] & (o_k < K)[None, :]
     below, above = o_c[:, None] > o_c[None, :], o_c[:, None] < o_c[None, :]
     slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
-    o_qk = (first * H + key_head(i_h, H, HV, GROUPED)) * K + o_c[:, None] * (H * K) + o_k[None, :]
-    o_gate = first * HV + i_h + o_c * HV
-    b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
-    b_q = tl.load(q + o_qk, mask=m_ck, other=0.0)
+    base = (first * H + key_head(i_h, H, HV, GROUPED)) * K
+    o_qk = o_c[:, None] * (H * K) + o_k[None, :]
+    b_k = tl.load(k + base + o_qk, mask=m_ck, other=0.0)
+    b_q = tl.load(q + base + o_qk, mask=m_ck, other=0.0)
+    if DECAY == 1:
+        b_g = tl.load(log_decay + (first * HV + i_h) + o_c * HV, mask=m_c, other=0.0).to(tl.float32) * LOG2E
+    if HAS_BETA:
+        b_beta = tl.load(beta + (first * HV + i_h) + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
     P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
     P = tl.where(above, 0.0, P)
     if DECAY == 1:
-        b_g = tl.load(log_decay + o_gate, mask=m_c, other=0.0).to(tl.float32) * LOG2E
         b_G = tl.cumsum(tl.maximum(b_g, LOG2_FLOOR), 0)
         tl.store(G + slot * C + o_c, b_G)
         D = tl.exp2(tl.where(above, 0.0, b_G[:, None] - b_G[None, :]))
@@ -124,17 +134,13 @@ def prepare_kernel(
     P = P.to(AP.dtype.element_ty)
     AP += slot * ((TERMS + 1) * C * C)
     if HAS_BETA:
-        b_beta = tl.load(beta + o_gate, mask=m_c, other=0.0).to(tl.float32)
         tl.store(chunk_beta + slot * C + o_c, b_beta)
         L = b_beta[:, None] * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
         if DECAY == 1:
             L *= D
         SLOT: tl.constexpr = (TERMS + 1) * C * C * AP.dtype.element_ty.primitive_bitwidth // 32
         scratch += slot * SLOT
-        in_blocks = (o_c // 16)[:, None] >= (o_c // 16)[None, :]
-        tl.store(scratch + o_c[:, None] * C + o_c[None, :], tl.where(below, L, 0.0), mask=in_blocks)
-        tl.debug_barrier()  # L was written by other threads of this program
-        store_inverse(scratch, AP, C, TERMS, INVERSE_PRECISION)
+        store_inverse(tl.where(below, L, 0.0), scratch, AP, C, TERMS, INVERSE_PRECISION, LOWER)
     tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], P)
 
 

@@ -197,9 +197,7 @@ def prepare_chunk(
         SLOT: tl.constexpr = (TERMS + 1) * C * C * AP.dtype.element_ty.primitive_bitwidth // 32
         scratch += slot * SLOT
         L = tl.where(below, b_beta[:, None] * b_N, 0.0)
-        tl.store(scratch + o_c[:, None] * C + o_c[None, :], L)
-        tl.debug_barrier()  # L was written by other threads of this program
-        store_inverse(scratch, AP, C, TERMS, INVERSE_PRECISION)
+        store_inverse(L, scratch, AP, C, TERMS, INVERSE_PRECISION, False)
     tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], b_P)
 
 
