@@ -78,16 +78,21 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "BV 128, 1 stage": tile(1, BV=128),
         "128 registers": tile(maxnreg=128),
     },
-    "tail_channel": CHANNEL
-    | {
-        "1 stage": tile(1),
-        "1 stage, 168 registers": tile(1, maxnreg=168),
-        "1 stage, 128 registers": tile(1, maxnreg=128),
-        "BK 16, 128 registers": tile(BK=16, maxnreg=128),
-        "BV 32, 168 registers": tile(BV=32, maxnreg=168),
-        "BV 128, 1 stage, 168 registers": tile(1, BV=128, maxnreg=168),
-        "BK 64, 1 stage": tile(1, BK=64),
+    "tail_channel": {
+        "1 program": dict(splits=1),
+        "2 programs": dict(splits=2),
+        "168 registers": tile(maxnreg=168),
+        "1 program, 168 registers": tile(splits=1, maxnreg=168),
+        "128 registers": tile(maxnreg=128),
+        "8 warps, 128 registers": tile(num_warps=8, maxnreg=128),
+        "BV 64": tile(3, BV=64),
+        "BV 64, 168 registers": tile(3, BV=64, maxnreg=168),
+        "BV 64, 2 stages, 168 registers": tile(2, BV=64, maxnreg=168),
+        "BV 16, 168 registers": tile(3, BV=16, maxnreg=168),
+        "4 stages, 168 registers": tile(4, maxnreg=168),
+        "BK 16, 168 registers": tile(BK=16, splits=8, maxnreg=168),
     },
+    "tail_channel(far)": {"2 warps": tile(num_warps=2), "2 programs": dict(splits=2)},
 }
 WRITTEN = {
     "prepare": ("AP", "chunk_beta", "G"),
@@ -121,7 +126,7 @@ class Launch:
 
     @property
     def tiles_keys(self) -> bool:
-        """Whether there is one program per tile of key channels."""
+        """Whether each tile of key channels stores shares of its own."""
         return self.name.startswith("tail")
 
     @property
@@ -138,9 +143,11 @@ class Launch:
             arguments["L"] = arguments["L"].clone()
         grid = list(self.grid)
         for size, block in (("V", "BV"), ("K", "BK")):
-            if block == "BV" if "scan" in self.name else block == "BK" and self.tiles_keys:
+            if block == "BV" if "scan" in self.name else block == "BK" and self.name == "tail":
                 before, now = (-(-arguments[size] // x[block]) for x in (self.arguments, arguments))
                 grid[0] = grid[0] // before * now
+        if "splits" in arguments:
+            grid[0] = grid[0] // self.arguments["splits"] * arguments["splits"]
         for count, size, block in (("value_tiles", "V", "BV"), ("key_tiles", "K", "BK")):
             if count in arguments:
                 arguments[count] = -(-arguments[size] // arguments[block])

@@ -275,10 +275,11 @@ def tail(
             scale=p.scale, value_tiles=-(-p.V // p.tiles.pairs["BV"]), V=p.V, HAS_BETA=p.beta is not None,
             PRECISION=p.precision, **p.chunks(), **p.tiles.pairs,
         )  # fmt: skip
-        tail_channel_kernel[p.chunk_grid(shares)](
-            p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
-            d_log_decay, **sizes, **p.per_chunk() | p.tiles.tail,
-        )  # fmt: skip
+        for far, splits in ((False, shares), (True, 1)):
+            tail_channel_kernel[p.chunk_grid(splits)](
+                p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
+                d_log_decay, splits=splits, key_tiles=shares, FAR=far, **sizes, **p.per_chunk() | p.tiles.tail,
+            )  # fmt: skip
     return dq, dk, dv, None if d_beta is None else d_beta.sum(0), d_log_decay
 
 

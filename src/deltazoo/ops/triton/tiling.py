@@ -66,9 +66,8 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     warps = 8 if shared < HOPPER and decay == 1 else 4  # ptxas gives up on four there: 32 registers, all else spilled
     pairs = _options(warps, 2, BV)
     tail = pairs | tile
-    if decay == 2 and shared >= HOPPER:
-        # Two warps are too few for Hopper's asynchronous products, with which this kernel is wrong there (docs/log.md).
-        tail |= dict(num_warps=2, BK=min(BK, 16))
+    if decay == 2:
+        tail |= _options(4, 3, min(BV, 32))
     return Tiles(BK, prepare, prepare | tile, output, serial, output, tail, pairs)
 
 
