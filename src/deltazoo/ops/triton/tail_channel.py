@@ -97,7 +97,7 @@ def two_terms(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def sums(x, mask, y, z):
-    """`(x + y + z) @ mask`: sums of selected tokens on the matrix unit. Float32 is all in x; without z there are two."""
+    """`(x + y + z) @ mask`: sums of selected tokens on the matrix unit. Float32 is all in x; z may be missing."""
     if x.dtype == tl.float32:
         out = tl.dot(x, mask.to(x.dtype), input_precision="tf32x3")
     else:
@@ -234,7 +234,7 @@ def tail_channel_kernel(
             W_near = tl.where(m_W, W_P, 0.0).to(DTYPE) if FAR else W_P
             b_dq = entry * tl.dot(k_written, tl.trans(W_near), b_dq * scale, input_precision=PRECISION)
             if HAS_BETA:
-                # Row terms of dL and of the state's share both enter as `beta o row`; their products with k make d_beta.
+                # Row terms of dL and of the state's share both enter as `beta o row`; their products with k are d_beta.
                 b_beta = tl.load(beta + slot * C + o_c)[None, :]
                 W_L = tl.load(p_W + C * C, mask=m_W, other=0.0)
                 b_row = entry * tl.dot(k_written, tl.trans(W_L), -b_row, input_precision=PRECISION)
