@@ -79,20 +79,19 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "128 registers": tile(maxnreg=128),
     },
     "tail_channel": {
-        "1 program": dict(splits=1),
-        "2 programs": dict(splits=2),
-        "168 registers": tile(maxnreg=168),
-        "1 program, 168 registers": tile(splits=1, maxnreg=168),
+        "255 registers": tile(maxnreg=255),
         "128 registers": tile(maxnreg=128),
         "8 warps, 128 registers": tile(num_warps=8, maxnreg=128),
         "BV 64": tile(3, BV=64),
-        "BV 64, 168 registers": tile(3, BV=64, maxnreg=168),
-        "BV 64, 2 stages, 168 registers": tile(2, BV=64, maxnreg=168),
-        "BV 16, 168 registers": tile(3, BV=16, maxnreg=168),
-        "4 stages, 168 registers": tile(4, maxnreg=168),
-        "BK 16, 168 registers": tile(BK=16, splits=8, maxnreg=168),
+        "BV 64, 2 stages": tile(2, BV=64),
+        "BV 64, 255 registers": tile(3, BV=64, maxnreg=255),
+        "BV 16": tile(3, BV=16),
+        "4 stages": tile(4),
+        "2 stages": tile(2),
+        "BK 16, 128 registers": tile(BK=16, maxnreg=128),
+        "all key channels": dict(TILES=4),
     },
-    "tail_channel(far)": {"2 warps": tile(num_warps=2), "2 programs": dict(splits=2)},
+    "tail_channel(far)": {"2 warps": tile(num_warps=2), "2 tiles": dict(TILES=2)},
 }
 WRITTEN = {
     "prepare": ("AP", "chunk_beta", "G"),
@@ -126,7 +125,7 @@ class Launch:
 
     @property
     def tiles_keys(self) -> bool:
-        """Whether each tile of key channels stores shares of its own."""
+        """Whether there are programs for every tile of key channels."""
         return self.name.startswith("tail")
 
     @property
@@ -143,11 +142,9 @@ class Launch:
             arguments["L"] = arguments["L"].clone()
         grid = list(self.grid)
         for size, block in (("V", "BV"), ("K", "BK")):
-            if block == "BV" if "scan" in self.name else block == "BK" and self.name == "tail":
-                before, now = (-(-arguments[size] // x[block]) for x in (self.arguments, arguments))
+            if block == "BV" if "scan" in self.name else block == "BK" and self.tiles_keys:
+                before, now = (-(-x[size] // (x[block] * x.get("TILES", 1))) for x in (self.arguments, arguments))
                 grid[0] = grid[0] // before * now
-        if "splits" in arguments:
-            grid[0] = grid[0] // self.arguments["splits"] * arguments["splits"]
         for count, size, block in (("value_tiles", "V", "BV"), ("key_tiles", "K", "BK")):
             if count in arguments:
                 arguments[count] = -(-arguments[size] // arguments[block])

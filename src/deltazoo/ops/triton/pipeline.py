@@ -275,10 +275,10 @@ def tail(
             scale=p.scale, value_tiles=-(-p.V // p.tiles.pairs["BV"]), V=p.V, HAS_BETA=p.beta is not None,
             PRECISION=p.precision, **p.chunks(), **p.tiles.pairs,
         )  # fmt: skip
-        for far, splits in ((False, shares), (True, 1)):
-            tail_channel_kernel[p.chunk_grid(splits)](
+        for far, tiles, options in ((False, 1, p.tiles.tail), (True, shares, p.tiles.tail_far)):
+            tail_channel_kernel[p.chunk_grid(shares // tiles)](
                 p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
-                d_log_decay, splits=splits, key_tiles=shares, FAR=far, **sizes, **p.per_chunk() | p.tiles.tail,
+                d_log_decay, FAR=far, TILES=tiles, **sizes, **p.per_chunk() | options,
             )  # fmt: skip
     return dq, dk, dv, None if d_beta is None else d_beta.sum(0), d_log_decay
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.layout import chunk_bounds, key_head
-from deltazoo.ops.triton.prepare import is_far, level_mask, log2_decay, three_terms, undo_decay
+from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E, is_far, level_mask, three_terms, undo_decay
 
 
 @triton.jit(do_not_specialize=["value_tiles", "T", "NT", "HV"])
@@ -108,7 +108,7 @@ def sums(x, mask, y, z):
     return out
 
 
-@triton.jit(do_not_specialize=["shares_stride", "splits", "key_tiles", "value_tiles", "T", "NT", "H", "HV"])
+@triton.jit(do_not_specialize=["shares_stride", "value_tiles", "T", "NT", "H", "HV"])
 def tail_channel_kernel(
     q,
     k,
@@ -131,8 +131,6 @@ def tail_channel_kernel(
     chunk_offsets,
     scale,
     shares_stride,
-    splits,
-    key_tiles,
     value_tiles,
     T,
     NT,
@@ -144,20 +142,22 @@ def tail_channel_kernel(
     BV: tl.constexpr,
     C: tl.constexpr,
     FAR: tl.constexpr,
+    TILES: tl.constexpr,
     HAS_BETA: tl.constexpr,
     GROUPED: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dq, dk, d_log_decay and shares of d_beta of one chunk; `splits` programs share its tiles of BK key channels.
+    """dq, dk, d_log_decay and shares of d_beta of one chunk, for TILES tiles of BK key channels.
 
     All is transposed, `[key channels, tokens]`: products of 32 rows are synchronous on Hopper whatever the number of
     warps, and those of 64 rows have been miscompiled (docs/kernels.md). dq and dk are per value head; each tile stores
     its share of d_beta, `[K / BK, B, T, HV]`. Tiles of which some channel decays out of the range of `undo_decay` take
-    more registers than there are: a second launch, with FAR, does them. Grid (splits * HV, NT, B).
+    more registers than there are: a second launch, with FAR, does them. Grid (K / BK / TILES * HV, NT, B).
     """
-    i_h, i_t, i_b = tl.program_id(0) // splits, tl.program_id(1), tl.program_id(2)
+    PROGRAMS: tl.constexpr = (K + BK * TILES - 1) // (BK * TILES)
+    i_h, i_t, i_b = tl.program_id(0) // PROGRAMS, tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     if rows <= 0:
         return
@@ -173,12 +173,19 @@ def tail_channel_kernel(
     v_base = (first * HV + i_h) * V
     o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
     p_W = W + slot * ((2 if HAS_BETA else 1) * C * C) + o_c[:, None] * C + o_c[None, :]
-    for i_k in tl.range(tl.program_id(0) % splits, key_tiles, splits, num_stages=1):
+    for i in tl.range(TILES, num_stages=1):
+        i_k = tl.program_id(0) % PROGRAMS * TILES + i
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
         m_ck = m_c[:, None] & m_k[None, :]
         g_last = tl.load(G + slot * K + o_k, mask=m_k, other=0.0)
         if is_far(g_last, DTYPE) == FAR:
+            # Global loads stand well before their use, which waits for them.
+            o_qk = (first * H + key_head(i_h, H, HV, GROUPED)) * K + o_c[:, None] * (H * K) + o_k[None, :]
+            o_dk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+            b_g = tl.load(log_decay + o_dk, mask=m_ck, other=0.0)
+            b_k = tl.trans(tl.load(k + o_qk, mask=m_ck, other=0.0))
+            W_P = tl.load(p_W)
             o_vk = o_v[:, None] * K + o_k[None, :]
             b_dq = tl.zeros([BK, C], dtype=tl.float32)  # S dO^T
             b_col = tl.zeros([BK, C], dtype=tl.float32)  # dS U^T
@@ -199,28 +206,28 @@ def tail_channel_kernel(
                 b_overlap += b_S.to(tl.float32) * b_dS.to(tl.float32)
                 b_col = tl.dot(tl.trans(b_dS), tl.trans(b_U), b_col, input_precision=PRECISION)
 
-            o_qk = (first * H + key_head(i_h, H, HV, GROUPED)) * K + o_c[:, None] * (H * K) + o_k[None, :]
-            o_dk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
-            W_P = tl.load(p_W)
-            # Strictly lower, so that its zeros serve the mask, which gets the layout of something loaded this way.
+            b_q = tl.trans(tl.load(q + o_qk, mask=m_ck, other=0.0))
+            b_diagonal = tl.load(P_diagonal + slot * C + o_c)[None, :]
+            if HAS_BETA:
+                W_L = tl.load(p_W + C * C)
+                b_beta = tl.load(beta + slot * C + o_c)[None, :]
+            # W_P is strictly lower, so its zeros serve the mask, which gets the layout of something loaded this way.
             later = tl.where(o_c[:, None] >= o_c[None, :], 1.0, W_P).to(DTYPE)
-            # Without this `where` the compiler would split the sums' operands once per warp.
-            b_g = tl.where(m_c[None, :], tl.trans(log2_decay(log_decay + o_dk, m_ck)), 0.0)
+            # Without `where` the compiler would split the operands of this sum once per warp.
+            b_g = tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR)
+            b_g = tl.where(m_c[None, :], tl.trans(b_g), 0.0)
             if EXACT:
                 g1, g2, g3 = three_terms(b_g, DTYPE)
                 b_G = sums(g1, tl.trans(later), g2, g3)
             else:
                 g1, g2 = two_terms(b_g, DTYPE)
                 b_G = sums(g1, tl.trans(later), g2, None)
-            b_k = tl.trans(tl.load(k + o_qk, mask=m_ck, other=0.0))
             entry = tl.exp2(b_G)
             if FAR:
                 undone, direct = undo_decay(tl.trans(b_G), DTYPE)
                 undone = tl.trans(undone)
-                m_W = direct[:, None]
             else:
                 undone = tl.exp2(-b_G)
-                m_W = (o_c < C)[:, None]
             k_written = b_k * undone
             if EXACT:
                 b_col *= tl.exp2(sums(g1, o_c[:, None] > o_c[None, :], g2, g3))
@@ -231,16 +238,16 @@ def tail_channel_kernel(
                 b_last = tl.sum(k_written * b_pairs, 1)
             k_written = k_written.to(DTYPE)
 
-            W_near = tl.where(m_W, W_P, 0.0).to(DTYPE) if FAR else W_P
-            b_dq = entry * tl.dot(k_written, tl.trans(W_near), b_dq * scale, input_precision=PRECISION)
+            if FAR:  # pairs whose later token is out of range take the levels below
+                W_P = tl.where(direct[:, None], W_P, 0.0).to(DTYPE)
+                if HAS_BETA:
+                    W_L = tl.where(direct[:, None], W_L, 0.0).to(DTYPE)
+            b_dq = entry * tl.dot(k_written, tl.trans(W_P), b_dq * scale, input_precision=PRECISION)
             if HAS_BETA:
                 # Row terms of dL and of the state's share both enter as `beta o row`; their products with k are d_beta.
-                b_beta = tl.load(beta + slot * C + o_c)[None, :]
-                W_L = tl.load(p_W + C * C, mask=m_W, other=0.0)
                 b_row = entry * tl.dot(k_written, tl.trans(W_L), -b_row, input_precision=PRECISION)
                 b_pairs = tl.dot((b_beta * b_k * entry).to(DTYPE), W_L, b_pairs, input_precision=PRECISION)
-            b_q = tl.trans(tl.load(q + o_qk, mask=m_ck, other=0.0))
-            b_pairs = undone * tl.dot((b_q * entry).to(DTYPE), W_near, b_pairs, input_precision=PRECISION)
+            b_pairs = undone * tl.dot((b_q * entry).to(DTYPE), W_P, b_pairs, input_precision=PRECISION)
             b_col = b_col + b_pairs if EXACT else b_pairs
 
             if FAR:
@@ -268,7 +275,6 @@ def tail_channel_kernel(
                 b_row *= b_beta
                 b_dk += b_row
                 b_dG += b_k * b_row
-            b_diagonal = tl.load(P_diagonal + slot * C + o_c)[None, :]  # its share of b_dG is zero
             b_dq += b_diagonal * b_k
             b_dk += b_diagonal * b_q
             tl.store(dq + o_dk, tl.trans(b_dq).to(dq.dtype.element_ty), mask=m_ck)

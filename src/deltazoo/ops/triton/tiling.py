@@ -25,6 +25,7 @@ class Tiles(NamedTuple):
     keep: dict[str, int]
     reverse: dict[str, int]
     tail: dict[str, int]
+    tail_far: dict[str, int]
     pairs: dict[str, int]
 
 
@@ -58,7 +59,7 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     if not half:
         serial = _options(4, 1, min(BV, 32 if BK <= 128 else 16))
         pairs = _options(4, 1, min(BV, 32))
-        return Tiles(BK, prepare, prepare | tile, serial, serial, serial, pairs | tile, pairs)
+        return Tiles(BK, prepare, prepare | tile, serial, serial, serial, pairs | tile, pairs | tile, pairs)
     serial = _serial(BK, BV, V, decay == 2 or terms == 3, shared)
     output = serial  # and the reverse scan
     if decay == 1 and V > 64 and BK <= 128 and shared >= HOPPER:
@@ -68,7 +69,10 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     tail = pairs | tile
     if decay == 2:
         tail |= _options(4, 3, min(BV, 32))
-    return Tiles(BK, prepare, prepare | tile, output, serial, output, tail, pairs)
+    tail_far = tail
+    if decay == 2 and shared >= HOPPER:
+        tail = tail | dict(maxnreg=168)  # three programs per multiprocessor
+    return Tiles(BK, prepare, prepare | tile, output, serial, output, tail, tail_far, pairs)
 
 
 def _serial(BK: int, BV: int, V: int, wide: bool, shared: int) -> dict[str, int]:
