@@ -103,16 +103,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "BV 128, 1 stage": tile(1, BV=128),
         "128 registers": tile(maxnreg=128),
     },
-    "tail_channel": CHANNEL
-    | {
-        "1 stage": tile(1),
-        "1 stage, 168 registers": tile(1, maxnreg=168),
-        "1 stage, 128 registers": tile(1, maxnreg=128),
+    "tail_channel": {
+        "255 registers": tile(maxnreg=255),
+        "128 registers": tile(maxnreg=128),
+        "8 warps, 128 registers": tile(num_warps=8, maxnreg=128),
+        "BV 64": tile(3, BV=64),
+        "BV 64, 2 stages": tile(2, BV=64),
+        "BV 64, 255 registers": tile(3, BV=64, maxnreg=255),
+        "BV 16": tile(3, BV=16),
+        "4 stages": tile(4),
+        "2 stages": tile(2),
         "BK 16, 128 registers": tile(BK=16, maxnreg=128),
-        "BV 32, 168 registers": tile(BV=32, maxnreg=168),
-        "BV 128, 1 stage, 168 registers": tile(1, BV=128, maxnreg=168),
-        "BK 64, 1 stage": tile(1, BK=64),
+        "all key channels": dict(TILES=4),
     },
+    "tail_channel(far)": {"2 warps": tile(num_warps=2), "2 tiles": dict(TILES=2)},
 }
 WRITTEN = {
     "prepare": ("AP", "chunk_beta", "G"),
@@ -158,7 +162,7 @@ class Launch:
         grid = list(self.grid)
         for size, block in (("V", "BV"), ("K", "BK")):
             if block == "BV" if "scan" in self.name else block == "BK" and self.tiles_keys:
-                before, now = (-(-arguments[size] // x[block]) for x in (self.arguments, arguments))
+                before, now = (-(-x[size] // (x[block] * x.get("TILES", 1))) for x in (self.arguments, arguments))
                 grid[0] = grid[0] // before * now
         if "value_tiles" in arguments:
             arguments["value_tiles"] = -(-arguments["V"] // arguments["BV"])

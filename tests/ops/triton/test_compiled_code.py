@@ -61,8 +61,6 @@ class Modelled:
                 given.append(value)
             source = ASTSource(self.kernel, signature, constants, attributes)
             options = {name: arguments[name] for name in OPTIONS if name in arguments}
-            # The model knows the asynchronous products of four warps only, so the one kernel with two runs with four.
-            options["num_warps"] = max(4, options["num_warps"])
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             self.run(Program(compiled.asm["ptx"]), given, grid)
 

@@ -281,10 +281,12 @@ def tail(
             scale=p.scale, value_tiles=-(-p.V // p.tiles.pairs["BV"]), V=p.V, HAS_BETA=p.beta is not None,
             PRECISION=p.precision, **p.chunks(), **p.tiles.pairs,
         )  # fmt: skip
-        tail_channel_kernel[p.chunk_grid(key_tiles)](
-            p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
-            d_log_decay, shares_stride=p.B * p.T * p.HV, value_tiles=value_tiles, V=p.V, **p.per_chunk() | p.tiles.tail,
-        )  # fmt: skip
+        sizes = dict(shares_stride=p.B * p.T * p.HV, value_tiles=value_tiles, V=p.V)
+        for far, tiles, options in ((False, 1, p.tiles.tail), (True, key_tiles, p.tiles.tail_far)):
+            tail_channel_kernel[p.chunk_grid(key_tiles // tiles)](
+                p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
+                d_log_decay, FAR=far, TILES=tiles, **sizes, **p.per_chunk() | options,
+            )  # fmt: skip
     if d_beta is not None:
         d_beta = d_beta.sum(0) if shares > 1 else d_beta[0]
     return dq, dk, dv, d_beta, d_log_decay

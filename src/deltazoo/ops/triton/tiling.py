@@ -27,6 +27,7 @@ class Tiles(NamedTuple):
     keep: dict[str, int]
     reverse: dict[str, int]
     tail: dict[str, int]
+    tail_far: dict[str, int]
     pairs: dict[str, int]
 
 
@@ -75,17 +76,20 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         pairs = _options(4, 1, min(BV, 32))
-        return Tiles(BK, prepare, channel, far, serial, serial, reverse, pairs | tile | form, pairs)
+        tail = pairs | tile | form
+        return Tiles(BK, prepare, channel, far, serial, serial, reverse, tail, tail, pairs)
     output, keep, reverse = _serial(BK, BV, V, decay, terms, shared, crowded)
     warps = 8 if shared < HOPPER and decay == 1 else 4  # ptxas gives up on four there: 32 registers, all else spilled
     pairs = _options(warps, 2, BV)
     tail = pairs | tile | form
     if decay < 2 and V <= 128 and shared >= HOPPER:  # what has value channels stays in shared memory
         tail = _options(4, 2 + decay, max(16, 1 << (V - 1).bit_length())) | dict(BK=min(BK, 32)) | form
+    if decay == 2:
+        tail |= _options(4, 3, min(BV, 32))
+    tail_far = tail
     if decay == 2 and shared >= HOPPER:
-        # Two warps are too few for Hopper's asynchronous products, with which this kernel is wrong there (docs/log.md).
-        tail |= dict(num_warps=2, BK=min(BK, 16))
-    return Tiles(BK, prepare, channel, far, output, keep, reverse, tail, pairs)
+        tail = tail | dict(maxnreg=168)  # three programs per multiprocessor
+    return Tiles(BK, prepare, channel, far, output, keep, reverse, tail, tail_far, pairs)
 
 
 def _serial(
