@@ -143,18 +143,18 @@ class Launch:
     @property
     def name(self) -> str:
         """As in `VARIANTS`."""
-        keep = "(keep)" if self.arguments.get("KEEP") else ""
+        keep = "(keep)" if self.arguments.get("KEEP") else "(far)" if self.arguments.get("FAR") else ""
         return self.kernel.fn.__name__.removesuffix("_kernel") + keep
 
     @property
     def tiles_keys(self) -> bool:
         """Whether there is one program per tile of key channels."""
-        return self.name == "tail_channel"
+        return self.name.startswith("tail_channel")
 
     @property
     def written(self) -> tuple[str, ...]:
         """Names of its outputs."""
-        return tuple(name for name in WRITTEN[self.name] if self.arguments[name] is not None)
+        return tuple(name for name in WRITTEN[self.name.removesuffix("(far)")] if self.arguments[name] is not None)
 
     def run(self, changes: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Tensor]]:
         """The launch with changed arguments and outputs of its own, and these outputs."""
