@@ -56,13 +56,11 @@ CHANNEL = {
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "prepare": {
         "any registers": tile(maxnreg=None),
-        "128 registers": tile(maxnreg=128),
+        "168 registers": tile(maxnreg=168),
         "96 registers": tile(maxnreg=96),
-        "lower": tile(LOWER=True),
-        "lower, 128 registers": tile(LOWER=True, maxnreg=128),
     },
     "prepare_channel": {
-        "any registers": tile(maxnreg=None),
+        "168 registers": tile(maxnreg=168),
         "BK 64": tile(BK=64, RUNS=16),
         "BK 64, 128 registers": tile(BK=64, RUNS=16, maxnreg=128),
     },

@@ -171,7 +171,7 @@ def prepare(p: Problem) -> Prepared:
         G = p.float32(p.slots, CHUNK) if p.decay else None
         prepare_kernel[p.chunk_grid()](
             p.q, p.k, p.beta, p.log_decay, AP, AP.view(torch.float32), chunk_beta, G, DECAY=p.decay, TERMS=p.terms,
-            BK=p.tiles.BK, INVERSE_PRECISION=p.inverse_precision, LOWER=False, **p.per_chunk(), **p.tiles.prepare,
+            BK=p.tiles.BK, INVERSE_PRECISION=p.inverse_precision, **p.per_chunk(), **p.tiles.prepare,
         )  # fmt: skip
         return Prepared(AP, chunk_beta, G, p.q, p.k, p.k)
     G = p.float32(p.slots, p.K)

@@ -17,9 +17,11 @@ from deltazoo.ops.triton.layout import chunk_bounds, key_head
 LOG2E = tl.constexpr(1.4426950408889634)
 # A factor of 2^-200 is zero in float32, also behind a state of any size; a log-decay of -inf stays finite this way.
 LOG2_FLOOR = tl.constexpr(-200.0)
-# How far a chunk may decay, in log2, for `exp2(-G)` to stay in the range of bfloat16 and float32, or of float16.
-DIRECT_RANGE = tl.constexpr(100.0)
-HALF_DIRECT_RANGE = tl.constexpr(6.0)
+# How far a chunk may decay, in log2, for products with `exp2(-G)` to stay in the range of a dtype. In bfloat16 that
+# leaves room for keys of up to 2^11; float32 needs some for the second and third terms of its operands.
+HALF_RANGE = tl.constexpr(6.0)
+BFLOAT_RANGE = tl.constexpr(116.0)
+FLOAT_RANGE = tl.constexpr(100.0)
 
 
 @triton.jit
@@ -30,17 +32,14 @@ def side_by_side(X, Y):
 
 
 @triton.jit
-def store_inverse(L, scratch, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, LOWER: tl.constexpr):
+def store_inverse(L, scratch, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
     """Store the transpose of `(I + L)^-1`, L strictly lower, as TERMS matrices that sum to it, largest first.
 
     `scratch` has room for L and may overlap with A: it is read no more when A is written.
     """
     o_c, o_j = tl.arange(0, C), tl.arange(0, 16)
     block, column = o_c // 16, o_c % 16
-    if LOWER:
-        tl.store(scratch + o_c[:, None] * C + o_c[None, :], L, mask=block[:, None] >= block[None, :])
-    else:
-        tl.store(scratch + o_c[:, None] * C + o_c[None, :], L)
+    tl.store(scratch + o_c[:, None] * C + o_c[None, :], L)
     tl.debug_barrier()  # L was written by other threads of this program
     # Diagonal blocks, all four at once: row c of D is column c of the inverse of its block.
     D = tl.where((o_j[None, :] == 0) & (column[:, None] == 0), 1.0, 0.0)
@@ -105,7 +104,6 @@ def prepare_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
-    LOWER: tl.constexpr,
 ):
     """A, P, step sizes and cumulative log2-decay G of one chunk; no decay or one per head. Grid (HV, NT, B)."""
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -140,7 +138,7 @@ def prepare_kernel(
             L *= D
         SLOT: tl.constexpr = (TERMS + 1) * C * C * AP.dtype.element_ty.primitive_bitwidth // 32
         scratch += slot * SLOT
-        store_inverse(tl.where(below, L, 0.0), scratch, AP, C, TERMS, INVERSE_PRECISION, LOWER)
+        store_inverse(tl.where(below, L, 0.0), scratch, AP, C, TERMS, INVERSE_PRECISION)
     tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], P)
 
 
@@ -178,14 +176,14 @@ def undo_decay(G, DTYPE: tl.constexpr):
 
     G falls along a chunk, so these rows come first, and whether a row is one of them never depends on later tokens.
     """
-    RANGE: tl.constexpr = HALF_DIRECT_RANGE if tl.float16 == DTYPE else DIRECT_RANGE
+    RANGE: tl.constexpr = HALF_RANGE if tl.float16 == DTYPE else BFLOAT_RANGE if tl.bfloat16 == DTYPE else FLOAT_RANGE
     return tl.exp2(tl.minimum(-G, RANGE)), tl.min(G, 1) >= -RANGE
 
 
 @triton.jit
 def is_far(g_last, DTYPE: tl.constexpr):
     """Whether some channel of a chunk, given their decay over the whole chunk, leaves the range of `undo_decay`."""
-    RANGE: tl.constexpr = HALF_DIRECT_RANGE if tl.float16 == DTYPE else DIRECT_RANGE
+    RANGE: tl.constexpr = HALF_RANGE if tl.float16 == DTYPE else BFLOAT_RANGE if tl.bfloat16 == DTYPE else FLOAT_RANGE
     return tl.min(g_last, 0) < -RANGE
 
 

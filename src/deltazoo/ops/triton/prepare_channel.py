@@ -15,8 +15,9 @@ import triton.language as tl
 
 from deltazoo.ops.triton.layout import chunk_bounds, key_head
 from deltazoo.ops.triton.prepare import (
-    DIRECT_RANGE,
-    HALF_DIRECT_RANGE,
+    BFLOAT_RANGE,
+    FLOAT_RANGE,
+    HALF_RANGE,
     is_far,
     level_factor,
     level_mask,
@@ -121,7 +122,7 @@ def prepare_chunk(
 ):
     """All that the kernels below make of one chunk; without FAR a flag and nothing else if the chunk is far."""
     DTYPE: tl.constexpr = q.dtype.element_ty
-    RANGE: tl.constexpr = HALF_DIRECT_RANGE if tl.float16 == DTYPE else DIRECT_RANGE
+    RANGE: tl.constexpr = HALF_RANGE if tl.float16 == DTYPE else BFLOAT_RANGE if tl.bfloat16 == DTYPE else FLOAT_RANGE
     o_c = tl.arange(0, C)
     RUN: tl.constexpr = C // RUNS
     token = (o_c % RUNS * RUN + o_c // RUNS)[:, None]  # the kernels' order: see above
