@@ -198,7 +198,7 @@ def prepare_chunk(
         SLOT: tl.constexpr = (TERMS + 1) * C * C * AP.dtype.element_ty.primitive_bitwidth // 32
         scratch += slot * SLOT
         L = tl.where(below, b_beta[:, None] * b_N, 0.0)
-        store_inverse(L, scratch, AP, C, TERMS, INVERSE_PRECISION, False)
+        store_inverse(L, scratch, AP, C, TERMS, INVERSE_PRECISION)
     tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], b_P)
 
 
