@@ -121,7 +121,7 @@ def _hopper_scan(
     """
     wide = V > 64 and crowded
     BV = 128 if wide else BV
-    for stages, tile in ((3, BK if BK <= largest else 64), (3, min(BK, 64)), (2, min(BK, 64))):
+    for stages, tile in ((3, BK if largest >= BK else 64), (3, min(BK, 64)), (2, min(BK, 64))):
         values = 0 if wide else 4 * CHUNK * BV  # fetched into registers, or twice into shared memory
         if stages * operands + values + kept * BV * tile + 6 * 1024 <= HOPPER:
             # Eight warps, one program per multiprocessor, only with tiles of 128 value channels: over 64, Triton 3.6
