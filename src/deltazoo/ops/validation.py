@@ -84,7 +84,11 @@ def check_shapes(
         N = len(cu_seqlens) - 1
     if initial_state is not None:
         _check_state("initial_state", initial_state, (N, HV, K, V))
-    _check_devices(q=q, k=k, v=v, beta=beta, log_decay=log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    device = v.device
+    for other in (q, k, beta, log_decay, initial_state, cu_seqlens):
+        if other is not None and other.device != device:
+            tensors = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, initial_state=initial_state)
+            raise ValueError(_devices(**tensors, cu_seqlens=cu_seqlens))
 
 
 def check_step_shapes(
@@ -137,9 +141,6 @@ def _check_state(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must be a floating-point tensor, float32 wanted, got {x.dtype}")
 
 
-def _check_devices(**tensors: Tensor | None) -> None:
-    devices = {name: x.device for name, x in tensors.items() if x is not None}
-    if len(set(devices.values())) > 1:
-        raise ValueError(
-            f"all tensors must be on one device, got {', '.join(f'{n} on {d}' for n, d in devices.items())}"
-        )
+def _devices(**tensors: Tensor | None) -> str:
+    places = ", ".join(f"{name} on {x.device}" for name, x in tensors.items() if x is not None)
+    return f"all tensors must be on one device, got {places}"

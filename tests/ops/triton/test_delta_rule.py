@@ -43,14 +43,16 @@ class Run:
         return "-".join([self.case.name, str(self.dtype).removeprefix("torch."), *flags])
 
     def compute(self, device: str) -> dict[str, Tensor]:
-        from deltazoo.ops.triton import pipeline
+        from deltazoo.ops.triton import plan
 
-        shortest, pipeline.MIN_SEGMENT = pipeline.MIN_SEGMENT, 1 if self.segmented else pipeline.MIN_SEGMENT
+        shortest, plan.MIN_SEGMENT = plan.MIN_SEGMENT, 1 if self.segmented else plan.MIN_SEGMENT
+        plan.plan_for.cache_clear()
         try:
             inputs = self.case.make(device=device, dtype=self.dtype)
             return results_and_gradients(delta_rule, inputs, backend="triton", precision=self.precision)
         finally:
-            pipeline.MIN_SEGMENT = shortest
+            plan.MIN_SEGMENT = shortest
+            plan.plan_for.cache_clear()
 
     def judge(self, results: dict[str, Tensor]) -> None:
         inputs = self.case.make(dtype=self.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.pipeline import Kept
+from deltazoo.ops.triton.plan import Shapes, sizes_of
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["triton_delta_rule"]
@@ -47,17 +48,26 @@ def _forward(q, *rest):
     return tuple(q.new_empty(0) if x is None else x for x in _launch(q, *rest))  # an operator cannot return None
 
 
-def _backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest):
-    *tensors, d_output, d_final = rest
-    kept = Kept(*tensors)
-    kept = kept._replace(beta=None if beta is None else kept.beta, G=None if log_decay is None else kept.G)
+def _launch_backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, kept, d_output, d_final):
+    """Gradients of the tensors but `cu_seqlens`, in their dtypes; None for those that were not given."""
     with torch.cuda.device_of(v):
         grads = pipeline.backward(
             q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict,
             kept=kept, d_output=d_output, d_final=d_final,
         )  # fmt: skip
     inputs = (q, k, v, beta, log_decay, initial_state)
-    return [grad.to(x.dtype) for x, grad in zip(inputs, grads, strict=True) if grad is not None]
+    given = zip(inputs, grads, strict=True)
+    return [grad if grad is None or grad.dtype == x.dtype else grad.to(x.dtype) for x, grad in given]
+
+
+def _backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest):
+    *tensors, d_output, d_final = rest
+    kept = Kept(*tensors)
+    kept = kept._replace(beta=None if beta is None else kept.beta, G=None if log_decay is None else kept.G)
+    grads = _launch_backward(
+        q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, kept, d_output, d_final
+    )
+    return [grad for grad in grads if grad is not None]
 
 
 _library.impl("triton_delta_rule", _forward, "CompositeExplicitAutograd")
@@ -66,7 +76,7 @@ _library.impl("triton_delta_rule_backward", _backward, "CompositeExplicitAutogra
 
 @torch.library.register_fake("deltazoo::triton_delta_rule", lib=_library)
 def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):
-    problem = pipeline.Shapes(q, v, beta, log_decay, cu_seqlens, strict)
+    problem = Shapes(*sizes_of(q, v, beta, log_decay, cu_seqlens, strict))
     kept = {name: q.new_empty(0) for name in _KEPT}
     slots, C, K = problem.slots, pipeline.CHUNK, problem.K
     kept["AP"] = q.new_empty(slots, problem.terms + 1, C, C)
@@ -102,18 +112,16 @@ def _setup_operator(ctx, inputs, output) -> None:
     _setup_context(ctx, inputs, output)
 
 
-def _gradients(ctx, backward, d_output, d_final):
+def _operator_gradients(ctx, d_output, d_final, *_):
     q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept = ctx.saved_tensors
     if d_output is None:
         d_output = torch.zeros_like(v)
-    arguments = (q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict)
-    grads = iter(backward(*arguments, *kept, d_output, d_final))
+    grads = torch.ops.deltazoo.triton_delta_rule_backward.default(
+        q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, *kept, d_output, d_final
+    )
+    grads = iter(grads)
     given = [None if x is None else next(grads) for x in (q, k, v, beta, log_decay, initial_state)]
     return *given[:5], None, given[5], None, None
-
-
-def _operator_gradients(ctx, d_output, d_final, *_):
-    return _gradients(ctx, torch.ops.deltazoo.triton_delta_rule_backward.default, d_output, d_final)
 
 
 torch.library.register_autograd(
@@ -122,7 +130,13 @@ torch.library.register_autograd(
 
 
 def _eager_gradients(ctx, d_output, d_final):
-    return _gradients(ctx, _backward, d_output, d_final)
+    q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept = ctx.saved_tensors
+    if d_output is None:
+        d_output = torch.zeros_like(v)
+    *grads, d_initial = _launch_backward(
+        q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, Kept(*kept), d_output, d_final
+    )
+    return *grads, None, d_initial, None, None
 
 
 _Eager = eager_function(_launch, _setup_context, _eager_gradients, shown=lambda results: results[:2])

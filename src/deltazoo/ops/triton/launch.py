@@ -1,0 +1,91 @@
+"""Kernels launched again without Triton's Python code, which takes the host longer than the rest of a call.
+
+At every launch Triton works out anew which compiled kernel fits the arguments. That depends on their dtypes, on which
+of them are None or aligned, and on constants; a launch that agrees in all of this with an earlier one goes straight to
+what was compiled then.
+"""
+
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+__all__ = ["Constants", "launch"]
+
+DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
+"""Whether compiled kernels take arguments in the order used here; where nobody has looked, Triton launches."""
+
+ALIGNMENT = 16
+"""Bytes; Triton compiles a kernel of its own for pointers that are no multiple."""
+
+
+class Constants:
+    """All that a launch takes but tensors. Keeps what was compiled for it, so it is worth keeping itself.
+
+    Args:
+        grid: number of programs.
+        named: all arguments of the kernel that are no tensors, and Triton's options.
+    """
+
+    __slots__ = ("compiled", "grid", "named")
+
+    def __init__(self, *grid: int, **named: Any) -> None:
+        self.grid, self.named = grid, named
+        self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def launch(kernel: Any, constants: Constants, *tensors: Tensor | None) -> None:
+    """`kernel[grid](*tensors, **named)` on the current device and stream; the kernel takes tensors first."""
+    if not DIRECT or not isinstance(kernel, JITFunction) or _watched(kernel):
+        kernel[constants.grid](*tensors, **constants.named)
+        return
+    device = driver.active.get_current_device()
+    key: list[Any] = [kernel.fn, device]
+    pointers: list[int | None] = []
+    bits = 0
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+            pointers.append(None)
+        else:
+            pointer = tensor.data_ptr()
+            bits |= pointer
+            key.append(tensor.dtype)
+            pointers.append(pointer)
+    if bits % ALIGNMENT:
+        kernel[constants.grid](*tensors, **constants.named)
+        return
+    known = constants.compiled.get(tuple(key))
+    if known is None:
+        compiled = kernel[constants.grid](*tensors, **constants.named)
+        if isinstance(compiled, CompiledKernel):
+            others = tuple(constants.named.get(x.name, x.default) for x in kernel.params[len(tensors) :])
+            constants.compiled[tuple(key)] = compiled, (*constants.grid, 1, 1)[:3], others
+        return
+    compiled, (x, y, z), others = known
+    stream = driver.active.get_current_stream(device)
+    compiled.run(
+        x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *others,
+    )  # fmt: skip
+
+
+def _watched(kernel: JITFunction) -> bool:
+    """Whether somebody wants to see launches, or has kernels compiled in another way than usual."""
+    runtime = knobs.runtime
+    return bool(
+        _calls(runtime.launch_enter_hook)
+        or _calls(runtime.launch_exit_hook)
+        or kernel.pre_run_hooks
+        or runtime.debug
+        or runtime.add_stages_inspection_hook
+        or knobs.compilation.instrumentation_mode
+    )
+
+
+def _calls(hook: Any) -> Any:
+    """What a hook of Triton's calls: a chain of functions, which may be empty, a function, or None."""
+    return getattr(hook, "calls", hook)

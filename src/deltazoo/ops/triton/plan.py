@@ -1,0 +1,193 @@
+"""What all calls of the same sizes share: sizes, tiles, and the constants of every launch. Worked out once."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.triton.launch import Constants
+from deltazoo.ops.triton.tiling import CHUNK, tiles_for
+
+__all__ = ["plan_for", "sizes_of"]
+
+MIN_SEGMENT = 32
+"""Chunks in the shortest segment worth its three scans."""
+
+FEW_SCANS = 66
+"""Tiles of 128 value channels that leave half of a large GPU's multiprocessors idle: tiles of 64 serve them better."""
+
+
+def segments_of(chunks: int, programs: int) -> tuple[int, int]:
+    """Into how many segments to cut rows of so many chunks, and how many chunks each has.
+
+    Args:
+        programs: what the serial scans would run without a cut; about 256 fill a large GPU.
+    """
+    if chunks < 2 * MIN_SEGMENT or programs > 128:
+        return 1, chunks
+    length = -(-chunks // min(-(-256 // programs), chunks // MIN_SEGMENT))
+    return -(-chunks // length), length
+
+
+def sizes_of(
+    q: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, cu_seqlens: Tensor | None, strict: bool
+) -> tuple[torch.Size, torch.Size, bool, int, bool, int | None, bool]:
+    """The arguments of `Shapes`."""
+    decay = 0 if log_decay is None else log_decay.ndim - 2
+    sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return q.shape, v.shape, q.dtype != torch.float32, decay, beta is not None, sequences, strict
+
+
+class Shapes:
+    """The sizes of one call.
+
+    Args:
+        q, v: shapes.
+        half: 16-bit inputs.
+        decay: 0 none, 1 per head, 2 per channel.
+        has_beta: with step sizes.
+        sequences: how many are packed into a row; None if rows are not packed.
+        strict: precision.
+    """
+
+    def __init__(
+        self, q: torch.Size, v: torch.Size, half: bool, decay: int, has_beta: bool, sequences: int | None, strict: bool
+    ) -> None:
+        self.B, self.T, self.H, self.K = q
+        self.HV, self.V = v[2:]
+        self.half, self.decay = half, decay
+        self.terms = 0 if not has_beta else 3 if strict and half else 1
+        self.N = self.B if sequences is None else sequences
+        self.NT = -(-self.T // CHUNK) if sequences is None else self.T // CHUNK + self.N
+        """Chunks per row of the batch; packed, with room for the last, partial chunk of every sequence."""
+        self.slots = self.B * self.NT * self.HV
+        self.segments, self.segment_chunks = 1, self.NT
+        if sequences is None:
+            self.segments, self.segment_chunks = segments_of(self.NT, self.B * self.HV * -(-self.V // 64))
+        self.scans = self.N * self.segments
+        """Independent scans: sequences, or their segments."""
+        self.crowded = self.scans * self.HV * -(-self.V // 128) > FEW_SCANS
+
+
+per_plan = lru_cache(maxsize=4096)
+
+
+class Plan(Shapes):
+    """What all calls of the same sizes share: tiles, and the constants of each launch, by the name of its kernel."""
+
+    def __init__(self, *arguments) -> None:
+        *sizes, self.scale, shared = arguments
+        super().__init__(*sizes)
+        *_, has_beta, sequences, strict = sizes
+        packed = sequences is not None
+        self.tiles = tiles_for(self.K, self.V, self.half, self.decay, self.terms, shared, self.crowded)
+        self.precision = "tf32" if self.half else "tf32x3"
+        self.inverse_precision = "tf32" if self.half and not strict else "tf32x3"
+        common = dict(
+            scale=self.scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, C=CHUNK, HAS_BETA=has_beta,
+            PACKED=packed, PRECISION=self.precision,
+        )  # fmt: skip
+        self.chunks = dict(T=self.T, NT=self.NT, HV=self.HV, C=CHUNK, PACKED=packed)
+        """Where the chunks lie."""
+        self.per_chunk = dict(H=self.H, GROUPED=self.H != self.HV, **common)
+        """Arguments of the kernels that run one program per chunk and value head, and read keys."""
+        self.per_sequence = dict(
+            HK=self.HV if self.decay == 2 else self.H, DECAY=self.decay, TERMS=self.terms, segments=self.segments,
+            chunks=self.segment_chunks, **common,
+        )  # fmt: skip
+        """Arguments of the kernels that walk through a sequence."""
+        self.key_tiles, self.value_tiles = -(-self.K // self.tiles.tail["BK"]), -(-self.V // self.tiles.tail["BV"])
+        """Of the tail."""
+
+    def chunk_grid(self, tiles: int = 1) -> tuple[int, int, int]:
+        """One program per chunk and value head, or several; heads run fastest."""
+        if max(self.NT, self.B) > 65_535:  # CUDA's limit for the second and third dimension of a grid
+            raise NotImplementedError(
+                f"the triton backend takes up to 65535 rows of up to 65535 chunks of {CHUNK} tokens, "
+                f"got {self.B} rows of {self.NT} chunks; use backend='chunkwise'"
+            )
+        return tiles * self.HV, self.NT, self.B
+
+    def scan_grid(self, V: int, BV: int) -> tuple[int]:
+        return (-(-V // BV) * self.HV * self.scans,)
+
+    @per_plan
+    def prepare(self) -> Constants:
+        return Constants(
+            *self.chunk_grid(), DECAY=self.decay, TERMS=self.terms, BK=self.tiles.BK,
+            INVERSE_PRECISION=self.inverse_precision, **self.per_chunk, **self.tiles.prepare,
+        )  # fmt: skip
+
+    @per_plan
+    def prepare_channel(self) -> Constants:
+        return Constants(
+            *self.chunk_grid(), TERMS=self.terms, INVERSE_PRECISION=self.inverse_precision, **self.per_chunk,
+            **self.tiles.channel,
+        )  # fmt: skip
+
+    @per_plan
+    def prepare_far(self) -> Constants:
+        chunks, tiles = min(max(self.slots // 512, 1), 16), self.tiles.far
+        return Constants(
+            -(-self.slots // chunks), chunks=chunks, slots=self.slots, level_tiles=tiles["BK"] // tiles["LEVEL_BK"],
+            TERMS=self.terms, INVERSE_PRECISION=self.inverse_precision, **self.per_chunk, **tiles,
+        )  # fmt: skip
+
+    @per_plan
+    def scan(self, initial: bool, keep: bool) -> Constants:
+        tiles = self.tiles.keep if keep else self.tiles.scan
+        return Constants(
+            *self.scan_grid(self.V, tiles["BV"]), V=self.V, HAS_V=True, INITIAL=int(initial), OUTPUT=not keep,
+            KEEP=keep, **self.per_sequence, **tiles,
+        )  # fmt: skip
+
+    @per_plan
+    def scan_segment(self, transition: bool) -> Constants:
+        """Of the scan for a segment's transition, or for what the segment adds to it."""
+        V, initial = (self.K, 2) if transition else (self.V, 0)
+        tiles = self.tiles.keep
+        return Constants(
+            *self.scan_grid(V, tiles["BV"]), V=V, HAS_V=not transition, INITIAL=initial, OUTPUT=False, KEEP=False,
+            **self.per_sequence, **tiles,
+        )  # fmt: skip
+
+    @per_plan
+    def chain(self, reverse: bool) -> Constants:
+        BK, BV = min(self.tiles.BK, 64), 32
+        return Constants(
+            -(-self.V // BV) * self.HV * self.N, segments=self.segments, HV=self.HV, K=self.K, V=self.V, BK=BK, BV=BV,
+            REVERSE=reverse, num_warps=4, num_stages=1,
+        )  # fmt: skip
+
+    @per_plan
+    def reverse_scan(self, final: bool, initial: bool, keep: bool) -> Constants:
+        tiles = self.tiles.reverse
+        return Constants(
+            *self.scan_grid(self.V, tiles["BV"]), V=self.V, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep,
+            **self.per_sequence, **tiles,
+        )  # fmt: skip
+
+    @per_plan
+    def tail(self) -> Constants:
+        return Constants(
+            *self.chunk_grid(), DECAY=self.decay, TERMS=self.terms, V=self.V, key_tiles=self.key_tiles,
+            value_tiles=self.value_tiles, **self.per_chunk, **self.tiles.tail,
+        )  # fmt: skip
+
+    @per_plan
+    def pair_gradients(self) -> Constants:
+        return Constants(
+            *self.chunk_grid(), scale=self.scale, value_tiles=-(-self.V // self.tiles.pairs["BV"]), V=self.V,
+            HAS_BETA=self.terms > 0, PRECISION=self.precision, **self.chunks, **self.tiles.pairs,
+        )  # fmt: skip
+
+    @per_plan
+    def tail_channel(self, far: bool) -> Constants:
+        tiles, options = (self.key_tiles, self.tiles.tail_far) if far else (1, self.tiles.tail)
+        return Constants(
+            *self.chunk_grid(self.key_tiles // tiles), FAR=far, TILES=tiles, shares_stride=self.B * self.T * self.HV,
+            value_tiles=self.value_tiles, V=self.V, **self.per_chunk, **options,
+        )  # fmt: skip
+
+
+plan_for = lru_cache(maxsize=1024)(Plan)
