@@ -44,6 +44,12 @@ def chunk_table(cu_seqlens: Tensor | None, NT: int) -> tuple[Tensor | None, Tens
     return sequence.clamp_(max=N - 1), offsets
 
 
+def in_pairs(x: Tensor) -> Tensor:
+    """x contiguous, and from a multiple of four bytes on: the scans read 16-bit values in pairs."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 4 else x
+
+
 @dataclass
 class Prepared:
     """What `prepare` makes of the inputs, per chunk or per token; see the kernels."""
@@ -70,7 +76,7 @@ class Problem(Shapes):
         sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict)
         self.plan = plan_for(*sizes, scale, shared_memory(q.device))
         vars(self).update(vars(self.plan))
-        self.q, self.k, self.v = q.contiguous(), k.contiguous(), v.contiguous()
+        self.q, self.k, self.v = q.contiguous(), k.contiguous(), in_pairs(v)
         self.beta = None if beta is None else beta.contiguous()
         self.log_decay = None if log_decay is None else log_decay.contiguous()
         self.initial_state = None if initial_state is None else initial_state.float().contiguous()
@@ -229,7 +235,7 @@ class Kept(NamedTuple):
 def backward(*inputs, kept: Kept, d_output: Tensor, d_final: Tensor | None) -> list[Tensor | None]:
     """Gradients of q, k, v, beta, log_decay and initial_state; None for those that were not given."""
     p = Problem(*inputs)
-    d_output = d_output.contiguous()
+    d_output = in_pairs(d_output)
     d_final = None if d_final is None else d_final.float().contiguous()
     decayed = kept[3:6] if p.decay == 2 else (p.q, p.k, p.k)
     x = Prepared(kept.AP, kept.beta, kept.G, *decayed)
