@@ -72,26 +72,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "scan(keep)": SERIAL,
     "reverse_scan(keep)": SERIAL,
     "tail": {
-        "1 stage": tile(1),
+        "2 stages": tile(2),
+        "3 stages": tile(3),
         "BV 32": tile(BV=32),
-        "BV 128": tile(BV=128),
+        "BV 32, 4 stages": tile(4, BV=32),
         "BK 16": tile(BK=16),
-        "BK 32": tile(BK=32),
+        "BK 16, 3 stages": tile(3, BK=16),
         "BK 64": tile(BK=64),
-        "BK 32, BV 32": tile(BK=32, BV=32),
-        "BK 64, 8 warps": tile(BK=64, num_warps=8),
-        "BK 128, 8 warps": tile(BK=128, num_warps=8),
-        "BV 32, 8 warps": tile(BV=32, num_warps=8),
-        "form 0, 2 stages": tile(2, FORM=0),
-        "form 0, 3 stages": tile(3, FORM=0),
-        "form 1, 2 stages": tile(2, FORM=1),
-        "form 1, 3 stages": tile(3, FORM=1),
-        "form 2": tile(1, FORM=2),
-        "form 2, BK 16": tile(1, FORM=2, BK=16),
-        "form 2, BK 64": tile(1, FORM=2, BK=64),
-        "BK 64, BV 64": tile(2, BK=64, BV=64),
-        "BK 64, BV 64, 3 stages": tile(3, BK=64, BV=64),
-        "BK 32, BV 128": tile(2, BK=32, BV=128),
     },
     "pair_gradients": {
         "1 stage": tile(1),
@@ -162,8 +149,9 @@ class Launch:
             if block == "BV" if "scan" in self.name else block == "BK" and self.tiles_keys:
                 before, now = (-(-x[size] // (x[block] * x.get("TILES", 1))) for x in (self.arguments, arguments))
                 grid[0] = grid[0] // before * now
-        if "value_tiles" in arguments:
-            arguments["value_tiles"] = -(-arguments["V"] // arguments["BV"])
+        for count, size, block in (("value_tiles", "V", "BV"), ("key_tiles", "K", "BK")):
+            if count in arguments:
+                arguments[count] = -(-arguments[size] // arguments[block])
         own: dict[int, Tensor] = {}
         for output in self.written:
             given = arguments[output]

@@ -237,7 +237,8 @@ def test_tensors_may_start_anywhere(decay: str) -> None:
         leaves = {n: move(t).requires_grad_() for n, t in apart.items()}
         output = delta_rule(**leaves, backend="triton").output
         found.append([output, *torch.autograd.grad(output, list(leaves.values()), move(d_output))])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for a, b in zip(*found, strict=True):  # other loads, so sums may run in another order
+        assert (a - b).norm() < 2**-8 * a.norm()
 
 
 def main(path: str) -> None:

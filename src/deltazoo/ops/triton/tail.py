@@ -7,26 +7,16 @@ from deltazoo.ops.triton.layout import chunk_bounds, key_head
 
 
 @triton.jit
-def packed_load(pointers, mask):
-    """A tile, with pairs of 16-bit elements as integers: loops carry those as loaded, and wait for them where used."""
-    x = tl.load(pointers, mask=mask, other=0.0)
-    if x.dtype.primitive_bitwidth == 16:
-        low, high = tl.split(tl.reshape(x.to(tl.uint16, bitcast=True).to(tl.uint32), [x.shape[0], x.shape[1] // 2, 2]))
-        x = low | (high << 16)
-    return x
+def load_values(d_output, U, Z, offsets, mask):
+    """A tile of value channels of what the scans left for every token."""
+    b_dO = tl.load(d_output + offsets, mask=mask, other=0.0)
+    b_U = tl.load(U + offsets, mask=mask, other=0.0)
+    b_Z = tl.load(Z + offsets, mask=mask, other=0.0)
+    return b_dO, b_U, b_Z
 
 
 @triton.jit
-def unpacked(x, DTYPE: tl.constexpr):
-    """The tile that `packed_load` loaded."""
-    if DTYPE.primitive_bitwidth == 16:
-        pairs = tl.join(x & 0xFFFF, x >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
-        x = tl.reshape(pairs, [x.shape[0], 2 * x.shape[1]])
-    return x
-
-
-@triton.jit
-def from_values(v, dv, offsets, mask, b_beta, b_Z, HAS_BETA: tl.constexpr):
+def values_gradient(v, dv, offsets, mask, b_beta, b_Z, HAS_BETA: tl.constexpr):
     """Stores dv of a tile of value channels; its part of d_beta."""
     if HAS_BETA:
         b_v = tl.load(v + offsets, mask=mask, other=0.0)
@@ -47,6 +37,36 @@ def partial_overlap(b_S, b_dS):
     ROWS: tl.constexpr = BV if BV * COLUMNS < 128 else 128 // COLUMNS
     product = b_S.to(tl.float32) * b_dS.to(tl.float32)
     return tl.sum(tl.sum(tl.reshape(product, [BV // ROWS, ROWS, COLUMNS, 8]), 3), 0)
+
+
+@triton.jit
+def through_states(
+    b_dO, b_U, b_Z, states, d_states, offsets, mask, b_dq, b_row, b_dk, b_overlap,
+    DECAY: tl.constexpr, HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds what passes through a tile of S and of dS: `dO S` to dq, `Z S` to row, `U dS` to dk, and <S, dS>."""
+    b_S = tl.load(states + offsets, mask=mask, other=0.0)
+    b_dS = tl.load(d_states + offsets, mask=mask, other=0.0)
+    if DECAY == 1:
+        b_overlap += partial_overlap(b_S, b_dS)
+    b_dq = tl.dot(b_dO, b_S, b_dq, input_precision=PRECISION)
+    if HAS_BETA:
+        b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
+    b_dk = tl.dot(b_U, b_dS, b_dk, input_precision=PRECISION)
+    return b_dq, b_row, b_dk, b_overlap
+
+
+@triton.jit
+def decay_between(written, read, unseen):
+    """What is left of a token's write where another token reads it."""
+    return tl.exp2(tl.where(unseen, 0.0, read - written))
+
+
+@triton.jit
+def in_two_terms(x, DTYPE: tl.constexpr):
+    """A float32 tile as a 16-bit operand, and what that leaves out."""
+    rounded = x.to(DTYPE)
+    return rounded, (x - rounded.to(tl.float32)).to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "T", "NT", "H", "HV"])
@@ -89,7 +109,6 @@ def tail_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    FORM: tl.constexpr = 0,
 ):
     """All gradients of one chunk of one value head; grid (HV, NT, B). dq and dk are per value head.
 
@@ -103,7 +122,6 @@ def tail_kernel(
     token i's own terms carry `exp(G_i)` where it reads and `exp(-G_i)` where it is read.
     """
     WHOLE: tl.constexpr = V <= BV
-    AHEAD: tl.constexpr = FORM == 2 and WHOLE
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     if rows <= 0:
@@ -121,31 +139,21 @@ def tail_kernel(
     o_qk, o_dk = o_c[:, None] * (H * K) + o_k[None, :], o_c[:, None] * (HV * K) + o_k[None, :]
     b_beta = tl.load(beta + slot * C + o_c) if HAS_BETA else o_c
 
+    b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    b_dbeta = tl.zeros([C], dtype=tl.float32)
     if WHOLE:
         m_v = o_v < V
         m_cv = m_c[:, None] & m_v[None, :]
-        b_dO = tl.load(d_output + o_cv, mask=m_cv, other=0.0)
-        b_U = tl.load(U + o_cv, mask=m_cv, other=0.0)
-        b_Z = tl.load(Z + o_cv, mask=m_cv, other=0.0)
-        b_dbeta = from_values(v, dv, o_cv, m_cv, b_beta, b_Z, HAS_BETA)
-        if AHEAD:
-            m_ck, m_vk = m_c[:, None] & (o_k < K)[None, :], m_v[:, None] & (o_k < K)[None, :]
-            next_S, next_dS = packed_load(states + o_vk, m_vk), packed_load(d_states + o_vk, m_vk)
-            next_k, next_q = packed_load(k + o_qk, m_ck), packed_load(q + o_qk, m_ck)
-        b_dP = tl.dot(b_dO, tl.trans(b_U), input_precision=PRECISION)
+        b_dO, b_U, b_Z = load_values(d_output, U, Z, o_cv, m_cv)
+        b_dbeta += values_gradient(v, dv, o_cv, m_cv, b_beta, b_Z, HAS_BETA)
+        b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION)
         if HAS_BETA:
-            b_dL = tl.dot(b_Z, tl.trans(b_U), input_precision=PRECISION)
+            b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
     else:
-        b_dP = tl.zeros([C, C], dtype=tl.float32)
-        b_dbeta = tl.zeros([C], dtype=tl.float32)
-        if HAS_BETA:
-            b_dL = tl.zeros([C, C], dtype=tl.float32)
         for i_v in tl.range(0, value_tiles, num_stages=STAGES):
             m_cv = m_c[:, None] & (i_v * BV + o_v < V)[None, :]
-            b_dO = tl.load(d_output + i_v * BV + o_cv, mask=m_cv, other=0.0)
-            b_U = tl.load(U + i_v * BV + o_cv, mask=m_cv, other=0.0)
-            b_Z = tl.load(Z + i_v * BV + o_cv, mask=m_cv, other=0.0)
-            b_dbeta += from_values(v, dv, i_v * BV + o_cv, m_cv, b_beta, b_Z, HAS_BETA)
+            b_dO, b_U, b_Z = load_values(d_output, U, Z, i_v * BV + o_cv, m_cv)
+            b_dbeta += values_gradient(v, dv, i_v * BV + o_cv, m_cv, b_beta, b_Z, HAS_BETA)
             if HAS_BETA:
                 b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
             # A sum with the last product makes the trip wait for all of its products. Without it they run on while the
@@ -153,111 +161,81 @@ def tail_kernel(
             # (docs/log.md).
             b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION) + 0.0
 
+    # The weights of other tokens' keys and queries in dq, row and dk. Rows of W_P_columns are columns of W_P.
     above, below = o_c[:, None] < o_c[None, :], o_c[:, None] > o_c[None, :]
     if DECAY == 1:
         b_G = tl.load(G + slot * C + o_c)
-        D = tl.exp2(tl.where(above, 0.0, b_G[:, None] - b_G[None, :]))
+        D = decay_between(b_G[None, :], b_G[:, None], above)
         b_dP *= D
+        b_dL *= D
     W_P = tl.where(above, 0.0, b_dP * scale).to(DTYPE)
-    if FORM == 1 and WHOLE:
+    if WHOLE:  # with decay a second product is faster than transposing W_P (docs/log.md)
         b_dP = tl.dot(b_U, tl.trans(b_dO), input_precision=PRECISION)
         if DECAY == 1:
-            b_dP *= tl.exp2(tl.where(below, 0.0, b_G[None, :] - b_G[:, None]))
+            b_dP *= decay_between(b_G[:, None], b_G[None, :], below)
         W_P_columns = tl.where(below, 0.0, b_dP * scale).to(DTYPE)
     else:
         W_P_columns = tl.trans(W_P)
     if HAS_BETA:
-        if DECAY == 1:
-            b_dL *= D
         b_dL = tl.where(below, -b_dL, 0.0)
-        W_L = b_dL.to(DTYPE)
-        b_dL_beta = b_beta[:, None] * b_dL
-        W_L_beta = b_dL_beta.to(DTYPE)
-        if TERMS > 1:
-            # Gradients of a weak decay and of beta are small differences of such sums: strict takes a second term.
-            W_rest = (b_dL - W_L.to(tl.float32)).to(DTYPE)
-            W_rest_beta = (b_dL_beta - W_L_beta.to(tl.float32)).to(DTYPE)
+        # Gradients of a weak decay and of beta are small differences of such sums: strict takes a second term.
+        W_L, W_rest = in_two_terms(b_dL, DTYPE)
+        W_L_beta, W_rest_beta = in_two_terms(b_beta[:, None] * b_dL, DTYPE)
+
+    b_overlap = partial_overlap(tl.zeros([BV, BK], dtype=tl.float32), tl.zeros([BV, BK], dtype=tl.float32))
     if DECAY == 1:
         g_last = tl.load(G + slot * C + C - 1)
         entry, exit = tl.exp2(b_G)[:, None], tl.exp2(g_last - b_G)[:, None]
-        b_dG = tl.zeros([C], dtype=tl.float32)
-        b_last = tl.zeros([C], dtype=tl.float32)
-        b_overlap = partial_overlap(tl.zeros([BV, BK], dtype=tl.float32), tl.zeros([BV, BK], dtype=tl.float32))
+        b_dG, b_last = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
 
-    for i_k in tl.range(0, key_tiles, num_stages=STAGES if WHOLE and not AHEAD else 1):
+    for i_k in tl.range(0, key_tiles, num_stages=STAGES if WHOLE else 1):
         m_k = i_k * BK + o_k < K
         m_ck = m_c[:, None] & m_k[None, :]
+        b_k = tl.load(k + i_k * BK + o_qk, mask=m_ck, other=0.0)
+        b_q = tl.load(q + i_k * BK + o_qk, mask=m_ck, other=0.0)
+        b_dq, b_row = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+        b_dk = tl.zeros([C, BK], dtype=tl.float32)
         if WHOLE:
-            if AHEAD:
-                b_S, b_dS = unpacked(next_S, DTYPE), unpacked(next_dS, DTYPE)
-                b_k, b_q = unpacked(next_k, DTYPE), unpacked(next_q, DTYPE)
-                if DECAY == 1:
-                    b_overlap += partial_overlap(b_S, b_dS)
-                n_k = (i_k + 1) * BK + o_k < K
-                next_S = packed_load(states + (i_k + 1) * BK + o_vk, m_v[:, None] & n_k[None, :])
-                next_dS = packed_load(d_states + (i_k + 1) * BK + o_vk, m_v[:, None] & n_k[None, :])
-                next_k = packed_load(k + (i_k + 1) * BK + o_qk, m_c[:, None] & n_k[None, :])
-                next_q = packed_load(q + (i_k + 1) * BK + o_qk, m_c[:, None] & n_k[None, :])
-            else:
-                m_vk = m_v[:, None] & m_k[None, :]
-                b_S = tl.load(states + i_k * BK + o_vk, mask=m_vk, other=0.0)
-                b_dS = tl.load(d_states + i_k * BK + o_vk, mask=m_vk, other=0.0)
-                b_k = tl.load(k + i_k * BK + o_qk, mask=m_ck, other=0.0)
-                b_q = tl.load(q + i_k * BK + o_qk, mask=m_ck, other=0.0)
-                if DECAY == 1:
-                    b_overlap += partial_overlap(b_S, b_dS)
-            b_dq = tl.dot(b_dO, b_S, input_precision=PRECISION)
-            b_kc = tl.dot(b_U, b_dS, input_precision=PRECISION)
-            if HAS_BETA:
-                b_row = tl.dot(b_Z, b_S, input_precision=PRECISION)
+            b_dq, b_row, b_dk, b_overlap = through_states(
+                b_dO, b_U, b_Z, states, d_states, i_k * BK + o_vk, m_v[:, None] & m_k[None, :],
+                b_dq, b_row, b_dk, b_overlap, DECAY, HAS_BETA, PRECISION,
+            )  # fmt: skip
         else:
-            b_k = tl.load(k + i_k * BK + o_qk, mask=m_ck, other=0.0)
-            b_q = tl.load(q + i_k * BK + o_qk, mask=m_ck, other=0.0)
-            b_dq = tl.zeros([C, BK], dtype=tl.float32)
-            b_kc = tl.zeros([C, BK], dtype=tl.float32)
-            if HAS_BETA:
-                b_row = tl.zeros([C, BK], dtype=tl.float32)
             for i_v in tl.range(0, value_tiles, num_stages=STAGES):
                 m_v = i_v * BV + o_v < V
-                m_cv, m_vk = m_c[:, None] & m_v[None, :], m_v[:, None] & m_k[None, :]
-                b_S = tl.load(states + i_v * BV * K + i_k * BK + o_vk, mask=m_vk, other=0.0)
-                b_dS = tl.load(d_states + i_v * BV * K + i_k * BK + o_vk, mask=m_vk, other=0.0)
-                b_dO = tl.load(d_output + i_v * BV + o_cv, mask=m_cv, other=0.0)
-                b_U = tl.load(U + i_v * BV + o_cv, mask=m_cv, other=0.0)
-                if DECAY == 1:
-                    b_overlap += partial_overlap(b_S, b_dS)
-                b_dq = tl.dot(b_dO, b_S, b_dq, input_precision=PRECISION)
-                if HAS_BETA:
-                    b_Z = tl.load(Z + i_v * BV + o_cv, mask=m_cv, other=0.0)
-                    b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
-                b_kc = tl.dot(b_U, b_dS, b_kc, input_precision=PRECISION) + 0.0
+                b_dO, b_U, b_Z = load_values(d_output, U, Z, i_v * BV + o_cv, m_c[:, None] & m_v[None, :])
+                b_dq, b_row, b_dk, b_overlap = through_states(
+                    b_dO, b_U, b_Z, states, d_states, i_v * BV * K + i_k * BK + o_vk, m_v[:, None] & m_k[None, :],
+                    b_dq, b_row, b_dk, b_overlap, DECAY, HAS_BETA, PRECISION,
+                )  # fmt: skip
+                b_dk += 0.0  # waits, as above
         b_dq *= scale
         if DECAY == 1:
             b_dq *= entry
-            b_kc *= exit
-            b_last += tl.sum(b_k.to(tl.float32) * b_kc, 1)
+            b_row *= entry
+            b_dk *= exit
+            b_last += tl.sum(b_k.to(tl.float32) * b_dk, 1)
         b_dq = tl.dot(W_P, b_k, b_dq, input_precision=PRECISION)
         tl.store(dq + i_k * BK + o_dk, b_dq.to(dq.dtype.element_ty), mask=m_ck)
-        b_kc = tl.dot(W_P_columns, b_q, b_kc, input_precision=PRECISION)
+        b_dk = tl.dot(W_P_columns, b_q, b_dk, input_precision=PRECISION)
         if DECAY == 1:
             b_dG += tl.sum(b_q.to(tl.float32) * b_dq, 1)
         if HAS_BETA:
             # Row terms of dL and of the state's share both enter as `beta o row`; their products with k make d_beta.
-            b_row = -b_row * entry if DECAY == 1 else -b_row
-            b_row = tl.dot(W_L, b_k, b_row, input_precision=PRECISION)
-            b_kc = tl.dot(tl.trans(W_L_beta), b_k, b_kc, input_precision=PRECISION)
+            b_row = tl.dot(W_L, b_k, -b_row, input_precision=PRECISION)
+            b_dk = tl.dot(tl.trans(W_L_beta), b_k, b_dk, input_precision=PRECISION)
             if TERMS > 1:
                 b_row = tl.dot(W_rest, b_k, b_row)
-                b_kc = tl.dot(tl.trans(W_rest_beta), b_k, b_kc)
+                b_dk = tl.dot(tl.trans(W_rest_beta), b_k, b_dk)
             k_row = tl.sum(b_k.to(tl.float32) * b_row, 1)
             b_dbeta += k_row
         if DECAY == 1:
-            b_dG -= tl.sum(b_k.to(tl.float32) * b_kc, 1)
+            b_dG -= tl.sum(b_k.to(tl.float32) * b_dk, 1)
         if HAS_BETA:
             if DECAY == 1:
                 b_dG += b_beta * k_row
-            b_kc += b_beta[:, None] * b_row
-        tl.store(dk + i_k * BK + o_dk, b_kc.to(dk.dtype.element_ty), mask=m_ck)
+            b_dk += b_beta[:, None] * b_row
+        tl.store(dk + i_k * BK + o_dk, b_dk.to(dk.dtype.element_ty), mask=m_ck)
 
     if HAS_BETA:
         tl.store(d_beta + o_gate, b_dbeta, mask=m_c)

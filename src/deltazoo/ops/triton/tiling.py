@@ -61,8 +61,8 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     """
     BK = max(16, 1 << (K - 1).bit_length())
     BV = min(64, max(16, 1 << (V - 1).bit_length()))
-    tile = dict(BK=min(BK, 32 if decay == 2 or not half else 64))
-    form = {} if decay == 2 else dict(FORM=int(decay == 1))
+    # Tiles of 64 key channels spill, except where the products read them from shared memory.
+    tile = dict(BK=min(BK, 64 if half and decay < 2 and shared >= HOPPER else 32))
     prepare = _options(4, 1)
     # 64 elements in the registers of every thread, and channels side by side in 16-byte pieces
     channel = prepare | dict(BK=min(BK, 128 if half else 32))
@@ -75,14 +75,16 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         pairs = _options(4, 1, min(BV, 32))
-        tail = pairs | tile | form
+        tail = pairs | tile
         return Tiles(BK, prepare, channel, far, serial, serial, reverse, tail, tail, pairs)
     output, keep, reverse = _serial(BK, BV, V, decay, terms, shared, crowded)
-    warps = 8 if shared < HOPPER and decay == 1 else 4  # ptxas gives up on four there: 32 registers, all else spilled
-    pairs = _options(warps, 2, BV)
-    tail = pairs | tile | form
-    if decay < 2 and V <= 128 and shared >= HOPPER:  # what has value channels stays in shared memory
-        tail = _options(4, 2 + decay, max(16, 1 << (V - 1).bit_length())) | dict(BK=min(BK, 32)) | form
+    pairs = _options(4, 2, BV)
+    tail = pairs | tile
+    if decay < 2 and shared >= HOPPER:
+        tail = _options(4, 3, BV) | tile
+        if V <= 128:  # what has value channels stays in shared memory
+            # Without decay a third stage, at 128 value channels, would leave room for one program instead of two.
+            tail = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(BK=min(BK, 32))
     if decay == 2:
         tail |= _options(4, 3, min(BV, 32))
     tail_far = tail
