@@ -109,18 +109,21 @@ def _serial(
     return (
         _hopper_scan(BK, BV, V, keys + A + P + q, 0, crowded),
         _hopper_scan(BK, BV, V, keys + A, 2, crowded),
-        _hopper_scan(BK, BV, V, keys + A + P + q, 2, crowded),
+        _hopper_scan(BK, BV, V, keys + A + P + q, 2, crowded, largest=64 if decay else 128),
     )
 
 
-def _hopper_scan(BK: int, BV: int, V: int, operands: int, kept: int, crowded: bool) -> dict[str, int]:
+def _hopper_scan(
+    BK: int, BV: int, V: int, operands: int, kept: int, crowded: bool, largest: int = 128
+) -> dict[str, int]:
     """One of the scans, given the bytes of a chunk's operands, and of each state element that it stores on the way.
 
-    With three stages the next chunk is copied while this one is worked on; with two, every chunk waits for memory.
+    With three stages the next chunk is copied while this one is worked on; with two, every chunk waits for memory. The
+    state is held in tiles of up to 128 key channels, or of `largest`, which takes fewer registers.
     """
     wide = V > 64 and crowded
     BV = 128 if wide else BV
-    for stages, tile in ((3, BK if BK <= 128 else 64), (3, min(BK, 64)), (2, min(BK, 64))):
+    for stages, tile in ((3, BK if largest >= BK else 64), (3, min(BK, 64)), (2, min(BK, 64))):
         values = 0 if wide else 4 * CHUNK * BV  # fetched into registers, or twice into shared memory
         if stages * operands + values + kept * BV * tile + 6 * 1024 <= HOPPER:
             # Eight warps, one program per multiprocessor, only with tiles of 128 value channels: over 64, Triton 3.6
