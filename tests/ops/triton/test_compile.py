@@ -73,9 +73,9 @@ class Call:
         state = empty(N, HV, self.K, self.V) if self.state else None
         cu_seqlens = empty(N + 1, dtype=torch.int32) if self.packed else None
         inputs = (q, q, v, beta, log_decay, 0.1, state, cu_seqlens, self.terms == 3)
-        output, final_state, *kept = pipeline.forward(*inputs)
-        d_final = final_state if self.state else None
-        pipeline.backward(*inputs, kept=pipeline.Kept(*kept), d_output=output, d_final=d_final)
+        problem = pipeline.Problem(*inputs)
+        output, final_state, *kept = pipeline.forward(problem)
+        pipeline.backward(problem, pipeline.Kept(*kept), output, final_state if self.state else None)
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,9 @@ def judge(case: DeltaRuleCase, strict: bool, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(pipeline, name, Modelled(kernel, hazards))
     x = case.make(dtype=torch.bfloat16)
     inputs = (x.q, x.k, x.v, x.beta, x.log_decay, case.K**-0.5, x.initial_state, x.cu_seqlens, strict)
-    output, final_state, *kept = pipeline.forward(*inputs)
-    gradients = pipeline.backward(*inputs, kept=pipeline.Kept(*kept), d_output=x.d_output, d_final=x.d_final_state)
+    problem = pipeline.Problem(*inputs)
+    output, final_state, *kept = pipeline.forward(problem)
+    gradients = pipeline.backward(problem, pipeline.Kept(*kept), x.d_output, x.d_final_state)
     names = [f"d_{name}" for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
     actual = {"output": output, "final_state": final_state}
     actual |= {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}

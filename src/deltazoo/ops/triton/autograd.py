@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.eager import call, eager_function
-from deltazoo.ops.triton.pipeline import Kept
+from deltazoo.ops.triton.pipeline import Kept, Problem
 from deltazoo.ops.triton.plan import Shapes, sizes_of
 from deltazoo.ops.validation import check_tensor_values
 
@@ -39,25 +39,31 @@ def triton_delta_rule(
 
 
 def _launch(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):
+    """Output, final state, the fields of `Kept`, and the plan."""
     check_tensor_values(log_decay, cu_seqlens, v.shape[1])
     with torch.cuda.device_of(v):
-        return pipeline.forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
+        p = Problem(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
+        return *pipeline.forward(p), p.plan
 
 
 def _forward(q, *rest):
-    return tuple(q.new_empty(0) if x is None else x for x in _launch(q, *rest))  # an operator cannot return None
+    *results, _ = _launch(q, *rest)
+    return tuple(q.new_empty(0) if x is None else x for x in results)  # an operator cannot return None
 
 
-def _launch_backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, kept, d_output, d_final):
+def _launch_backward(
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, kept, d_output, d_final, plan=None
+):
     """Gradients of the tensors but `cu_seqlens`, in their dtypes; None for those that were not given."""
     with torch.cuda.device_of(v):
-        grads = pipeline.backward(
-            q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict,
-            kept=kept, d_output=d_output, d_final=d_final,
-        )  # fmt: skip
-    inputs = (q, k, v, beta, log_decay, initial_state)
-    given = zip(inputs, grads, strict=True)
-    return [grad if grad is None or grad.dtype == x.dtype else grad.to(x.dtype) for x, grad in given]
+        p = Problem(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, plan)
+        dq, dk, dv, d_beta, d_log_decay, d_initial = pipeline.backward(p, kept, d_output, d_final)
+    # The others are in their dtypes already.
+    return dq, dk, dv, _like(d_beta, beta), _like(d_log_decay, log_decay), _like(d_initial, initial_state)
+
+
+def _like(gradient, x):
+    return gradient if gradient is None or gradient.dtype == x.dtype else gradient.to(x.dtype)
 
 
 def _backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest):
@@ -100,16 +106,15 @@ def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest)
     return [x.new_empty(x.shape) for x in (q, k, v, beta, log_decay, initial_state) if x is not None]
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict = inputs
+def _setup(ctx, inputs, kept) -> None:
+    q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, beta, log_decay, initial_state, cu_seqlens, *output[2:])
-    ctx.scale, ctx.strict = scale, strict
+    ctx.save_for_backward(q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept)
 
 
 def _setup_operator(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(*output[2:])
-    _setup_context(ctx, inputs, output)
+    _setup(ctx, inputs, output[2:])
 
 
 def _operator_gradients(ctx, d_output, d_final, *_):
@@ -129,14 +134,20 @@ torch.library.register_autograd(
 )
 
 
+def _setup_eager(ctx, inputs, output) -> None:
+    _, _, *kept, ctx.plan = output
+    _setup(ctx, inputs, kept)
+
+
 def _eager_gradients(ctx, d_output, d_final):
     q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept = ctx.saved_tensors
     if d_output is None:
         d_output = torch.zeros_like(v)
     *grads, d_initial = _launch_backward(
-        q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, Kept(*kept), d_output, d_final
-    )
+        q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, Kept(*kept), d_output, d_final,
+        ctx.plan,
+    )  # fmt: skip
     return *grads, None, d_initial, None, None
 
 
-_Eager = eager_function(_launch, _setup_context, _eager_gradients, shown=lambda results: results[:2])
+_Eager = eager_function(_launch, _setup_eager, _eager_gradients, shown=lambda results: results[:2])

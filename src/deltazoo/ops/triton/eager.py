@@ -27,10 +27,15 @@ def call(
         forward: the same without gradients.
         arguments: of each of them.
     """
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    if _watched(tensors):
+    if _watched():
         return operator(*arguments)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    recording = False
+    for x in arguments:
+        if type(x) in _PLAIN:
+            recording = recording or x.requires_grad
+        elif isinstance(x, Tensor):  # a subclass, which may want to see the operator
+            return operator(*arguments)
+    if recording and torch.is_grad_enabled():
         return function.apply(*arguments)
     return forward(*arguments)
 
@@ -51,6 +56,8 @@ def eager_function(
         shown: which results the caller gets; the others are only kept.
     """
 
+    backward_once = once_differentiable(backward)
+
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -59,18 +66,12 @@ def eager_function(
             return shown(results)
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return backward(ctx, *gradients)
+            return (backward_once if torch.is_grad_enabled() else backward)(ctx, *gradients)
 
     return Eager
 
 
-def _watched(tensors: list[Tensor]) -> bool:
-    """Whether a compiler, a dispatch mode, a function transform or a subclass of Tensor is to see the operator."""
-    return (
-        torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(x) not in _PLAIN for x in tensors)
-    )
+def _watched() -> bool:
+    """Whether a compiler, a dispatch mode or a function transform is to see the operator."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()

@@ -76,16 +76,12 @@ def launch(kernel: Any, constants: Constants, *tensors: Tensor | None) -> None:
 def _watched(kernel: JITFunction) -> bool:
     """Whether somebody wants to see launches, or has kernels compiled in another way than usual."""
     runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of functions, a function, or None
     return bool(
-        _calls(runtime.launch_enter_hook)
-        or _calls(runtime.launch_exit_hook)
+        getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
         or kernel.pre_run_hooks
         or runtime.debug
         or runtime.add_stages_inspection_hook
         or knobs.compilation.instrumentation_mode
     )
-
-
-def _calls(hook: Any) -> Any:
-    """What a hook of Triton's calls: a chain of functions, which may be empty, a function, or None."""
-    return getattr(hook, "calls", hook)

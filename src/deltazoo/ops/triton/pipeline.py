@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops.triton.launch import launch
-from deltazoo.ops.triton.plan import Shapes, plan_for, sizes_of
+from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
 from deltazoo.ops.triton.prepare import prepare_kernel
 from deltazoo.ops.triton.prepare_channel import prepare_channel_kernel, prepare_far_kernel
 from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
@@ -26,7 +26,7 @@ from deltazoo.ops.triton.tail import tail_kernel
 from deltazoo.ops.triton.tail_channel import pair_gradients_kernel, tail_channel_kernel
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 
-__all__ = ["backward", "forward"]
+__all__ = ["Kept", "Problem", "backward", "forward"]
 
 
 def chunk_table(cu_seqlens: Tensor | None, NT: int) -> tuple[Tensor | None, Tensor | None]:
@@ -66,57 +66,67 @@ class Prepared:
     """Keys; per channel with the decay to the chunk's end."""
 
 
-class Problem(Shapes):
-    """One call: its plan, and its inputs made contiguous."""
+class Problem:
+    """One call: its inputs made contiguous, and its plan, worked out unless given."""
+
+    __slots__ = (
+        "beta", "chunk_places", "initial_state", "k", "log_decay", "plan", "q", "sequence_places", "v",
+    )  # fmt: skip
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
-        initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool,
+        initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool, plan: Plan | None = None,
     ) -> None:  # fmt: skip
-        sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict)
-        self.plan = plan_for(*sizes, scale, shared_memory(q.device))
-        vars(self).update(vars(self.plan))
+        if plan is None:
+            sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict)
+            plan = plan_for(*sizes, scale, shared_memory(q.device))
+        self.plan = plan
         self.q, self.k, self.v = q.contiguous(), k.contiguous(), in_pairs(v)
         self.beta = None if beta is None else beta.contiguous()
         self.log_decay = None if log_decay is None else log_decay.contiguous()
         self.initial_state = None if initial_state is None else initial_state.float().contiguous()
-        sequence, offsets = chunk_table(cu_seqlens, self.NT)
+        sequence, offsets = chunk_table(cu_seqlens, plan.NT)
         self.chunk_places, self.sequence_places = (cu_seqlens, sequence, offsets), (cu_seqlens, offsets)
         """Where chunks and sequences lie; the kernels take it behind their other tensors."""
 
     def float32(self, *shape: int) -> Tensor:
-        return self.q.new_empty(shape, dtype=torch.float32)
+        """Room for such a tensor."""
+        return self.q.new_empty(*shape, dtype=torch.float32)
 
 
 def prepare(p: Problem) -> Prepared:
     """The inverse and P of every chunk; per channel also the keys and queries with the chunk's decay multiplied in."""
-    AP = p.q.new_empty(p.slots, p.terms + 1, CHUNK, CHUNK)
-    chunk_beta = None if p.beta is None else p.float32(p.slots, CHUNK)
-    if p.decay < 2:
-        G = p.float32(p.slots, CHUNK) if p.decay else None
+    plan = p.plan
+    AP = p.q.new_empty(plan.slots, plan.terms + 1, CHUNK, CHUNK)
+    chunk_beta = None if p.beta is None else p.float32(plan.slots, CHUNK)
+    if plan.decay < 2:
+        G = p.float32(plan.slots, CHUNK) if plan.decay else None
         launch(
-            prepare_kernel, p.plan.prepare(),
+            prepare_kernel, plan.prepare(),
             p.q, p.k, p.beta, p.log_decay, AP, AP.view(torch.float32), chunk_beta, G, *p.chunk_places,
         )  # fmt: skip
         return Prepared(AP, chunk_beta, G, p.q, p.k, p.k)
-    G = p.float32(p.slots, p.K)
-    q_in, k_in, k_out = (p.q.new_empty(p.B, p.T, p.HV, p.K) for _ in range(3))
-    far = p.q.new_empty(p.slots, dtype=torch.int32)
+    G = p.float32(plan.slots, plan.K)
+    q_in, k_in, k_out = (p.q.new_empty(plan.B, plan.T, plan.HV, plan.K) for _ in range(3))
+    far = p.q.new_empty(plan.slots, dtype=torch.int32)
     tensors = (
         p.q, p.k, p.beta, p.log_decay, AP, AP.view(torch.float32), chunk_beta, G, far, q_in, k_in, k_out,
         *p.chunk_places,
     )  # fmt: skip
-    launch(prepare_channel_kernel, p.plan.prepare_channel(), *tensors)
-    launch(prepare_far_kernel, p.plan.prepare_far(), *tensors)
+    launch(prepare_channel_kernel, plan.prepare_channel(), *tensors)
+    launch(prepare_far_kernel, plan.prepare_far(), *tensors)
     return Prepared(AP, chunk_beta, G, q_in, k_in, k_out)
 
 
 def scan(p: Problem, x: Prepared, initial_state: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """Output and final states; with `keep` instead U and the states that enter the chunks."""
-    out = torch.empty_like(p.v)
-    states = p.v.new_empty(p.slots, p.V, p.K) if keep else p.float32(p.scans, p.HV, p.K, p.V)
+    plan, out = p.plan, torch.empty_like(p.v)
+    if keep:
+        states = p.v.new_empty(plan.slots, plan.V, plan.K)
+    else:
+        states = p.float32(plan.scans, plan.HV, plan.K, plan.V)
     launch(
-        scan_kernel, p.plan.scan(initial_state is not None, keep),
+        scan_kernel, plan.scan(initial_state is not None, keep),
         x.q_in, x.k_in, x.k_out, p.v, x.beta, x.G, x.AP, out, out, states if keep else None, initial_state,
         None if keep else states, *p.sequence_places,
     )  # fmt: skip
@@ -126,15 +136,17 @@ def scan(p: Problem, x: Prepared, initial_state: Tensor | None, keep: bool) -> t
 def scan_segments(p: Problem, x: Prepared) -> tuple[Tensor, Tensor]:
     """State that each segment starts from `[N * segments, HV, K, V]`, and its transition `[N * segments, HV, K, K]`."""
 
+    plan = p.plan
+
     def run(V: int, v: Tensor | None) -> Tensor:
-        final = p.float32(p.scans, p.HV, p.K, V)
+        final = p.float32(plan.scans, plan.HV, plan.K, V)
         launch(
-            scan_kernel, p.plan.scan_segment(v is None),
+            scan_kernel, plan.scan_segment(v is None),
             x.q_in, x.k_in, x.k_out, v, x.beta, x.G, x.AP, None, None, None, None, final, *p.sequence_places,
         )  # fmt: skip
         return final
 
-    added, transitions = run(p.V, p.v), run(p.K, None)
+    added, transitions = run(plan.V, p.v), run(plan.K, None)
     return chain(p, transitions, added, p.initial_state, reverse=False), transitions
 
 
@@ -149,11 +161,12 @@ def reverse_scan(
     p: Problem, x: Prepared, d_output: Tensor, d_final: Tensor | None, keep: bool, initial: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Z and the gradients of the states that leave the chunks (`keep`), and those of the initial states (`initial`)."""
+    plan = p.plan
     Z = torch.empty_like(d_output) if keep else None
-    d_states = d_output.new_empty(p.slots, p.V, p.K) if keep else None
-    d_initial = p.float32(p.scans, p.HV, p.K, p.V) if initial else None
+    d_states = d_output.new_empty(plan.slots, plan.V, plan.K) if keep else None
+    d_initial = p.float32(plan.scans, plan.HV, plan.K, plan.V) if initial else None
     launch(
-        reverse_scan_kernel, p.plan.reverse_scan(d_final is not None, initial, keep),
+        reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep),
         x.q_in, x.k_in, x.k_out, x.beta, x.G, x.AP, d_output, Z, d_states, d_final, d_initial, *p.sequence_places,
     )  # fmt: skip
     return Z, d_states, d_initial
@@ -172,49 +185,49 @@ def tail(
     p: Problem, x: Prepared, U: Tensor, Z: Tensor | None, d_output: Tensor, states: Tensor, d_states: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k (both per value head), v, beta and log_decay."""
-    # Value heads that share a key head sum their dq and dk outside, in float32.
-    dtype = p.q.dtype if p.H == p.HV else torch.float32
-    dq, dk = (p.q.new_empty(p.B, p.T, p.HV, p.K, dtype=dtype) for _ in range(2))
+    plan = p.plan
+    if plan.H == plan.HV:
+        dq, dk = torch.empty_like(p.q), torch.empty_like(p.k)
+    else:  # value heads that share a key head sum their dq and dk outside, in float32
+        dq, dk = (p.float32(plan.B, plan.T, plan.HV, plan.K) for _ in range(2))
     dv = torch.empty_like(p.v)
-    shares = p.plan.key_tiles + 1 if p.decay == 2 else 1  # of d_beta
-    d_beta = None if p.beta is None else p.float32(shares, *p.beta.shape)
-    if p.decay < 2:
-        d_log_decay = None if p.log_decay is None else p.float32(*p.log_decay.shape)
+    if plan.decay < 2:
+        d_beta = None if p.beta is None else torch.empty_like(p.beta, dtype=torch.float32)
+        d_log_decay = None if p.log_decay is None else torch.empty_like(p.log_decay, dtype=torch.float32)
         launch(
-            tail_kernel, p.plan.tail(),
+            tail_kernel, plan.tail(),
             p.q, p.k, p.v, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, dq, dk, dv, d_beta, d_log_decay,
             *p.chunk_places,
         )  # fmt: skip
-    else:
-        W = p.q.new_empty(p.slots, 1 if p.beta is None else 2, CHUNK, CHUNK)
-        P_diagonal, d_log_decay = p.float32(p.slots, CHUNK), p.float32(*p.q.shape[:2], p.HV, p.K)
+        return dq, dk, dv, d_beta, d_log_decay
+    # Each tile of key channels has a share of d_beta, and the values have one.
+    shares = None if p.beta is None else p.float32(plan.key_tiles + 1, *p.beta.shape)
+    W = p.q.new_empty(plan.slots, 1 if p.beta is None else 2, CHUNK, CHUNK)
+    P_diagonal, d_log_decay = p.float32(plan.slots, CHUNK), p.float32(plan.B, plan.T, plan.HV, plan.K)
+    launch(
+        pair_gradients_kernel, plan.pair_gradients(),
+        p.v, x.beta, U, Z, d_output, W, P_diagonal, dv, None if shares is None else shares[plan.key_tiles],
+        *p.chunk_places,
+    )  # fmt: skip
+    for far in (False, True):
         launch(
-            pair_gradients_kernel, p.plan.pair_gradients(),
-            p.v, x.beta, U, Z, d_output, W, P_diagonal, dv, None if d_beta is None else d_beta[p.plan.key_tiles],
-            *p.chunk_places,
+            tail_channel_kernel, plan.tail_channel(far),
+            p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, shares,
+            d_log_decay, *p.chunk_places,
         )  # fmt: skip
-        for far in (False, True):
-            launch(
-                tail_channel_kernel, p.plan.tail_channel(far),
-                p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
-                d_log_decay, *p.chunk_places,
-            )  # fmt: skip
-    if d_beta is not None:
-        d_beta = d_beta.sum(0) if shares > 1 else d_beta[0]
-    return dq, dk, dv, d_beta, d_log_decay
+    return dq, dk, dv, None if shares is None else shares.sum(0), d_log_decay
 
 
-def forward(*inputs) -> tuple[Tensor | None, ...]:
-    """Output, final state, and the fields of `Kept`. Inputs as `Problem` takes them."""
-    p = Problem(*inputs)
-    x = prepare(p)
-    starts, transitions = p.initial_state, None
-    if p.segments > 1:
-        starts, transitions = scan_segments(p, x)
+def forward(p: Problem) -> tuple[Tensor | None, ...]:
+    """Output, final state, and the fields of `Kept`."""
+    x, plan = prepare(p), p.plan
+    decayed = (x.q_in, x.k_in, x.k_out) if plan.decay == 2 else (None, None, None)
+    if plan.segments == 1:
+        return *scan(p, x, p.initial_state, keep=False), x.AP, x.beta, x.G, *decayed, None, None
+    starts, transitions = scan_segments(p, x)
     output, final = scan(p, x, starts, keep=False)
-    final = final.unflatten(0, (p.N, p.segments))[:, -1].contiguous() if p.segments > 1 else final
-    decayed = (x.q_in, x.k_in, x.k_out) if p.decay == 2 else (None, None, None)
-    return output, final, x.AP, x.beta, x.G, *decayed, None if transitions is None else starts, transitions
+    final = final.unflatten(0, (plan.N, plan.segments))[:, -1].contiguous()
+    return output, final, x.AP, x.beta, x.G, *decayed, starts, transitions
 
 
 class Kept(NamedTuple):
@@ -232,21 +245,23 @@ class Kept(NamedTuple):
     transitions: Tensor
 
 
-def backward(*inputs, kept: Kept, d_output: Tensor, d_final: Tensor | None) -> list[Tensor | None]:
+def backward(
+    p: Problem, kept: Kept, d_output: Tensor, d_final: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, v, beta, log_decay and initial_state; None for those that were not given."""
-    p = Problem(*inputs)
+    plan = p.plan
     d_output = in_pairs(d_output)
     d_final = None if d_final is None else d_final.float().contiguous()
-    decayed = kept[3:6] if p.decay == 2 else (p.q, p.k, p.k)
+    decayed = kept[3:6] if plan.decay == 2 else (p.q, p.k, p.k)
     x = Prepared(kept.AP, kept.beta, kept.G, *decayed)
     starts = p.initial_state
-    if p.segments > 1:
+    if plan.segments > 1:
         starts, d_final = kept.starts, reverse_scan_segments(p, x, d_output, d_final, kept.transitions)
     U, states = scan(p, x, starts, keep=True)
     Z, d_states, d_initial = reverse_scan(p, x, d_output, d_final, keep=True, initial=p.initial_state is not None)
-    if d_initial is not None and p.segments > 1:
-        d_initial = d_initial.unflatten(0, (p.N, p.segments))[:, 0]
+    if d_initial is not None and plan.segments > 1:
+        d_initial = d_initial.unflatten(0, (plan.N, plan.segments))[:, 0]
     dq, dk, dv, d_beta, d_log_decay = tail(p, x, U, Z, d_output, states, d_states)
-    if p.H != p.HV:
-        dq, dk = (grad.unflatten(2, (p.H, -1)).sum(3).to(p.q.dtype) for grad in (dq, dk))
-    return [dq, dk, dv, d_beta, d_log_decay, d_initial]
+    if plan.H != plan.HV:
+        dq, dk = (grad.unflatten(2, (plan.H, -1)).sum(3).to(p.q.dtype) for grad in (dq, dk))
+    return dq, dk, dv, d_beta, d_log_decay, d_initial
