@@ -23,7 +23,7 @@ from deltazoo.ops.triton.prepare_channel import prepare_channel_kernel, prepare_
 from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.segments import chain_kernel
 from deltazoo.ops.triton.tail import tail_kernel
-from deltazoo.ops.triton.tail_channel import pair_gradients_kernel, tail_channel_kernel
+from deltazoo.ops.triton.tail_channel import pair_gradients_kernel, tail_channel_kernel, tail_far_kernel
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 
 __all__ = ["backward", "forward"]
@@ -64,6 +64,8 @@ class Prepared:
     """Keys, likewise."""
     k_out: Tensor
     """Keys; per channel with the decay to the chunk's end."""
+    far: Tensor | None = None
+    """Per channel: which chunks decay too far for one product, int32 `[slots]`."""
 
 
 class Problem(Shapes):
@@ -108,7 +110,7 @@ def prepare(p: Problem) -> Prepared:
     )  # fmt: skip
     launch(prepare_channel_kernel, p.plan.prepare_channel(), *tensors)
     launch(prepare_far_kernel, p.plan.prepare_far(), *tensors)
-    return Prepared(AP, chunk_beta, G, q_in, k_in, k_out)
+    return Prepared(AP, chunk_beta, G, q_in, k_in, k_out, far)
 
 
 def scan(p: Problem, x: Prepared, initial_state: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
@@ -193,12 +195,12 @@ def tail(
             p.v, x.beta, U, Z, d_output, W, P_diagonal, dv, None if d_beta is None else d_beta[p.plan.key_tiles],
             *p.chunk_places,
         )  # fmt: skip
-        for far in (False, True):
-            launch(
-                tail_channel_kernel, p.plan.tail_channel(far),
-                p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
-                d_log_decay, *p.chunk_places,
-            )  # fmt: skip
+        tensors = (
+            p.q, p.k, x.beta, p.log_decay, x.G, x.far, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_beta,
+            d_log_decay, *p.chunk_places,
+        )  # fmt: skip
+        launch(tail_channel_kernel, p.plan.tail_channel(), *tensors)
+        launch(tail_far_kernel, p.plan.tail_far(), *tensors)
     if d_beta is not None:
         d_beta = d_beta.sum(0) if shares > 1 else d_beta[0]
     return dq, dk, dv, d_beta, d_log_decay
@@ -213,7 +215,7 @@ def forward(*inputs) -> tuple[Tensor | None, ...]:
         starts, transitions = scan_segments(p, x)
     output, final = scan(p, x, starts, keep=False)
     final = final.unflatten(0, (p.N, p.segments))[:, -1].contiguous() if p.segments > 1 else final
-    decayed = (x.q_in, x.k_in, x.k_out) if p.decay == 2 else (None, None, None)
+    decayed = (x.q_in, x.k_in, x.k_out, x.far) if p.decay == 2 else (None, None, None, None)
     return output, final, x.AP, x.beta, x.G, *decayed, None if transitions is None else starts, transitions
 
 
@@ -227,6 +229,8 @@ class Kept(NamedTuple):
     """As `k_in` and `k_out` only per channel: otherwise the inputs serve."""
     k_in: Tensor
     k_out: Tensor
+    far: Tensor
+    """Per channel, as in `Prepared`."""
     starts: Tensor
     """Of a row cut into segments: the state that each starts from."""
     transitions: Tensor
@@ -237,7 +241,7 @@ def backward(*inputs, kept: Kept, d_output: Tensor, d_final: Tensor | None) -> l
     p = Problem(*inputs)
     d_output = in_pairs(d_output)
     d_final = None if d_final is None else d_final.float().contiguous()
-    decayed = kept[3:6] if p.decay == 2 else (p.q, p.k, p.k)
+    decayed = kept[3:7] if p.decay == 2 else (p.q, p.k, p.k)
     x = Prepared(kept.AP, kept.beta, kept.G, *decayed)
     starts = p.initial_state
     if p.segments > 1:
