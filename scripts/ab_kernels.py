@@ -99,9 +99,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "4 stages": tile(4),
         "2 stages": tile(2),
         "BK 16, 128 registers": tile(BK=16, maxnreg=128),
-        "all key channels": dict(TILES=4),
     },
-    "tail_channel(far)": {"2 warps": tile(num_warps=2), "2 tiles": dict(TILES=2)},
+    "tail_far": {"2 warps": tile(num_warps=2)},
 }
 WRITTEN = {
     "prepare": ("AP", "chunk_beta", "G"),
@@ -113,6 +112,7 @@ WRITTEN = {
     "tail": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
     "pair_gradients": ("W", "P_diagonal", "dv", "d_beta"),
     "tail_channel": ("dq", "dk", "d_beta", "d_log_decay"),
+    "tail_far": ("dq", "dk", "d_beta", "d_log_decay"),
 }
 IN_FLOAT32 = ("scan", "scan(keep)", "reverse_scan(keep)", "tail", "pair_gradients", "tail_channel")
 
@@ -128,18 +128,18 @@ class Launch:
     @property
     def name(self) -> str:
         """As in `VARIANTS`."""
-        keep = "(keep)" if self.arguments.get("KEEP") else "(far)" if self.arguments.get("FAR") else ""
+        keep = "(keep)" if self.arguments.get("KEEP") else ""
         return self.kernel.fn.__name__.removesuffix("_kernel") + keep
 
     @property
     def tiles_keys(self) -> bool:
         """Whether there is one program per tile of key channels."""
-        return self.name.startswith("tail_channel")
+        return self.name == "tail_channel"
 
     @property
     def written(self) -> tuple[str, ...]:
         """Names of its outputs."""
-        return tuple(name for name in WRITTEN[self.name.removesuffix("(far)")] if self.arguments[name] is not None)
+        return tuple(name for name in WRITTEN[self.name] if self.arguments[name] is not None)
 
     def run(self, changes: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Tensor]]:
         """The launch with changed arguments and outputs of its own, and these outputs."""
@@ -147,7 +147,7 @@ class Launch:
         grid = list(self.grid)
         for size, block in (("V", "BV"), ("K", "BK")):
             if block == "BV" if "scan" in self.name else block == "BK" and self.tiles_keys:
-                before, now = (-(-x[size] // (x[block] * x.get("TILES", 1))) for x in (self.arguments, arguments))
+                before, now = (-(-x[size] // x[block]) for x in (self.arguments, arguments))
                 grid[0] = grid[0] // before * now
         for count, size, block in (("value_tiles", "V", "BV"), ("key_tiles", "K", "BK")):
             if count in arguments:

@@ -23,7 +23,7 @@ from deltazoo.ops.triton.prepare_channel import prepare_channel_kernel, prepare_
 from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.segments import chain_kernel
 from deltazoo.ops.triton.tail import tail_kernel
-from deltazoo.ops.triton.tail_channel import pair_gradients_kernel, tail_channel_kernel
+from deltazoo.ops.triton.tail_channel import pair_gradients_kernel, tail_channel_kernel, tail_far_kernel
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 
 __all__ = ["Kept", "Problem", "backward", "forward"]
@@ -64,6 +64,8 @@ class Prepared:
     """Keys, likewise."""
     k_out: Tensor
     """Keys; per channel with the decay to the chunk's end."""
+    far: Tensor | None = None
+    """Per channel: which chunks decay too far for one product, int32 `[slots]`."""
 
 
 class Problem:
@@ -115,7 +117,7 @@ def prepare(p: Problem) -> Prepared:
     )  # fmt: skip
     launch(prepare_channel_kernel, plan.prepare_channel(), *tensors)
     launch(prepare_far_kernel, plan.prepare_far(), *tensors)
-    return Prepared(AP, chunk_beta, G, q_in, k_in, k_out)
+    return Prepared(AP, chunk_beta, G, q_in, k_in, k_out, far)
 
 
 def scan(p: Problem, x: Prepared, initial_state: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
@@ -209,19 +211,19 @@ def tail(
         p.v, x.beta, U, Z, d_output, W, P_diagonal, dv, None if shares is None else shares[plan.key_tiles],
         *p.chunk_places,
     )  # fmt: skip
-    for far in (False, True):
-        launch(
-            tail_channel_kernel, plan.tail_channel(far),
-            p.q, p.k, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, shares,
-            d_log_decay, *p.chunk_places,
-        )  # fmt: skip
+    tensors = (
+        p.q, p.k, x.beta, p.log_decay, x.G, x.far, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, shares,
+        d_log_decay, *p.chunk_places,
+    )  # fmt: skip
+    launch(tail_channel_kernel, plan.tail_channel(), *tensors)
+    launch(tail_far_kernel, plan.tail_far(), *tensors)
     return dq, dk, dv, None if shares is None else shares.sum(0), d_log_decay
 
 
 def forward(p: Problem) -> tuple[Tensor | None, ...]:
     """Output, final state, and the fields of `Kept`."""
     x, plan = prepare(p), p.plan
-    decayed = (x.q_in, x.k_in, x.k_out) if plan.decay == 2 else (None, None, None)
+    decayed = (x.q_in, x.k_in, x.k_out, x.far) if plan.decay == 2 else (None, None, None, None)
     if plan.segments == 1:
         return *scan(p, x, p.initial_state, keep=False), x.AP, x.beta, x.G, *decayed, None, None
     starts, transitions = scan_segments(p, x)
@@ -240,6 +242,8 @@ class Kept(NamedTuple):
     """As `k_in` and `k_out` only per channel: otherwise the inputs serve."""
     k_in: Tensor
     k_out: Tensor
+    far: Tensor
+    """Per channel, as in `Prepared`."""
     starts: Tensor
     """Of a row cut into segments: the state that each starts from."""
     transitions: Tensor
@@ -252,7 +256,7 @@ def backward(
     plan = p.plan
     d_output = in_pairs(d_output)
     d_final = None if d_final is None else d_final.float().contiguous()
-    decayed = kept[3:6] if plan.decay == 2 else (p.q, p.k, p.k)
+    decayed = kept[3:7] if plan.decay == 2 else (p.q, p.k, p.k)
     x = Prepared(kept.AP, kept.beta, kept.G, *decayed)
     starts = p.initial_state
     if plan.segments > 1:

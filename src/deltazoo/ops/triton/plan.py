@@ -108,6 +108,11 @@ class Plan(Shapes):
             )
         return tiles * self.HV, self.NT, self.B
 
+    def far_grid(self) -> tuple[tuple[int], dict[str, int]]:
+        """Grid of the kernels for far chunks, which are few: each program looks at some neighbours."""
+        chunks = min(max(self.slots // 512, 1), 16)
+        return (-(-self.slots // chunks),), dict(chunks=chunks, slots=self.slots)
+
     def scan_grid(self, V: int, BV: int) -> tuple[int]:
         return (-(-V // BV) * self.HV * self.scans,)
 
@@ -127,10 +132,11 @@ class Plan(Shapes):
 
     @per_plan
     def prepare_far(self) -> Constants:
-        chunks, tiles = min(max(self.slots // 512, 1), 16), self.tiles.far
+        grid, neighbours = self.far_grid()
+        tiles = self.tiles.far
         return Constants(
-            -(-self.slots // chunks), chunks=chunks, slots=self.slots, level_tiles=tiles["BK"] // tiles["LEVEL_BK"],
-            TERMS=self.terms, INVERSE_PRECISION=self.inverse_precision, **self.per_chunk, **tiles,
+            *grid, level_tiles=tiles["BK"] // tiles["LEVEL_BK"], TERMS=self.terms,
+            INVERSE_PRECISION=self.inverse_precision, **neighbours, **self.per_chunk, **tiles,
         )  # fmt: skip
 
     @per_plan
@@ -182,11 +188,18 @@ class Plan(Shapes):
         )  # fmt: skip
 
     @per_plan
-    def tail_channel(self, far: bool) -> Constants:
-        tiles, options = (self.key_tiles, self.tiles.tail_far) if far else (1, self.tiles.tail)
+    def tail_channel(self) -> Constants:
         return Constants(
-            *self.chunk_grid(self.key_tiles // tiles), FAR=far, TILES=tiles, shares_stride=self.B * self.T * self.HV,
-            value_tiles=self.value_tiles, V=self.V, **self.per_chunk, **options,
+            *self.chunk_grid(self.key_tiles), shares_stride=self.B * self.T * self.HV, value_tiles=self.value_tiles,
+            V=self.V, **self.per_chunk, **self.tiles.tail,
+        )  # fmt: skip
+
+    @per_plan
+    def tail_far(self) -> Constants:
+        grid, neighbours = self.far_grid()
+        return Constants(
+            *grid, key_tiles=self.key_tiles, shares_stride=self.B * self.T * self.HV, value_tiles=self.value_tiles,
+            V=self.V, **neighbours, **self.per_chunk, **self.tiles.tail_far,
         )  # fmt: skip
 
 
