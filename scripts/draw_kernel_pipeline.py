@@ -75,7 +75,7 @@ def draw_pipeline(ax: Axes) -> None:
     ax.plot([8.1, 8.1], [4.72, 4.98], color=PAPER, lw=9, zorder=1.3, solid_capstyle="butt")  # a bridge
     path(ax, [(8.1, 5.48), (8.1, 4.3), (4.7, 4.3), (4.7, upper + 0.5)], LOCAL)
     path(ax, [(4.7, 4.3), (2.75, 4.3), (2.75, 1.35), (3.35, 1.35)], LOCAL)
-    label(ax, 6.4, 4.5, "kept, or prepared again", 11.5, QUIET)
+    label(ax, 6.4, 4.5, "kept", 11.5, QUIET)
     path(ax, [(2.35, lower), (3.35, lower)], INPUT)
     for y in (upper, lower):
         path(ax, [(6.05, y), (7.05, y)], STATE)
