@@ -28,7 +28,7 @@ class Constants:
 
     Args:
         grid: number of programs.
-        named: all arguments of the kernel that are no tensors, and Triton's options.
+        named: all arguments of the kernel that are no tensors, also those with defaults, and Triton's options.
     """
 
     __slots__ = ("compiled", "grid", "named")
@@ -63,7 +63,7 @@ def launch(kernel: Any, constants: Constants, *tensors: Tensor | None) -> None:
     if known is None:
         compiled = kernel[constants.grid](*tensors, **constants.named)
         if isinstance(compiled, CompiledKernel):
-            others = tuple(constants.named.get(x.name, x.default) for x in kernel.params[len(tensors) :])
+            others = tuple([constants.named[name] for name in kernel.arg_names[len(tensors) :]])
             constants.compiled[tuple(key)] = compiled, (*constants.grid, 1, 1)[:3], others
         return
     compiled, (x, y, z), others = known

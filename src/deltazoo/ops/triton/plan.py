@@ -69,7 +69,7 @@ class Shapes:
         self.crowded = self.scans * self.HV * -(-self.V // 128) > FEW_SCANS
 
 
-per_plan = lru_cache(maxsize=4096)
+per_plan = lru_cache(maxsize=1024)
 
 
 class Plan(Shapes):
