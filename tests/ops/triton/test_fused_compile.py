@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from deltazoo.ops.triton import gated_norm, short_conv, short_conv_step  # noqa: E402
+from deltazoo.ops.triton import gated_norm, launch, short_conv, short_conv_step  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
@@ -92,6 +92,7 @@ def test_registers_and_spills(name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     def record(kernel: JITFunction, grid: object) -> Callable[..., None]:
         return lambda *args, **options: launched.append((kernel, args, options))
 
+    monkeypatch.setattr(launch, "DIRECT", False)
     monkeypatch.setattr(JITFunction, "__getitem__", record)
     blocks, call = CALLS[name]
     call()
@@ -99,8 +100,10 @@ def test_registers_and_spills(name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert len(launched) == (1 if name.startswith("step") else 2)
     for kernel, args, options in launched:
         warps = options.pop("num_warps")
-        values = dict(zip(kernel.arg_names, args, strict=False)) | options
-        constants = {n: x for n, x in values.items() if n in options or x is None}
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        values = {parameter.name: given.pop(parameter.name) for parameter in kernel.params}
+        assert not given
+        constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr or values[p.name] is None}
         scalars = {n: "fp32" if isinstance(x, float) else "i32" for n, x in values.items()}
         signature = {
             n: "constexpr" if n in constants else f"*{TYPES[x.dtype]}" if isinstance(x, Tensor) else scalars[n]

@@ -5,12 +5,15 @@
 The backward pass keeps nothing but the inputs.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.triton.eager import call, eager_function
+from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.sigmoid import sigmoid
 
 __all__ = ["gated_rms_norm"]
@@ -70,32 +73,33 @@ def gated_norm_backward_kernel(x, gate, weight, d_y, d_x, d_gate, d_weight, R, e
     tl.store(d_weight + tl.program_id(0) * D + columns, tl.sum(sums, axis=0), mask=column_mask)
 
 
-def _launch_options(x: Tensor) -> tuple[int, dict[str, int]]:
-    D = x.shape[-1]
+@lru_cache(maxsize=1024)
+def _constants(R: int, D: int, eps: float, silu: bool, most: int | None = None) -> Constants:
+    """For R rows of D elements, and `most` programs if there are more blocks of rows."""
     block = 1 << (D - 1).bit_length()
     rows = max(1, _ELEMENTS // block)
-    return max(1, -(-(x.numel() // D) // rows)), {"D": D, "BR": rows, "BD": block, "num_warps": 4}
+    programs = max(1, -(-R // rows))
+    programs = programs if most is None else min(programs, most)
+    return Constants(programs, R=R, eps=eps, D=D, SILU=silu, BR=rows, BD=block, num_warps=4)
 
 
 def _forward(x, gate, weight, eps, silu):
     x, gate, weight = x.contiguous(), gate.contiguous(), weight.contiguous()
     y = torch.empty_like(x)
-    programs, options = _launch_options(x)
+    D = x.shape[-1]
     with torch.cuda.device_of(x):
-        gated_norm_forward_kernel[(programs,)](x, gate, weight, y, x.numel() // x.shape[-1], eps, SILU=silu, **options)
+        launch(gated_norm_forward_kernel, _constants(x.numel() // D, D, eps, silu), x, gate, weight, y)
     return y
 
 
 def _backward(x, gate, weight, eps, silu, d_y):
     x, gate, weight, d_y = x.contiguous(), gate.contiguous(), weight.contiguous(), d_y.contiguous()
     d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
-    blocks, options = _launch_options(x)
-    programs = min(blocks, _MOST_PARTS)
-    parts = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    D = x.shape[-1]
+    constants = _constants(x.numel() // D, D, eps, silu, _MOST_PARTS)
+    parts = x.new_empty(*constants.grid, D, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        gated_norm_backward_kernel[(programs,)](
-            x, gate, weight, d_y, d_x, d_gate, parts, x.numel() // x.shape[-1], eps, SILU=silu, **options
-        )
+        launch(gated_norm_backward_kernel, constants, x, gate, weight, d_y, d_x, d_gate, parts)
     return d_x, d_gate, parts.sum(0).to(weight.dtype)
 
 
@@ -122,13 +126,20 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(x, gate, weight)
 
 
-def _autograd(ctx, d_y):
+def _operator_gradients(ctx, d_y):
     backward = torch.ops.deltazoo.gated_rms_norm_backward.default
     return *backward(*ctx.saved_tensors, ctx.eps, ctx.silu, d_y), None, None
 
 
-torch.library.register_autograd("deltazoo::gated_rms_norm", _autograd, setup_context=_setup_context, lib=_library)
-_Eager = eager_function(_forward, _setup_context, _autograd)
+def _eager_gradients(ctx, d_y):
+    x, gate, weight = ctx.saved_tensors
+    return *_backward(x, gate, weight, ctx.eps, ctx.silu, d_y), None, None
+
+
+torch.library.register_autograd(
+    "deltazoo::gated_rms_norm", _operator_gradients, setup_context=_setup_context, lib=_library
+)
+_Eager = eager_function(_forward, _setup_context, _eager_gradients)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:

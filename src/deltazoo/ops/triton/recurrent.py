@@ -20,6 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltazoo.ops.triton.launch import Constants
+from deltazoo.ops.triton.launch import launch as launch_kernel
+
 __all__ = ["MAX_KEY_DIM", "Tile", "choose_tile", "launch", "recurrent_step", "recurrent_steps"]
 
 MAX_KEY_DIM = 256
@@ -55,7 +58,8 @@ def choose_tile(K: int, V: int) -> Tile:
 
 
 # Left out: T, because T = 1 removes the loop, and the alignment of the states, because it allows 16-byte accesses.
-_UNSPECIALIZED = ["scale", "HV", "GROUP", *(f"{x}_{axis}" for x in "qkv" for axis in ("batch", "token", "head"))]
+_STRIDES = [f"{x}_{axis}" for x in "qkv" for axis in ("batch", "token", "head")]
+_UNSPECIALIZED = ["scale", "HV", "GROUP", *_STRIDES]
 
 
 @triton.jit(
@@ -166,29 +170,30 @@ def launch(
         scale: factor on q.
         tile: how to cut the state.
     """
-    B, T, HV, V = v.shape
-    H, K = k.shape[2:]
-    _recurrent_kernel[(B * HV * -(-V // tile.columns),)](
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        state,
-        new_state,
-        output,
-        scale,
-        T,
-        HV,
-        HV // H,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    per_channel = log_decay is not None and log_decay.ndim == 4
+    constants = _constants(v.shape, k.shape, strides, scale, per_channel, tile)
+    launch_kernel(_recurrent_kernel, constants, q, k, v, beta, log_decay, state, new_state, output)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(
+    v: torch.Size, k: torch.Size, strides: tuple[int, ...], scale: float, per_channel: bool, tile: Tile
+) -> Constants:
+    B, T, HV, V = v
+    H, K = k[2:]
+    return Constants(
+        B * HV * -(-V // tile.columns),
+        scale=scale,
+        T=T,
+        HV=HV,
+        GROUP=HV // H,
+        **dict(zip(_STRIDES, strides, strict=True)),
         K=K,
         V=V,
         BK=_next_power_of_2(K),
         BV=tile.columns,
-        DECAY_PER_CHANNEL=log_decay is not None and log_decay.ndim == 4,
+        DECAY_PER_CHANNEL=per_channel,
         EVICTION=tile.eviction,
         num_warps=tile.warps,
     )

@@ -5,11 +5,14 @@
 Inputs from before a row, or a packed sequence, come from its state. The backward pass keeps nothing but the inputs.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 from torch import Tensor
 
 from deltazoo.ops.triton.eager import call, eager_function
+from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.short_conv_kernels import short_conv_backward_kernel, short_conv_forward_kernel
 
 __all__ = ["short_conv"]
@@ -30,9 +33,9 @@ _ENOUGH_PROGRAMS = 1024
 """Fewer than that do not fill a large GPU: then runs get shorter."""
 
 
-def _launch_options(x: Tensor, weight: Tensor, head_dim: int) -> tuple[int, int, dict[str, int]]:
-    """Programs along the tokens and along the channels, and the constants of both kernels."""
-    B, T, C = x.shape
+@lru_cache(maxsize=1024)
+def _constants(B: int, T: int, C: int, W: int, head_dim: int, eps: float) -> tuple[int, Constants]:
+    """Programs along the tokens, and the constants of both kernels."""
     width = head_dim or min(_CHANNELS, C)
     block = max(16, triton.next_power_of_2(width))
     runs = max(1, _TILE // block)
@@ -44,27 +47,20 @@ def _launch_options(x: Tensor, weight: Tensor, head_dim: int) -> tuple[int, int,
     length = _LONGEST_RUN
     while length > 1 and (length >= 2 * T or (length > _GROUP and programs(length) * heads < _ENOUGH_PROGRAMS)):
         length //= 2
-    constants = {
-        "W": weight.shape[-1],
-        "WIDTH": width,
-        "NORM": int(head_dim > 0),
-        "RUN": length,
-        "GROUP": min(_GROUP, length),
-        "R": runs,
-        "BC": block,
-    }
-    return programs(length), heads, {**constants, "num_warps": min(8, max(1, block * runs // 128))}
+    constants = Constants(
+        programs(length) * heads, B=B, T=T, C=C, eps=eps, W=W, WIDTH=width, NORM=int(head_dim > 0), RUN=length,
+        GROUP=min(_GROUP, length), R=runs, BC=block, num_warps=min(8, max(1, block * runs // 128)),
+    )  # fmt: skip
+    return programs(length), constants
 
 
 def _forward(x, weight, past, sequence, cu_seqlens, head_dim, eps):
     x, weight = x.contiguous(), weight.contiguous()
     past = None if past is None else past.contiguous()
     y = torch.empty_like(x)
-    programs, heads, options = _launch_options(x, weight, head_dim)
+    _, constants = _constants(*x.shape, weight.shape[-1], head_dim, eps)
     with torch.cuda.device_of(x):
-        short_conv_forward_kernel[(programs * heads,)](
-            x, weight, past, sequence, cu_seqlens, y, *x.shape, eps, **options
-        )
+        launch(short_conv_forward_kernel, constants, x, weight, past, sequence, cu_seqlens, y)
     return y
 
 
@@ -72,12 +68,10 @@ def _backward(x, weight, past, sequence, cu_seqlens, head_dim, eps, d_y):
     x, weight, d_y = x.contiguous(), weight.contiguous(), d_y.contiguous()
     past = None if past is None else past.contiguous()
     d_x = torch.empty_like(x)
-    programs, heads, options = _launch_options(x, weight, head_dim)
+    programs, constants = _constants(*x.shape, weight.shape[-1], head_dim, eps)
     parts = x.new_empty(programs, *weight.shape, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        short_conv_backward_kernel[(programs * heads,)](
-            x, weight, past, sequence, cu_seqlens, d_y, d_x, parts, *x.shape, eps, **options
-        )
+        launch(short_conv_backward_kernel, constants, x, weight, past, sequence, cu_seqlens, d_y, d_x, parts)
     return d_x, parts.sum(0).to(weight.dtype)
 
 
@@ -104,14 +98,19 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(x, weight, past, sequence, cu_seqlens)
 
 
-def _autograd(ctx, d_y):
-    saved = ctx.saved_tensors
-    d_x, d_weight = torch.ops.deltazoo.short_conv_backward.default(*saved, ctx.head_dim, ctx.eps, d_y)
-    return d_x, d_weight, None, None, None, None, None
+def _operator_gradients(ctx, d_y):
+    backward = torch.ops.deltazoo.short_conv_backward.default
+    return *backward(*ctx.saved_tensors, ctx.head_dim, ctx.eps, d_y), None, None, None, None, None
 
 
-torch.library.register_autograd("deltazoo::short_conv", _autograd, setup_context=_setup_context, lib=_library)
-_Eager = eager_function(_forward, _setup_context, _autograd)
+def _eager_gradients(ctx, d_y):
+    x, weight, past, sequence, cu_seqlens = ctx.saved_tensors
+    gradients = _backward(x, weight, past, sequence, cu_seqlens, ctx.head_dim, ctx.eps, d_y)
+    return *gradients, None, None, None, None, None
+
+
+torch.library.register_autograd("deltazoo::short_conv", _operator_gradients, setup_context=_setup_context, lib=_library)
+_Eager = eager_function(_forward, _setup_context, _eager_gradients)
 
 
 def short_conv(

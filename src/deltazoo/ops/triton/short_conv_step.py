@@ -5,11 +5,14 @@
 as in `short_conv`. The inputs before the token are the window; it moves on by one token, in place or into a new one.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.sigmoid import sigmoid
 
 __all__ = ["short_conv_step"]
@@ -34,15 +37,15 @@ def short_conv_step_kernel(
     q,  # [B, CQ], k: [B, CK], v: [B, CV]; channels contiguous
     k,
     v,
-    q_row,  # their strides along B
-    k_row,
-    v_row,
     q_weight,  # [CQ, W], k_weight: [CK, W], v_weight: [CV, W]
     k_weight,
     v_weight,
     window,  # [B, C, W - 1], oldest first; C = CQ + CK + CV
     new_window,  # the same shape, or the same memory
     y,  # [B, C]
+    q_row,  # strides of q, k and v along B
+    k_row,
+    v_row,
     eps,
     CQ: tl.constexpr,
     CK: tl.constexpr,
@@ -89,18 +92,25 @@ def short_conv_step_kernel(
 def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head, eps):
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     q_weight, k_weight, v_weight = (x.contiguous() for x in (q_weight, k_weight, v_weight))
-    (CQ, CK, CV), B, W = (x.shape[-1] for x in (q, k, v)), q.shape[0], q_weight.shape[-1]
+    B, channels, rows = q.shape[0], (q.shape[-1], k.shape[-1], v.shape[-1]), (q.stride(0), k.stride(0), v.stride(0))
+    constants = _constants(B, channels, rows, q_weight.shape[-1], q_head, k_head, eps)
+    y = q.new_empty(B, 1, sum(channels))
+    with torch.cuda.device_of(q):
+        launch(short_conv_step_kernel, constants, q, k, v, q_weight, k_weight, v_weight, window, new_window, y)
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _constants(
+    B: int, channels: tuple[int, int, int], rows: tuple[int, int, int], W: int, q_head: int, k_head: int, eps: float
+) -> Constants:
+    (CQ, CK, CV), (q_row, k_row, v_row) = channels, rows
     width = q_head or k_head or min(_CHANNELS, CQ + CK + CV)
     block = 1 << (width - 1).bit_length()
-    programs = B * sum(-(-channels // width) for channels in (CQ, CK, CV))
-    y = q.new_empty(B, 1, CQ + CK + CV)
-    with torch.cuda.device_of(q):
-        short_conv_step_kernel[(programs,)](
-            q, k, v, q.stride(0), k.stride(0), v.stride(0), q_weight, k_weight, v_weight, window, new_window, y, eps,
-            CQ=CQ, CK=CK, CV=CV, W=W, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block,
-            num_warps=max(1, block // 128),
-        )  # fmt: skip
-    return y
+    return Constants(
+        B * sum(-(-x // width) for x in channels), q_row=q_row, k_row=k_row, v_row=v_row, eps=eps, CQ=CQ, CK=CK, CV=CV,
+        W=W, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block, num_warps=max(1, block // 128),
+    )  # fmt: skip
 
 
 def _functional(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):
