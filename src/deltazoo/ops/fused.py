@@ -49,9 +49,9 @@ def fused_short_conv(
 
     Raises:
         NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: `past` needs a gradient.
+        ValueError: `past` needs a gradient, or tensors on several devices.
     """
-    _require_triton(x)
+    _require_triton(x, weight, past, sequence, cu_seqlens)
     if _wants_gradient(past):
         raise ValueError("the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off")
     from deltazoo.ops.triton.short_conv import short_conv
@@ -84,9 +84,9 @@ def fused_short_conv_step(
 
     Raises:
         NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: a window that cannot be written in place, or heads of two sizes.
+        ValueError: a window that cannot be written in place, heads of two sizes, or tensors on several devices.
     """
-    _require_triton(inputs[0])
+    _require_triton(*inputs, *weights, window)
     if inplace and (window.dtype != inputs[0].dtype or not window.is_contiguous()):
         raise ValueError(
             f"a window updated in place must be contiguous and {inputs[0].dtype}, got {window.dtype} with strides "
@@ -113,8 +113,9 @@ def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, ac
 
     Raises:
         NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
+        ValueError: tensors on several devices.
     """
-    _require_triton(x)
+    _require_triton(x, gate, weight)
     from deltazoo.ops.triton.gated_norm import gated_rms_norm
 
     return gated_rms_norm(x, gate, weight, eps, activation)
@@ -124,8 +125,11 @@ def _wants_gradient(past: Tensor | None) -> bool:
     return past is not None and past.requires_grad and torch.is_grad_enabled()
 
 
-def _require_triton(x: Tensor) -> None:
+def _require_triton(x: Tensor, *others: Tensor | None) -> None:
     if x.device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
         raise NotImplementedError(f"fused kernels run on NVIDIA GPUs, not on {x.device.type}: leave fused_kernels off")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(f"fused kernels take float32, bfloat16 and float16, not {x.dtype}")
+    for other in others:
+        if other is not None and other.device != x.device:
+            raise ValueError(f"fused kernels take tensors of one device, got {x.device} and {other.device}")

@@ -306,6 +306,15 @@ class TestRefusals:
         with pytest.raises(ValueError, match="gives no gradient to its state"):
             fused_short_conv(torch.empty(1, 3, 4, device="meta"), torch.empty(4, 4, device="meta"), state)
 
+    def test_tensors_on_two_devices(self) -> None:
+        x, weights = torch.empty(2, 1, 8, device="meta"), (torch.empty(8, 4, device="meta"),) * 3
+        with pytest.raises(ValueError, match="of one device, got meta and cpu"):
+            fused_short_conv(x, torch.empty(8, 4))
+        with pytest.raises(ValueError, match="of one device, got meta and cpu"):
+            fused_short_conv_step((x, x, x), weights, torch.empty(2, 24, 3))
+        with pytest.raises(ValueError, match="of one device, got meta and cpu"):
+            fused_gated_rms_norm(x, x, torch.empty(8), 1e-5, "silu")
+
     def test_a_window_that_cannot_be_written(self) -> None:
         inputs, weights = (torch.empty(2, 1, 8, device="meta"),) * 3, (torch.empty(8, 4, device="meta"),) * 3
         for window in (torch.empty(2, 24, 3, device="meta").half(), torch.empty(2, 3, 24, device="meta").mT):

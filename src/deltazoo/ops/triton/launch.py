@@ -39,7 +39,10 @@ class Constants:
 
 
 def launch(kernel: Any, constants: Constants, *tensors: Tensor | None) -> None:
-    """`kernel[grid](*tensors, **named)` on the current device and stream; the kernel takes tensors first."""
+    """`kernel[grid](*tensors, **named)` on the current device and stream; the kernel takes tensors first.
+
+    That the tensors lie on this device is the caller's business: only at a first launch does Triton look.
+    """
     if not DIRECT or not isinstance(kernel, JITFunction) or _watched(kernel):
         kernel[constants.grid](*tensors, **constants.named)
         return
