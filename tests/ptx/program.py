@@ -13,7 +13,7 @@ class Program:
         self.parameters = re.findall(r"\.param \.(\w+)[^,\n)]*?(\w+_param_\d+)", ptx)
         self.code: list[tuple[str | None, str, list[str], str]] = []
         self.labels: dict[str, int] = {}
-        body = re.sub(r"//[^\n]*|\.loc[^\n]*", "", ptx[ptx.index("{", ptx.index(".reqntid")) + 1 :])
+        body = re.sub(r"//[^\n]*|\.(?:loc|pragma)[^\n]*", "", ptx[ptx.index("{", ptx.index(".reqntid")) + 1 :])
         for piece in re.split(r"(\$L\w+:)|;", body):
             text = " ".join((piece or "").split())
             if text.startswith("}"):

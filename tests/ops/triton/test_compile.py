@@ -86,7 +86,7 @@ class Launch:
     arguments: dict[str, Any]
 
     def __str__(self) -> str:
-        keep = "(keep)" if self.arguments.get("KEEP") else ""
+        keep = "(keep)" if self.arguments.get("KEEP") else "(far)" if self.arguments.get("FAR") else ""
         return self.kernel.fn.__name__.removesuffix("_kernel") + keep
 
     def compile(self, arch: int) -> CompiledKernel:
@@ -163,7 +163,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
         return 16_384 if "scan" in name or call.arch != HOPPER else 4096
     if call.K == 256 and "scan" in name and call.arch != HOPPER:  # ptxas gives up on some, all spilled
         return 16_384
-    if name.endswith("far_kernel"):  # by the way for strong decay
+    if launch.arguments.get("FAR") or name == "prepare_far_kernel":  # by the way for strong decay
         return 4096
     if call.arch != HOPPER and name.startswith(("prepare", "tail")):  # operands of products are registers there
         return 2048
@@ -195,7 +195,7 @@ def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 LARGEST = ("reverse_scan(keep)",)  # in shared memory
 REPRESENTATIVE = [
     Call(HOPPER, only=("prepare", "scan(keep)", "tail")),
-    Call(HOPPER, decay="channel", only=("prepare_channel", "pair_gradients", "tail_channel", "tail_far")),
+    Call(HOPPER, decay="channel", only=("prepare_channel", "tail_channel", "tail_exact(far)")),
     Call(HOPPER, decay="channel", terms=3, packed=True, state=True, only=("prepare_far", *LARGEST)),
     Call(AMPERE, decay="channel", terms=3, only=LARGEST),
     Call(ADA, decay="scalar", only=(*LARGEST, "tail")),

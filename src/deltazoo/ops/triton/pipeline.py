@@ -23,7 +23,8 @@ from deltazoo.ops.triton.prepare_channel import prepare_channel_kernel, prepare_
 from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.segments import chain_kernel
 from deltazoo.ops.triton.tail import tail_kernel
-from deltazoo.ops.triton.tail_channel import pair_gradients_kernel, tail_channel_kernel, tail_far_kernel
+from deltazoo.ops.triton.tail_channel import tail_channel_kernel
+from deltazoo.ops.triton.tail_exact import tail_exact_kernel
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 
 __all__ = ["Kept", "Problem", "backward", "forward"]
@@ -193,31 +194,26 @@ def tail(
     else:  # value heads that share a key head sum their dq and dk outside, in float32
         dq, dk = (p.float32(plan.B, plan.T, plan.HV, plan.K) for _ in range(2))
     dv = torch.empty_like(p.v)
+    d_beta = None if p.beta is None else torch.empty_like(p.beta, dtype=torch.float32)
+    d_log_decay = None if p.log_decay is None else torch.empty_like(p.log_decay, dtype=torch.float32)
     if plan.decay < 2:
-        d_beta = None if p.beta is None else torch.empty_like(p.beta, dtype=torch.float32)
-        d_log_decay = None if p.log_decay is None else torch.empty_like(p.log_decay, dtype=torch.float32)
         launch(
             tail_kernel, plan.tail(),
             p.q, p.k, p.v, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, dq, dk, dv, d_beta, d_log_decay,
             *p.chunk_places,
         )  # fmt: skip
         return dq, dk, dv, d_beta, d_log_decay
-    # Each tile of key channels has a share of d_beta, and the values have one.
-    shares = None if p.beta is None else p.float32(plan.key_tiles + 1, *p.beta.shape)
-    W = p.q.new_empty(plan.slots, 1 if p.beta is None else 2, CHUNK, CHUNK)
-    P_diagonal, d_log_decay = p.float32(plan.slots, CHUNK), p.float32(plan.B, plan.T, plan.HV, plan.K)
-    launch(
-        pair_gradients_kernel, plan.pair_gradients(),
-        p.v, x.beta, U, Z, d_output, W, P_diagonal, dv, None if shares is None else shares[plan.key_tiles],
-        *p.chunk_places,
-    )  # fmt: skip
     tensors = (
-        p.q, p.k, x.beta, p.log_decay, x.G, x.far, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, shares,
-        d_log_decay, *p.chunk_places,
+        p.q, p.k, p.v, x.beta, p.log_decay, x.G, x.far, U, Z, d_output, states, d_states, p.float32(plan.slots, CHUNK),
+        dq, dk, dv, d_beta, d_log_decay,
     )  # fmt: skip
-    launch(tail_channel_kernel, plan.tail_channel(), *tensors)
-    launch(tail_far_kernel, plan.tail_far(), *tensors)
-    return dq, dk, dv, None if shares is None else shares.sum(0), d_log_decay
+    if plan.half:
+        launch(tail_channel_kernel, plan.tail_channel(), *tensors, *p.chunk_places)
+    for far in (True,) if plan.half else (False, True):
+        constants = plan.tail_exact(far)
+        W = p.q.new_empty(constants.grid[0], 1 if p.beta is None else 2, CHUNK, CHUNK)
+        launch(tail_exact_kernel, constants, *tensors, W, *p.chunk_places)
+    return dq, dk, dv, d_beta, d_log_decay
 
 
 def forward(p: Problem) -> tuple[Tensor | None, ...]:

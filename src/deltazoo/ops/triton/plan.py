@@ -181,25 +181,19 @@ class Plan(Shapes):
         )  # fmt: skip
 
     @per_plan
-    def pair_gradients(self) -> Constants:
-        return Constants(
-            *self.chunk_grid(), scale=self.scale, value_tiles=-(-self.V // self.tiles.pairs["BV"]), V=self.V,
-            HAS_BETA=self.terms > 0, PRECISION=self.precision, **self.chunks, **self.tiles.pairs,
-        )  # fmt: skip
-
-    @per_plan
     def tail_channel(self) -> Constants:
         return Constants(
-            *self.chunk_grid(self.key_tiles), shares_stride=self.B * self.T * self.HV, value_tiles=self.value_tiles,
-            V=self.V, **self.per_chunk, **self.tiles.tail,
+            *self.chunk_grid(), key_tiles=self.key_tiles, value_tiles=self.value_tiles, V=self.V, **self.per_chunk,
+            **self.tiles.tail,
         )  # fmt: skip
 
     @per_plan
-    def tail_far(self) -> Constants:
-        grid, neighbours = self.far_grid()
+    def tail_exact(self, far: bool) -> Constants:
+        grid, neighbours = self.far_grid() if far else ((self.slots,), dict(chunks=1, slots=self.slots))
+        tiles = self.tiles.tail_exact
         return Constants(
-            *grid, key_tiles=self.key_tiles, shares_stride=self.B * self.T * self.HV, value_tiles=self.value_tiles,
-            V=self.V, **neighbours, **self.per_chunk, **self.tiles.tail_far,
+            *grid, key_tiles=-(-self.K // tiles["BK"]), value_tiles=-(-self.V // tiles["BV"]), V=self.V,
+            FAR=int(far), **neighbours, **self.per_chunk, **tiles,
         )  # fmt: skip
 
 

@@ -27,8 +27,7 @@ class Tiles(NamedTuple):
     keep: dict[str, int]
     reverse: dict[str, int]
     tail: dict[str, int]
-    tail_far: dict[str, int]
-    pairs: dict[str, int]
+    tail_exact: dict[str, int]
 
 
 def _options(warps: int, stages: int, BV: int | None = None) -> dict[str, int]:
@@ -74,23 +73,19 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
         # Three-term products fill the registers; with larger tiles ptxas gives up: 32 registers, all else spilled.
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
-        pairs = _options(4, 1, min(BV, 32))
-        tail = pairs | tile
-        return Tiles(BK, prepare, channel, far, serial, serial, reverse, tail, tail, pairs)
+        tail = _options(4, 1, min(BV, 32)) | tile
+        return Tiles(BK, prepare, channel, far, serial, serial, reverse, tail, tail)
     output, keep, reverse = _serial(BK, BV, V, decay, terms, shared, crowded)
-    pairs = _options(4, 2, BV)
-    tail = pairs | tile
-    if decay < 2 and shared >= HOPPER:
+    tail = _options(4, 2, BV) | tile
+    if shared >= HOPPER:
         tail = _options(4, 3, BV) | tile
         if V <= 128:  # what has value channels stays in shared memory
             # Without decay a third stage, at 128 value channels, would leave room for one program instead of two.
             tail = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(BK=min(BK, 32))
     if decay == 2:
-        tail |= _options(4, 3, min(BV, 32))
-    tail_far = tail
-    if decay == 2 and shared >= HOPPER:
-        tail = tail | dict(maxnreg=168)  # three programs per multiprocessor
-    return Tiles(BK, prepare, channel, far, output, keep, reverse, tail, tail_far, pairs)
+        tail |= dict(FORM=3)
+    tail_exact = _options(4, 3, min(BV, 32)) | dict(BK=min(BK, 32))
+    return Tiles(BK, prepare, channel, far, output, keep, reverse, tail, tail_exact)
 
 
 def _serial(

@@ -1,0 +1,310 @@
+"""The end of the backward pass for one decay per key channel where `tail_channel.py` would not be exact enough.
+
+That is float32, and chunks of which some channel decays out of the range of `undo_decay`: they are few where gates are
+moderate, and take many registers.
+"""
+
+import triton
+import triton.language as tl
+
+from deltazoo.ops.triton.layout import chunk_bounds, key_head
+from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E, level_mask, three_terms, undo_decay
+from deltazoo.ops.triton.tail import load_values, values_gradient
+from deltazoo.ops.triton.tail_channel import two_terms
+
+
+@triton.jit
+def pair_gradients(
+    v,
+    beta,
+    U,
+    Z,
+    d_output,
+    W,
+    P_diagonal,
+    dv,
+    slot,
+    first,
+    rows,
+    i_h,
+    scale,
+    value_tiles,
+    HV,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Stores the gradients of the scores of one chunk, and dv; the values' part of d_beta.
+
+    W holds the strictly lower parts of dP, with the scale, and (with beta) dL; `P_diagonal` the diagonal of dP.
+    """
+    o_c, o_v = tl.arange(0, C), tl.arange(0, BV)
+    m_c = o_c < rows
+    v_base = (first * HV + i_h) * V
+    o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
+    b_beta = tl.load(beta + slot * C + o_c) if HAS_BETA else o_c
+    b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    b_dbeta = tl.zeros([C], dtype=tl.float32)
+    for i_v in tl.range(0, value_tiles, num_stages=STAGES):
+        m_cv = m_c[:, None] & (i_v * BV + o_v < V)[None, :]
+        o_tile = v_base + i_v * BV + o_cv
+        b_dO, b_U, b_Z = load_values(d_output, U, Z, o_tile, m_cv)
+        b_dbeta += values_gradient(v, dv, o_tile, m_cv, b_beta, b_Z, HAS_BETA)
+        if HAS_BETA:
+            b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
+        b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION) + 0.0  # waits, as in `tail_kernel`
+
+    o_cc = o_c[:, None] * C + o_c[None, :]
+    below = o_c[:, None] > o_c[None, :]
+    b_dP *= scale
+    tl.debug_barrier()  # the tiles of the chunk before have read W
+    tl.store(W + o_cc, tl.where(below, b_dP, 0.0).to(W.dtype.element_ty))
+    tl.store(P_diagonal + o_c, tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_dP, 0.0), 1))
+    if HAS_BETA:
+        tl.store(W + C * C + o_cc, tl.where(below, -b_dL, 0.0).to(W.dtype.element_ty))
+    tl.debug_barrier()
+    return b_dbeta
+
+
+@triton.jit
+def sums(x, y, z, mask):
+    """`(x + y + z) @ mask`: sums of selected tokens on the matrix unit. Float32 is all in x."""
+    M = mask.to(x.dtype)
+    if x.dtype == tl.float32:
+        out = tl.dot(x, M, input_precision="tf32x3")
+    else:
+        out = tl.dot(z, M)
+        out = tl.dot(y, M, out)
+        out = tl.dot(x, M, out)
+    return out
+
+
+@triton.jit
+def tail_tile(
+    q,
+    k,
+    beta,
+    log_decay,
+    G,
+    U,
+    Z,
+    d_output,
+    states,
+    d_states,
+    W,
+    P_diagonal,
+    dq,
+    dk,
+    d_log_decay,
+    slot,
+    first,
+    rows,
+    i_h,
+    i_k,
+    scale,
+    value_tiles,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    FAR: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Stores dq, dk and d_log_decay of one tile of BK key channels of one chunk; the tile's part of d_beta.
+
+    All is transposed, `[key channels, tokens]`: products of 32 rows are synchronous on Hopper whatever the number of
+    warps, and those of 64 rows have been miscompiled (docs/kernels.md).
+    """
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    o_c, o_v, o_k = tl.arange(0, C), tl.arange(0, BV), i_k * BK + tl.arange(0, BK)
+    m_c, m_k = o_c < rows, o_k < K
+    m_ck = m_c[:, None] & m_k[None, :]
+    v_base = (first * HV + i_h) * V
+    o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
+    p_W = W + o_c[:, None] * C + o_c[None, :]
+    g_last = tl.load(G + slot * K + o_k, mask=m_k, other=0.0)
+    # Global loads stand well before their use, which waits for them.
+    o_qk = (first * H + key_head(i_h, H, HV, GROUPED)) * K + o_c[:, None] * (H * K) + o_k[None, :]
+    o_dk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+    b_g = tl.load(log_decay + o_dk, mask=m_ck, other=0.0)
+    b_k = tl.trans(tl.load(k + o_qk, mask=m_ck, other=0.0))
+    W_P = tl.load(p_W)
+    o_vk = o_v[:, None] * K + o_k[None, :]
+    b_dq = tl.zeros([BK, C], dtype=tl.float32)  # S dO^T
+    b_col = tl.zeros([BK, C], dtype=tl.float32)  # dS U^T
+    b_overlap = tl.zeros([BV, BK], dtype=tl.float32)  # <S, dS>, per value channel
+    if HAS_BETA:
+        b_row = tl.zeros([BK, C], dtype=tl.float32)  # S Z^T
+    for i_v in tl.range(0, value_tiles, num_stages=STAGES):
+        m_v = i_v * BV + o_v < V
+        m_cv, m_vk = m_c[:, None] & m_v[None, :], m_v[:, None] & m_k[None, :]
+        b_dO = tl.load(d_output + v_base + i_v * BV + o_cv, mask=m_cv, other=0.0)
+        b_U = tl.load(U + v_base + i_v * BV + o_cv, mask=m_cv, other=0.0)
+        b_S = tl.load(states + slot * (K * V) + i_v * BV * K + o_vk, mask=m_vk, other=0.0)
+        b_dS = tl.load(d_states + slot * (K * V) + i_v * BV * K + o_vk, mask=m_vk, other=0.0)
+        b_dq = tl.dot(tl.trans(b_S), tl.trans(b_dO), b_dq, input_precision=PRECISION)
+        if HAS_BETA:
+            b_Z = tl.load(Z + v_base + i_v * BV + o_cv, mask=m_cv, other=0.0)
+            b_row = tl.dot(tl.trans(b_S), tl.trans(b_Z), b_row, input_precision=PRECISION)
+        b_overlap += b_S.to(tl.float32) * b_dS.to(tl.float32)
+        b_col = tl.dot(tl.trans(b_dS), tl.trans(b_U), b_col, input_precision=PRECISION)
+
+    b_q = tl.trans(tl.load(q + o_qk, mask=m_ck, other=0.0))
+    b_diagonal = tl.load(P_diagonal + o_c)[None, :]
+    if HAS_BETA:
+        W_L = tl.load(p_W + C * C)
+        b_beta = tl.load(beta + slot * C + o_c)[None, :]
+    # W_P is strictly lower, so its zeros serve the mask, which gets the layout of something loaded this way.
+    later = tl.where(o_c[:, None] >= o_c[None, :], 1.0, W_P).to(DTYPE)
+    # Without `where` the compiler would split the operands of this sum once per warp.
+    b_g = tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR)
+    b_g = tl.where(m_c[None, :], tl.trans(b_g), 0.0)
+    g1, g2, g3 = three_terms(b_g, DTYPE)
+    b_G = sums(g1, g2, g3, tl.trans(later))
+    entry = tl.exp2(b_G)
+    if FAR:
+        undone, direct = undo_decay(tl.trans(b_G), DTYPE)
+        undone = tl.trans(undone)
+    else:
+        undone = tl.exp2(-b_G)
+    k_written = (b_k * undone).to(DTYPE)
+    b_col *= tl.exp2(sums(g1, g2, g3, o_c[:, None] > o_c[None, :]))
+    b_last = tl.sum(b_k * b_col, 1)
+
+    if FAR:  # pairs whose later token is out of range take the levels below
+        W_P = tl.where(direct[:, None], W_P, 0.0).to(DTYPE)
+        if HAS_BETA:
+            W_L = tl.where(direct[:, None], W_L, 0.0).to(DTYPE)
+    b_dq = entry * tl.dot(k_written, tl.trans(W_P), b_dq * scale, input_precision=PRECISION)
+    if HAS_BETA:
+        # Row terms of dL and of the state's share both enter as `beta o row`; their products with k are d_beta.
+        b_row = entry * tl.dot(k_written, tl.trans(W_L), -b_row, input_precision=PRECISION)
+    b_pairs = tl.dot((b_q * entry).to(DTYPE), W_P, input_precision=PRECISION)
+    if HAS_BETA:
+        b_pairs = tl.dot((b_beta * b_k * entry).to(DTYPE), W_L, b_pairs, input_precision=PRECISION)
+    b_col += undone * b_pairs
+
+    if FAR:
+        for level in tl.range(6, num_stages=1):
+            middle = (o_c >> (level + 1) << (level + 1)) + (1 << level) - 1
+            near, far = tl.minimum(o_c, middle)[None, :], tl.maximum(o_c, middle)[None, :]
+            f = tl.exp2(sums(g1, g2, g3, (o_c[:, None] > near) & (o_c[:, None] <= far)))
+            pairs = level_mask(o_c, level) & (direct == 0)[:, None]
+            k_f = b_k * f
+            W_f = tl.where(pairs, tl.load(p_W), 0.0).to(DTYPE)
+            b_dq += f * tl.dot(k_f.to(DTYPE), tl.trans(W_f), input_precision=PRECISION)
+            b_col += f * tl.dot((b_q * f).to(DTYPE), W_f, input_precision=PRECISION)
+            if HAS_BETA:
+                W_f = tl.where(pairs, tl.load(p_W + C * C), 0.0).to(DTYPE)
+                b_row += f * tl.dot(k_f.to(DTYPE), tl.trans(W_f), input_precision=PRECISION)
+                b_col += f * tl.dot((b_beta * k_f).to(DTYPE), W_f, input_precision=PRECISION)
+
+    b_dk, b_dG = b_col, b_q * b_dq - b_k * b_col
+    part = tl.zeros([C], dtype=tl.float32)
+    if HAS_BETA:
+        part += tl.sum(b_k * b_row, 0)
+        b_row *= b_beta
+        b_dk += b_row
+        b_dG += b_k * b_row
+    b_dq += b_diagonal * b_k
+    b_dk += b_diagonal * b_q
+    tl.store(dq + o_dk, tl.trans(b_dq).to(dq.dtype.element_ty), mask=m_ck)
+    tl.store(dk + o_dk, tl.trans(b_dk).to(dk.dtype.element_ty), mask=m_ck)
+    if tl.float32 == DTYPE:
+        b_dg = tl.dot(b_dG, later, input_precision="tf32x3")
+    elif tl.float16 == DTYPE:  # gradients may leave its range
+        b_dg = tl.cumsum(b_dG, 1, reverse=True)
+    else:
+        x, y = two_terms(b_dG, DTYPE)
+        b_dg = tl.dot(y, later)
+        b_dg = tl.dot(x, later, b_dg)
+    b_dg += b_last[:, None] + (tl.exp2(g_last) * tl.sum(b_overlap, 0))[:, None]
+    if FAR:
+        keeps = tl.load(log_decay + o_dk, mask=m_ck, other=0.0).to(tl.float32) > float("-inf")
+        b_dg = tl.where(tl.trans(keeps), b_dg, 0.0)
+    tl.store(d_log_decay + o_dk, tl.trans(b_dg), mask=m_ck)
+    return part
+
+
+@triton.jit(do_not_specialize=["key_tiles", "value_tiles", "chunks", "slots", "T", "NT", "H", "HV"])
+def tail_exact_kernel(
+    q,
+    k,
+    v,
+    beta,
+    log_decay,
+    G,
+    far,
+    U,
+    Z,
+    d_output,
+    states,
+    d_states,
+    P_diagonal,
+    dq,
+    dk,
+    dv,
+    d_beta,
+    d_log_decay,
+    W,
+    cu_seqlens,
+    chunk_sequence,
+    chunk_offsets,
+    scale,
+    key_tiles,
+    value_tiles,
+    chunks,
+    slots,
+    T,
+    NT,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    FAR: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """All gradients of those among up to 16 neighbouring `chunks`, of `slots` in all, that are far; or that are not.
+
+    Grid (programs,); W and `P_diagonal` have room for one chunk of each program.
+    """
+    start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
+    count = tl.minimum(slots - start, chunks).to(tl.int32)
+    if tl.max((tl.load(far + start + o, mask=o < count, other=1 - FAR) == FAR).to(tl.int32), 0) == 0:
+        return
+    W += tl.program_id(0).to(tl.int64) * ((2 if HAS_BETA else 1) * C * C)
+    P_diagonal += tl.program_id(0) * C
+    o_c = tl.arange(0, C)
+    for i in tl.range(0, count, num_stages=1):
+        slot = start + i
+        i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
+        first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+        if rows > 0 and tl.load(far + slot) == FAR:
+            b_dbeta = pair_gradients(
+                v, beta, U, Z, d_output, W, P_diagonal, dv, slot, first, rows, i_h, scale, value_tiles, HV, V, BV, C,
+                HAS_BETA, PRECISION, STAGES,
+            )  # fmt: skip
+            for i_k in tl.range(0, key_tiles, num_stages=1):
+                b_dbeta += tail_tile(
+                    q, k, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_log_decay,
+                    slot, first, rows, i_h, i_k, scale, value_tiles, H, HV, K, V, BK, BV, C, FAR, HAS_BETA, GROUPED,
+                    PRECISION, STAGES,
+                )  # fmt: skip
+            if HAS_BETA:
+                tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=o_c < rows)
