@@ -81,11 +81,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "BK 64": tile(BK=64),
     },
     "tail_channel": {
-        "form 0": tile(FORM=0),
-        "form 1": tile(FORM=1),
-        "form 2": tile(FORM=2),
         "2 stages": tile(2),
-        "form 0, 2 stages": tile(2, FORM=0),
         "BK 16": tile(BK=16),
         "BK 16, 4 stages": tile(4, BK=16),
         "BK 64, BV 64": tile(2, BK=64, BV=64),

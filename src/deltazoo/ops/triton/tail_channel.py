@@ -65,7 +65,6 @@ def tail_channel_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    FORM: tl.constexpr,
 ):
     """All gradients of one chunk of one value head, unless it is far; grid (HV, NT, B). dq and dk are per value head.
 
@@ -120,14 +119,8 @@ def tail_channel_kernel(
     diagonal = tl.load(P_diagonal + slot * C + o_c)[:, None]
     W_P = tl.where(below, b_dP, 0.0).to(DTYPE)
     W_P_columns = tl.trans(W_P)
-    if WHOLE and FORM % 2 == 0:
-        b_dP = tl.dot(b_U, tl.trans(b_dO), input_precision=PRECISION) * scale
-        W_P_columns = tl.where(above, b_dP, 0.0).to(DTYPE)
     W_L = tl.where(below, -b_dL, 0.0).to(DTYPE)
     W_L_columns = tl.trans(W_L)
-    if WHOLE and HAS_BETA and FORM < 2:
-        b_dL = tl.dot(b_U, tl.trans(b_Z), input_precision=PRECISION)
-        W_L_columns = tl.where(above, -b_dL, 0.0).to(DTYPE)
     later = tl.where(above, 0.0, 1.0).to(DTYPE)
 
     m_ck = m_c[:, None] & (o_k < K)[None, :]

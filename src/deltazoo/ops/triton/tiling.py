@@ -82,8 +82,6 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
         if V <= 128:  # what has value channels stays in shared memory
             # Without decay a third stage, at 128 value channels, would leave room for one program instead of two.
             tail = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(BK=min(BK, 32))
-    if decay == 2:
-        tail |= dict(FORM=3)
     tail_exact = _options(4, 3, min(BV, 32)) | dict(BK=min(BK, 32))
     return Tiles(BK, prepare, channel, far, output, keep, reverse, tail, tail_exact)
 
