@@ -117,6 +117,9 @@ CASES = [
 MANY = [
     replace(NARROW, name=f"{decay}-{K}x{V}", K=K, V=V, decay=decay, groups=2, initial_state=True)
     for decay, (K, V) in product(("none", "scalar", "channel"), ((64, 64), (96, 33), (128, 128)))
+] + [
+    replace(NARROW, name=f"moderate-{K}x{V}", K=K, V=V, groups=2, log_decay=-0.3, initial_state=True)
+    for K, V in ((64, 64), (96, 136), (128, 128))
 ]
 
 
