@@ -39,7 +39,6 @@ PARTS = {
         "chunk_",
         "kkt",
         "recurrent",
-        "pair_gradients",
     ),
     "softmax attention": ("attention", "flash", "fmha", "cudnn_generated", "dot_do_o", "convert_dq"),
     "optimizer": ("adam", "multi_tensor", "foreach", "lpnorm", "clip"),
