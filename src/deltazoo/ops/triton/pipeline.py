@@ -106,14 +106,14 @@ def prepare(p: Problem) -> Prepared:
         G = p.float32(plan.slots, CHUNK) if plan.decay else None
         launch(
             prepare_kernel, plan.prepare(),
-            p.q, p.k, p.beta, p.log_decay, AP, AP.view(torch.float32), chunk_beta, G, *p.chunk_places,
+            p.q, p.k, p.beta, p.log_decay, AP, chunk_beta, G, *p.chunk_places,
         )  # fmt: skip
         return Prepared(AP, chunk_beta, G, p.q, p.k, p.k)
     G = p.float32(plan.slots, plan.K)
     q_in, k_in, k_out = (p.q.new_empty(plan.B, plan.T, plan.HV, plan.K) for _ in range(3))
     far = p.q.new_empty(plan.slots, dtype=torch.int32)
     tensors = (
-        p.q, p.k, p.beta, p.log_decay, AP, AP.view(torch.float32), chunk_beta, G, far, q_in, k_in, k_out,
+        p.q, p.k, p.beta, p.log_decay, AP, chunk_beta, G, far, q_in, k_in, k_out,
         *p.chunk_places,
     )  # fmt: skip
     launch(prepare_channel_kernel, plan.prepare_channel(), *tensors)

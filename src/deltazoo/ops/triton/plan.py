@@ -162,7 +162,7 @@ class Plan(Shapes):
         BK, BV = min(self.tiles.BK, 64), 32
         return Constants(
             -(-self.V // BV) * self.HV * self.N, segments=self.segments, HV=self.HV, K=self.K, V=self.V, BK=BK, BV=BV,
-            REVERSE=reverse, num_warps=4, num_stages=1,
+            REVERSE=reverse, STAGES=1, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     @per_plan

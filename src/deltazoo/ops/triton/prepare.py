@@ -5,8 +5,8 @@ block substitution with small tf32 products, of three terms in strict mode: so t
 any step size in [0, 2]. It is stored as one 16-bit term in fast mode and as three that sum to it in strict mode, since
 rounding it to one is what breaks chunk kernels on repeated keys with step sizes above 1 (docs/kernels.md).
 
-The program's own slot of the output doubles as its scratch memory: `L` goes through it from the layout of the matrix
-unit to the rows that the substitution reads. A barrier between store and load makes that visible inside the program.
+No matrix passes through memory on the way. A warp owns 16 rows of `L`, so the diagonal block that it inverts is in its
+own registers, and rows reach the threads that need them by shuffles.
 """
 
 import triton
@@ -32,43 +32,53 @@ def side_by_side(X, Y):
 
 
 @triton.jit
-def store_inverse(L, scratch, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
-    """Store the transpose of `(I + L)^-1`, L strictly lower, as TERMS matrices that sum to it, largest first.
+def halves(X):
+    """Left and right half of the columns of a matrix."""
+    return tl.split(tl.permute(tl.reshape(X, [X.shape[0], 2, X.shape[1] // 2]), (0, 2, 1)))
 
-    `scratch` has room for L and may overlap with A: it is read no more when A is written.
-    """
+
+@triton.jit
+def quarters(X):
+    """The columns of a matrix, in four parts."""
+    left, right = halves(X)
+    X0, X1 = halves(left)
+    X2, X3 = halves(right)
+    return X0, X1, X2, X3
+
+
+@triton.jit
+def store_inverse(L, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
+    """Store the transpose of `(I + L)^-1`, L strictly lower, as TERMS matrices that sum to it, largest first."""
     o_c, o_j = tl.arange(0, C), tl.arange(0, 16)
-    block, column = o_c // 16, o_c % 16
-    tl.store(scratch + o_c[:, None] * C + o_c[None, :], L)
-    tl.debug_barrier()  # L was written by other threads of this program
+    block = (o_c // 16)[:, None]
+    L0, L1, L2, L3 = quarters(L)
     # Diagonal blocks, all four at once: row c of D is column c of the inverse of its block.
-    D = tl.where((o_j[None, :] == 0) & (column[:, None] == 0), 1.0, 0.0)
-    p_row = scratch + block[:, None] * (16 * C + 16) + o_j[None, :]
+    o_b, o_r = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)[None, :, None]
+    o_l = tl.arange(0, 16)[None, None, :]
+    Ld = tl.where(block == 0, L0, tl.where(block == 1, L1, tl.where(block == 2, L2, L3)))
+    Ld = tl.reshape(Ld, [4, 16, 16])
+    D = tl.where((o_l == 0) & (o_r == 0) & (o_b >= 0), 1.0, 0.0)
     for i in tl.static_range(1, 16):
-        x = tl.where(column == i, 1.0, 0.0) - tl.sum(tl.load(p_row + i * C) * D, 1)
-        D = tl.where(o_j[None, :] == i, x[:, None], D)
+        row = tl.gather(Ld, tl.full([4, 16, 16], i, tl.int32), 1)
+        x = tl.where(tl.arange(0, 16)[None, :] == i, 1.0, 0.0) - tl.sum(row * D, 2)
+        D = tl.where(o_l == i, x[:, :, None], D)
 
     # Row blocks of the inverse, transposed: X_I = (E_I - sum_{J<I} L_IJ X_J) scaled by D_I from the left.
-    p_L = scratch + o_j[:, None] + o_j[None, :] * C
-    L10 = tl.load(p_L + 16 * C)
-    L20, L21 = tl.load(p_L + 32 * C), tl.load(p_L + 32 * C + 16)
-    L30, L31, L32 = tl.load(p_L + 48 * C), tl.load(p_L + 48 * C + 16), tl.load(p_L + 48 * C + 32)
-    tl.debug_barrier()  # every thread has read its part of L
-    tl.store(scratch + o_c[:, None] * 16 + o_j[None, :], D)
-    tl.debug_barrier()
-    p_D = scratch + o_j[:, None] * 16 + o_j[None, :]
-    D1, D2, D3 = tl.load(p_D + 256), tl.load(p_D + 512), tl.load(p_D + 768)
-    X0 = tl.where(block[:, None] == 0, D, 0.0)
-    R = tl.dot(X0, L10, input_precision=PRECISION)
-    X1 = tl.where(block[:, None] == 1, D, 0.0) - tl.dot(R, D1, input_precision=PRECISION)
-    R = tl.dot(X0, L20, input_precision=PRECISION)
-    R = tl.dot(X1, L21, R, input_precision=PRECISION)
-    X2 = tl.where(block[:, None] == 2, D, 0.0) - tl.dot(R, D2, input_precision=PRECISION)
-    R = tl.dot(X0, L30, input_precision=PRECISION)
-    R = tl.dot(X1, L31, R, input_precision=PRECISION)
-    R = tl.dot(X2, L32, R, input_precision=PRECISION)
-    X3 = tl.where(block[:, None] == 3, D, 0.0) - tl.dot(R, D3, input_precision=PRECISION)
-    tl.debug_barrier()  # the scratch is overwritten now
+    DT = tl.reshape(tl.permute(D, (1, 2, 0)), [16, 64])
+    D02, D13 = tl.split(tl.reshape(DT, [16, 32, 2]))
+    D0, D2 = tl.split(tl.reshape(D02, [16, 16, 2]))
+    D1, D3 = tl.split(tl.reshape(D13, [16, 16, 2]))
+    D = tl.reshape(D, [C, 16])
+    X0 = tl.where(block == 0, D, 0.0)
+    R = tl.dot(X0, tl.trans(L0), input_precision=PRECISION)
+    _, R1, R2, R3 = quarters(R)
+    X1 = tl.where(block == 1, D, 0.0) - tl.dot(R1, D1, input_precision=PRECISION)
+    R = tl.dot(X1, tl.trans(L1), R, input_precision=PRECISION)
+    _, _, R2, R3 = quarters(R)
+    X2 = tl.where(block == 2, D, 0.0) - tl.dot(R2, D2, input_precision=PRECISION)
+    R = tl.dot(X2, tl.trans(L2), R, input_precision=PRECISION)
+    _, _, _, R3 = quarters(R)
+    X3 = tl.where(block == 3, D, 0.0) - tl.dot(R3, D3, input_precision=PRECISION)
     X = side_by_side(side_by_side(X0, X1), side_by_side(X2, X3))
     for i in tl.static_range(TERMS):
         term = X.to(A.dtype.element_ty)
@@ -83,7 +93,6 @@ def prepare_kernel(
     beta,
     log_decay,
     AP,
-    scratch,
     chunk_beta,
     G,
     cu_seqlens,
@@ -123,23 +132,20 @@ def prepare_kernel(
     if HAS_BETA:
         b_beta = tl.load(beta + (first * HV + i_h) + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
     P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-    P = tl.where(above, 0.0, P)
     if DECAY == 1:
         b_G = tl.cumsum(tl.maximum(b_g, LOG2_FLOOR), 0)
         tl.store(G + slot * C + o_c, b_G)
-        D = tl.exp2(tl.where(above, 0.0, b_G[:, None] - b_G[None, :]))
+        D = tl.exp2(b_G[:, None] - b_G[None, :])  # infinite above the diagonal, perhaps
         P *= D
-    P = P.to(AP.dtype.element_ty)
+    P = tl.where(above, 0.0, P).to(AP.dtype.element_ty)
     AP += slot * ((TERMS + 1) * C * C)
+    tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], P)
     if HAS_BETA:
         tl.store(chunk_beta + slot * C + o_c, b_beta)
         L = b_beta[:, None] * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
         if DECAY == 1:
             L *= D
-        SLOT: tl.constexpr = (TERMS + 1) * C * C * AP.dtype.element_ty.primitive_bitwidth // 32
-        scratch += slot * SLOT
-        store_inverse(tl.where(below, L, 0.0), scratch, AP, C, TERMS, INVERSE_PRECISION)
-    tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], P)
+        store_inverse(tl.where(below, L, 0.0), AP, C, TERMS, INVERSE_PRECISION)
 
 
 @triton.jit

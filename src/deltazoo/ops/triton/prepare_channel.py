@@ -93,7 +93,6 @@ def prepare_chunk(
     beta,
     log_decay,
     AP,
-    scratch,
     chunk_beta,
     G,
     far,
@@ -193,13 +192,11 @@ def prepare_chunk(
             b_N += N
     b_P = tl.where(diagonal | below, b_P * scale, 0.0).to(AP.dtype.element_ty)
     AP += slot * ((TERMS + 1) * C * C)
+    tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], b_P)
     if HAS_BETA:
         tl.store(chunk_beta + slot * C + o_c, b_beta)
-        SLOT: tl.constexpr = (TERMS + 1) * C * C * AP.dtype.element_ty.primitive_bitwidth // 32
-        scratch += slot * SLOT
         L = tl.where(below, b_beta[:, None] * b_N, 0.0)
-        store_inverse(L, scratch, AP, C, TERMS, INVERSE_PRECISION)
-    tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], b_P)
+        store_inverse(L, AP, C, TERMS, INVERSE_PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
@@ -209,7 +206,6 @@ def prepare_channel_kernel(
     beta,
     log_decay,
     AP,
-    scratch,
     chunk_beta,
     G,
     far,
@@ -246,7 +242,7 @@ def prepare_channel_kernel(
     if rows <= 0:
         return
     prepare_chunk(
-        q, k, beta, log_decay, AP, scratch, chunk_beta, G, far, q_in, k_in, k_out, slot, first, rows, i_h, scale, 0, H,
+        q, k, beta, log_decay, AP, chunk_beta, G, far, q_in, k_in, k_out, slot, first, rows, i_h, scale, 0, H,
         HV, K, BK, BK, RUNS, C, False, HAS_BETA, TERMS, GROUPED, PRECISION, INVERSE_PRECISION,
     )  # fmt: skip
 
@@ -258,7 +254,6 @@ def prepare_far_kernel(
     beta,
     log_decay,
     AP,
-    scratch,
     chunk_beta,
     G,
     far,
@@ -299,7 +294,7 @@ def prepare_far_kernel(
             i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
             first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
             prepare_chunk(
-                q, k, beta, log_decay, AP, scratch, chunk_beta, G, far, q_in, k_in, k_out, slot, first, rows, i_h,
+                q, k, beta, log_decay, AP, chunk_beta, G, far, q_in, k_in, k_out, slot, first, rows, i_h,
                 scale, level_tiles, H, HV, K, BK, LEVEL_BK, RUNS, C, True, HAS_BETA, TERMS, GROUPED, PRECISION,
                 INVERSE_PRECISION,
             )  # fmt: skip

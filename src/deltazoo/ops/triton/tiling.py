@@ -67,8 +67,6 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     channel = prepare | dict(BK=min(BK, 128 if half else 32))
     channel |= dict(RUNS=min((1024 if half else 512) // channel["BK"], 32))
     far = channel | dict(LEVEL_BK=min(BK, 32))
-    if half and BK <= 128:
-        prepare |= dict(maxnreg=128)  # four programs per multiprocessor
     if not half:
         # Three-term products fill the registers; with larger tiles ptxas gives up: 32 registers, all else spilled.
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
