@@ -45,7 +45,7 @@ def chain_kernel(
         tl.store(states + (slot * K + row * BK) * V + o_state, tile, mask=m_state)
         S += (tile,)
     for i in tl.range(0, segments - 1, num_stages=STAGES):
-        step = i.to(tl.int64) * HV
+        step = tl.cast(i, tl.int64) * HV
         before = slot - step if REVERSE else slot + step
         after = before - HV if REVERSE else before + HV
         last, S = S, ()
