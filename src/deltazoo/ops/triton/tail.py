@@ -30,6 +30,41 @@ def values_gradient(v, dv, offsets, mask, b_beta, b_Z, HAS_BETA: tl.constexpr):
 
 
 @triton.jit
+def score_gradients(
+    v, dv, d_output, U, Z, b_beta, o_cv, o_v, m_c, value_tiles,
+    V: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr, HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the scores of a chunk, dP and -dL, with entries above the diagonal; stores dv.
+
+    Also the values' part of d_beta, and with WHOLE, where a tile has all value channels, dO, U and Z.
+    """
+    C: tl.constexpr = m_c.shape[0]
+    b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    b_dbeta = tl.zeros([C], dtype=tl.float32)
+    b_dO, b_U, b_Z = o_v, o_v, o_v
+    if WHOLE:
+        m_cv = m_c[:, None] & (o_v < V)[None, :]
+        b_dO, b_U, b_Z = load_values(d_output, U, Z, o_cv, m_cv)
+        b_dbeta += values_gradient(v, dv, o_cv, m_cv, b_beta, b_Z, HAS_BETA)
+        b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION)
+        if HAS_BETA:
+            b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
+    else:
+        for i_v in tl.range(0, value_tiles, num_stages=STAGES):
+            m_cv = m_c[:, None] & (i_v * BV + o_v < V)[None, :]
+            dO_tile, U_tile, Z_tile = load_values(d_output, U, Z, i_v * BV + o_cv, m_cv)
+            b_dbeta += values_gradient(v, dv, i_v * BV + o_cv, m_cv, b_beta, Z_tile, HAS_BETA)
+            if HAS_BETA:
+                b_dL = tl.dot(Z_tile, tl.trans(U_tile), b_dL, input_precision=PRECISION)
+            # A sum with the last product makes the trip wait for all of its products. Without it they run on while the
+            # next tile is copied over their operands: Triton has a single buffer for what registers read as well
+            # (docs/log.md).
+            b_dP = tl.dot(dO_tile, tl.trans(U_tile), b_dP, input_precision=PRECISION) + 0.0
+    return b_dO, b_U, b_Z, b_dP, b_dL, b_dbeta
+
+
+@triton.jit
 def partial_overlap(b_S, b_dS):
     """<S, dS> of a tile in 128 sums: along rows of eight elements, and over rows far apart, which one thread holds."""
     BV: tl.constexpr = b_S.shape[0]
@@ -139,27 +174,9 @@ def tail_kernel(
     o_qk, o_dk = o_c[:, None] * (H * K) + o_k[None, :], o_c[:, None] * (HV * K) + o_k[None, :]
     b_beta = tl.load(beta + slot * C + o_c) if HAS_BETA else o_c
 
-    b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    b_dbeta = tl.zeros([C], dtype=tl.float32)
-    if WHOLE:
-        m_v = o_v < V
-        m_cv = m_c[:, None] & m_v[None, :]
-        b_dO, b_U, b_Z = load_values(d_output, U, Z, o_cv, m_cv)
-        b_dbeta += values_gradient(v, dv, o_cv, m_cv, b_beta, b_Z, HAS_BETA)
-        b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION)
-        if HAS_BETA:
-            b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
-    else:
-        for i_v in tl.range(0, value_tiles, num_stages=STAGES):
-            m_cv = m_c[:, None] & (i_v * BV + o_v < V)[None, :]
-            b_dO, b_U, b_Z = load_values(d_output, U, Z, i_v * BV + o_cv, m_cv)
-            b_dbeta += values_gradient(v, dv, i_v * BV + o_cv, m_cv, b_beta, b_Z, HAS_BETA)
-            if HAS_BETA:
-                b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
-            # A sum with the last product makes the trip wait for all of its products. Without it they run on while the
-            # next tile is copied over their operands: Triton has a single buffer for what registers read as well
-            # (docs/log.md).
-            b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION) + 0.0
+    b_dO, b_U, b_Z, b_dP, b_dL, b_dbeta = score_gradients(
+        v, dv, d_output, U, Z, b_beta, o_cv, o_v, m_c, value_tiles, V, BV, WHOLE, HAS_BETA, PRECISION, STAGES
+    )
 
     # The weights of other tokens' keys and queries in dq, row and dk. Rows of W_P_columns are columns of W_P.
     above, below = o_c[:, None] < o_c[None, :], o_c[:, None] > o_c[None, :]
@@ -197,18 +214,19 @@ def tail_kernel(
         b_dk = tl.zeros([C, BK], dtype=tl.float32)
         if WHOLE:
             b_dq, b_row, b_dk, b_overlap = through_states(
-                b_dO, b_U, b_Z, states, d_states, i_k * BK + o_vk, m_v[:, None] & m_k[None, :],
+                b_dO, b_U, b_Z, states, d_states, i_k * BK + o_vk, (o_v < V)[:, None] & m_k[None, :],
                 b_dq, b_row, b_dk, b_overlap, DECAY, HAS_BETA, PRECISION,
             )  # fmt: skip
         else:
             for i_v in tl.range(0, value_tiles, num_stages=STAGES):
                 m_v = i_v * BV + o_v < V
-                b_dO, b_U, b_Z = load_values(d_output, U, Z, i_v * BV + o_cv, m_c[:, None] & m_v[None, :])
+                dO_tile, U_tile, Z_tile = load_values(d_output, U, Z, i_v * BV + o_cv, m_c[:, None] & m_v[None, :])
                 b_dq, b_row, b_dk, b_overlap = through_states(
-                    b_dO, b_U, b_Z, states, d_states, i_v * BV * K + i_k * BK + o_vk, m_v[:, None] & m_k[None, :],
+                    dO_tile, U_tile, Z_tile, states, d_states,
+                    i_v * BV * K + i_k * BK + o_vk, m_v[:, None] & m_k[None, :],
                     b_dq, b_row, b_dk, b_overlap, DECAY, HAS_BETA, PRECISION,
                 )  # fmt: skip
-                b_dk += 0.0  # waits, as above
+                b_dk += 0.0  # waits, as in `score_gradients`
         b_dq *= scale
         if DECAY == 1:
             b_dq *= entry

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from deltazoo.ops.triton.layout import chunk_bounds, key_head
 from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E
-from deltazoo.ops.triton.tail import load_values, values_gradient
+from deltazoo.ops.triton.tail import load_values, score_gradients
 
 
 @triton.jit
@@ -91,25 +91,9 @@ def tail_channel_kernel(
     o_qk = o_c[:, None] * (H * K) + o_k[None, :] if GROUPED else o_dk
     b_beta = tl.load(beta + slot * C + o_c) if HAS_BETA else o_c
 
-    b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    b_dbeta = tl.zeros([C], dtype=tl.float32)
-    if WHOLE:
-        m_v = o_v < V
-        m_cv = m_c[:, None] & m_v[None, :]
-        b_dO, b_U, b_Z = load_values(d_output, U, Z, o_cv, m_cv)
-        b_dbeta += values_gradient(v, dv, o_cv, m_cv, b_beta, b_Z, HAS_BETA)
-        b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION)
-        if HAS_BETA:
-            b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
-    else:
-        for i_v in tl.range(0, value_tiles, num_stages=STAGES):
-            m_cv = m_c[:, None] & (i_v * BV + o_v < V)[None, :]
-            b_dO, b_U, b_Z = load_values(d_output, U, Z, i_v * BV + o_cv, m_cv)
-            b_dbeta += values_gradient(v, dv, i_v * BV + o_cv, m_cv, b_beta, b_Z, HAS_BETA)
-            if HAS_BETA:
-                b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
-            # A sum with the last product makes the trip wait for all of its products, as in `tail_kernel`.
-            b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION) + 0.0
+    b_dO, b_U, b_Z, b_dP, b_dL, b_dbeta = score_gradients(
+        v, dv, d_output, U, Z, b_beta, o_cv, o_v, m_c, value_tiles, V, BV, WHOLE, HAS_BETA, PRECISION, STAGES
+    )
 
     # The diagonal goes through memory: what is loaded has no layout of its own that everything would be brought into.
     above, below = o_c[:, None] < o_c[None, :], o_c[:, None] > o_c[None, :]
@@ -135,21 +119,22 @@ def tail_channel_kernel(
         b_dq, b_row = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
         b_col, b_last = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([BK], dtype=tl.float32)
         if WHOLE:
-            b_S = tl.load(states + i_k * BK + o_vk, mask=m_v[:, None] & m_k[None, :], other=0.0)
-            b_dS = tl.load(d_states + i_k * BK + o_vk, mask=m_v[:, None] & m_k[None, :], other=0.0)
+            m_vk = (o_v < V)[:, None] & m_k[None, :]
+            b_S = tl.load(states + i_k * BK + o_vk, mask=m_vk, other=0.0)
+            b_dS = tl.load(d_states + i_k * BK + o_vk, mask=m_vk, other=0.0)
             b_last += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
         else:
             for i_v in tl.range(0, value_tiles, num_stages=STAGES):
                 m_v = i_v * BV + o_v < V
                 o_tile, m_vk = i_v * BV * K + i_k * BK + o_vk, m_v[:, None] & m_k[None, :]
-                b_dO, b_U, b_Z = load_values(d_output, U, Z, i_v * BV + o_cv, m_c[:, None] & m_v[None, :])
+                dO_tile, U_tile, Z_tile = load_values(d_output, U, Z, i_v * BV + o_cv, m_c[:, None] & m_v[None, :])
                 b_S = tl.load(states + o_tile, mask=m_vk, other=0.0)
                 b_dS = tl.load(d_states + o_tile, mask=m_vk, other=0.0)
                 b_last += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
-                b_dq = tl.dot(b_dO, b_S, b_dq, input_precision=PRECISION)
+                b_dq = tl.dot(dO_tile, b_S, b_dq, input_precision=PRECISION)
                 if HAS_BETA:
-                    b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
-                b_col = tl.dot(b_U, b_dS, b_col, input_precision=PRECISION) + 0.0  # waits, as above
+                    b_row = tl.dot(Z_tile, b_S, b_row, input_precision=PRECISION)
+                b_col = tl.dot(U_tile, b_dS, b_col, input_precision=PRECISION) + 0.0  # waits, as in `score_gradients`
         b_last *= g_last
         b_g = tl.where(m_c[:, None], tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR), 0.0)
         b_G = sums(later, b_g, PRECISION)

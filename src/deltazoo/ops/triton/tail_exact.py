@@ -9,7 +9,7 @@ import triton.language as tl
 
 from deltazoo.ops.triton.layout import chunk_bounds, key_head
 from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E, level_mask, three_terms, undo_decay
-from deltazoo.ops.triton.tail import load_values, values_gradient
+from deltazoo.ops.triton.tail import score_gradients
 from deltazoo.ops.triton.tail_channel import two_terms
 
 
@@ -43,19 +43,13 @@ def pair_gradients(
     """
     o_c, o_v = tl.arange(0, C), tl.arange(0, BV)
     m_c = o_c < rows
-    v_base = (first * HV + i_h) * V
+    values = (first * HV + i_h) * V
     o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
     b_beta = tl.load(beta + slot * C + o_c) if HAS_BETA else o_c
-    b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    b_dbeta = tl.zeros([C], dtype=tl.float32)
-    for i_v in tl.range(0, value_tiles, num_stages=STAGES):
-        m_cv = m_c[:, None] & (i_v * BV + o_v < V)[None, :]
-        o_tile = v_base + i_v * BV + o_cv
-        b_dO, b_U, b_Z = load_values(d_output, U, Z, o_tile, m_cv)
-        b_dbeta += values_gradient(v, dv, o_tile, m_cv, b_beta, b_Z, HAS_BETA)
-        if HAS_BETA:
-            b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
-        b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION) + 0.0  # waits, as in `tail_kernel`
+    _, _, _, b_dP, b_dL, b_dbeta = score_gradients(
+        v + values, dv + values, d_output + values, U + values, Z + values, b_beta, o_cv, o_v, m_c, value_tiles, V, BV,
+        False, HAS_BETA, PRECISION, STAGES,
+    )  # fmt: skip
 
     o_cc = o_c[:, None] * C + o_c[None, :]
     below = o_c[:, None] > o_c[None, :]
