@@ -95,6 +95,7 @@ INTERPRETED = [
         Run(shaped(f"{decay}_cut", B=2, T=200, decay=decay, initial_state=True), segmented=True)
         for decay in DECAYS
     ),
+    Run(shaped("none_cut_wide", T=200, K=136, V=16, decay="none", initial_state=True), segmented=True),
     Run(shaped("zero_keys", keys="zero", decay="scalar")),
 ]  # fmt: skip
 
@@ -197,9 +198,10 @@ def test_repeated_keys(T: int, keys: str, beta: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("K, V", [(128, 128), (256, 64)])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_long_rows_in_segments_equal_the_whole(decay: str) -> None:
-    case = shaped("long", T=9000, H=1, groups=2, K=128, V=128, decay=decay, log_decay=-0.002, beta=0.5)
+def test_long_rows_in_segments_equal_the_whole(decay: str, K: int, V: int) -> None:
+    case = shaped("long", T=9000, H=1, groups=2, K=K, V=V, decay=decay, log_decay=-0.002, beta=0.5)
     inputs = case.make(device="cuda", dtype=torch.bfloat16)
     actual = results_and_gradients(delta_rule, inputs, backend="triton")
     exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")

@@ -27,6 +27,7 @@ def chain_kernel(
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
+    THROUGH_MEMORY: tl.constexpr = NK > 2  # too large a state for the registers
     i_v, i_h, i_n = tl.program_id(0) % NV, tl.program_id(0) // NV % HV, tl.program_id(0) // (NV * HV)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_v = (o_v < V)[None, :]
@@ -43,12 +44,15 @@ def chain_kernel(
             p_first = first + ((i_n.to(tl.int64) * HV + i_h) * K + row * BK) * V
             tile = tl.load(p_first + o_state, mask=m_state, other=0.0)
         tl.store(states + (slot * K + row * BK) * V + o_state, tile, mask=m_state)
-        S += (tile,)
+        if not THROUGH_MEMORY:
+            S += (tile,)
     for i in tl.range(0, segments - 1, num_stages=STAGES):
         step = tl.cast(i, tl.int64) * HV
         before = slot - step if REVERSE else slot + step
         after = before - HV if REVERSE else before + HV
         last, S = S, ()
+        if THROUGH_MEMORY:
+            tl.debug_barrier()  # the state was written by other threads of this program
         for row in tl.static_range(NK):
             m_row = row * BK + o_k < K
             m_state = m_row[:, None] & m_v
@@ -57,6 +61,12 @@ def chain_kernel(
                 corner = (column * K + row) * BK if REVERSE else (row * K + column) * BK
                 m_M = m_row[:, None] & (column * BK + o_k < K)[None, :]
                 M = tl.load(transitions + before * (K * K) + corner + o_M, mask=m_M, other=0.0)
-                tile = tl.dot(M, last[column], tile, input_precision="tf32x3")
+                if THROUGH_MEMORY:
+                    m_last = (column * BK + o_k < K)[:, None] & m_v
+                    source = tl.load(states + (before * K + column * BK) * V + o_state, mask=m_last, other=0.0)
+                else:
+                    source = last[column]
+                tile = tl.dot(M, source, tile, input_precision="tf32x3")
             tl.store(states + (after * K + row * BK) * V + o_state, tile, mask=m_state)
-            S += (tile,)
+            if not THROUGH_MEMORY:
+                S += (tile,)

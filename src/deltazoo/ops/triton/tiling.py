@@ -22,7 +22,7 @@ class Tiles(NamedTuple):
     """All key channels, as a power of two."""
     prepare: dict[str, int]
     channel: dict[str, int]
-    far: dict[str, int]
+    chain: dict[str, int]
     scan: dict[str, int]
     keep: dict[str, int]
     reverse: dict[str, int]
@@ -65,14 +65,18 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     prepare = _options(4, 1)
     # 64 elements in the registers of every thread, and channels side by side in 16-byte pieces
     channel = prepare | dict(BK=min(BK, 128 if half else 32))
-    channel |= dict(RUNS=min((1024 if half else 512) // channel["BK"], 32))
-    far = channel | dict(LEVEL_BK=min(BK, 32))
+    channel |= dict(RUNS=min((1024 if half else 512) // channel["BK"], 32), LEVEL_BK=min(BK, 32))
+    if half and BK <= 64:
+        channel |= dict(maxnreg=168)  # three programs per multiprocessor; only strong decay needs more
+    # Three stages of float32 transitions fit Hopper's shared memory with up to 128 key channels.
+    chain = _options(4, 3 if BK <= 128 else 1, 32) if shared >= HOPPER else _options(4, 1, 16)
+    chain |= dict(BK=min(BK, 64))
     if not half:
         # Three-term products fill the registers; with larger tiles ptxas gives up: 32 registers, all else spilled.
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         tail = _options(4, 1, min(BV, 32)) | tile
-        return Tiles(BK, prepare, channel, far, serial, serial, reverse, tail, tail)
+        return Tiles(BK, prepare, channel, chain, serial, serial, reverse, tail, tail)
     output, keep, reverse = _serial(BK, BV, V, decay, terms, shared, crowded)
     tail = _options(4, 2, BV) | tile
     if shared >= HOPPER:
@@ -81,7 +85,7 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
             # Without decay a third stage, at 128 value channels, would leave room for one program instead of two.
             tail = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(BK=min(BK, 32))
     tail_exact = _options(4, 3, min(BV, 32)) | dict(BK=min(BK, 32))
-    return Tiles(BK, prepare, channel, far, output, keep, reverse, tail, tail_exact)
+    return Tiles(BK, prepare, channel, chain, output, keep, reverse, tail, tail_exact)
 
 
 def _serial(
