@@ -61,12 +61,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "prepare_channel": {
         "168 registers": tile(maxnreg=168),
-        "BK 64": tile(BK=64, RUNS=16),
-        "BK 64, 128 registers": tile(BK=64, RUNS=16, maxnreg=128),
-    },
-    "prepare_far": {
-        "levels of 16": tile(LEVEL_BK=16, level_tiles=8),
         "BK 64": tile(BK=64, RUNS=16, level_tiles=2),
+        "BK 64, 128 registers": tile(BK=64, RUNS=16, level_tiles=2, maxnreg=128),
+        "levels of 16": tile(LEVEL_BK=16, level_tiles=8),
     },
     "scan": SERIAL,
     "scan(keep)": SERIAL,
@@ -92,7 +89,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 WRITTEN = {
     "prepare": ("AP", "chunk_beta", "G"),
     "prepare_channel": ("AP", "chunk_beta", "G", "far", "q_in", "k_in", "k_out"),
-    "prepare_far": ("AP", "chunk_beta", "G", "q_in", "k_in", "k_out"),
     "scan": ("output", "final_state"),
     "scan(keep)": ("U_out", "states"),
     "reverse_scan(keep)": ("Z_out", "d_states", "d_initial"),

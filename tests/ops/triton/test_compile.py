@@ -163,7 +163,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
         return 16_384 if "scan" in name or call.arch != HOPPER else 4096
     if call.K == 256 and "scan" in name and call.arch != HOPPER:  # ptxas gives up on some, all spilled
         return 16_384
-    if launch.arguments.get("FAR") or name == "prepare_far_kernel":  # by the way for strong decay
+    if launch.arguments.get("FAR") or name == "prepare_channel_kernel":  # by the way for strong decay
         return 4096
     if call.arch != HOPPER and name.startswith(("prepare", "tail")):  # operands of products are registers there
         return 2048
@@ -196,7 +196,7 @@ LARGEST = ("reverse_scan(keep)",)  # in shared memory
 REPRESENTATIVE = [
     Call(HOPPER, only=("prepare", "scan(keep)", "tail")),
     Call(HOPPER, decay="channel", only=("prepare_channel", "tail_channel", "tail_exact(far)")),
-    Call(HOPPER, decay="channel", terms=3, packed=True, state=True, only=("prepare_far", *LARGEST)),
+    Call(HOPPER, decay="channel", terms=3, packed=True, state=True, only=("prepare_channel", *LARGEST)),
     Call(AMPERE, decay="channel", terms=3, only=LARGEST),
     Call(ADA, decay="scalar", only=(*LARGEST, "tail")),
     Call(BLACKWELL, 64, 64, decay="channel", terms=0, only=LARGEST),

@@ -19,7 +19,7 @@ from torch import Tensor
 from deltazoo.ops.triton.launch import launch
 from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
 from deltazoo.ops.triton.prepare import prepare_kernel
-from deltazoo.ops.triton.prepare_channel import prepare_channel_kernel, prepare_far_kernel
+from deltazoo.ops.triton.prepare_channel import prepare_channel_kernel
 from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.segments import chain_kernel
 from deltazoo.ops.triton.tail import tail_kernel
@@ -112,12 +112,11 @@ def prepare(p: Problem) -> Prepared:
     G = p.float32(plan.slots, plan.K)
     q_in, k_in, k_out = (p.q.new_empty(plan.B, plan.T, plan.HV, plan.K) for _ in range(3))
     far = p.q.new_empty(plan.slots, dtype=torch.int32)
-    tensors = (
-        p.q, p.k, p.beta, p.log_decay, AP, chunk_beta, G, far, q_in, k_in, k_out,
-        *p.chunk_places,
-    )  # fmt: skip
-    launch(prepare_channel_kernel, plan.prepare_channel(), *tensors)
-    launch(prepare_far_kernel, plan.prepare_far(), *tensors)
+    for constants in plan.prepare_channel():
+        launch(
+            prepare_channel_kernel, constants,
+            p.q, p.k, p.beta, p.log_decay, AP, chunk_beta, G, far, q_in, k_in, k_out, *p.chunk_places,
+        )  # fmt: skip
     return Prepared(AP, chunk_beta, G, q_in, k_in, k_out, far)
 
 

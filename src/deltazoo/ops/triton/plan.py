@@ -109,7 +109,7 @@ class Plan(Shapes):
         return tiles * self.HV, self.NT, self.B
 
     def far_grid(self) -> tuple[tuple[int], dict[str, int]]:
-        """Grid of the kernels for far chunks, which are few: each program looks at some neighbours."""
+        """Grid of the kernel for far chunks, which are few: each program looks at some neighbours."""
         chunks = min(max(self.slots // 512, 1), 16)
         return (-(-self.slots // chunks),), dict(chunks=chunks, slots=self.slots)
 
@@ -124,20 +124,16 @@ class Plan(Shapes):
         )  # fmt: skip
 
     @per_plan
-    def prepare_channel(self) -> Constants:
-        return Constants(
-            *self.chunk_grid(), TERMS=self.terms, INVERSE_PRECISION=self.inverse_precision, **self.per_chunk,
-            **self.tiles.channel,
-        )  # fmt: skip
-
-    @per_plan
-    def prepare_far(self) -> Constants:
-        grid, neighbours = self.far_grid()
-        tiles = self.tiles.far
-        return Constants(
-            *grid, level_tiles=tiles["BK"] // tiles["LEVEL_BK"], TERMS=self.terms,
-            INVERSE_PRECISION=self.inverse_precision, **neighbours, **self.per_chunk, **tiles,
-        )  # fmt: skip
+    def prepare_channel(self) -> list[Constants]:
+        """Of one launch or, if a chunk's channels take several tiles, of one without far chunks and one of them."""
+        tiles = self.tiles.channel
+        return [
+            Constants(
+                *self.chunk_grid(), level_tiles=tiles["BK"] // tiles["LEVEL_BK"], TERMS=self.terms, PART=part,
+                INVERSE_PRECISION=self.inverse_precision, **self.per_chunk, **tiles,
+            )
+            for part in ((0,) if tiles["BK"] >= self.K else (1, 2))
+        ]  # fmt: skip
 
     @per_plan
     def scan(self, initial: bool, keep: bool) -> Constants:
@@ -159,10 +155,10 @@ class Plan(Shapes):
 
     @per_plan
     def chain(self, reverse: bool) -> Constants:
-        BK, BV = min(self.tiles.BK, 64), 32
+        tiles = self.tiles.chain
         return Constants(
-            -(-self.V // BV) * self.HV * self.N, segments=self.segments, HV=self.HV, K=self.K, V=self.V, BK=BK, BV=BV,
-            REVERSE=reverse, STAGES=1, num_warps=4, num_stages=1,
+            -(-self.V // tiles["BV"]) * self.HV * self.N, segments=self.segments, HV=self.HV, K=self.K, V=self.V,
+            REVERSE=reverse, **tiles,
         )  # fmt: skip
 
     @per_plan

@@ -49,7 +49,7 @@ def quarters(X):
 @triton.jit
 def store_inverse(L, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
     """Store the transpose of `(I + L)^-1`, L strictly lower, as TERMS matrices that sum to it, largest first."""
-    o_c, o_j = tl.arange(0, C), tl.arange(0, 16)
+    o_c = tl.arange(0, C)
     block = (o_c // 16)[:, None]
     L0, L1, L2, L3 = quarters(L)
     # Diagonal blocks, all four at once: row c of D is column c of the inverse of its block.

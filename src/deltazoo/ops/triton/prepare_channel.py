@@ -2,8 +2,9 @@
 
 The decay sits inside the products over channels. Rows that the decay since the chunk's start leaves in range take one
 product, `(q o exp(G)) (k o exp(-G))^T`; the rows after them, if any, take six levels of blocks, each twice as long as
-the one before, which cover every pair of tokens once. Chunks with such rows are few where gates are moderate, and take
-many registers: a second launch does them, told by flags that the first one stored.
+the one before, which cover every pair of tokens once. Chunks with such rows are few where gates are moderate, so a
+program starts over once it sees that it has one; if its channels take several tiles, registers do not suffice for both
+ways, and a second launch does these chunks. Flags tell it, and the tail of the backward pass, which chunks they are.
 
 A chunk is loaded in an order of its own: first the first token of each of RUNS runs of neighbouring tokens, then the
 second ones, and so on. Threads lie side by side along the runs, so a run is in the registers of one thread, and its
@@ -95,7 +96,6 @@ def prepare_chunk(
     AP,
     chunk_beta,
     G,
-    far,
     q_in,
     k_in,
     k_out,
@@ -119,7 +119,7 @@ def prepare_chunk(
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):
-    """All that the kernels below make of one chunk; without FAR a flag and nothing else if the chunk is far."""
+    """All that the kernel below makes of one chunk. Without FAR it stops where it sees a far chunk, and says so."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     RANGE: tl.constexpr = HALF_RANGE if tl.float16 == DTYPE else BFLOAT_RANGE if tl.bfloat16 == DTYPE else FLOAT_RANGE
     o_c = tl.arange(0, C)
@@ -152,8 +152,7 @@ def prepare_chunk(
         b_q = tl.load(q + o_qk, mask=mask, other=0.0)
         b_G, g_last = running_sum(b_g, RUNS, C, BK)
         if not FAR and is_far(g_last, DTYPE):
-            tl.store(far + slot, 1)
-            return
+            return True
         tl.store(G + slot * K + o_k, g_last, mask=o_k < K)
         decay, undone = tl.exp2(b_G), tl.exp2(tl.minimum(-b_G, RANGE) if FAR else -b_G)
         q_read, k_read = (b_q * decay).to(DTYPE), (b_k * decay).to(DTYPE)
@@ -197,9 +196,10 @@ def prepare_chunk(
         tl.store(chunk_beta + slot * C + o_c, b_beta)
         L = tl.where(below, b_beta[:, None] * b_N, 0.0)
         store_inverse(L, AP, C, TERMS, INVERSE_PRECISION)
+    return False
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
+@triton.jit(do_not_specialize=["level_tiles", "T", "NT", "H", "HV"])
 def prepare_channel_kernel(
     q,
     k,
@@ -216,57 +216,7 @@ def prepare_channel_kernel(
     chunk_sequence,
     chunk_offsets,
     scale,
-    T,
-    NT,
-    H,
-    HV,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    RUNS: tl.constexpr,
-    C: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    TERMS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INVERSE_PRECISION: tl.constexpr,
-):
-    """A, P, step sizes, the chunk's log2-decay G, and q and k with the decay multiplied in; of far chunks only a flag.
-
-    Grid (HV, NT, B).
-    """
-    i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
-    slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
-    tl.store(far + slot, 0)
-    if rows <= 0:
-        return
-    prepare_chunk(
-        q, k, beta, log_decay, AP, chunk_beta, G, far, q_in, k_in, k_out, slot, first, rows, i_h, scale, 0, H,
-        HV, K, BK, BK, RUNS, C, False, HAS_BETA, TERMS, GROUPED, PRECISION, INVERSE_PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["level_tiles", "chunks", "slots", "T", "NT", "H", "HV"])
-def prepare_far_kernel(
-    q,
-    k,
-    beta,
-    log_decay,
-    AP,
-    chunk_beta,
-    G,
-    far,
-    q_in,
-    k_in,
-    k_out,
-    cu_seqlens,
-    chunk_sequence,
-    chunk_offsets,
-    scale,
     level_tiles,
-    chunks,
-    slots,
     T,
     NT,
     H,
@@ -282,19 +232,32 @@ def prepare_far_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """The far ones among up to 16 neighbouring `chunks`, of `slots` in all. Grid (programs,)."""
-    start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
-    count = tl.minimum(slots - start, chunks).to(tl.int32)
-    if tl.max(tl.load(far + start + o, mask=o < count, other=0), 0) == 0:
-        return
-    for i in tl.range(0, count, num_stages=1):
-        slot = start + i
-        if tl.load(far + slot) != 0:
-            i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
-            first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
-            prepare_chunk(
-                q, k, beta, log_decay, AP, chunk_beta, G, far, q_in, k_in, k_out, slot, first, rows, i_h,
-                scale, level_tiles, H, HV, K, BK, LEVEL_BK, RUNS, C, True, HAS_BETA, TERMS, GROUPED, PRECISION,
-                INVERSE_PRECISION,
-            )  # fmt: skip
+    """A, P, step sizes, the chunk's log2-decay G, q and k with the decay multiplied in, and whether the chunk is far.
+
+    PART is what a launch does: all chunks (0), those that are not far, and flags of the others (1), or the others (2).
+    Grid (HV, NT, B).
+    """
+    i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+    slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
+    if PART == 2:
+        is_far = tl.load(far + slot) != 0
+    else:
+        if rows <= 0:
+            tl.store(far + slot, 0)
+            return
+        is_far = prepare_chunk(
+            q, k, beta, log_decay, AP, chunk_beta, G, q_in, k_in, k_out, slot, first, rows, i_h, scale, 0, H, HV, K,
+            BK, BK, RUNS, C, False, HAS_BETA, TERMS, GROUPED, PRECISION, INVERSE_PRECISION,
+        )  # fmt: skip
+        tl.store(far + slot, is_far.to(tl.int32))
+        if PART == 1:
+            return
+    if is_far:
+        tl.debug_barrier()  # other threads may have stored some of what is stored now
+        prepare_chunk(
+            q, k, beta, log_decay, AP, chunk_beta, G, q_in, k_in, k_out, slot, first, rows, i_h, scale,
+            level_tiles, H, HV, K, BK, LEVEL_BK, RUNS, C, True, HAS_BETA, TERMS, GROUPED, PRECISION, INVERSE_PRECISION,
+        )  # fmt: skip
