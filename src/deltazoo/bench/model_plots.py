@@ -43,7 +43,7 @@ def draw_lines(path: Path, lines: dict[tuple[str, str], list[tuple[int, float]]]
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30)
     axis.set(xlabel=xlabel, ylabel=ylabel)
     axis.grid(True, which="major", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8, handlelength=3.5)
+    figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=7, handlelength=3.5)
     _save(figure, path)
     return True
 
