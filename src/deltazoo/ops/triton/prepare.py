@@ -52,29 +52,31 @@ def store_inverse(L, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.cons
     o_c = tl.arange(0, C)
     block = (o_c // 16)[:, None]
     L0, L1, L2, L3 = quarters(L)
-    # Diagonal blocks, all four at once: row c of D is column c of the inverse of its block.
+    # The diagonal blocks, all four at once, `[block, row, column]`, by forward substitution. Row c of a block of D is
+    # column c of the inverse of that block.
+    diagonal = tl.where(block == 0, L0, tl.where(block == 1, L1, tl.where(block == 2, L2, L3)))
+    diagonal = tl.reshape(diagonal, [4, 16, 16])
     o_b, o_r = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)[None, :, None]
-    o_l = tl.arange(0, 16)[None, None, :]
-    Ld = tl.where(block == 0, L0, tl.where(block == 1, L1, tl.where(block == 2, L2, L3)))
-    Ld = tl.reshape(Ld, [4, 16, 16])
-    D = tl.where((o_l == 0) & (o_r == 0) & (o_b >= 0), 1.0, 0.0)
+    o_j = tl.arange(0, 16)[None, None, :]
+    D = tl.where((o_j == 0) & (o_r == 0) & (o_b >= 0), 1.0, 0.0)
     for i in tl.static_range(1, 16):
-        row = tl.gather(Ld, tl.full([4, 16, 16], i, tl.int32), 1)
+        row = tl.gather(diagonal, tl.full([4, 16, 16], i, tl.int32), 1)
         x = tl.where(tl.arange(0, 16)[None, :] == i, 1.0, 0.0) - tl.sum(row * D, 2)
-        D = tl.where(o_l == i, x[:, :, None], D)
+        D = tl.where(o_j == i, x[:, :, None], D)
 
-    # Row blocks of the inverse, transposed: X_I = (E_I - sum_{J<I} L_IJ X_J) scaled by D_I from the left.
-    DT = tl.reshape(tl.permute(D, (1, 2, 0)), [16, 64])
-    D02, D13 = tl.split(tl.reshape(DT, [16, 32, 2]))
-    D0, D2 = tl.split(tl.reshape(D02, [16, 16, 2]))
-    D1, D3 = tl.split(tl.reshape(D13, [16, 16, 2]))
+    # Row blocks of the inverse, transposed: X_I = (E_I - sum_{J<I} L_IJ X_J) scaled by D_I from the left. R collects
+    # the sums of all blocks still to come.
+    by_block = tl.reshape(tl.permute(D, (1, 2, 0)), [16, 32, 2])
+    even, odd = tl.split(by_block)
+    _, D2 = tl.split(tl.reshape(even, [16, 16, 2]))
+    D1, D3 = tl.split(tl.reshape(odd, [16, 16, 2]))
     D = tl.reshape(D, [C, 16])
     X0 = tl.where(block == 0, D, 0.0)
     R = tl.dot(X0, tl.trans(L0), input_precision=PRECISION)
-    _, R1, R2, R3 = quarters(R)
+    _, R1, _, _ = quarters(R)
     X1 = tl.where(block == 1, D, 0.0) - tl.dot(R1, D1, input_precision=PRECISION)
     R = tl.dot(X1, tl.trans(L1), R, input_precision=PRECISION)
-    _, _, R2, R3 = quarters(R)
+    _, _, R2, _ = quarters(R)
     X2 = tl.where(block == 2, D, 0.0) - tl.dot(R2, D2, input_precision=PRECISION)
     R = tl.dot(X2, tl.trans(L2), R, input_precision=PRECISION)
     _, _, _, R3 = quarters(R)
