@@ -163,7 +163,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
         return 16_384 if "scan" in name or call.arch != HOPPER else 4096
     if call.K == 256 and "scan" in name and call.arch != HOPPER:  # ptxas gives up on some, all spilled
         return 16_384
-    if launch.arguments.get("FAR") or name == "prepare_channel_kernel":  # by the way for strong decay
+    if launch.arguments.get("FAR") or launch.arguments.get("PART") == 2:  # the way for strong decay
         return 4096
     if call.arch != HOPPER and name.startswith(("prepare", "tail")):  # operands of products are registers there
         return 2048
