@@ -51,6 +51,14 @@ def test_named_types_come_back_as_themselves(model_type, tmp_path):
     assert same_state(base, model.model)
 
 
+def test_weight_files_of_a_variant(tmp_path):
+    """`variant` is transformers' word for a suffix of the weight files; the configuration must not use it."""
+    model = tiny_model("gated_deltanet")
+    model.save_pretrained(tmp_path, variant="fp16")
+    assert (tmp_path / "model.fp16.safetensors").is_file()
+    assert same_state(AutoModelForCausalLM.from_pretrained(tmp_path, variant="fp16"), model)
+
+
 @pytest.mark.parametrize("model_type", FLA_HUB_KEYS)
 @pytest.mark.feature("fla-hub checkpoints, both ways")
 def test_parameter_names_are_those_of_fla_hub(model_type):

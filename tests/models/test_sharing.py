@@ -31,7 +31,7 @@ class TestModelCard:
     def test_says_what_the_model_is(self, model_type):
         model = tiny_named(model_type, **HYBRID, training_data="A shelf of books.")
         card = make_model_card(model, "me/mine", tags=["books"])
-        spec = model.config.variant
+        spec = model.config.spec
         for fact in (
             spec.summary,
             spec.equation,

@@ -187,7 +187,7 @@ class DeltaRuleConfig(PreTrainedConfig):
         return fsdp_plan(self)
 
     @property
-    def variant(self) -> DeltaRuleSpec:
+    def spec(self) -> DeltaRuleSpec:
         """The spec of the linear layers: that of `mixer`, with the output gate switched as `use_gate` says."""
         spec = get_variant(self.mixer)
         if self.use_gate == (spec.output_gate != "none"):
@@ -198,7 +198,7 @@ class DeltaRuleConfig(PreTrainedConfig):
     def mixer_kwargs(self) -> dict[str, Any]:
         """What `deltazoo.layers.DeltaRuleAttention` takes, apart from the layer index."""
         return {
-            "variant": self.variant,
+            "variant": self.spec,
             "hidden_size": self.hidden_size,
             "num_heads": self.num_heads,
             "head_dim": self.head_dim,

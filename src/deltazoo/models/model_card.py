@@ -91,7 +91,7 @@ def make_model_card(model: PreTrainedModel, name: str | None = None, tags: list[
     sections = [
         f"# {' and '.join(mixers)}, {_short(model.num_parameters())} parameters",
         f"A {words} of deltazoo, the model zoo for delta-rule linear attention.",
-        *([_variant_section(config.variant)] if config.mixer in mixers else []),
+        *([_variant_section(config.spec)] if config.mixer in mixers else []),
         _table(_sizes(model, mixers)),
         f"## Training data\n\n{config.training_data or 'Not recorded.'}",
         _loading_section(auto_class, name or "PATH", has_remote_code(config)),

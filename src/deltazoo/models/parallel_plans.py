@@ -50,7 +50,7 @@ def fsdp_plan(config: "DeltaRuleConfig") -> dict[Any, str]:
     """
     blocks = "free_full_weight"
     plan: dict[Any, str] = {"embeddings": blocks, "layers.*": blocks, "norm": "keep_full_weight"}
-    gated = "linear_attention" in (config.layer_types or ()) and config.variant.decay != "none"
+    gated = "linear_attention" in (config.layer_types or ()) and config.spec.decay != "none"
     if gated and config.dtype in (torch.bfloat16, torch.float16):
         mixer = ["q_proj", "k_proj", "v_proj", "o_proj", *(name.removesuffix(".*") for name in _gates(config))]
         if config.use_short_conv:
@@ -60,7 +60,7 @@ def fsdp_plan(config: "DeltaRuleConfig") -> dict[Any, str]:
 
 
 def _gates(config: "DeltaRuleConfig") -> dict[str, str]:
-    spec = config.variant
+    spec = config.spec
     gates = {"o_norm": "delta_rule_shared_norm"}
     if spec.corrects:
         gates["b_proj"] = "colwise"
