@@ -60,6 +60,30 @@ def test_operators_and_layers_need_torch_and_einops_alone() -> None:
     run_without(others, "import deltazoo" + RUN_THE_OPERATOR + RUN_A_LAYER)
 
 
+def test_the_package_and_its_registry_need_neither_torch_nor_transformers() -> None:
+    run_without("torch,transformers,einops", "import deltazoo\nassert 'kda' in deltazoo.list_variants()")
+
+
+def test_what_the_root_offers_is_imported_when_asked_for() -> None:
+    """Also by a subpackage's name alone, and inside a compiled function."""
+    code = """
+    import sys
+    import deltazoo
+    assert not {"torch", "transformers"} & {*sys.modules}
+    assert {"models", "layers", "GatedDeltaNet", "DeltaRuleConfig"} <= {*dir(deltazoo)}
+    assert deltazoo.DeltaRuleSpec is type(deltazoo.get_variant("kda"))
+    assert callable(deltazoo.ops.step_size.exact)
+    assert "transformers" not in sys.modules
+    assert deltazoo.models.export_remote_code
+    assert deltazoo.layers.GatedDeltaNet is deltazoo.GatedDeltaNet
+    import torch
+    x = torch.ones(1, 3, 2, 4)
+    call = torch.compile(lambda x: deltazoo.delta_rule(x, x, x, x[..., 0]).output, fullgraph=True, backend="eager")
+    assert call(x).shape == x.shape
+    """
+    run_python(textwrap.dedent(code))
+
+
 def test_asking_for_triton_where_there_is_none_says_so() -> None:
     code = """
     import torch

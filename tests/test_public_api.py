@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from types import ModuleType
@@ -14,7 +15,20 @@ import deltazoo.ops
 
 PROMISED = {
     "deltazoo": [
+        "EFLA",
+        "DeltaNet",
+        "DeltaRuleAttention",
+        "DeltaRuleConfig",
+        "DeltaRuleForCausalLM",
+        "DeltaRuleModel",
         "DeltaRuleOutput",
+        "DeltaRuleSpec",
+        "GatedDeltaNet",
+        "KimiDeltaAttention",
+        "LayerStates",
+        "LinearAttention",
+        "Longhorn",
+        "NegativeEigenvalueDeltaNet",
         "accelerate",
         "delta_rule",
         "delta_rule_step",
@@ -119,6 +133,15 @@ def test_signature_is_the_contract(name: str) -> None:
 def test_the_package_and_its_operators_are_the_same_objects() -> None:
     for name in ("delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step", "DeltaRuleOutput"):
         assert getattr(deltazoo, name) is getattr(deltazoo.ops, name)
+
+
+def test_editors_see_the_names_that_are_imported_when_asked_for() -> None:
+    """The block under TYPE_CHECKING, which only editors and type checkers read, lists the same names."""
+    (block,) = (node for node in ast.parse(inspect.getsource(deltazoo)).body if isinstance(node, ast.If))
+    shown = {f"{node.module}.{alias.name}" for node in block.body for alias in node.names}
+    functions = {f"deltazoo.{module}.{name}" for module, names in deltazoo._NAMES.items() for name in names}
+    assert shown == functions | {f"deltazoo.{name}" for name in deltazoo._SUBPACKAGES}
+    assert set(deltazoo._SUBPACKAGE_OF) <= set(deltazoo.__all__)
 
 
 def test_the_nine_variants_are_registered() -> None:

@@ -3,27 +3,68 @@
     S_t = (I - beta_t k_t k_t^T) D_t S_{t-1} + beta_t k_t v_t^T,     o_t = S_t^T q_t
 
 One recurrence gives DeltaNet, Gated DeltaNet, EFLA, Longhorn, Kimi Delta Attention and their negative-eigenvalue forms.
-Importing the package makes their models known to transformers' Auto classes.
+Importing the package makes their models known to transformers' Auto classes. It imports neither torch nor transformers:
+a name is imported from its module when it is first asked for.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from deltazoo import spec as spec
 from deltazoo import variants as variants  # importing it registers the variants
 from deltazoo._auto_registration import expect_model_types
-from deltazoo.layers import report
-from deltazoo.ops import DeltaRuleOutput, delta_rule, delta_rule_step, linear_attention, linear_attention_step
-from deltazoo.spec import get_variant, list_variants, register_variant
+from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants, register_variant
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the names below, for editors and type checkers
+    from deltazoo import acceleration as acceleration
+    from deltazoo import bench as bench
+    from deltazoo import evaluation as evaluation
+    from deltazoo import generation as generation
+    from deltazoo import lab as lab
+    from deltazoo import layers as layers
+    from deltazoo import models as models
+    from deltazoo import ops as ops
+    from deltazoo import swap as swap
+    from deltazoo import training as training
     from deltazoo.acceleration import accelerate as accelerate
     from deltazoo.acceleration import restore as restore
     from deltazoo.generation import generate as generate
+    from deltazoo.layers import EFLA as EFLA
+    from deltazoo.layers import DeltaNet as DeltaNet
+    from deltazoo.layers import DeltaRuleAttention as DeltaRuleAttention
+    from deltazoo.layers import GatedDeltaNet as GatedDeltaNet
+    from deltazoo.layers import KimiDeltaAttention as KimiDeltaAttention
+    from deltazoo.layers import LayerStates as LayerStates
+    from deltazoo.layers import LinearAttention as LinearAttention
+    from deltazoo.layers import Longhorn as Longhorn
+    from deltazoo.layers import NegativeEigenvalueDeltaNet as NegativeEigenvalueDeltaNet
+    from deltazoo.layers import report as report
+    from deltazoo.models import DeltaRuleConfig as DeltaRuleConfig
+    from deltazoo.models import DeltaRuleForCausalLM as DeltaRuleForCausalLM
+    from deltazoo.models import DeltaRuleModel as DeltaRuleModel
+    from deltazoo.ops import DeltaRuleOutput as DeltaRuleOutput
+    from deltazoo.ops import delta_rule as delta_rule
+    from deltazoo.ops import delta_rule_step as delta_rule_step
+    from deltazoo.ops import linear_attention as linear_attention
+    from deltazoo.ops import linear_attention_step as linear_attention_step
     from deltazoo.swap import swap_attention as swap_attention
     from deltazoo.swap import unswap_attention as unswap_attention
 
 __all__ = [
+    "EFLA",
+    "DeltaNet",
+    "DeltaRuleAttention",
+    "DeltaRuleConfig",
+    "DeltaRuleForCausalLM",
+    "DeltaRuleModel",
     "DeltaRuleOutput",
+    "DeltaRuleSpec",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "LayerStates",
+    "LinearAttention",
+    "Longhorn",
+    "NegativeEigenvalueDeltaNet",
     "accelerate",
     "delta_rule",
     "delta_rule_step",
@@ -41,24 +82,57 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_NEED_TRANSFORMERS = {
-    "accelerate": "deltazoo.acceleration",
-    "generate": "deltazoo.generation",
-    "restore": "deltazoo.acceleration",
-    "swap_attention": "deltazoo.swap",
-    "unswap_attention": "deltazoo.swap",
+_NAMES = {
+    "acceleration": ("accelerate", "restore"),
+    "generation": ("generate",),
+    "layers": (
+        "EFLA",
+        "DeltaNet",
+        "DeltaRuleAttention",
+        "GatedDeltaNet",
+        "KimiDeltaAttention",
+        "LayerStates",
+        "LinearAttention",
+        "Longhorn",
+        "NegativeEigenvalueDeltaNet",
+        "report",
+    ),
+    "models": ("DeltaRuleConfig", "DeltaRuleForCausalLM", "DeltaRuleModel"),
+    "ops": ("DeltaRuleOutput", "delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step"),
+    "swap": ("swap_attention", "unswap_attention"),
 }
-"""Public functions by the module that is imported when one is first asked for."""
+"""Public names by the subpackage that each is imported from when it is first asked for."""
+
+_SUBPACKAGES = (
+    "acceleration",
+    "bench",
+    "evaluation",
+    "generation",
+    "lab",
+    "layers",
+    "models",
+    "ops",
+    "swap",
+    "training",
+)
+"""What `import deltazoo` makes available as an attribute; imported when first asked for, too."""
+
+_SUBPACKAGE_OF = {name: subpackage for subpackage, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEED_TRANSFORMERS:
-        return getattr(importlib.import_module(_NEED_TRANSFORMERS[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _SUBPACKAGE_OF:
+        value = getattr(importlib.import_module(f"deltazoo.{_SUBPACKAGE_OF[name]}"), name)
+    elif name in _SUBPACKAGES:
+        value = importlib.import_module(f"deltazoo.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # the next access does not come here
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})
 
 
 expect_model_types()
