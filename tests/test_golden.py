@@ -1,0 +1,87 @@
+"""Checkpoints and operator results as they were frozen (tests/golden/freeze.py) still come out the same.
+
+In float64 each result agrees to the rounding of the file, float32. In float32 and bfloat16 its error may be a small
+multiple of what it was: another CPU or number of threads adds up in another order, which changes the rounding, not its
+size.
+"""
+
+import json
+
+import pytest
+import torch
+from golden.freeze import (
+    CHECKPOINTS,
+    ROUNDING,
+    RUNTIME_KEYS,
+    model_errors,
+    model_results,
+    operator_results,
+    read_checkpoint,
+    read_operator_results,
+)
+from helpers import relative_errors
+from transformers import AutoModelForCausalLM
+
+import deltazoo
+
+ROUNDED = json.loads(ROUNDING.read_text())
+CASES = read_operator_results()
+NAMES = sorted(folder.name for folder in CHECKPOINTS.iterdir() if folder.name not in RUNTIME_KEYS)
+FILE = 2e-7
+"""Rounding of what is in the files, 2**-24, and of float64 results that happen to lie on the other side of a tie."""
+SINGLE_INSIDE = ("swapped_llama",)
+"""Their own layers compute norms and rotary angles in float32 whatever the model's dtype."""
+
+
+def assert_no_larger(errors: dict[str, float], allowed: float) -> None:
+    wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= allowed}
+    assert not wrong, f"relative errors above {allowed:.1e}: {wrong}"
+
+
+def test_every_variant_has_a_checkpoint():
+    assert {f"delta_rule_{variant}" for variant in deltazoo.list_variants()} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_gives_the_same_loss_logits_and_gradients(name):
+    tokens, expected = read_checkpoint(name)
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name)
+    errors = model_errors(model_results(model, tokens), expected)
+    assert_no_larger(errors, 4 * ROUNDED[f"checkpoints/{name}"]["float32"])
+    if name not in SINGLE_INSIDE:
+        assert_no_larger(model_errors(model_results(model.double(), tokens), expected), FILE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_gives_the_same_logits_in_bfloat16(name):
+    tokens, expected = read_checkpoint(name)
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name, dtype=torch.bfloat16)
+    errors = model_errors(model_results(model, tokens), expected)
+    assert_no_larger({"logits": errors["logits"]}, 2 * ROUNDED[f"checkpoints/{name}"]["bfloat16"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_saves_back_as_it_was(name, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    old, new = model.state_dict(), again.state_dict()
+    assert old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in old)
+
+
+def test_runtime_keys_of_an_old_checkpoint_leave_the_results_alone():
+    tokens, expected = read_checkpoint("delta_rule_gated_deltanet")
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "runtime_keys_cpu")
+    allowed = 4 * ROUNDED["checkpoints/delta_rule_gated_deltanet"]["float32"]
+    assert_no_larger(model_errors(model_results(model, tokens), expected), allowed)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_operator_gives_the_same_results_on_hard_inputs(name):
+    inputs, expected = CASES[name]
+    for backend in ("reference", "chunkwise"):
+        double = inputs.double()
+        assert_no_larger(relative_errors(operator_results(name, double, backend), expected, double), FILE)
+    errors = relative_errors(operator_results(name, inputs, "chunkwise"), expected, inputs)
+    assert_no_larger(errors, 4 * ROUNDED[f"operator/{name}"]["float32"] + FILE)
