@@ -79,7 +79,7 @@ PRESETS = {
         llama={"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 3, "intermediate_size": 256},
         vocab_size=512,
         teacher=FineTuningConfig(
-            steps=1000, row_length=256, rows_per_batch=4, learning_rate=4e-3, schedule="linear", warmup_steps=50,
+            steps=1000, row_length=256, rows_per_batch=4, learning_rate=4e-3, schedule="linear", warmup=0.05,
             log_every=25, evaluate_every=250, evaluation_rows=32, save_every=500, keep_checkpoints=1,
         ),
         scratch_rows=2,
@@ -94,7 +94,7 @@ PRESETS = {
         llama={"hidden_size": 640, "num_hidden_layers": 10, "num_attention_heads": 5, "intermediate_size": 1728},
         vocab_size=4096,
         teacher=FineTuningConfig(
-            steps=400, row_length=1024, rows_per_batch=32, learning_rate=1.5e-3, schedule="linear", warmup_steps=40,
+            steps=400, row_length=1024, rows_per_batch=32, learning_rate=1.5e-3, schedule="linear", warmup=0.1,
             log_every=10, evaluate_every=100, evaluation_rows=64, save_every=200, keep_checkpoints=1,
         ),
         scratch_rows=8,

@@ -19,7 +19,6 @@ print("deltazoo", deltazoo.__version__, "works from the wheel")
 """
 SMALL = (
     "training.steps=2",
-    "training.warmup_steps=0",
     "training.rows_per_batch=1",
     "training.evaluation_rows=1",
     "data.max_train_bytes=500000",

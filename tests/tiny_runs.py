@@ -33,7 +33,7 @@ def run_config(text: Path, output: Path, **changes: dict[str, Any]) -> RunConfig
         "model": {"mixer": "gated_deltanet", "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "head_dim": 16}
         | {"expand_v": 1, "intermediate_size": 48, "tie_word_embeddings": True},
         "training": {"steps": 8, "row_length": 48, "rows_per_batch": 2, "learning_rate": 3e-3, "log_every": 1}
-        | {"evaluate_every": 4, "evaluation_rows": 2, "save_every": 4, "warmup_steps": 2, "precision": "fp32"},
+        | {"evaluate_every": 4, "evaluation_rows": 2, "save_every": 4, "warmup": 0.1, "precision": "fp32"},
     }
     for section, keys in changes.items():
         values[section] = {**values[section], **keys}

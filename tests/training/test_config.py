@@ -52,7 +52,8 @@ def test_a_written_configuration_reads_back_the_same(minimal: Path, tmp_path: Pa
         ("training.schedule=cosin", "training.schedule must be one of"),
         ("training.betas=[0.9]", "training.betas must be a list of 2"),
         ("training.betas=[0.9, 1.0]", r"training.betas must lie in \[0, 1\)"),
-        ("training.warmup_steps=11", r"training.warmup_steps must lie between 0 and steps \(10\)"),
+        ("training.warmup=11", "training.warmup is a share of the steps, between 0 and 1, got 11.0"),
+        ("training.warmup_steps=3", r"unknown key 'training.warmup_steps': did you mean 'warmup'\?"),
         ("training.save_every=15", "must be a multiple of training.log_every"),
         ("data.validation_fraction=1.5", "data.validation_fraction must lie between 0 and 1"),
         ("data.streaming=true", "needs data.max_validation_bytes"),
@@ -68,6 +69,18 @@ def test_a_written_configuration_reads_back_the_same(minimal: Path, tmp_path: Pa
 def test_bad_values_are_refused_by_name(minimal: Path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(minimal, [override])
+
+
+def test_the_warm_up_is_a_share_of_the_steps(minimal: Path) -> None:
+    for steps, expected in ((1500, 30), (5, 0), (1, 0)):
+        assert (
+            load_config(minimal, [f"training.steps={steps}", "training.warmup=0.02"]).training.warmup_steps == expected
+        )
+
+
+def test_a_file_of_an_earlier_version_counts_the_warm_up_in_steps(minimal: Path) -> None:
+    minimal.write_text(minimal.read_text().replace("steps: 10,", "steps: 28610, warmup_steps: 954,"))
+    assert load_config(minimal).training.warmup_steps == 954
 
 
 def test_a_missing_key_is_named(minimal: Path) -> None:
@@ -97,4 +110,4 @@ def test_every_key_of_every_section_is_documented() -> None:
 
 
 def test_the_tiny_run_of_the_tests_is_valid(tmp_path: Path) -> None:
-    assert run_config(tmp_path, tmp_path, training={"steps": 3, "warmup_steps": 1}).training.steps == 3
+    assert run_config(tmp_path, tmp_path, training={"steps": 3}).training.steps == 3

@@ -42,7 +42,7 @@ def test_a_mark_keeps_a_matrix_from_decaying_and_frozen_parameters_are_left_out(
 
 
 def settings(**changes: object) -> OptimizationConfig:
-    values = {"steps": 100, "row_length": 8, "rows_per_batch": 1, "learning_rate": 1.0, "warmup_steps": 10}
+    values = {"steps": 100, "row_length": 8, "rows_per_batch": 1, "learning_rate": 1.0, "warmup": 0.1}
     return OptimizationConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -58,5 +58,5 @@ def test_the_learning_rate_rises_to_the_peak_and_falls_to_its_end(schedule: str)
 
 
 def test_a_constant_rate_stays_at_the_peak() -> None:
-    chosen = settings(schedule="constant", warmup_steps=0)
+    chosen = settings(schedule="constant", warmup=0.0)
     assert {learning_rate_factor(step, chosen) for step in range(100)} == {1.0}

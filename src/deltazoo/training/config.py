@@ -105,7 +105,7 @@ class OptimizationConfig:
         accumulation: forward passes per optimizer step.
         learning_rate: peak learning rate of AdamW.
         schedule: after the warm-up: down to ``min_learning_rate_ratio`` along a cosine or a line, or constant.
-        warmup_steps: steps over which the learning rate rises linearly from 0.
+        warmup: share of the steps over which the learning rate rises linearly from 0.
         min_learning_rate_ratio: final over peak learning rate; 1.0 is refused (that is ``schedule: constant``).
         weight_decay: AdamW decay; never on A_log, dt_bias, norms and biases.
         betas: AdamW moment decays.
@@ -128,7 +128,7 @@ class OptimizationConfig:
     learning_rate: float
     accumulation: int = 1
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 0
+    warmup: float = 0.0
     min_learning_rate_ratio: float = 0.0
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -154,10 +154,8 @@ class OptimizationConfig:
                 raise ValueError(f"{self.section}.{name} must be positive and finite, got {value}")
         if self.weight_decay < 0:
             raise ValueError(f"{self.section}.weight_decay must not be negative, got {self.weight_decay}")
-        if not 0 <= self.warmup_steps <= self.steps:
-            raise ValueError(
-                f"{self.section}.warmup_steps must lie between 0 and steps ({self.steps}), got {self.warmup_steps}"
-            )
+        if not 0.0 <= self.warmup <= 1.0:
+            raise ValueError(f"{self.section}.warmup is a share of the steps, between 0 and 1, got {self.warmup}")
         if not 0.0 <= self.min_learning_rate_ratio < 1.0:
             raise ValueError(
                 f"{self.section}.min_learning_rate_ratio must lie in [0, 1), got {self.min_learning_rate_ratio}"
@@ -171,6 +169,11 @@ class OptimizationConfig:
                 f"{self.section}.save_every ({self.save_every}) must be a multiple of "
                 f"{self.section}.log_every ({self.log_every})"
             )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up."""
+        return round(self.warmup * self.steps)
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,8 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
         raise ValueError(f"{path} is not a YAML file: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
+    for section in values.values():
+        _translate_warmup(section)
     for override in overrides:
         _apply(values, override)
     try:
@@ -251,6 +256,12 @@ class Configuration(Protocol):
 def save_config(config: Configuration, path: str | Path) -> None:
     """Write the configuration with every default spelled out, so that the file alone repeats the run."""
     Path(path).write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
+
+
+def _translate_warmup(section: Any) -> None:
+    """Files written by earlier versions, also beside saved models, count the warm-up in steps."""
+    if isinstance(section, dict) and "warmup_steps" in section and isinstance(section.get("steps"), int):
+        section["warmup"] = section.pop("warmup_steps") / max(section["steps"], 1)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
