@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from tiny_models import CASES, FEW, tiny_config, tiny_model, tokens
+from torch.export.graph_signature import InputKind
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -234,3 +235,22 @@ def test_layers_of_a_static_cache_count_together(case):
     cache.reset()
     filled(model, tokens(2, 2), cache)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [2] * len(cache.layers)
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv"])
+def test_an_exported_step_has_as_many_inputs_as_states(case):
+    """torch.export takes a cache apart by following every reference; each state is one input, once."""
+    exporter = pytest.importorskip("transformers.exporters.exporter_dynamo")  # older versions have none
+    num_layers = 5
+    model = tiny_model(case, num_hidden_layers=num_layers)
+    cache = filled(model, tokens(1, 4), DynamicCache(config=model.config))
+    exporter.register_cache_pytrees_for_model(model)
+    leaves = torch.utils._pytree.tree_leaves(cache)
+    assert len(leaves) == num_layers * (1 if "without_conv" in case else 2)
+
+    step, token = copy.deepcopy(cache), tokens(1, 1)
+    program = torch.export.export(model, (), {"input_ids": token, "past_key_values": step}, strict=False)
+    inputs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    assert len(inputs) == 1 + len(leaves)
+    exported = program.module()(input_ids=token, past_key_values=step)
+    torch.testing.assert_close(exported.logits, next_logits(model, cache, token))

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from tiny_models import CASES, FEW, MORE, TYPES, tiny_model, tiny_named, tokens
+from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 SAMPLING = pytest.mark.feature("sampling")
 BEAM_SEARCH = pytest.mark.feature("beam search")
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 
 def greedy_loop(model, ids, new_tokens, attention_mask=None):
@@ -211,3 +213,27 @@ class TestStaticCache:
         assert torch.equal(
             model.generate(ids, cache_implementation="static", **options), model.generate(ids, **options)
         )
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "hybrid", "hybrid_softmax_first"])
+class TestFewerLayers:
+    """As in transformers' own models, `num_hidden_layers` says how many of the layers run."""
+
+    def test_loaded(self, case, tmp_path):
+        model, ids = tiny_model(case), tokens(2, 5)
+        model.save_pretrained(tmp_path / "both")
+        first = AutoModelForCausalLM.from_pretrained(tmp_path / "both", num_hidden_layers=1)
+        model.model.layers = model.model.layers[:1]
+        model.config.num_hidden_layers = 1
+        assert torch.equal(first(ids).logits, model(ids).logits)
+        assert torch.equal(first.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+        assert first.config.layer_types == model.config.layer_types[:1]
+
+    def test_early_exit(self, case):
+        model, ids = tiny_model(case), tokens(1, 5)
+        assert torch.equal(model.generate(ids, assistant_early_exit=1, **GREEDY), model.generate(ids, **GREEDY))
+
+
+def test_continuous_batching_is_refused():
+    with pytest.raises(NotImplementedError, match="state transformers' continuous batching"):
+        tiny_model("hybrid").generate_batch([[1, 2, 3]])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_hosts import OWN, SLIDING, VOCAB, precise, tiny_host, tokens
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import deltazoo
 from deltazoo.models import DeltaRuleCacheLayer
@@ -122,3 +122,24 @@ def test_compiled_decoding_never_traces_again(family, layers):
             torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     torch._dynamo.reset()
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("layers", ["all", [0, 2], [3]], ids=str)
+def test_fewer_layers(layers, tmp_path):
+    model = swapped("llama", layers)
+    model.save_pretrained(tmp_path)
+    first = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2)
+    model.config.num_hidden_layers = 2  # transformers' models then run their first two layers
+    assert torch.equal(generate(first), generate(model))
+
+
+@pytest.mark.parametrize("layers", ["all", [1]], ids=str)
+def test_early_exit(layers):
+    model, inputs = swapped("qwen3", layers), {"input_ids": tokens(1, 6)}
+    assert torch.equal(generate(model, inputs=inputs, assistant_early_exit=1), generate(model, inputs=inputs))
+
+
+@pytest.mark.parametrize("layers", ["all", [1]], ids=str)
+def test_continuous_batching_is_refused(layers):
+    with pytest.raises(NotImplementedError, match="state transformers' continuous batching"):
+        swapped("llama", layers).generate_batch([[1, 2, 3], [4, 5]])

@@ -5,7 +5,7 @@ or the user made. transformers' own linear-attention cache layer will not do: it
 such layers alone has no length, and it forgets the state of layers without a convolution.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,22 +41,17 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         static: write new states into the tensors of the first call, whose addresses then never change, and count tokens
             on the device: what a `StaticCache` promises to compiled code and CUDA graphs.
         mask_length: what the cache's softmax layers make masks for, if their number of keys is fixed.
-        earlier: layers of the same static cache that are filled before this one. All see the same tokens, so the first
-            that is filled counts for all.
     """
 
     is_sliding = False
     supports_early_init = False
 
-    def __init__(
-        self, static: bool = False, mask_length: int | None = None, earlier: Sequence["DeltaRuleCacheLayer"] = ()
-    ) -> None:
+    def __init__(self, static: bool = False, mask_length: int | None = None) -> None:
         CacheLayerMixin.__init__(self)
         LinearAttentionCacheLayerMixin.__init__(self)
         self.static = static
         self.mask_length = mask_length
         self.num_tokens: int | Tensor = 0
-        self._earlier = earlier
         self._counts = True
         self._before: MixerState | None = None
         self._steps: list[_Step] = []
@@ -85,11 +80,18 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             return None
         return MixerState(self.conv_states[0], self.recurrent_states[0])  # type: ignore[arg-type]
 
-    def store(self, state: MixerState, num_new_tokens: int) -> None:
-        """Keep the state after `num_new_tokens` more tokens."""
+    def store(self, state: MixerState, num_new_tokens: int, others: Iterable[Any] = ()) -> None:
+        """Keep the state after `num_new_tokens` more tokens.
+
+        Args:
+            state: of the layer.
+            num_new_tokens: since the last call.
+            others: layers of the same static cache. All see the same tokens, so the first that is filled counts for
+                all. They are not kept here: what exports a cache follows every reference.
+        """
         if self.static:
             self._overwrite(state)
-            self._count_on_device(num_new_tokens, state.recurrent.device)
+            self._count_on_device(num_new_tokens, state.recurrent.device, others)
         else:
             self._keep(state)
             self.num_tokens += num_new_tokens
@@ -112,9 +114,9 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.device, self.dtype = state.recurrent.device, state.recurrent.dtype  # type: ignore[assignment]
         self.is_initialized = True
 
-    def _count_on_device(self, num_new_tokens: int, device: torch.device) -> None:
+    def _count_on_device(self, num_new_tokens: int, device: torch.device, others: Iterable[Any]) -> None:
         if isinstance(self.num_tokens, int):
-            counts = (layer.num_tokens for layer in self._earlier)
+            counts = (layer.num_tokens for layer in others if isinstance(layer, DeltaRuleCacheLayer))
             shared = next((count for count in counts if isinstance(count, Tensor)), None)
             self._counts = shared is None
             self.num_tokens = _at_fixed_address(torch.tensor(0, device=device)) if shared is None else shared
@@ -278,7 +280,7 @@ class CacheStates:
 
     def set_state(self, layer_idx: int, state: MixerState, num_new_tokens: int) -> None:
         """Keep the layer's state after `num_new_tokens` further tokens."""
-        _layer(self.cache, layer_idx).store(state, num_new_tokens)
+        _layer(self.cache, layer_idx).store(state, num_new_tokens, self.cache.layers)
 
 
 def _at_fixed_address(x: Any) -> Any:
@@ -315,7 +317,7 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
 
     Args:
         cache: a `DynamicCache` (with or without config) or a `StaticCache`.
-        layer_types: the model's, from its config.
+        layer_types: of the layers that run.
 
     Raises:
         ValueError: the cache has other layers than the model, and has been used.
@@ -360,8 +362,7 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
         )
     # Windows of sliding layers are shorter than what full softmax layers make masks for.
     lengths = [other.max_cache_len for other in cache.layers if isinstance(other, StaticLayer)]
-    earlier = [other for other in cache.layers[:index] if isinstance(other, DeltaRuleCacheLayer)]
-    replacement = DeltaRuleCacheLayer(isinstance(cache, StaticCache), max(lengths, default=None), earlier)
+    replacement = DeltaRuleCacheLayer(isinstance(cache, StaticCache), max(lengths, default=None))
     if getattr(layer, "record_past", False):
         replacement.activate_past_recording()
     cache.layers[index] = replacement

@@ -60,7 +60,12 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
 
     def prepare_cache(self, cache: Cache) -> None:
         """Make a fresh `DynamicCache` or `StaticCache` fit this model's layers, in place; ValueError if it cannot."""
-        prepare_cache(cache, self.config.layer_types or ())
+        prepare_cache(cache, self.running_layer_types)
+
+    @property
+    def running_layer_types(self) -> list[str]:
+        """Of the layers that a forward pass runs: transformers' early exit lowers `num_hidden_layers` for a while."""
+        return (self.config.layer_types or [])[: self.config.num_hidden_layers]
 
 
 class DeltaRuleModel(DeltaRulePreTrainedModel):
@@ -69,6 +74,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
     def __init__(self, config: DeltaRuleConfig) -> None:
         super().__init__(config)
         assert config.num_hidden_layers is not None and config.layer_types is not None
+        if len(config.layer_types) > config.num_hidden_layers:  # from_pretrained(..., num_hidden_layers=n)
+            config.layer_types = config.layer_types[: config.num_hidden_layers]
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DeltaRuleBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, liger=config.liger)
@@ -122,7 +129,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
 
         softmax = self._softmax_inputs(inputs_embeds, sequences, past_key_values, kwargs)
         hidden_states = inputs_embeds
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(hidden_states, sequences=sequences, softmax=softmax, past_key_values=past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
@@ -153,7 +160,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
     def _softmax_inputs(
         self, x: Tensor, sequences: BatchSequences, cache: Cache | None, kwargs: Mapping[str, Any]
     ) -> SoftmaxInputs | None:
-        if self.rotary_emb is None:
+        if self.rotary_emb is None or "full_attention" not in self.running_layer_types:
             return None
         positions, packed = sequences.position_ids, sequences.document_positions
         if isinstance(sequences.attention_mask, Mapping):

@@ -208,6 +208,13 @@ def captured_steps(model: nn.Module) -> Iterator[None]:
 class CapturedGeneration:
     """What a causal language model adds to transformers' `generate`; stands before `GenerationMixin` in its bases."""
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: `generate_batch` and its kin share pages of keys and values among requests; a state has no pages."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has delta-rule layers, whose state transformers' continuous batching "
+            '(generate_batch, cache_implementation="paged") cannot hold: pass generate a padded batch'
+        )
+
     def generate(self, *args: Any, capture_step: bool = False, **kwargs: Any) -> Any:
         """As in transformers, and:
 

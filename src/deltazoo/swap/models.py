@@ -30,6 +30,7 @@ from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.cache import prepare_cache_layer
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
+from deltazoo.models.step_capture import CapturedGeneration
 from deltazoo.swap.attention import SwappedAttention
 from deltazoo.swap.batch import describe_batches, token_mask_for
 from deltazoo.swap.hosted_attention import HostedDeltaAttention
@@ -86,7 +87,7 @@ class SwappedModel(ModelWithDeltaLayers):
         install(self, host)
 
 
-class SwappedGeneration(GenerationMixin):
+class SwappedGeneration(CapturedGeneration, GenerationMixin):
     """What a swapped model needs to generate."""
 
     def prepare_inputs_for_generation(  # type: ignore[override]
@@ -120,12 +121,14 @@ class SwappedGeneration(GenerationMixin):
 
 
 def _delta_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
-    """The swapped layers as recorded; JSON made strings of their numbers."""
+    """The swapped layers as recorded, of those that run; JSON made strings of their numbers."""
     if not config.delta_layers:
         raise ValueError(
             f"a {type(config).__name__} without delta_layers describes no model; swap_attention writes them"
         )
-    return {int(index): options for index, options in config.delta_layers.items()}
+    layers = {int(index): options for index, options in config.delta_layers.items()}
+    # from_pretrained(..., num_hidden_layers=n) keeps the first n layers, and so does early exit for a while.
+    return {index: options for index, options in layers.items() if index < config.num_hidden_layers}
 
 
 def build_swapped_attention(
