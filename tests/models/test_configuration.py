@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from tiny_models import CONFIGS, HYBRID, OPTIONS, SIZES, tiny_config
+from transformers import AutoConfig
 
 from deltazoo.models import (
     DeltaNetConfig,
@@ -66,8 +67,6 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({**HYBRID, "num_attention_heads": 5}, "must divide hidden_size = 32, got 5"),
         ({**HYBRID, "num_key_value_heads": 3}, "must divide num_attention_heads = 4, got 3"),
         ({**HYBRID, "num_attention_heads": 32, "num_key_value_heads": 32}, "even head size, got 32 / 32 = 1"),
-        ({"num_attention_heads": 4}, "layer_types has none"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "layer_types has none"),
         ({"num_v_heads": 3}, "multiple of num_heads = 2, got 3"),
         ({"num_heads": 3, "head_dim": None}, "num_heads must divide hidden_size = 32"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be positive, got 0"),
@@ -84,6 +83,85 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
 def test_contradictions_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         DeltaRuleForCausalLM(DeltaRuleConfig(**{**SIZES, **overrides}))
+
+
+@pytest.mark.feature("configurations survive saving")
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_what_was_saved_loads_with_keys_of_others(model_type, tmp_path):
+    """Whatever other tools set on a configuration: scripts for LoRA, Unsloth, older versions of transformers."""
+    foreign = {
+        "pretraining_tp": 1,
+        "tokenizer_class": "LlamaTokenizer",
+        "is_decoder": True,
+        "torchscript": False,
+        "attention_bias": True,
+        "unsloth_version": "2026.1",
+        "rms_norm_eps": 1.0,
+        "nested": {"list": [1, None]},
+    }
+    # As others read them, and through the keys that fla-hub's classes need as well.
+    for overrides in ({}, HYBRID):
+        config = CONFIGS[model_type](**{**SIZES, **overrides})
+        for key, value in foreign.items():
+            setattr(config, key, value)
+        with pytest.warns(UserWarning, match="keys that do not act on this model are kept: 'attention_bias'"):
+            config.save_pretrained(tmp_path)
+        with pytest.warns(UserWarning, match="'rms_norm_eps' .unknown; did you mean 'norm_eps'") as warned:
+            loaded = AutoConfig.from_pretrained(tmp_path)
+        assert len(warned) == 1 and "tokenizer_class" not in str(warned[0].message)  # AutoTokenizer reads it
+        assert loaded.to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
+        assert {key: getattr(loaded, key) for key in foreign} == foreign
+        # A configuration of the same keys, as tools make it from the dictionary.
+        with pytest.warns(UserWarning, match="do not act"):
+            assert type(loaded)(**loaded.to_dict()).to_dict() == loaded.to_dict()
+
+
+@pytest.mark.feature("errors: configurations")
+class TestUnknownKeys:
+    def test_a_caller_gets_an_error_and_a_file_does_not(self):
+        with pytest.raises(ValueError, match="unknown key 'attention_bias'"):
+            DeltaRuleConfig(attention_bias=True)
+        with pytest.warns(UserWarning, match="'attention_bias'"):  # a file without transformers_version
+            assert DeltaRuleConfig.from_dict({"attention_bias": True}).attention_bias
+
+    @pytest.mark.parametrize("typo", ["hiden_size", "hidden_sizes", "num_kv_heads", "mixr", "conv_szie"])
+    def test_a_typo_is_refused_wherever_it_comes_from(self, typo):
+        with pytest.raises(ValueError, match=f"unknown key '{typo}'; did you mean"):
+            DeltaRuleConfig.from_dict({typo: 4})
+        config = DeltaRuleConfig(**SIZES)
+        with pytest.raises(AttributeError, match=f"unknown key '{typo}'; did you mean"):
+            setattr(config, typo, 4)
+
+    @pytest.mark.parametrize(
+        ("key", "value"), [("hidden_act", "relu"), ("num_v_heads", 3), ("mixer", "kda"), ("layer_types", ["none"])]
+    )
+    def test_what_would_not_load_is_not_saved(self, key, value, tmp_path):
+        config = GatedDeltaNetConfig(**SIZES)
+        setattr(config, key, value)
+        with pytest.raises(ValueError, match=f"GatedDeltaNetConfig cannot be saved.*{key}"):
+            config.save_pretrained(tmp_path)
+        assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_keys_of_softmax_layers_wait_for_such_layers(model_type, tmp_path):
+    """A hybrid's keys with fewer layers, and tools that give every model num_attention_heads."""
+    keys = {"num_attention_heads": 4, "num_key_value_heads": 2, "qkv_bias": True}
+    keys["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    with pytest.warns(UserWarning, match=r"'num_attention_heads' \(acts on softmax layers, and layer_types has none"):
+        config = CONFIGS[model_type](**SIZES, **keys)
+    assert {key: getattr(config, key) for key in keys} == keys
+    assert '"num_attention_heads": 4' in repr(config)
+    with pytest.warns(UserWarning, match="'rope_parameters'"):
+        config.save_pretrained(tmp_path)
+        assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_softmax_heads_set_on_a_pure_model_can_be_printed(model_type):
+    config = CONFIGS[model_type](**SIZES)
+    config.num_attention_heads = 4
+    assert '"num_attention_heads": 4' in repr(config)
 
 
 @pytest.mark.feature("errors: configurations")

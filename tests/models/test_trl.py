@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tiny_hosts import tiny_host
 from tiny_models import VOCAB, tiny_model, tokens
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from deltazoo import swap_attention
 
 trl = pytest.importorskip("trl", reason="TRL is not installed; it comes with the extra `test`")
 
@@ -28,21 +31,28 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=str(VOCAB - 2), eos_token=str(VOCAB - 1))
 
 
+def settings(path: Path, **options: Any) -> dict[str, Any]:
+    """Of three steps on eight rows on the CPU."""
+    return {
+        "output_dir": str(path),
+        "max_steps": 3,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_length": 16,
+        "gradient_checkpointing": False,
+        **options,
+    }
+
+
 def losses(case: str, tokenizer: PreTrainedTokenizerFast, path: Path, **options: Any) -> list[float]:
     """Of three steps on all documents."""
-    arguments = trl.SFTConfig(
-        output_dir=str(path),
-        max_steps=3,
-        per_device_train_batch_size=len(DOCUMENTS),
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        disable_tqdm=True,
-        **{"max_length": 16, "gradient_checkpointing": False, **options},
-    )
+    arguments = trl.SFTConfig(**settings(path, **options))
     trainer = trl.SFTTrainer(
         model=tiny_model(case),
         args=arguments,
@@ -67,3 +77,28 @@ def test_packing(case: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) 
     for options in ({"packing": True}, {"packing": True, "gradient_checkpointing": True}):
         assert losses(case, tokenizer, tmp_path, **options) == pytest.approx(padded, rel=CLOSE), options
     assert losses(case, tokenizer, tmp_path, padding_free=True, max_length=None) == pytest.approx(padded, rel=CLOSE)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.feature("TRL: models from a path")
+def test_models_from_a_path(swapped: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """SFTTrainer loads the model, and DPOTrainer its reference, by the name of the class in config.json."""
+    if swapped:
+        model = tiny_host("llama", vocab_size=VOCAB)
+        swap_attention(model, "gated_deltanet", [0])
+    else:
+        model = tiny_model("gated_deltanet")
+    model.save_pretrained(tmp_path / "model")
+    options = {"processing_class": tokenizer}
+    sft = trl.SFTTrainer(
+        str(tmp_path / "model"),
+        trl.SFTConfig(**settings(tmp_path / "sft")),
+        train_dataset=Dataset.from_dict({"input_ids": DOCUMENTS}),
+        **options,
+    )
+    assert type(sft.model) is type(model)
+    pairs = Dataset.from_dict({"prompt": ["1 2"] * 2, "chosen": ["3 4"] * 2, "rejected": ["5"] * 2})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    dpo = trl.DPOTrainer(loaded, args=trl.DPOConfig(**settings(tmp_path / "dpo")), train_dataset=pairs, **options)
+    assert type(dpo.ref_model) is type(model) and dpo.ref_model is not dpo.model
+    assert dpo.compute_loss(dpo.model.eval(), next(iter(dpo.get_train_dataloader()))).isclose(torch.tensor(2.0).log())

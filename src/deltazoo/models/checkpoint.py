@@ -31,6 +31,7 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "use_l2warp": (False,),
     "conv_bias": (False,),
     "attnres_block_size": (None,),
+    "is_causal": (True,),
 }
 
 
@@ -163,7 +164,7 @@ def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:
         head_dim = values.pop("head_dim")
         values["expand_k"] = values["num_heads"] * head_dim / values["hidden_size"]
         values["expand_v"] = values["num_heads"] * round(head_dim * values["expand_v"]) / values["hidden_size"]
-    if values["num_attention_heads"] is not None:
+    if "full_attention" in values["layer_types"]:
         values["attn"] = {
             "layers": [i for i, layer_type in enumerate(values["layer_types"]) if layer_type == "full_attention"],
             "num_heads": values["num_attention_heads"],

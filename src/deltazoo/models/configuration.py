@@ -1,14 +1,18 @@
 """One configuration for every model of the zoo, and a named subclass per established Hub type.
 
-Keys carry fla-hub's names where fla-hub has one. Every key acts; a key that this class does not know, or that has
-nothing to act on (softmax heads in a model without softmax layers), is refused.
+Keys carry fla-hub's names where fla-hub has one. A key given to the constructor acts or is refused. Three kinds of keys
+are kept although they do not act, with one warning: what others wrote into a `config.json`, what others set as an
+attribute, and the keys of softmax layers in a model that has none.
 """
 
 import difflib
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+import transformers
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
@@ -18,6 +22,7 @@ from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config
 from deltazoo.models.parallel_plans import PIPELINE_PLAN, fsdp_plan, tensor_parallel_plan
 from deltazoo.models.recompute import LEVELS
+from deltazoo.models.remote_code import AutoMapConfig
 from deltazoo.ops.api import BACKENDS
 from deltazoo.spec import DeltaRuleSpec, get_variant
 
@@ -37,17 +42,22 @@ _BASE_KEYS = frozenset(
         "name_or_path",
         "num_labels",
         "output_attentions",
+        "prefix",
         "quantization_config",
         "rope_scaling",
         "rope_theta",
         "tie_last_hidden_states",
+        "tokenizer_class",
         "torch_dtype",
     }
 )
 
+# They act on softmax layers alone.
+_SOFTMAX_KEYS = ("num_attention_heads", "num_key_value_heads", "rope_parameters", "qkv_bias")
+
 
 @strict
-class DeltaRuleConfig(PreTrainedConfig):
+class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     """Configuration of a causal language model whose token mixers are delta-rule layers, softmax layers, or both.
 
     Args:
@@ -95,8 +105,11 @@ class DeltaRuleConfig(PreTrainedConfig):
         use_cache: whether a forward pass outside training returns a cache.
         training_data: what the weights were trained on, in words; for the model card.
 
+    The four keys of softmax layers are accepted, with a warning, by a model that has no such layers.
+
     Raises:
         ValueError: for unknown keys (with the nearest known one), unknown names, and sizes that do not fit together.
+            Keys found in a saved configuration are refused only if they are one character away from a key above.
         NotImplementedError: for fla-hub keys that stand for a model our layers do not compute.
 
     The defaults follow fla-hub's configurations; sizes per paper are in `configs/`.
@@ -152,16 +165,48 @@ class DeltaRuleConfig(PreTrainedConfig):
             if translated[name] != own[name]:
                 setattr(self, name, translated[name])
         extra = {key: value for key, value in translated.items() if key not in own}
-        self._refuse_unknown(extra)
+        idle = self._keys_of_others(extra)
         self._fill_defaults()
         is_hybrid = "full_attention" in (self.layer_types or ())
         if not is_hybrid:
-            self._refuse_softmax_keys()
-            extra = {key: value for key, value in extra.items() if key not in ("rope_scaling", "rope_theta")}
+            idle |= {
+                key: "acts on softmax layers, and layer_types has none" for key in _SOFTMAX_KEYS if getattr(self, key)
+            }
+        gives_rope = is_hybrid or self.rope_parameters or "rope_scaling" in extra or "rope_theta" in extra
         super().__post_init__(**extra)
-        if not is_hybrid:
+        if not gives_rope:
             self.rope_parameters = None
         self.validate_architecture()
+        if idle:
+            kept = ", ".join(f"{key!r} ({reason})" for key, reason in sorted(idle.items()))
+            warnings.warn(f"{type(self).__name__}: keys that do not act on this model are kept: {kept}", stacklevel=2)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        # Tools set attributes of their own on a configuration, and those are saved. A typo must not be.
+        if not (key.startswith("_") or key in self.__dict__ or hasattr(type(self), key)) and _slip_of(key):
+            raise AttributeError(f"{type(self).__name__}: unknown key {key!r}; did you mean {_slip_of(key)!r}?")
+        super().__setattr__(key, value)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
+        """As transformers documents it; keys that others wrote are kept, with one warning."""
+        # What tells a saved configuration from the arguments of a caller.
+        return super().from_dict({"transformers_version": transformers.__version__, **config_dict}, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As transformers documents it.
+
+        Raises:
+            ValueError: values set after the configuration was made contradict each other, so that it could not be
+                loaded again.
+        """
+        try:
+            type(self)(**self.to_diff_dict())
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"{type(self).__name__} cannot be saved, as it could not be loaded again: {error}"
+            ) from error
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain values."""
@@ -284,26 +329,35 @@ class DeltaRuleConfig(PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
 
-    def _refuse_unknown(self, extra: dict[str, Any]) -> None:
+    def _keys_of_others(self, extra: dict[str, Any]) -> dict[str, str]:
+        """Keys that nothing here knows, with what to say of each; ValueError for a caller's own, and for a typo."""
         generation_keys = GenerationConfig._get_default_generation_params()
+        found = {}
         for key in extra:
-            if key not in _BASE_KEYS and key not in generation_keys:
-                known = [field.name for field in fields(self)]
-                raise ValueError(f"{type(self).__name__}: {_unknown('key', key, known)}")
-
-    def _refuse_softmax_keys(self) -> None:
-        given = {
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "rope_parameters": self.rope_parameters,
-            "qkv_bias": self.qkv_bias,
-        }
-        for key, value in given.items():
-            if value:
+            if key in _BASE_KEYS or key in generation_keys:
+                continue
+            if self.transformers_version is None or _slip_of(key):
                 raise ValueError(
-                    f"{key}={value!r} configures softmax layers, but layer_types has none; "
-                    'name them there as "full_attention"'
+                    f"{type(self).__name__}: {_unknown('key', key, [field.name for field in fields(self)])}"
                 )
+            close = difflib.get_close_matches(key, _OWN_KEYS, n=1, cutoff=0.75)
+            found[key] = f"unknown; did you mean {close[0]!r}?" if close else "unknown"
+        return found
+
+
+_OWN_KEYS = [field.name for field in fields(DeltaRuleConfig) if field.name in DeltaRuleConfig.__annotations__]
+
+
+def _slip_of(key: str) -> str | None:
+    """The key of ours that differs by one slip: a character more, less or other, or two neighbours swapped."""
+    for own in difflib.get_close_matches(key, _OWN_KEYS, n=3, cutoff=0.8):
+        start = len(os.path.commonprefix([key, own]))
+        given, meant = key[start:], own[start:]
+        end = len(os.path.commonprefix([given[::-1], meant[::-1]]))
+        given, meant = given[: len(given) - end], meant[: len(meant) - end]
+        if max(len(given), len(meant)) == 1 or (len(given) == 2 and given == meant[::-1]):
+            return own
+    return None
 
 
 def _unknown(kind: str, value: object, known: Sequence[str]) -> str:

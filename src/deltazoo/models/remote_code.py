@@ -8,8 +8,9 @@ which ours must not become.
 
 import json
 from pathlib import Path
+from typing import Any
 
-__all__ = ["auto_map", "export_remote_code", "has_remote_code", "write_remote_code"]
+__all__ = ["AutoMapConfig", "auto_map", "export_remote_code", "has_remote_code", "write_remote_code"]
 
 _CONFIGURATION, _MODELING = "configuration_deltazoo", "modeling_deltazoo"
 HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -17,6 +18,29 @@ HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassific
 
 _HEADER = '''"""Written by deltazoo (pip install deltazoo), which holds the model; nothing here but its name."""
 '''
+
+
+class AutoMapConfig:
+    """A configuration that has `auto_map`, empty unless it comes from a checkpoint with the two files.
+
+    Mixed into our configuration classes: TRL reads it of every model whose class is not one of transformers' own.
+    """
+
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """The classes of a checkpoint's own files, by the name of the Auto class."""
+        return self.__dict__.setdefault("auto_map", {})
+
+    @auto_map.setter
+    def auto_map(self, classes: dict[str, str]) -> None:
+        self.__dict__["auto_map"] = classes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values, without an empty `auto_map`."""
+        values = super().to_dict()  # type: ignore[misc]
+        if not self.auto_map:
+            values.pop("auto_map", None)
+        return values
 
 
 def export_remote_code(path: str | Path) -> None:

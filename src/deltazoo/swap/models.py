@@ -30,6 +30,7 @@ from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.cache import prepare_cache_layer
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
+from deltazoo.models.remote_code import AutoMapConfig
 from deltazoo.models.step_capture import CapturedGeneration
 from deltazoo.swap.attention import SwappedAttention
 from deltazoo.swap.batch import describe_batches, token_mask_for
@@ -59,7 +60,7 @@ _FLOAT32 = ("A_log", "dt_bias")
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan")
 
 
-class SwappedConfig:
+class SwappedConfig(AutoMapConfig):
     """What the configuration of a swapped model has besides the host's; mixed into the host's class."""
 
     model_type: ClassVar[str]
@@ -69,7 +70,7 @@ class SwappedConfig:
         """The configuration as plain values."""
         # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
         offer_lora_targets(self.model_type, like=self.host_model_type)
-        return super().to_dict()  # type: ignore[misc]
+        return super().to_dict()
 
 
 class SwappedModel(ModelWithDeltaLayers):
