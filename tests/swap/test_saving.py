@@ -32,6 +32,14 @@ with torch.no_grad():
     assert torch.equal(model(ids["tokens"]).logits, ids["logits"])
 print(type(model).__name__, sorted(deltazoo.swap.swapped_layers(model)))
 """
+UNPICKLE = """
+import sys, torch, deltazoo
+for config, model, ids, logits in torch.load(sys.argv[1], weights_only=False):
+    assert type(model).config_class is type(config) is type(model.config)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, logits)
+model.save_pretrained(sys.argv[2])
+"""
 WITHOUT_DELTAZOO = """
 import sys
 from transformers import AutoModelForCausalLM
@@ -54,6 +62,22 @@ def test_a_fresh_process_loads_it_after_importing_deltazoo(tmp_path):
     torch.save({"tokens": ids, "logits": model(ids).logits.detach()}, tmp_path / "expected.pt")
     printed = run_python(LOAD, str(tmp_path), str(tmp_path / "expected.pt"))
     assert printed.strip() == "DeltazooQwen3ForCausalLM [0, 2]"
+
+
+def test_a_fresh_process_unpickles_models_and_configurations(tmp_path):
+    """Spawned processes and `torch.load` of a whole model; the classes are made when they are first named."""
+    models, ids = [swapped(family, [0, 2]) for family in OWN], tokens(2, 6)
+    with torch.no_grad():
+        torch.save([(model.config, model, ids, model(ids).logits) for model in models], tmp_path / "models.pt")
+    run_python(UNPICKLE, str(tmp_path / "models.pt"), str(tmp_path / "saved"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(loaded(ids).logits, models[-1](ids).logits)
+
+
+def test_only_classes_of_known_families_are_made():
+    for name in ("DeltazooMambaConfig", "DeltazooMambaForCausalLM", "DeltazooNothing", "Nothing"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(deltazoo.swap.models, name)
 
 
 def test_plain_transformers_does_not_start_attention_afresh(tmp_path):

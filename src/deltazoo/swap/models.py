@@ -5,10 +5,10 @@ A swapped Llama is a `DeltazooLlamaForCausalLM` with a `DeltazooLlamaConfig` of 
 with softmax attention started afresh; after `import deltazoo` the Auto classes can.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import transformers
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import (
@@ -55,6 +55,7 @@ _AUTO_CLASSES = (
     AutoModelForTokenClassification,
     AutoModelForQuestionAnswering,
 )
+_PREFIX = "Deltazoo"
 _FLOAT32 = ("A_log", "dt_bias")
 # What `install` adapts of the properties that transformers gathers when a model is made.
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan")
@@ -204,7 +205,7 @@ def _swapped_config_class(host_config: type[Any]) -> type[Any]:
         "host_model_type": host_config.model_type,
         "delta_layers": None,
     }
-    return _make("Deltazoo" + host_config.__name__, (SwappedConfig, host_config), members, strict)
+    return _make(_PREFIX + host_config.__name__, (SwappedConfig, host_config), members, strict)
 
 
 def swapped_class(host_class: type[Any]) -> type[Any]:
@@ -215,7 +216,7 @@ def swapped_class(host_class: type[Any]) -> type[Any]:
         "config_class": _swapped_config_class(host_class.config_class),
         "host_class": host_class,
     }
-    made = _make("Deltazoo" + host_class.__name__, (SwappedModel, *mixins, host_class), members)
+    made = _make(_PREFIX + host_class.__name__, (SwappedModel, *mixins, host_class), members)
     # What models register when they are made, and one that changes its class does not: output_hidden_states needs it.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), host_class._can_record_outputs)
     return made
@@ -234,10 +235,20 @@ def _make(
     decorate: Callable[[type[Any]], type[Any]] = lambda made: made,
 ) -> type[Any]:
     """The class of that name in this module, where pickle finds it; made at the first call."""
-    module = sys.modules[__name__]
-    if not hasattr(module, name):
-        setattr(module, name, decorate(type(name, bases, {**members, "__module__": __name__, "__qualname__": name})))
-    return getattr(module, name)
+    made = globals()
+    if name not in made:
+        made[name] = decorate(type(name, bases, {**members, "__module__": __name__, "__qualname__": name}))
+    return made[name]
+
+
+def __getattr__(name: str) -> type[Any]:
+    """The swapped class of that name, for pickled models and configurations that a fresh process reads."""
+    host_class = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
+    config = getattr(host_class, "config_class", host_class)
+    if getattr(config, "model_type", None) not in HOSTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}, as transformers has no such class")
+    register_swapped_classes(config.model_type)  # type: ignore[union-attr]
+    return _swapped_config_class(config) if host_class is config else swapped_class(host_class)  # type: ignore[arg-type]
 
 
 def register_swapped_classes(model_type: str) -> None:
