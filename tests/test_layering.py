@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "deltazoo"
 MAY_IMPORT: dict[str, set[str]] = {
     "ops": set(),
     "spec": {"ops"},
+    "rule_files": {"spec"},
     "layers": {"ops", "spec"},
     "variants": {"ops", "spec", "layers"},
     "models": {"ops", "spec", "layers", "variants", "_auto_registration"},

@@ -3,10 +3,19 @@
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
+from helpers import run_python
 
 import deltazoo
 from deltazoo import spec as registry
-from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants, register_variant
+from deltazoo.layers import DeltaRuleAttention
+from deltazoo.spec import (
+    DeltaRuleSpec,
+    get_variant,
+    list_variants,
+    register_variant,
+    registered_layer,
+    registering_module,
+)
 
 NINE = {
     "linear_attention",
@@ -85,10 +94,11 @@ def test_an_unknown_name_gets_the_nearest_match_and_the_list() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"step_size": "eulr"}, "unknown step_size 'eulr'; did you mean 'euler'"),
+        ({"step_size": 2.0}, "step_size must be a name or a function, got 2.0"),
         ({"decay": "per_channel"}, "unknown decay 'per_channel'; did you mean 'channel'"),
         ({"output_gate": "lowrank"}, "unknown output_gate 'lowrank'; did you mean 'low_rank'"),
-        ({"gate_activation": "swish"}, "unknown gate_activation 'swish'; known: silu, sigmoid"),
+        ({"gate_activation": None}, "gate_activation must be a name or a function, got None"),
+        ({"decay": "scalar", "decay_gate": abs, "decay_lower_bound": -5.0}, "decay_gate is 'abs'"),
         ({"step_size": "none", "allow_neg_eigval": True}, "allow_neg_eigval needs a correction term"),
         ({"decay_lower_bound": -5.0}, "decay_lower_bound needs a decay"),
         ({"decay": "scalar", "decay_lower_bound": 5.0}, "must be negative, got 5.0"),
@@ -103,3 +113,36 @@ def test_contradictions_are_refused_by_name(changes: dict, message: str) -> None
 def test_a_spec_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         get_variant("kda").decay = "scalar"  # type: ignore[misc]
+
+
+def test_a_layer_class_is_registered_with_its_spec(own_registry: None) -> None:
+    @register_variant(my_rule())
+    class MyRule(DeltaRuleAttention):
+        pass
+
+    assert get_variant("my_rule") == my_rule()
+    assert registered_layer("my_rule") is MyRule and registered_layer("delta_net") is None
+    register_variant(my_rule())  # equal, with no layer: nothing changes
+    register_variant(my_rule(), layer=MyRule)
+    assert registered_layer("my_rule") is MyRule
+
+    class Other(DeltaRuleAttention):
+        pass
+
+    with pytest.raises(ValueError, match="'my_rule' has a layer class already"):
+        register_variant(my_rule(), layer=Other)
+    with pytest.raises(TypeError, match=r"must be a subclass of deltazoo.layers.DeltaRuleAttention, got <class 'dict'"):
+        register_variant(replace(my_rule(), name="other"), layer=dict)
+
+
+def test_the_module_of_a_rule_is_remembered(own_registry: None) -> None:
+    register_variant(my_rule())
+    assert registering_module("my_rule") == __name__
+    assert registering_module("kda") is None
+    with pytest.raises(ValueError, match="unknown variant 'my_rul'; did you mean 'my_rule'"):
+        registering_module("my_rul")
+
+
+def test_variants_are_listed_without_torch() -> None:
+    code = "import sys, deltazoo.variants, deltazoo.spec as s; print(len(s.list_variants()), 'torch' in sys.modules)"
+    assert run_python(code).split() == [str(len(NINE)), "False"]

@@ -2,24 +2,41 @@
 
 Every variant is the recurrence of `deltazoo.ops.delta_rule` after some work on each token alone: how the step size
 comes out of the gate, whether the state decays, which of q and k are normalised, how the output is gated. A
-`DeltaRuleSpec` says which; `deltazoo.layers.DeltaRuleAttention` reads it.
+`DeltaRuleSpec` says which; `deltazoo.layers.DeltaRuleAttention` reads it. A variant that needs more is registered with
+a subclass of that layer. docs/new_rules.md shows both.
+
+This module imports no torch, so that the command line can list the variants at once.
 """
 
 import difflib
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
-__all__ = ["DeltaRuleSpec", "get_variant", "list_variants", "register_variant"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
-StepSize = Literal["euler", "exact", "implicit", "none"]
+__all__ = [
+    "DeltaRuleSpec",
+    "choice_name",
+    "get_variant",
+    "list_variants",
+    "register_variant",
+    "registered_layer",
+    "registering_module",
+]
+
 Decay = Literal["none", "scalar", "channel"]
 OutputGate = Literal["none", "full", "low_rank"]
-GateActivation = Literal["silu", "sigmoid"]
+Layer = TypeVar("Layer", bound=type[Any])
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRuleSpec:
     """One variant: its equation, its source, and the choices that define it.
+
+    A spec that `register_variant` has returned is also a decorator: it registers the layer class below it.
 
     Raises:
         ValueError: choices that contradict each other, named.
@@ -34,10 +51,14 @@ class DeltaRuleSpec:
     equation: str
     """The update of one token, with the state S `[K, V]`."""
 
-    step_size: StepSize
-    """From gate b to effective step size: `deltazoo.ops.step_size`; "none" leaves the correction term out."""
+    step_size: "str | Callable[[Tensor, Tensor], Tensor]"
+    """From gate b `[B, T, HV]` and key `[B, T, H, K]` to effective step size `[B, T, HV]`: a function `f(b, k)`, or its
+    name in `deltazoo.ops.step_size.STEP_SIZES`. "none" leaves the correction term out."""
     decay: Decay = "none"
     """Of the state: none, one factor per value head, or one per key channel."""
+    decay_gate: "str | Callable[[Tensor, Tensor, Tensor], Tensor]" = "softplus"
+    """From `a` `[B, T, HV]` or `[B, T, HV, K]`, `A_log` and `dt_bias` to the log-decay in a's shape: a function
+    `f(a, A_log, dt_bias)`, or its name in `deltazoo.ops.decay.DECAY_GATES`."""
     normalize_q: bool = True
     """L2-normalise the query of each head."""
     normalize_k: bool = True
@@ -45,11 +66,11 @@ class DeltaRuleSpec:
     allow_neg_eigval: bool = False
     """Double the step size, so that the transition's eigenvalue along the key lies in [-1, 1]."""
     decay_lower_bound: float | None = None
-    """Bounded gate `lower_bound * sigmoid(...)` instead of the softplus gate: log-decay in (lower_bound, 0)."""
+    """Bounded gate `lower_bound * sigmoid(...)` in place of the softplus gate: log-decay in (lower_bound, 0)."""
     output_gate: OutputGate = "none"
     """Gate on the normalised output: none, a full projection of the input, or one of rank head_v_dim."""
-    gate_activation: GateActivation = "silu"
-    """Of the output gate."""
+    gate_activation: "str | Callable[[Tensor], Tensor]" = "silu"
+    """Of the output gate: a function of each element, or its name in `deltazoo.layers.norm.GATE_ACTIVATIONS`."""
 
     decay_rate_range: tuple[float, float] = (1.0, 16.0)
     """Initial exp(A_log) is uniform on it."""
@@ -77,18 +98,27 @@ class DeltaRuleSpec:
                     f"variant {self.name!r}: decay_lower_bound is a log-decay and must be negative, "
                     f"got {self.decay_lower_bound}"
                 )
+            if self.decay_gate != "softplus":
+                raise ValueError(
+                    f"variant {self.name!r}: decay_lower_bound takes the place of the softplus gate, but decay_gate is "
+                    f"{choice_name(self.decay_gate)!r}"
+                )
 
     def _check_choices(self) -> None:
-        allowed = {
-            "step_size": get_args(StepSize),
-            "decay": get_args(Decay),
-            "output_gate": get_args(OutputGate),
-            "gate_activation": get_args(GateActivation),
-        }
-        for field, choices in allowed.items():
+        for field, choices in {"decay": get_args(Decay), "output_gate": get_args(OutputGate)}.items():
             value = getattr(self, field)
             if value not in choices:
                 raise ValueError(f"variant {self.name!r}: {_unknown(field, value, choices)}")
+        # Names are looked up when a layer is made: the functions need torch.
+        for field in ("step_size", "decay_gate", "gate_activation"):
+            value = getattr(self, field)
+            if not isinstance(value, str) and not callable(value):
+                raise ValueError(f"variant {self.name!r}: {field} must be a name or a function, got {value!r}")
+
+    def __call__(self, layer: Layer) -> Layer:
+        """Register `layer` as the class that computes this variant, and return it: the spec as a decorator."""
+        register_variant(self, layer=layer)
+        return layer
 
     @property
     def corrects(self) -> bool:
@@ -96,19 +126,65 @@ class DeltaRuleSpec:
         return self.step_size != "none"
 
 
-_REGISTRY: dict[str, DeltaRuleSpec] = {}
+def choice_name(choice: object) -> str:
+    """The name of a step size, decay gate or activation in a spec, which is a name or a function."""
+    return choice if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))
 
 
-def register_variant(spec: DeltaRuleSpec) -> DeltaRuleSpec:
-    """Make a variant known under `spec.name`, and return it; registering an equal spec again changes nothing.
+class _Entry(NamedTuple):
+    spec: DeltaRuleSpec
+    layer: type[Any] | None
+    """The subclass of `DeltaRuleAttention` that computes the variant; None: that class itself."""
+    module: str
+    """Name of the module that registered it."""
+
+
+_REGISTRY: dict[str, _Entry] = {}
+
+
+def register_variant(spec: DeltaRuleSpec, layer: type[Any] | None = None) -> DeltaRuleSpec:
+    """Make a variant known under `spec.name`, and return its spec.
+
+    A rule that a spec can express needs no class:
+
+        MY_RULE = register_variant(DeltaRuleSpec(name="my_rule", ...))
+
+    One that needs more is a subclass of `DeltaRuleAttention`, passed as `layer` or decorated, since the spec that comes
+    back registers the class it is applied to:
+
+        @register_variant(DeltaRuleSpec(name="my_rule", ...))
+        class MyRule(DeltaRuleAttention): ...
+
+    Registering an equal spec again, with the same layer or none, changes nothing.
+
+    Args:
+        spec: the variant.
+        layer: the class that models, swaps, the lab and the command line make its layers of; called with the arguments
+            of `DeltaRuleAttention`.
 
     Raises:
-        ValueError: the name is taken by a different spec.
+        ValueError: the name is taken by a different spec, or by another layer class.
+        TypeError: `layer` is no subclass of `DeltaRuleAttention`.
     """
-    known = _REGISTRY.setdefault(spec.name, spec)
-    if known != spec:
-        raise ValueError(f"the variant name {spec.name!r} is taken by another spec: {known}")
+    if layer is not None and not _is_layer_class(layer):
+        raise TypeError(
+            f"variant {spec.name!r}: layer must be a subclass of deltazoo.layers.DeltaRuleAttention, got {layer!r}"
+        )
+    module = sys._getframe(1).f_globals.get("__name__", "__main__") if layer is None else layer.__module__
+    known = _REGISTRY.setdefault(spec.name, _Entry(spec, layer, module))
+    if known.spec != spec:
+        raise ValueError(f"the variant name {spec.name!r} is taken by another spec: {known.spec}")
+    if layer is not None and known.layer is not layer:
+        if known.layer is not None:
+            raise ValueError(f"variant {spec.name!r} has a layer class already: {known.layer}, got {layer}")
+        _REGISTRY[spec.name] = _Entry(spec, layer, module)
     return spec
+
+
+def _is_layer_class(layer: object) -> bool:
+    # By name: whoever has such a class has imported torch, and this module must not.
+    names = (f"{base.__module__}.{base.__qualname__}" for base in getattr(layer, "__mro__", ()))
+    return "deltazoo.layers.delta_attention.DeltaRuleAttention" in names
 
 
 def get_variant(name: str) -> DeltaRuleSpec:
@@ -117,14 +193,36 @@ def get_variant(name: str) -> DeltaRuleSpec:
     Raises:
         ValueError: no such variant; the message lists them and names the nearest.
     """
-    if name not in _REGISTRY:
-        raise ValueError(_unknown("variant", name, list_variants()))
-    return _REGISTRY[name]
+    return _entry(name).spec
+
+
+def registered_layer(name: str) -> type[Any] | None:
+    """The layer class registered with a variant; None: it has none of its own, or there is no variant of that name."""
+    return _REGISTRY[name].layer if name in _REGISTRY else None
+
+
+def registering_module(name: str) -> str | None:
+    """The module to import before a variant is known; None: it comes with deltazoo.
+
+    Raises:
+        ValueError: no such variant.
+    """
+    module = _entry(name).module
+    return None if module.partition(".")[0] == "deltazoo" else module
 
 
 def list_variants() -> list[str]:
     """Names of all registered variants, in the order of registration."""
     return list(_REGISTRY)
+
+
+def _entry(name: str) -> _Entry:
+    if name not in _REGISTRY:
+        raise ValueError(
+            f"{_unknown('variant', name, list_variants())} (a rule of your own is known once its module is imported, "
+            "on the command line by --load FILE.py)"
+        )
+    return _REGISTRY[name]
 
 
 def _unknown(kind: str, value: object, known: "list[str] | tuple[str, ...]") -> str:

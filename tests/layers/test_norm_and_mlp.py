@@ -39,7 +39,7 @@ def test_gate_multiplies_after_the_norm(activation: str, function: object) -> No
 
 
 def test_unknown_gate_activation_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown gate activation 'swish'; known: silu, sigmoid"):
+    with pytest.raises(ValueError, match="unknown gate_activation 'swish'; known: silu, sigmoid, or a function"):
         GatedRMSNorm(8, activation="swish")
 
 

@@ -137,3 +137,48 @@ def test_a_layer_fed_one_token_for_ever_stays_bounded_thanks_to_the_guard(
         layer(torch.randn(1, 1, 16, dtype=torch.bfloat16).expand(1, 4096, 16), past_key_values=states)
     largest = states.states[0].recurrent.abs().max()
     assert (largest < 100) if guarded else not (largest < 1e4)
+
+
+def test_step_sizes_gates_and_activations_are_functions_given_to_the_spec() -> None:
+    def half(b: Tensor, k: Tensor) -> Tensor:
+        return b / 2
+
+    def steady(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+        return -torch.sigmoid(a) * A_log.exp()
+
+    named = get_variant("gated_deltanet")
+    spec = replace(named, name="own", step_size=half, decay_gate=steady, gate_activation=torch.tanh)
+    layer = DeltaRuleAttention(spec, 16, 2, 8, num_v_heads=4, expand_v=1, initializer_range=0.5).double()
+    x, k = torch.randn(1, 5, 16, dtype=torch.float64), l2_normalize(torch.randn(1, 5, 2, 8, dtype=torch.float64))
+    _, _, _, beta, log_decay = layer.rule_inputs(x, k, k, torch.randn(1, 5, 4, 8).double())
+    torch.testing.assert_close(beta, torch.sigmoid(layer.b_proj(x)) / 2)
+    torch.testing.assert_close(log_decay, -torch.sigmoid(layer.a_proj(x)) * layer.A_log.exp())
+    values, gate = torch.randn(2, 8).double(), torch.randn(2, 8).double()
+    ungated = layer.o_norm(values, torch.full_like(gate, 20))  # where tanh is one
+    torch.testing.assert_close(layer.o_norm(values, gate), ungated * gate.tanh())
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"step_size": "eulr"}, "unknown step_size 'eulr'; did you mean 'euler'"),
+        ({"decay": "scalar", "decay_gate": "softpuls"}, "unknown decay_gate 'softpuls'; did you mean 'softplus'"),
+        ({"output_gate": "full", "gate_activation": "sliu"}, "unknown gate_activation 'sliu'; did you mean 'silu'"),
+    ],
+)
+def test_a_misspelt_choice_raises_when_the_layer_is_made(choice: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeltaRuleAttention(replace(get_variant("delta_net"), **choice), 16, 2, 8)
+
+
+def test_an_unknown_step_size_is_guarded_against_expansion() -> None:
+    doubled = replace(get_variant("delta_net"), name="doubled", step_size=lambda b, k: 4 * b)
+    k = l2_normalize(torch.randn(1, 6, 1, 8))
+    beta = rule.effective_step(doubled, torch.ones(1, 6, 1), k, allow_neg_eigval=False)
+    torch.testing.assert_close(beta * k.square().sum(-1), torch.full((1, 6, 1), 2.0))
+
+
+def test_the_bounded_gate_takes_the_place_of_the_softplus_gate_alone() -> None:
+    spec = replace(get_variant("gated_deltanet"), decay_gate=lambda a, A_log, dt_bias: -a.exp())
+    with pytest.raises(ValueError, match="takes the place of the softplus gate"):
+        DeltaRuleAttention(spec, 16, 2, 8, decay_lower_bound=-5.0)

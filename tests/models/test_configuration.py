@@ -211,6 +211,7 @@ def test_every_key_acts():
         "fuse_linear_cross_entropy": "test_loss",
         "recompute": "test_recompute",
         "use_cache": "test_cache",
+        "mixer_module": "test_outside_rule",
         "training_data": "test_sharing",
         "pad_token_id": "test_padding_token_embeds_to_zero",
         "bos_token_id": "generation",

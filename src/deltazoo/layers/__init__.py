@@ -1,6 +1,6 @@
 """The delta-rule attention that all variants share, the variants' layers by name, and what a model adds to them."""
 
-from deltazoo.layers.delta_attention import DeltaRuleAttention
+from deltazoo.layers.delta_attention import DeltaRuleAttention, layer_class, make_layer
 from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout, token_layout
 from deltazoo.layers.mlp import SwiGLU, default_intermediate_size
 from deltazoo.layers.named import (
@@ -43,6 +43,8 @@ __all__ = [
     "TokenLayout",
     "default_intermediate_size",
     "l2_normalize",
+    "layer_class",
+    "make_layer",
     "nonexpansive",
     "parameters_without_decay",
     "report",

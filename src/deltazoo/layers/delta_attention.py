@@ -1,8 +1,9 @@
 """The layer that every variant shares: project, convolve, normalise, run the rule, gate, project."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,29 @@ from deltazoo.layers.rotary import Rotary, rotate
 from deltazoo.layers.rule import RuleInputs, effective_step
 from deltazoo.layers.short_conv import ShortConvolution, activation_function, can_join, convolve_token
 from deltazoo.layers.state import MixerState, StateStore
-from deltazoo.layers.weight_decay import UndecayedName
 from deltazoo.ops import DeltaRuleOutput, decay, delta_rule, delta_rule_step, linear_attention, linear_attention_step
-from deltazoo.spec import DeltaRuleSpec, get_variant
+from deltazoo.ops.choices import function_of
+from deltazoo.ops.step_size import STEP_SIZES
+from deltazoo.spec import DeltaRuleSpec, choice_name, get_variant, registered_layer
 
-__all__ = ["DeltaRuleAttention"]
+__all__ = ["DeltaRuleAttention", "layer_class", "make_layer"]
+
+
+def layer_class(variant: str | DeltaRuleSpec) -> "type[DeltaRuleAttention]":
+    """The class that computes a variant: the one registered with its name, or `DeltaRuleAttention`.
+
+    Raises:
+        ValueError: no variant of that name; a spec need not be registered.
+    """
+    spec = get_variant(variant) if isinstance(variant, str) else variant
+    return registered_layer(spec.name) or DeltaRuleAttention
+
+
+def make_layer(
+    variant: str | DeltaRuleSpec, hidden_size: int, num_heads: int, head_dim: int, **options: Any
+) -> "DeltaRuleAttention":
+    """A layer of any variant, of the class registered with it; arguments as for `DeltaRuleAttention`."""
+    return layer_class(variant)(variant, hidden_size, num_heads, head_dim, **options)
 
 
 class DeltaRuleAttention(Float32Parameters):
@@ -28,6 +47,10 @@ class DeltaRuleAttention(Float32Parameters):
 
     The parameters lie flat on the layer, under the names of the checkpoints on the Hub. Linear maps are always called
     as modules, so adapters and quantised replacements act on them.
+
+    A variant that a spec alone cannot express is a subclass, registered with `register_variant`. It may override
+    `step_gate` or `rule_inputs`, and may have further parameters, which it makes in `make_parameters`, fills by
+    `initializers`, and describes in `float32_parameters` and `tensor_parallel`. docs/new_rules.md is a walk-through.
 
     Args:
         variant: name of a registered variant, or a `DeltaRuleSpec` (`dataclasses.replace` changes one choice of one).
@@ -54,10 +77,14 @@ class DeltaRuleAttention(Float32Parameters):
             None takes them wherever they run, plain torch elsewhere.
 
     Raises:
-        ValueError: sizes that do not fit together, options the variant cannot act on, an unknown variant.
+        ValueError: sizes that do not fit together, options the variant cannot act on, an unknown variant, or one whose
+            registered layer is another class.
     """
 
     float32_parameters = ("A_log", "dt_bias")
+    tensor_parallel: ClassVar[Mapping[str, Literal["heads", "whole"]]] = {}
+    """For tensor parallelism: what a subclass has besides, a parameter or a linear map by its name, and whether its
+    rows belong to heads, in their order ("heads"), or all heads share it ("whole")."""
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
@@ -86,6 +113,12 @@ class DeltaRuleAttention(Float32Parameters):
     ) -> None:
         super().__init__()
         self.spec = get_variant(variant) if isinstance(variant, str) else variant
+        expected = layer_class(self.spec)
+        if not isinstance(self, expected):
+            raise ValueError(
+                f"variant {self.spec.name!r} is computed by {expected.__name__}, got {type(self).__name__}: use that "
+                "class, or deltazoo.layers.make_layer, which chooses it"
+            )
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
@@ -121,10 +154,19 @@ class DeltaRuleAttention(Float32Parameters):
         self._make_decay_gate()
         self._make_output_gate(norm_eps)
         self.o_proj = linear(value_dim, hidden_size)
+        self.make_parameters()
         self.init_parameters()
+
+    def make_parameters(self) -> None:
+        """Make what a subclass has besides, parameters and modules; sizes and options are set when this is called.
+
+        `initializers` says how they start.
+        """
 
     def _check_options(self, beta_bias: bool) -> None:
         name = self.spec.name
+        if self.spec.corrects:
+            function_of("step_size", self.spec.step_size, STEP_SIZES)  # a misspelt name raises here
         for option in ("hidden_size", "num_heads", "head_k_dim", "num_v_heads", "num_micro_steps"):
             if getattr(self, option) < 1:
                 raise ValueError(f"{option.replace('_k_', '_')} must be at least 1, got {getattr(self, option)}")
@@ -149,6 +191,11 @@ class DeltaRuleAttention(Float32Parameters):
             raise ValueError(f"variant {name!r} has no decay, so decay_lower_bound={self.decay_lower_bound} cannot act")
         if self.decay_lower_bound is not None and self.decay_lower_bound >= 0:
             raise ValueError(f"decay_lower_bound is a log-decay and must be negative, got {self.decay_lower_bound}")
+        if self.decay_lower_bound is not None and self.spec.decay_gate != "softplus":
+            raise ValueError(
+                f"decay_lower_bound={self.decay_lower_bound} takes the place of the softplus gate, and variant "
+                f"{name!r} has the decay gate {choice_name(self.spec.decay_gate)!r}"
+            )
 
     def _unit_heads(self, normalize: bool) -> int:
         """Channels per head that the convolution divides by their norm; a rotation after it keeps the norm."""
@@ -164,8 +211,10 @@ class DeltaRuleAttention(Float32Parameters):
             channels = self.num_v_heads * self.head_k_dim
             self.f_proj = self._low_rank(channels, bias=False)
         for name, size in (("A_log", self.num_v_heads), ("dt_bias", channels)):
-            self.register_parameter(UndecayedName(name), nn.Parameter(torch.empty(size, dtype=torch.float32)))
-        self.mark_float32_parameters()
+            self.register_parameter(name, nn.Parameter(torch.empty(size, dtype=torch.float32)))
+        self._decay_gate = function_of("decay_gate", self.spec.decay_gate, decay.DECAY_GATES)
+        if self.decay_lower_bound is not None:
+            self._decay_gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
 
     def _make_output_gate(self, norm_eps: float) -> None:
         if self.spec.output_gate == "none":
@@ -238,7 +287,10 @@ class DeltaRuleAttention(Float32Parameters):
         return layout.restore(output) if isinstance(layout, PaddedLayout) else output
 
     def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
-        """Gates of the current tokens: the one method a variant may override.
+        """What the operator takes for the current tokens. A subclass may override it.
+
+        A token's results must come from that token alone: what depends on others would differ between training,
+        decoding, padded and packed batches. `deltazoo check` finds such rules.
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
@@ -247,23 +299,31 @@ class DeltaRuleAttention(Float32Parameters):
         """
         beta = None
         if self.spec.corrects:
-            b = torch.sigmoid(at_least_float32(self.b_proj(hidden_states)))
-            beta = effective_step(self.spec, b, k, allow_neg_eigval=self.allow_neg_eigval)
+            beta = effective_step(self.spec, self.step_gate(hidden_states), k, allow_neg_eigval=self.allow_neg_eigval)
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
                 v = recomputable(partial(torch.mul, other=0.5), v)
         return RuleInputs(q, k, v, beta, self._log_decay(hidden_states))
 
+    def step_gate(self, hidden_states: Tensor) -> Tensor:
+        """The gate b that the spec's step size turns into the effective one: a sigmoid. A subclass may override it.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+
+        Returns:
+            `[B, T, HV]` float32 (float64 stays), not negative; with n micro-steps n * HV, those of the first step
+            first.
+        """
+        return torch.sigmoid(at_least_float32(self.b_proj(hidden_states)))
+
     def _log_decay(self, hidden_states: Tensor) -> Tensor | None:
         if self.spec.decay == "none":
             return None
-        gate = decay.softplus_decay
-        if self.decay_lower_bound is not None:
-            gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
         if self.spec.decay == "scalar":  # too small to be worth working out again
-            return gate(self.a_proj(hidden_states), self.A_log, self.dt_bias)
+            return self._decay_gate(self.a_proj(hidden_states), self.A_log, self.dt_bias)
         a = _per_head(self.f_proj(hidden_states), self.head_k_dim)
-        return recomputable(gate, a, self.A_log, self.dt_bias)
+        return recomputable(self._decay_gate, a, self.A_log, self.dt_bias)
 
     def _convolve(
         self,
@@ -384,6 +444,8 @@ class DeltaRuleAttention(Float32Parameters):
 
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
         """How each of the layer's parameters starts: name -> function that fills the tensor in place.
+
+        A subclass adds its own; what it leaves out starts as weights (normal) or, if the name ends in `.bias`, as zero.
 
         Args:
             initializer_range: standard deviation of the linear weights; the layer's own unless given.

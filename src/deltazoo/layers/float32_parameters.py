@@ -6,7 +6,23 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Float32Parameters"]
+__all__ = ["Float32Parameters", "UndecayedName"]
+
+
+class UndecayedName(str):
+    """A parameter's name that transformers' Trainer takes for a bias, and everyone else for what it is.
+
+    Trainer chooses what to decay by name: everything in which it finds no "bias" and no "norm". That spares `dt_bias`
+    but not `A_log`, a name that checkpoints fix. It compares in lower case, so that is where this name says what kind
+    of parameter it belongs to. As the key under which a module registers its parameter it outlasts loading, casting,
+    copying and sharding, none of which make new keys.
+    """
+
+    __slots__ = ()
+
+    def lower(self) -> str:
+        """The name in lower case, marked as a bias."""
+        return f"{super().lower()}_bias"
 
 
 class Float32Parameters(nn.Module):
@@ -19,6 +35,16 @@ class Float32Parameters(nn.Module):
 
     float32_parameters: ClassVar[tuple[str, ...]] = ()
     """Names of those parameters; a name the module has no parameter for is skipped."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in `nn.Module`, and those of `float32_parameters` are widened and marked."""
+        if name not in self.float32_parameters:
+            super().register_parameter(name, param)
+            return
+        if param is not None and torch.finfo(param.dtype).bits < 32:
+            param = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
+        super().register_parameter(UndecayedName(name), param)
+        self.mark_float32_parameters()
 
     def mark_float32_parameters(self) -> None:
         """Set `_no_weight_decay` on them, where optimisers of other libraries look for it."""

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.layers.recompute import recomputable
+from deltazoo.ops.choices import function_of
 from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit
 from deltazoo.ops.liger import liger_add_rms_norm, liger_rms_norm
 
-__all__ = ["GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize"]
+__all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize"]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -72,6 +73,10 @@ class RMSNorm(nn.Module):
         return f"{self.dim}, eps={self.eps}"
 
 
+GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+"""The activations of output gates that a spec can name; the fused kernel knows these."""
+
+
 class GatedRMSNorm(RMSNorm):
     """RMSNorm, then times an activated gate: `norm(x) * activation(gate)`.
 
@@ -81,18 +86,31 @@ class GatedRMSNorm(RMSNorm):
     Args:
         dim: of the last axis.
         eps: added to the mean square.
-        activation: of the gate, "silu" or "sigmoid".
-        fused: one Triton kernel each way instead of plain torch; None: wherever it runs.
+        activation: of the gate: its name in `GATE_ACTIVATIONS`, or a function of each element.
+        fused: one Triton kernel each way instead of plain torch; None: wherever it runs. It knows the activations of
+            `GATE_ACTIVATIONS` alone.
+
+    Raises:
+        ValueError: an unknown activation, or `fused=True` with a function.
     """
 
-    def __init__(self, dim: int, eps: float = 1e-5, activation: str = "silu", *, fused: bool | None = False) -> None:
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        activation: str | Callable[[Tensor], Tensor] = "silu",
+        *,
+        fused: bool | None = False,
+    ) -> None:
         super().__init__(dim, eps)
-        self.fused = fused
-        activations: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
-        if activation not in activations:
-            raise ValueError(f"unknown gate activation {activation!r}; known: {', '.join(activations)}")
+        if fused and not isinstance(activation, str):
+            raise ValueError(
+                f"the fused kernel has no activation {activation}, only {', '.join(GATE_ACTIVATIONS)}: leave "
+                "fused_kernels off"
+            )
+        self.fused = fused if isinstance(activation, str) else False
         self.activation = activation
-        self._activate = activations[activation]
+        self._activate = function_of("gate_activation", activation, GATE_ACTIVATIONS)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """Normalise x `[..., dim]` and multiply by the activated gate of the same shape."""
@@ -100,7 +118,7 @@ class GatedRMSNorm(RMSNorm):
 
     def _normalize_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         if fused_kernels_fit(x) if self.fused is None else self.fused:
-            return fused_gated_rms_norm(x, gate, weight, self.eps, self.activation)
+            return fused_gated_rms_norm(x, gate, weight, self.eps, self.activation)  # type: ignore[arg-type]
         return (self._normalize(x, weight) * self._activate(at_least_float32(gate))).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
 from deltazoo.ops import step_size
+from deltazoo.ops.choices import function_of
 from deltazoo.spec import DeltaRuleSpec
 
 __all__ = ["RuleInputs", "effective_step", "nonexpansive"]
@@ -80,18 +81,13 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
     Returns:
         `[B, T, HV]` float32, such that no transition expands the state.
     """
-    if spec.step_size == "exact":
-        beta = recomputable(step_size.exact, b, k)
-    elif spec.step_size == "implicit":
-        beta = recomputable(step_size.implicit, b, k)
-    else:
-        beta = step_size.euler(b)
+    function = function_of("step_size", spec.step_size, step_size.STEP_SIZES)
+    beta = recomputable(function, b, k)
     if allow_neg_eigval:
         beta = 2 * beta
-    # beta * |k|^2 stays near 1 or below for unit keys, and for keys of any length under the exact and implicit steps.
-    # Doubling takes it to the brink of 2, and Euler's step on raw keys takes it anywhere.
-    may_expand = allow_neg_eigval or (spec.step_size == "euler" and not spec.normalize_k)
-    return nonexpansive(beta, k) if may_expand else beta
+    if allow_neg_eigval or step_size.may_expand(function, unit_keys=spec.normalize_k):
+        beta = nonexpansive(beta, k)
+    return beta
 
 
 def nonexpansive(beta: Tensor, k: Tensor) -> Tensor:

@@ -1,26 +1,10 @@
-"""Which parameters an optimiser should not pull towards zero, and how transformers' Trainer is told."""
+"""Which parameters an optimiser should not pull towards zero."""
 
 from torch import nn
 
 from deltazoo.layers.float32_parameters import Float32Parameters
 
-__all__ = ["UndecayedName", "parameters_without_decay"]
-
-
-class UndecayedName(str):
-    """A parameter's name that transformers' Trainer takes for a bias, and everyone else for what it is.
-
-    Trainer chooses what to decay by name: everything in which it finds no "bias" and no "norm". That spares `dt_bias`
-    but not `A_log`, a name that checkpoints fix. It compares in lower case, so that is where this name says what kind
-    of parameter it belongs to. As the key under which a module registers its parameter it outlasts loading, casting,
-    copying and sharding, none of which make new keys.
-    """
-
-    __slots__ = ()
-
-    def lower(self) -> str:
-        """The name in lower case, marked as a bias."""
-        return f"{super().lower()}_bias"
+__all__ = ["parameters_without_decay"]
 
 
 def parameters_without_decay(model: nn.Module) -> set[str]:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import make_layer
 from deltazoo.layers.layout import PaddedLayout
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
@@ -16,7 +16,7 @@ from deltazoo.models.recompute import run_block
 from deltazoo.models.sequences import BatchSequences
 from deltazoo.models.softmax_attention import SoftmaxAttention
 
-__all__ = ["DeltaRuleBlock", "SoftmaxInputs"]
+__all__ = ["DeltaRuleBlock", "SoftmaxInputs", "make_mixer"]
 
 
 class SoftmaxInputs(NamedTuple):
@@ -27,19 +27,22 @@ class SoftmaxInputs(NamedTuple):
     kernel_kwargs: dict[str, Any]
 
 
+def make_mixer(config: DeltaRuleConfig, layer_idx: int) -> nn.Module:
+    """The token mixer of one block, as the configuration describes it."""
+    assert config.layer_types is not None
+    if config.layer_types[layer_idx] == "full_attention":
+        return SoftmaxAttention(config, layer_idx)
+    return make_layer(**config.mixer_kwargs, layer_idx=layer_idx)
+
+
 class DeltaRuleBlock(GradientCheckpointingLayer):
     """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, config: DeltaRuleConfig, layer_idx: int) -> None:
         super().__init__()
-        assert config.layer_types is not None
         self.layer_idx = layer_idx
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, liger=config.liger)
-        self.attn: nn.Module
-        if config.layer_types[layer_idx] == "full_attention":
-            self.attn = SoftmaxAttention(config, layer_idx)
-        else:
-            self.attn = DeltaRuleAttention(**config.mixer_kwargs, layer_idx=layer_idx)
+        self.attn = make_mixer(config, layer_idx)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, liger=config.liger)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, liger=config.liger)
         self.recompute = config.recompute

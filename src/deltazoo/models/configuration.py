@@ -20,6 +20,7 @@ from transformers.generation import GenerationConfig
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config
+from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.models.parallel_plans import PIPELINE_PLAN, fsdp_plan, tensor_parallel_plan
 from deltazoo.models.recompute import LEVELS
 from deltazoo.models.remote_code import AutoMapConfig
@@ -62,6 +63,9 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     Args:
         mixer: name of the variant of the linear layers, one of `deltazoo.list_variants()`.
+        mixer_module: the module that registers `mixer`, where that does not come with deltazoo; recorded by itself. It
+            is never imported because a config.json names it: import it, or pass its file to the command line with
+            `--load`, before loading the model.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
         num_hidden_layers: number of blocks; a block is a mixer and an MLP.
@@ -120,6 +124,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     base_model_pp_plan: ClassVar[dict[str, Any]] = PIPELINE_PLAN
 
     mixer: str = "gated_deltanet"
+    mixer_module: str | None = None
     vocab_size: int = 32000
     hidden_size: int = 2048
     num_hidden_layers: int = 24
@@ -159,6 +164,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **extra: Any) -> None:
+        self.mixer_module = module_of_variant(self.mixer, self.mixer_module)
         own = {field.name: getattr(self, field.name) for field in fields(DeltaRuleConfig)}
         translated = translate_fla_config({**own, **extra})
         for name in own:

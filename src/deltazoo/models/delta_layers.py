@@ -9,7 +9,48 @@ from transformers.modeling_utils import PreTrainedModel
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.layers.initialization import short_conv_
 
-__all__ = ["ModelWithDeltaLayers"]
+__all__ = ["ModelWithDeltaLayers", "float32_names", "refuse_undescribed"]
+
+# What decides a layer's results besides its sizes, which loading checks, and its parameters.
+_CHOICES = ("spec", "activation", "allow_neg_eigval", "neg_eigval", "decay_lower_bound", "num_micro_steps", "conv_size")
+
+
+def float32_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that the model's delta-rule layers keep in float32."""
+    layers = (module for module in model.modules() if isinstance(module, DeltaRuleAttention))
+    return {name for layer in layers for name in layer.float32_parameters}
+
+
+def refuse_undescribed(layer: nn.Module, described: nn.Module, place: str) -> None:
+    """Raise unless loading would make a layer that computes what `layer` computes.
+
+    Args:
+        layer: of a model that is to be saved.
+        described: what the model's configuration makes in its place.
+        place: the layer's name in the model, for the message.
+
+    Raises:
+        ValueError: another class, variant or option.
+    """
+    found, expected = _own_class(layer), _own_class(described)
+    if found is not expected:
+        raise ValueError(
+            f"{place} is a {found.__module__}.{found.__qualname__}, and the configuration would load a "
+            f"{expected.__qualname__} in its place, with other results. Register the layer class with a spec of its "
+            "own name (deltazoo.register_variant), and make the model of a configuration with that mixer"
+        )
+    for name in _CHOICES:
+        ours, theirs = getattr(layer, name, None), getattr(described, name, None)
+        if ours != theirs:
+            raise ValueError(
+                f"{place} has {name}={ours!r}, and the configuration would load a layer with {theirs!r} in its place: "
+                "change the configuration and make the model of it"
+            )
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class as written; FSDP2 puts one of torch's before it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed"))
 
 
 class ModelWithDeltaLayers(PreTrainedModel):
@@ -22,6 +63,11 @@ class ModelWithDeltaLayers(PreTrainedModel):
     _supports_context_parallel = False
     # Tokens can be taken back (DeltaRuleCacheLayer.crop), so assisted decoding works.
     _is_stateful = False
+
+    def post_init(self) -> None:
+        """As in transformers; besides, what the layers declare stays in float32."""
+        self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *float32_names(self)}
+        super().post_init()
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         # For quantisers alone: a float16 model computes its gate projections in float16 like all others.

@@ -20,10 +20,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 import deltazoo.models.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
 from deltazoo.layers.norm import RMSNorm
-from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs
+from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
 from deltazoo.models.cache import prepare_cache
 from deltazoo.models.configuration import DeltaRuleConfig
-from deltazoo.models.delta_layers import ModelWithDeltaLayers
+from deltazoo.models.delta_layers import ModelWithDeltaLayers, refuse_undescribed
 from deltazoo.models.loss import loss_without_logits
 from deltazoo.models.sequences import BatchSequences, describe_batch
 from deltazoo.models.sharing import SharedModel
@@ -48,7 +48,6 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     supports_gradient_checkpointing = True
     _no_split_modules = ["DeltaRuleBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
     gate_projections = (r".*\.attn\.b_proj", r".*\.attn\.a_proj", r".*\.attn\.f_proj")
     _keep_in_fp32_modules = list(gate_projections)
     _supports_sdpa = True
@@ -57,6 +56,15 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DeltaRuleBlock, "attentions": SoftmaxAttention}  # noqa: RUF012
+
+    def refuse_undescribed_layers(self) -> None:
+        """Raise ValueError if a token mixer is not what the configuration would load in its place."""
+        config = self.config
+        for name, block in self.named_modules():
+            if isinstance(block, DeltaRuleBlock):
+                with torch.device("meta"):
+                    described = make_mixer(config, block.layer_idx)
+                refuse_undescribed(block.attn, described, f"{name}.attn")
 
     def prepare_cache(self, cache: Cache) -> None:
         """Make a fresh `DynamicCache` or `StaticCache` fit this model's layers, in place; ValueError if it cannot."""

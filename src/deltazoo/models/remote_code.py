@@ -7,8 +7,11 @@ which ours must not become.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+
+from deltazoo.models.outside_rules import source_of_variant
 
 __all__ = ["AutoMapConfig", "auto_map", "export_remote_code", "has_remote_code", "write_remote_code"]
 
@@ -46,13 +49,15 @@ class AutoMapConfig:
 def export_remote_code(path: str | Path) -> None:
     """Make a saved checkpoint load with `trust_remote_code=True` in a process that does not import deltazoo.
 
-    Writes `configuration_deltazoo.py` and `modeling_deltazoo.py` into the folder and names them in its `config.json`.
+    Writes `configuration_deltazoo.py` and `modeling_deltazoo.py` into the folder and names them in its `config.json`. A
+    rule that does not come with deltazoo lies beside them, a copy of the file that registers it.
 
     Args:
         path: a folder that `save_pretrained` of one of our models has written.
 
     Raises:
-        ValueError: the folder holds no `config.json`, or that of a model which is not ours.
+        ValueError: the folder holds no `config.json`, or that of a model which is not ours; a rule of others that is
+            not loaded, or not in a file of its own.
     """
     from deltazoo.models.auto import config_class_of  # imports the models, which import this module
 
@@ -61,16 +66,26 @@ def export_remote_code(path: str | Path) -> None:
     if not written.is_file():
         raise ValueError(f"{path} holds no config.json: save the model there first")
     values = json.loads(written.read_text(encoding="utf-8"))
-    config = config_class_of(values.get("model_type"), path).__name__
+    config_class = config_class_of(values.get("model_type"), path)
+    config = config_class.__name__
     values["auto_map"] = auto_map(config)
-    write_remote_code(path, config)
+    write_remote_code(path, config, source_of_variant(config_class.from_dict(dict(values)).mixer))
     written.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def write_remote_code(folder: Path, config: str) -> None:
-    """Write the two files; `config` is the name of the configuration class."""
+def write_remote_code(folder: Path, config: str, rule: Path | None = None) -> None:
+    """Write the two files.
+
+    Args:
+        folder: of the checkpoint.
+        config: name of the configuration class.
+        rule: the file that registers the variant, copied beside them; None: it comes with deltazoo.
+    """
     classes = [_class_name(config, head) for head in HEADS]
-    (folder / f"{_CONFIGURATION}.py").write_text(_configuration_source(config), encoding="utf-8")
+    if rule is not None and rule.resolve() != (folder / rule.name).resolve():
+        shutil.copyfile(rule, folder / rule.name)
+    source = _configuration_source(config, None if rule is None else rule.stem)
+    (folder / f"{_CONFIGURATION}.py").write_text(source, encoding="utf-8")
     (folder / f"{_MODELING}.py").write_text(_modeling_source(config, classes), encoding="utf-8")
 
 
@@ -91,10 +106,19 @@ def _class_name(config: str, head: str) -> str:
     return config.removesuffix("Config") + head
 
 
-def _configuration_source(config: str) -> str:
+def _configuration_source(config: str, rule: str | None) -> str:
+    # transformers finds the file to fetch by this line. Importing a rule registers it, and a name is taken once.
+    imported = (
+        ""
+        if rule is None
+        else f"""
+if {rule!r} not in deltazoo.models.outside_rules.loaded_modules():
+    from .{rule} import __name__ as _rule
+"""
+    )
     return f"""{_HEADER}
 import deltazoo.models
-
+{imported}
 
 class {config}(deltazoo.models.{config}):
     pass

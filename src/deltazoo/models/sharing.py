@@ -17,6 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.models.model_card import CARD, is_own_card, make_model_card, write_model_card
+from deltazoo.models.outside_rules import source_of_variant
 from deltazoo.models.remote_code import auto_map, has_remote_code, write_remote_code
 
 __all__ = ["SharedModel"]
@@ -24,6 +25,10 @@ __all__ = ["SharedModel"]
 
 class SharedModel(PreTrainedModel):
     """A `PreTrainedModel` that writes model cards and never unpickles."""
+
+    def refuse_undescribed_layers(self) -> None:
+        """Raise ValueError if loading would make other layers than the model has."""
+        raise NotImplementedError
 
     @classmethod
     def from_pretrained(
@@ -62,22 +67,25 @@ class SharedModel(PreTrainedModel):
             kwargs: for transformers, such as `max_shard_size`, and with `push_to_hub=True` for the method of that name.
 
         Raises:
-            ValueError: `push_to_hub=True` together with `distributed_checkpoint=True`.
+            ValueError: `push_to_hub=True` together with `distributed_checkpoint=True`; token mixers that the
+                configuration does not describe, such as a subclass put in by hand, which would load as others.
         """
         if push_to_hub and kwargs.get("distributed_checkpoint"):
             raise ValueError("a distributed checkpoint cannot be pushed: save without distributed_checkpoint=True")
+        self.refuse_undescribed_layers()
         hub = {key: kwargs.pop(key) for key in _HUB_ARGUMENTS if key in kwargs}
         folder, config = Path(save_directory), type(self.config).__name__
         before = _modification_times(folder)
         remote_code = remote_code or has_remote_code(self.config)
         if remote_code:
+            source_of_variant(self.config.mixer)  # raises before anything is written
             self.config.auto_map = auto_map(config)
         super().save_pretrained(save_directory, is_main_process, **kwargs)
         only_adapters = getattr(self, "_hf_peft_config_loaded", False)
         if not _writes(is_main_process) or only_adapters:
             return
         if remote_code:
-            write_remote_code(folder, config)
+            write_remote_code(folder, config, source_of_variant(self.config.mixer))
         write_model_card(self, folder)
         if push_to_hub:
             after = _modification_times(folder)

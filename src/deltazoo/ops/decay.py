@@ -1,11 +1,19 @@
-"""Decay gates: from a projection of the input to the log-decay of the state. Natural logarithm, never positive."""
+"""Decay gates: from a projection of the input to the log-decay of the state. Natural logarithm, never positive.
+
+A spec names one of them (`DECAY_GATES`) or brings a function of its own, `f(a, A_log, dt_bias) -> log_decay`.
+"""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-__all__ = ["bounded_decay", "softplus_decay"]
+__all__ = ["DECAY_GATES", "DecayGate", "bounded_decay", "softplus_decay"]
+
+DecayGate = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From `a` `[B, T, HV]` or `[B, T, HV, K]`, `A_log` `[HV]` and `dt_bias` `[HV]` or `[HV * K]` to log-decay, as `a`."""
 
 
 def softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
@@ -37,6 +45,10 @@ def bounded_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float 
         raise ValueError(f"lower_bound is a log-decay and must be negative, got {lower_bound}")
     rate, x = _rate_and_logit(a, A_log, dt_bias)
     return lower_bound * torch.sigmoid(rate * x)
+
+
+DECAY_GATES: dict[str, DecayGate] = {"softplus": softplus_decay}
+"""The decay gates that a spec can name; `decay_lower_bound` chooses `bounded_decay`."""
 
 
 def _rate_and_logit(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,19 +3,27 @@
 The delta rule is one step of gradient descent on `0.5 * |S^T k - v|^2`. The three rules below are three ways to take
 that step: forward Euler, the exact flow over time `b`, and the implicit (proximal) step. They differ only in the
 eigenvalue of the transition along `k`: `1 - b*lam`, `exp(-b*lam)` and `1 / (1 + b*lam)`, with `lam = k^T k`.
+
+A spec names one of them (`STEP_SIZES`) or brings a function of its own, `f(b, k) -> beta`.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["euler", "exact", "implicit"]
+__all__ = ["STEP_SIZES", "StepSize", "euler", "exact", "gate_and_squared_norm", "implicit", "may_expand"]
+
+StepSize = Callable[[Tensor, Tensor], Tensor]
+"""From the gate b `[B, T, HV]` and the key `[B, T, H, K]` to the effective step size `[B, T, HV]`."""
 
 
-def euler(b: Tensor) -> Tensor:
+def euler(b: Tensor, k: Tensor | None = None) -> Tensor:
     """Forward Euler, the plain delta rule: `beta = b` (arXiv:2406.06484).
 
     Args:
         b: gate, any shape, any float dtype.
+        k: not used; here because step sizes are called with it.
 
     Returns:
         `b` in float32 (float64 stays float64).
@@ -37,7 +45,7 @@ def exact(b: Tensor, k: Tensor) -> Tensor:
     Returns:
         `[B, T, HV]` float32 (float64 if either input is).
     """
-    b, lam = _gate_and_squared_norm(b, k)
+    b, lam = gate_and_squared_norm(b, k)
     return b * _expm1_ratio(b * lam)
 
 
@@ -53,11 +61,36 @@ def implicit(b: Tensor, k: Tensor) -> Tensor:
     Returns:
         `[B, T, HV]` float32 (float64 if either input is).
     """
-    b, lam = _gate_and_squared_norm(b, k)
+    b, lam = gate_and_squared_norm(b, k)
     return b / (1 + b * lam)
 
 
-def _gate_and_squared_norm(b: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+STEP_SIZES: dict[str, StepSize] = {"euler": euler, "exact": exact, "implicit": implicit}
+"""The step sizes that a spec can name."""
+_AT_MOST_ONE_OVER_SQUARED_NORM = (exact, implicit)
+
+
+def may_expand(step_size: StepSize, *, unit_keys: bool) -> bool:
+    """Whether `beta * lam` can exceed 2 for a gate in [0, 1], so that the transition expands the state along the key.
+
+    False for those known here that cannot, true for every other function.
+    """
+    return step_size not in _AT_MOST_ONE_OVER_SQUARED_NORM and not (step_size is euler and unit_keys)
+
+
+def gate_and_squared_norm(b: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """What step sizes are made of: the gate, and `lam = |k|^2` for every value head, both `[B, T, HV]` in float32.
+
+    Args:
+        b: `[B, T, HV]`.
+        k: `[B, T, H, K]`; HV is a multiple of H.
+
+    Returns:
+        b and lam, in float64 if either input is.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
     if k.ndim != 4 or b.ndim != 3 or b.shape[:2] != k.shape[:2] or b.shape[2] % k.shape[2]:
         raise ValueError(
             f"expected b [B, T, HV] and k [B, T, H, K], HV a multiple of H, got {tuple(b.shape)} and {tuple(k.shape)}"

@@ -1,0 +1,68 @@
+"""Rules that do not come with deltazoo: what a configuration records of them, and what it refuses."""
+
+import sys
+from pathlib import Path
+
+from deltazoo.spec import get_variant, list_variants, registering_module
+
+__all__ = ["loaded_modules", "module_of_variant", "source_of_variant"]
+
+_REMOTE_CODE = "transformers_modules"
+"""The package in which transformers imports code that a checkpoint brings along."""
+
+
+def module_of_variant(variant: str, recorded: str | None) -> str | None:
+    """What a configuration records beside the name of a variant: the module that registers it.
+
+    Args:
+        variant: its name.
+        recorded: the module that a config.json names; not imported.
+
+    Returns:
+        The module's name; None: the variant comes with deltazoo.
+
+    Raises:
+        ValueError: no such variant; with the module that is missing, if it is known, and how to supply it.
+    """
+    if variant not in list_variants() and recorded is not None:
+        raise ValueError(
+            f"this model's layers are of the variant {variant!r}, which does not come with deltazoo: the module "
+            f"{recorded!r} registers it. Import that module before loading the model, or on the command line give its "
+            f"file with --load {recorded.rpartition('.')[2]}.py. It is not imported because the configuration names "
+            "it; a model saved with remote_code=True brings it along, for trust_remote_code=True in a process that has "
+            "not imported deltazoo."
+        )
+    get_variant(variant)
+    return _recorded_name(registering_module(variant))
+
+
+def loaded_modules() -> set[str]:
+    """The modules of rules that do not come with deltazoo, by the names that configurations record."""
+    names = {_recorded_name(registering_module(variant)) for variant in list_variants()}
+    return {name for name in names if name is not None}
+
+
+def _recorded_name(module: str | None) -> str | None:
+    """Without the package that transformers makes for the code of a checkpoint."""
+    if module is not None and module.partition(".")[0] == _REMOTE_CODE:
+        return module.rpartition(".")[2]
+    return module
+
+
+def source_of_variant(variant: str) -> Path | None:
+    """The one file that registers a variant, to be saved beside a model; None: it comes with deltazoo.
+
+    Raises:
+        ValueError: it was registered outside any file, as in a notebook, or in a package that one file does not hold.
+    """
+    module = registering_module(variant)
+    if module is None:
+        return None
+    path = getattr(sys.modules.get(module), "__file__", None)
+    inside = module.partition(".")[0] != _REMOTE_CODE and "." in module
+    if path is None or inside or module == "__main__":
+        raise ValueError(
+            f"variant {variant!r} was registered by {module!r}, and only a rule in a file of its own, imported as a "
+            "top-level module, can be saved with the model: move it to one, or save without remote_code"
+        )
+    return Path(path)

@@ -1,0 +1,61 @@
+"""Python files of users that register rules, or tasks of the lab: what `--load` names on the command line."""
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+
+from deltazoo import spec
+
+__all__ = ["load_rule_file"]
+
+
+def load_rule_file(path: str | Path) -> list[str]:
+    """Run a Python file that registers something, once per process.
+
+    The module is known under the file's name, as after `import my_rule`: models record that name.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The names of the variants it registered.
+
+    Raises:
+        ValueError: no such file, a name that another module has, or an error in the file, with its line. What such a
+            file registered before the error is forgotten.
+    """
+    path = Path(path).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r} to load")
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return _registered_by(name)
+    if loaded is not None or name in sys.stdlib_module_names or not name.isidentifier():
+        raise ValueError(
+            f"{path} cannot be loaded as a module {name!r}: that is another module's name, or none: rename it"
+        )
+    specification = importlib.util.spec_from_file_location(name, path)
+    if specification is None or specification.loader is None:
+        raise ValueError(f"{path} is no Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(specification)
+    registered = dict(spec._REGISTRY)
+    # Known by name before it runs: what it defines has to be found again when it is sent to another process.
+    sys.modules[name] = module
+    try:
+        specification.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        spec._REGISTRY.clear()
+        spec._REGISTRY.update(registered)
+        if isinstance(error, Exception):
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+            where = f", line {lines[-1]}" if lines else ""
+            raise ValueError(f"{path}{where}: {type(error).__name__}: {error}") from error
+        raise
+    return _registered_by(name)
+
+
+def _registered_by(module: str) -> list[str]:
+    return [name for name in spec.list_variants() if spec.registering_module(name) == module]
