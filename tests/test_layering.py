@@ -13,19 +13,20 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "deltazoo"
 
 # Every part of the package, lowest first, with the parts it may import besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
-    "ops": set(),
-    "spec": {"ops"},
+    "runtime": set(),
+    "ops": {"runtime"},
+    "spec": {"runtime", "ops"},
     "rule_files": {"spec"},
-    "layers": {"ops", "spec"},
-    "variants": {"ops", "spec", "layers"},
-    "models": {"ops", "spec", "layers", "variants", "_auto_registration"},
-    "acceleration": {"ops", "spec", "layers", "variants"},
-    "generation": {"ops", "spec", "layers", "variants", "models"},
-    "bench": {"ops", "spec", "layers", "variants", "models", "generation"},
-    "swap": {"ops", "spec", "layers", "variants", "models", "training", "_auto_registration"},
-    "training": {"ops", "spec", "layers", "variants", "models"},
-    "evaluation": {"ops", "spec", "layers", "variants", "models", "training"},
-    "lab": {"ops", "spec", "layers", "variants", "models", "bench", "training", "evaluation"},
+    "layers": {"runtime", "ops", "spec"},
+    "variants": {"runtime", "ops", "spec", "layers"},
+    "models": {"runtime", "ops", "spec", "layers", "variants", "_auto_registration"},
+    "acceleration": {"runtime", "ops", "spec", "layers", "variants"},
+    "generation": {"runtime", "ops", "spec", "layers", "variants", "models"},
+    "bench": {"runtime", "ops", "spec", "layers", "variants", "models", "generation"},
+    "swap": {"runtime", "ops", "spec", "layers", "variants", "models", "training", "_auto_registration"},
+    "training": {"runtime", "ops", "spec", "layers", "variants", "models"},
+    "evaluation": {"runtime", "ops", "spec", "layers", "variants", "models", "training"},
+    "lab": {"runtime", "ops", "spec", "layers", "variants", "models", "bench", "training", "evaluation"},
 }
 MAY_IMPORT["_auto_registration"] = set()
 MAY_IMPORT["cli"] = {*MAY_IMPORT}
@@ -33,6 +34,7 @@ MAY_IMPORT["__init__"] = {*MAY_IMPORT}
 
 # What the lower parts may take from outside; the rest may use every declared dependency.
 OUTSIDE: dict[str, set[str]] = {
+    "runtime": set(),
     "ops": {"torch", "einops"},
     "spec": {"torch", "einops"},
     "layers": {"torch", "einops"},

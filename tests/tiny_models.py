@@ -18,6 +18,7 @@ from deltazoo.models import (
     KDAConfig,
     named,
 )
+from deltazoo.runtime import RUNTIME_OPTIONS
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -93,14 +94,20 @@ def tiny_config(case: str, **overrides: Any) -> DeltaRuleConfig:
 
 
 def tiny_model(case: str, **overrides: Any) -> DeltaRuleForCausalLM:
-    """In evaluation mode, always with the same weights."""
-    return _model(tiny_config(case, **overrides), "ForCausalLM")
+    """In evaluation mode, always with the same weights; `overrides` are configuration keys and runtime options."""
+    runtime = _pop_runtime(overrides)
+    return _model(tiny_config(case, **overrides), "ForCausalLM", runtime)
 
 
 def tiny_named(model_type: str, suffix: str = "ForCausalLM", **overrides: Any) -> Any:
     """A model of a Hub type, or one of `EVERY_MODEL`: its causal language model, or the class with that suffix."""
+    runtime = _pop_runtime(overrides)
     model_type, options = EVERY_MODEL.get(model_type, (model_type, {}))
-    return _model(_config(model_type, **{**options, **overrides}), suffix)
+    return _model(_config(model_type, **{**options, **overrides}), suffix, runtime)
+
+
+def _pop_runtime(overrides: dict[str, Any]) -> dict[str, Any]:
+    return {name: overrides.pop(name) for name in RUNTIME_OPTIONS if name in overrides}
 
 
 def _config(model_type: str, **options: Any) -> DeltaRuleConfig:
@@ -112,11 +119,11 @@ def _config(model_type: str, **options: Any) -> DeltaRuleConfig:
     return config
 
 
-def _model(config: DeltaRuleConfig, suffix: str) -> Any:
+def _model(config: DeltaRuleConfig, suffix: str, runtime: dict[str, Any]) -> Any:
     name = type(config).__name__.removesuffix("Config") + suffix
     torch.manual_seed(1)
     model_class = getattr(named, name, None) or getattr(deltazoo.models, name)
-    return model_class(config).eval()
+    return model_class(config, **runtime).eval()
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -76,7 +76,6 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"neg_eigval": "none", "allow_neg_eigval": True}, "'both' or 'erase'"),
         ({"mixer": "linear_attention", "allow_neg_eigval": True}, "no correction term"),
         ({"mixer": "delta_net", "decay_lower_bound": -5.0}, "no decay"),
-        ({"backend": "trition"}, "unknown backend 'trition'; did you mean 'triton'"),
     ],
 )
 @pytest.mark.feature("errors: configurations")
@@ -205,11 +204,6 @@ def test_every_key_acts():
     elsewhere = {
         "max_position_embeddings": "test_rope_scaling_reads_the_longest_sequence",
         "classifier_dropout": "test_heads",
-        "backend": "test_backend_reaches_the_layers",
-        "fused_kernels": "test_fused_kernels_reach_the_layers",
-        "liger": "test_liger",
-        "fuse_linear_cross_entropy": "test_loss",
-        "recompute": "test_recompute",
         "use_cache": "test_cache",
         "mixer_module": "test_outside_rule",
         "training_data": "test_sharing",
@@ -241,20 +235,6 @@ def test_every_key_acts():
     assert len(fingerprint(num_hidden_layers=1, layer_types=["linear_attention"], num_attention_heads=None,
                            num_key_value_heads=None, rope_parameters=None)[0]) < len(shapes)  # fmt: skip
     assert DeltaRuleConfig(hidden_ratio=2).intermediate_size < DeltaRuleConfig().intermediate_size
-
-
-def test_backend_reaches_the_layers():
-    model = DeltaRuleForCausalLM(tiny_config("gated_deltanet", backend="reference"))
-    assert all(layer.attn.backend == "reference" for layer in model.model.layers)
-
-
-@pytest.mark.parametrize("fused", [None, True, False])
-def test_fused_kernels_reach_the_layers(fused):
-    model = DeltaRuleForCausalLM(tiny_config("gated_deltanet", fused_kernels=fused))
-    for layer in model.model.layers:
-        for module in (layer.attn.q_conv1d, layer.attn.v_conv1d, layer.attn.o_norm):
-            assert module.fused is fused
-    assert model.state_dict().keys() == DeltaRuleForCausalLM(tiny_config("gated_deltanet")).state_dict().keys()
 
 
 def test_padding_token_embeds_to_zero():

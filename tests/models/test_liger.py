@@ -21,8 +21,8 @@ import deltazoo.layers.mlp
 import deltazoo.layers.norm
 import deltazoo.models.loss
 from deltazoo.layers.norm import RMSNorm
-from deltazoo.models.recompute import LEVELS
 from deltazoo.ops.linear_cross_entropy import linear_cross_entropy
+from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
 
 @dataclass(frozen=True)
@@ -232,13 +232,12 @@ def test_parameters_keep_their_names() -> None:
     assert tiny_model("hybrid", liger=True).state_dict().keys() == tiny_model("hybrid").state_dict().keys()
 
 
-def test_a_cpu_is_refused_and_the_key_can_be_taken_back(tmp_path) -> None:
+def test_a_cpu_is_refused_and_the_option_can_be_taken_back() -> None:
     model = tiny_model("gated_deltanet", liger=True)
     with pytest.raises(NotImplementedError, match="run on GPUs, not on cpu: leave liger off"):
         model(tokens(1, 5))
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path, liger=False)
-    assert torch.equal(again(tokens(1, 5)).logits, tiny_model("gated_deltanet")(tokens(1, 5)).logits)
+    model.set_runtime(liger=False)
+    assert torch.equal(model(tokens(1, 5)).logits, tiny_model("gated_deltanet")(tokens(1, 5)).logits)
 
 
 def test_a_residual_in_plain_torch() -> None:

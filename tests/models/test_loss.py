@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_config, tiny_model, tiny_named, tokens
+from tiny_models import tiny_model, tokens
 from torch import nn
 
-from deltazoo.models import DeltaRuleForCausalLM
-from deltazoo.models.recompute import LEVELS
 from deltazoo.ops import linear_cross_entropy as pieces
+from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +25,7 @@ def loss_and_gradients(model, ids, **kwargs):
     model.zero_grad()
     output = model(ids, **{"labels": ids, **kwargs})
     output.loss.backward()
-    assert (output.logits is None) == model.config.fuse_linear_cross_entropy
+    assert (output.logits is None) == bool(model.runtime.fuse_linear_cross_entropy)
     return {"loss": output.loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
 
 
@@ -117,7 +116,7 @@ class Adapted(nn.Linear):
 
 class TestRefusals:
     def refused(self, model, match):
-        with pytest.raises(ValueError, match=rf"{match}.*set fuse_linear_cross_entropy=False in the configuration"):
+        with pytest.raises(ValueError, match=rf"{match}.*call model.set_runtime\(fuse_linear_cross_entropy=False\)"):
             model(tokens(1, 9), labels=tokens(1, 9))
         assert model(tokens(1, 9)).logits is not None
 
@@ -166,21 +165,10 @@ def test_lora_on_the_head_is_refused_and_elsewhere_trains():
                 adapted(input_ids=tokens(1, 9), labels=tokens(1, 9))
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_fla_reads_the_key_as_we_do(on, tmp_path):
-    """It has the key under the same name, and another, on by default, that it refuses beside it."""
-    model = tiny_named("delta_net", fuse_linear_cross_entropy=on)
-    values = model.config.to_dict()
-    assert values["fuse_linear_cross_entropy"] is on
-    assert values.get("fuse_cross_entropy", True) is not on
-    model.save_pretrained(tmp_path)
-    assert type(model).from_pretrained(tmp_path).config.fuse_linear_cross_entropy is on
-
-
 @pytest.mark.slow
 def test_compiles_in_one_graph():
     torch._dynamo.reset()
-    ids, model = tokens(2, 20), DeltaRuleForCausalLM(tiny_config("gated_deltanet", fuse_linear_cross_entropy=True))
+    ids, model = tokens(2, 20), tiny_model("gated_deltanet", fuse_linear_cross_entropy=True)
     expected = {name: x.clone() for name, x in loss_and_gradients(model.train(), ids).items()}
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     model.zero_grad()

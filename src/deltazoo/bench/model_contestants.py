@@ -47,7 +47,7 @@ SIZES = {
 class Contestant:
     """One model of one library.
 
-    `build` makes it with random weights on the current default device; ours takes further configuration keys.
+    `build` makes it with random weights on the current default device; ours takes runtime options.
     """
 
     model: str
@@ -87,9 +87,9 @@ def contestants(
     return taking_part, missing
 
 
-def _ours(size: Size, mixer: str, **keys: Any) -> Any:
+def _ours(size: Size, mixer: str, **runtime: Any) -> Any:
     # One channel per value for all mixers, so that they differ in the rule and not in their widths.
-    return DeltaRuleForCausalLM(DeltaRuleConfig(mixer=mixer, expand_v=1, **vars(size), **keys))
+    return DeltaRuleForCausalLM(DeltaRuleConfig(mixer=mixer, expand_v=1, **vars(size)), **runtime)
 
 
 def _llama(size: Size) -> Any:

@@ -20,6 +20,7 @@ from deltazoo.layers.state import MixerState, StateStore
 from deltazoo.ops import DeltaRuleOutput, decay, delta_rule, delta_rule_step, linear_attention, linear_attention_step
 from deltazoo.ops.choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
+from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import DeltaRuleSpec, choice_name, get_variant, registered_layer
 
 __all__ = ["DeltaRuleAttention", "layer_class", "make_layer"]
@@ -183,8 +184,7 @@ class DeltaRuleAttention(Float32Parameters):
             raise ValueError("neg_eigval='erase' acts only with allow_neg_eigval=True")
         if self.allow_neg_eigval and not self.spec.corrects:
             raise ValueError(f"variant {name!r} has no correction term, so allow_neg_eigval=True cannot act")
-        if self.fused_kernels and not self.conv_size and self.spec.output_gate == "none":
-            raise ValueError("there is neither a convolution nor an output gate, so fused_kernels=True cannot act")
+        self._check_fused(self.fused_kernels)
         if beta_bias and not self.spec.corrects:
             raise ValueError(f"variant {name!r} has no step size, so beta_bias=True cannot act")
         if self.decay_lower_bound is not None and self.spec.decay == "none":
@@ -197,9 +197,23 @@ class DeltaRuleAttention(Float32Parameters):
                 f"{name!r} has the decay gate {choice_name(self.spec.decay_gate)!r}"
             )
 
+    def _check_fused(self, fused_kernels: bool | None) -> None:
+        if fused_kernels and not self.conv_size and self.spec.output_gate == "none":
+            raise ValueError("there is neither a convolution nor an output gate, so fused_kernels=True cannot act")
+
     def _unit_heads(self, normalize: bool) -> int:
         """Channels per head that the convolution divides by their norm; a rotation after it keeps the norm."""
-        return self.head_k_dim if normalize and self.fused_kernels is not False else 0
+        return self.head_k_dim if normalize else 0
+
+    def use_runtime(self, options: RuntimeOptions) -> None:
+        """Run with other `backend` and `fused_kernels`; ValueError if there is nothing that kernels could fuse."""
+        self._check_fused(options.fused_kernels)
+        self.backend, self.fused_kernels = options.backend, options.fused_kernels
+        for child in self.children():
+            if isinstance(child, ShortConvolution):
+                child.set_fused(options.fused_kernels)
+            elif isinstance(child, GatedRMSNorm):
+                child.fused = options.fused_kernels
 
     def _make_decay_gate(self) -> None:
         if self.spec.decay == "none":

@@ -87,12 +87,17 @@ class ShortConvolution(nn.Module):
             raise ValueError(f"the short convolution needs at least one tap, got kernel_size={kernel_size}")
         self.channels = channels
         self.kernel_size = kernel_size
-        if fused and activation != "silu":
-            raise ValueError(f"the fused convolution ends in SiLU, so activation={activation!r} cannot act")
+        self.activation = activation
         self.activate = activation_function(activation)
         self.unit_heads = unit_heads
-        self.fused = False if fused is None and activation != "silu" else fused
+        self.set_fused(fused)
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
+
+    def set_fused(self, fused: bool | None) -> None:
+        """Choose between the Triton kernel and plain torch; ValueError if the kernel lacks the activation."""
+        if fused and self.activation != "silu":
+            raise ValueError(f"the fused convolution ends in SiLU, so activation={self.activation!r} cannot act")
+        self.fused = False if fused is None and self.activation != "silu" else fused
 
     def forward(
         self,

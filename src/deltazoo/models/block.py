@@ -15,6 +15,7 @@ from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.recompute import run_block
 from deltazoo.models.sequences import BatchSequences
 from deltazoo.models.softmax_attention import SoftmaxAttention
+from deltazoo.runtime import RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "SoftmaxInputs", "make_mixer"]
 
@@ -41,11 +42,17 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
     def __init__(self, config: DeltaRuleConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, liger=config.liger)
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = make_mixer(config, layer_idx)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, liger=config.liger)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, liger=config.liger)
-        self.recompute = config.recompute
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.use_runtime(RuntimeOptions())
+
+    def use_runtime(self, options: RuntimeOptions) -> None:
+        """Run with other `liger` and `recompute`."""
+        self.recompute = options.recompute
+        for module in (self.attn_norm, self.mlp_norm, self.mlp):
+            module.liger = bool(options.liger)  # type: ignore[assignment]
 
     def forward(
         self,
@@ -64,7 +71,7 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         """
         # Gradient checkpointing keeps less than any level; what is written to a cache must not be written twice.
         keeps_all = not self.training or self.gradient_checkpointing or past_key_values is not None
-        level = "none" if keeps_all else self.recompute
+        level = "none" if keeps_all else self.recompute or "none"
         return run_block(level, self._run, hidden_states, sequences, softmax, past_key_values)
 
     def _run(

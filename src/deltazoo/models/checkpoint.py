@@ -9,14 +9,16 @@ save loads there. `modernize_state_dict` knows the names of older checkpoints.
 
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.spec import get_variant
 
-__all__ = ["add_fla_keys", "modernize_state_dict", "translate_fla_config"]
+__all__ = ["add_fla_keys", "modernize_state_dict", "translate_fla_config", "without_runtime_options"]
 
 # They pick a kernel or a fusion; the model computes the same function whatever they say.
 _KERNEL_CHOICES = frozenset({"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"})
@@ -33,6 +35,19 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "attnres_block_size": (None,),
     "is_causal": (True,),
 }
+
+
+def without_runtime_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` without the runtime options that older versions wrote into it; warns if it had any."""
+    found = [key for key in RUNTIME_OPTIONS if key in values]
+    if found:
+        listed = ", ".join(f"{key}={values[key]!r}" for key in found)
+        warnings.warn(
+            f"the configuration holds {listed}, which say how a model runs, not what it is. They are ignored, and left "
+            "out when the model is saved again; pass them to from_pretrained or model.set_runtime instead",
+            stacklevel=2,
+        )
+    return {key: value for key, value in values.items() if key not in found}
 
 
 def translate_fla_config(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,8 +191,6 @@ def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:
     if values["model_type"] == "kda" and values["decay_lower_bound"] is not None:
         values["lower_bound"] = values["decay_lower_bound"]
         values["safe_gate"] = values["lower_bound"] >= -5  # the range in which its kernels rely on the bound
-    if values["fuse_linear_cross_entropy"]:
-        values["fuse_cross_entropy"] = False  # on by default there, and refused beside the other
     return values
 
 

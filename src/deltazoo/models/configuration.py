@@ -19,12 +19,11 @@ from transformers.generation import GenerationConfig
 
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.adapters import offer_lora_targets
-from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config
+from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config, without_runtime_options
 from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.models.parallel_plans import PIPELINE_PLAN, fsdp_plan, tensor_parallel_plan
-from deltazoo.models.recompute import LEVELS
 from deltazoo.models.remote_code import AutoMapConfig
-from deltazoo.ops.api import BACKENDS
+from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.spec import DeltaRuleSpec, get_variant
 
 __all__ = ["DeltaNetConfig", "DeltaRuleConfig", "EFLAConfig", "GatedDeltaNetConfig", "KDAConfig"]
@@ -94,18 +93,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         qkv_bias: biases on the query, key and value projections of the softmax layers.
         rope_parameters: rotary embedding of the softmax layers; default plain RoPE with theta 10,000.
         classifier_dropout: dropout before the token classification head; default 0.1.
-        backend: operator backend of the linear layers, see `deltazoo.ops.delta_rule`.
-        fused_kernels: Triton kernels around the operator of the linear layers, see `deltazoo.ops.fused`. None: wherever
-            they run, and plain torch elsewhere; True: on NVIDIA GPUs only; False: nowhere.
-        liger: Liger's kernels for norms, with the residual that comes before them, and for SwiGLU; with
-            `fuse_linear_cross_entropy` for the loss, too. GPUs only; needs the extra `fast`. A key of its own, since
-            `fused_kernels` needs no further package.
-        fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see
-            `deltazoo.models.loss`, and returns none (`logits` is None); in plain torch, so on any device, unless
-            `liger` is on. Evaluation returns logits as ever.
-        recompute: what training works out again in the backward pass instead of keeping it: `"none"`, `"elementwise"`
-            or `"block"`, see `deltazoo.models.recompute`. Gradient checkpointing takes its place where both are on; as
-            with that, training then begins no cache.
         use_cache: whether a forward pass outside training returns a cache.
         training_data: what the weights were trained on, in words; for the model card.
 
@@ -152,11 +139,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     qkv_bias: bool = False
     rope_parameters: dict | None = None
     classifier_dropout: float | int | None = None
-    backend: str | None = None
-    fused_kernels: bool | None = None
-    liger: bool = False
-    fuse_linear_cross_entropy: bool = False
-    recompute: str = "none"
     use_cache: bool = True
     training_data: str | None = None
     pad_token_id: int | None = None
@@ -164,6 +146,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **extra: Any) -> None:
+        if self.transformers_version is not None:  # a saved configuration; older versions saved them
+            extra = without_runtime_options(extra)
         self.mixer_module = module_of_variant(self.mixer, self.mixer_module)
         own = {field.name: getattr(self, field.name) for field in fields(DeltaRuleConfig)}
         translated = translate_fla_config({**own, **extra})
@@ -188,6 +172,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             warnings.warn(f"{type(self).__name__}: keys that do not act on this model are kept: {kept}", stacklevel=2)
 
     def __setattr__(self, key: str, value: Any) -> None:
+        if key in RUNTIME_OPTIONS:
+            raise AttributeError(_not_a_key(key))
         # Tools set attributes of their own on a configuration, and those are saved. A typo must not be.
         if not (key.startswith("_") or key in self.__dict__ or hasattr(type(self), key)) and _slip_of(key):
             raise AttributeError(f"{type(self).__name__}: unknown key {key!r}; did you mean {_slip_of(key)!r}?")
@@ -264,8 +250,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             "num_micro_steps": self.num_micro_steps,
             "norm_eps": self.norm_eps,
             "initializer_range": self.initializer_range,
-            "backend": self.backend,
-            "fused_kernels": self.fused_kernels,
         }
 
     def validate_architecture(self) -> None:
@@ -280,10 +264,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             raise ValueError(
                 f"num_v_heads must be a positive multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
             )
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise ValueError(_unknown("backend", self.backend, BACKENDS))
-        if self.recompute not in LEVELS:
-            raise ValueError(f"recompute: {_unknown('level', self.recompute, LEVELS)}")
         self._validate_layer_types(self.layer_types)
         if "full_attention" in self.layer_types:
             self._validate_softmax_heads()
@@ -342,6 +322,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         for key in extra:
             if key in _BASE_KEYS or key in generation_keys:
                 continue
+            if key in RUNTIME_OPTIONS:
+                raise ValueError(_not_a_key(key))
             if self.transformers_version is None or _slip_of(key):
                 raise ValueError(
                     f"{type(self).__name__}: {_unknown('key', key, [field.name for field in fields(self)])}"
@@ -364,6 +346,13 @@ def _slip_of(key: str) -> str | None:
         if max(len(given), len(meant)) == 1 or (len(given) == 2 and given == meant[::-1]):
             return own
     return None
+
+
+def _not_a_key(option: str) -> str:
+    return (
+        f"{option} says how a model runs, not what it is, and is no key of its configuration: pass it to "
+        f"from_pretrained or to the model's constructor, or call model.set_runtime({option}=...)"
+    )
 
 
 def _unknown(kind: str, value: object, known: Sequence[str]) -> str:

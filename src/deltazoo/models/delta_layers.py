@@ -1,6 +1,6 @@
 """What every transformers model with delta-rule layers in it needs, our own models and swapped ones alike."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -8,6 +8,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.layers.initialization import short_conv_
+from deltazoo.runtime import RuntimeOptions
 
 __all__ = ["ModelWithDeltaLayers", "float32_names", "refuse_undescribed"]
 
@@ -68,6 +69,36 @@ class ModelWithDeltaLayers(PreTrainedModel):
         """As in transformers; besides, what the layers declare stays in float32."""
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *float32_names(self)}
         super().post_init()
+
+    runtime_options: ClassVar[tuple[str, ...]] = ("backend", "fused_kernels")
+    """The runtime options that have something to act on."""
+    runtime: RuntimeOptions = RuntimeOptions()
+    """How the model runs now; `set_runtime` changes it."""
+
+    def set_runtime(self, **options: Any) -> None:
+        """Change how the model runs, in all its layers; nothing of it is saved.
+
+        Args:
+            options: values by name, see `deltazoo.runtime.RuntimeOptions`; None leaves the choice to the model. Options
+                that are not named stay as they are.
+
+        Raises:
+            TypeError: an option that has nothing to act on in this model.
+            ValueError: a value that an option does not have, or that a layer cannot follow; nothing is changed then.
+        """
+        before, after = self.runtime, self.runtime.changed(options, self.runtime_options)
+        layers: list[Any] = [module for module in self.modules() if hasattr(module, "use_runtime")]
+        try:
+            for layer in layers:
+                layer.use_runtime(after)
+        except ValueError:
+            for layer in layers:
+                layer.use_runtime(before)
+            raise
+
+    def use_runtime(self, options: RuntimeOptions) -> None:
+        """Remember the options of the whole model; what they act on is asked as well."""
+        self.runtime = options  # type: ignore[assignment]
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         # For quantisers alone: a float16 model computes its gate projections in float16 like all others.

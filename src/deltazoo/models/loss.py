@@ -2,7 +2,7 @@
 
 32,768 tokens of a vocabulary of 32,000 have 2 GiB of logits in half precision, and the loss wants them in float32 and
 their gradients besides. Here they exist a few rows at a time: `deltazoo.ops.linear_cross_entropy` in plain torch,
-Liger's kernel where the configuration says `liger`.
+Liger's kernel with the runtime option `liger`.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def loss_without_logits(
     """What transformers' `ForCausalLMLoss` gives for `model.lm_head(hidden_states)`.
 
     Args:
-        model: with a `config`, an `lm_head` and a `loss_function`.
+        model: with `runtime` options, an `lm_head` and a `loss_function`.
         hidden_states: `[B, T, hidden_size]`, or `[N, hidden_size]`.
         labels: `[B, T]` or `[N]`; token t predicts label t + 1.
         num_items_in_batch: divides the summed loss; the number of labels that count unless given.
@@ -43,7 +43,7 @@ def loss_without_logits(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     targets = shift_labels.reshape(-1).to(hidden_states.device)
-    summed = liger_linear_cross_entropy if model.config.liger else linear_cross_entropy
+    summed = liger_linear_cross_entropy if model.runtime.liger else linear_cross_entropy
     loss = summed(hidden_states.reshape(-1, hidden_states.shape[-1]), model.lm_head.weight, targets)
     if num_items_in_batch is None:
         return loss / (targets != IGNORED).sum()
@@ -68,5 +68,5 @@ def _refuse_another_loss(model: Any) -> None:
     if reason:
         raise ValueError(
             "fuse_linear_cross_entropy computes cross-entropy from the weight of a plain lm_head, but "
-            f"{reason}: set fuse_linear_cross_entropy=False in the configuration"
+            f"{reason}: call model.set_runtime(fuse_linear_cross_entropy=False)"
         )

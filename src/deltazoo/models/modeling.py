@@ -29,6 +29,7 @@ from deltazoo.models.sequences import BatchSequences, describe_batch
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
 from deltazoo.models.step_capture import CapturedGeneration
+from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
 
@@ -40,6 +41,8 @@ _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output
 
 class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     """What transformers may do with these models."""
+
+    runtime_options = tuple(option for option in RUNTIME_OPTIONS if option != "fuse_linear_cross_entropy")
 
     config: DeltaRuleConfig
     config_class = DeltaRuleConfig
@@ -79,18 +82,24 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
 class DeltaRuleModel(DeltaRulePreTrainedModel):
     """The decoder without a head."""
 
-    def __init__(self, config: DeltaRuleConfig) -> None:
+    def __init__(self, config: DeltaRuleConfig, **runtime: Any) -> None:
         super().__init__(config)
         assert config.num_hidden_layers is not None and config.layer_types is not None
         if len(config.layer_types) > config.num_hidden_layers:  # from_pretrained(..., num_hidden_layers=n)
             config.layer_types = config.layer_types[: config.num_hidden_layers]
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DeltaRuleBlock(config, index) for index in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, liger=config.liger)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         is_hybrid = "full_attention" in config.layer_types
         self.rotary_emb = RotaryEmbedding(config) if is_hybrid else None
         self.gradient_checkpointing = False
         self.post_init()
+        self.set_runtime(**runtime)
+
+    def use_runtime(self, options: RuntimeOptions) -> None:
+        """Run with another `liger` in the last norm, too."""
+        super().use_runtime(options)
+        self.norm.liger = bool(options.liger)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -130,7 +139,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             self.prepare_cache(past_key_values)
         if sequences is None:
             sequences = self.describe(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
-        recomputes = self.training and self.config.recompute != "none"
+        recomputes = self.training and self.runtime.recompute not in (None, "none")
         if use_cache and past_key_values is None and sequences.starts is None and not recomputes:
             past_key_values = DynamicCache(config=self.config)
             self.prepare_cache(past_key_values)
@@ -192,12 +201,15 @@ class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, CapturedGeneration, Generat
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
 
-    def __init__(self, config: DeltaRuleConfig) -> None:
+    runtime_options = RUNTIME_OPTIONS
+
+    def __init__(self, config: DeltaRuleConfig, **runtime: Any) -> None:
         super().__init__(config)
         self.model = DeltaRuleModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        self.set_runtime(**runtime)
 
     @can_return_tuple
     def forward(
@@ -217,7 +229,7 @@ class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, CapturedGeneration, Generat
         Args:
             labels: `[B, T]` token numbers, -100 to leave one out; token t predicts label t + 1. In a packed batch the
                 first token of a document is nobody's label, so the loss is that of the documents one by one. Training
-                with `config.fuse_linear_cross_entropy` gives the loss and no logits.
+                with `fuse_linear_cross_entropy` gives the loss and no logits.
             logits_to_keep: how many last positions (0 = all), or which positions, get logits.
             kwargs: as for `DeltaRuleModel`; `num_items_in_batch` divides the summed loss.
         """
@@ -241,7 +253,7 @@ class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, CapturedGeneration, Generat
         )
         hidden_states = _select_positions(outputs.last_hidden_state, logits_to_keep)
         loss = logits = None
-        if labels is None or not self.training or not self.config.fuse_linear_cross_entropy:
+        if labels is None or not self.training or not self.runtime.fuse_linear_cross_entropy:
             logits = self.lm_head(hidden_states)
         if labels is not None:
             if sequences is not None and sequences.starts is not None:

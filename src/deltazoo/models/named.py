@@ -3,13 +3,21 @@
 transformers' Auto classes want a class per configuration; nothing but that configuration tells these classes apart.
 """
 
+from typing import Any
+
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
 
-from deltazoo.models.configuration import DeltaNetConfig, EFLAConfig, GatedDeltaNetConfig, KDAConfig
+from deltazoo.models.configuration import (
+    DeltaNetConfig,
+    DeltaRuleConfig,
+    EFLAConfig,
+    GatedDeltaNetConfig,
+    KDAConfig,
+)
 from deltazoo.models.modeling import DeltaRuleForCausalLM, DeltaRuleModel, DeltaRulePreTrainedModel
 
 __all__ = [
@@ -39,15 +47,25 @@ __all__ = [
 ]
 
 
-class DeltaRuleForSequenceClassification(GenericForSequenceClassification, DeltaRulePreTrainedModel):
+class _TakesRuntimeOptions(DeltaRulePreTrainedModel):
+    """The heads of transformers take a configuration alone."""
+
+    def __init__(self, config: DeltaRuleConfig, **runtime: Any) -> None:
+        super().__init__(config)
+        self.set_runtime(**runtime)
+
+
+class DeltaRuleForSequenceClassification(
+    _TakesRuntimeOptions, GenericForSequenceClassification, DeltaRulePreTrainedModel
+):
     """The decoder with a head that classifies a sequence by its last token."""
 
 
-class DeltaRuleForTokenClassification(GenericForTokenClassification, DeltaRulePreTrainedModel):
+class DeltaRuleForTokenClassification(_TakesRuntimeOptions, GenericForTokenClassification, DeltaRulePreTrainedModel):
     """The decoder with a head that classifies every token."""
 
 
-class DeltaRuleForQuestionAnswering(GenericForQuestionAnswering, DeltaRulePreTrainedModel):
+class DeltaRuleForQuestionAnswering(_TakesRuntimeOptions, GenericForQuestionAnswering, DeltaRulePreTrainedModel):
     """The decoder with a head that finds the start and the end of an answer."""
 
     # The generic head looks for the embedding under another name than fla-hub's.

@@ -23,9 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from deltazoo.layers.recompute import recomputing
 
-__all__ = ["LEVELS", "run_block"]
-
-LEVELS = ("none", "elementwise", "block")
+__all__ = ["run_block"]
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product")
 """Beginnings of the names of torch's operators whose results the middle level keeps under `torch.compile`."""
@@ -35,7 +33,7 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, **kwargs: 
     """Call `forward`, keeping for the backward pass what `level` says.
 
     Args:
-        level: one of `LEVELS`.
+        level: one of `deltazoo.runtime.RECOMPUTE_LEVELS`.
         forward: without side effects, since it may run twice.
         args, kwargs: of `forward`.
     """

@@ -11,6 +11,7 @@ from torch import Tensor
 from deltazoo.ops.chunkwise import chunkwise
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
 from deltazoo.ops.validation import check_shapes, check_step_shapes, check_tensor_values, unknown_name
+from deltazoo.runtime import BACKENDS
 
 __all__ = [
     "DeltaRuleOutput",
@@ -21,7 +22,6 @@ __all__ = [
     "resolve_backend",
 ]
 
-BACKENDS = ["triton", "chunkwise", "reference"]
 PRECISIONS = ["fast", "strict"]
 
 

@@ -178,7 +178,8 @@ def convert(
         results[stage.section] = read_stage(folder / stage.section)
         # Also after an unbroken stage: so a resumed run goes on from the very same weights.
         with one_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(folder / stage.section / "model").to(device)
+            runtime = model.runtime.given()  # type: ignore[union-attr, operator]
+            model = AutoModelForCausalLM.from_pretrained(folder / stage.section / "model", **runtime).to(device)
         if stage.section not in scores.values:
             scores.note(stage.section, text.bits_per_byte(model, longest))
     return ConversionResult(folder / last.section / "model", scores.values, results)

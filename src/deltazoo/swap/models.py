@@ -29,9 +29,11 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.cache import prepare_cache_layer
+from deltazoo.models.checkpoint import without_runtime_options
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.models.remote_code import AutoMapConfig
 from deltazoo.models.step_capture import CapturedGeneration
+from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap.attention import SwappedAttention
 from deltazoo.swap.batch import describe_batches, token_mask_for
 from deltazoo.swap.hosted_attention import HostedDeltaAttention
@@ -67,6 +69,18 @@ class SwappedConfig(AutoMapConfig):
     model_type: ClassVar[str]
     host_model_type: ClassVar[str]
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As transformers documents it; runtime options, which older versions saved, are left out with a warning."""
+        layers = config_dict.get("delta_layers") or {}
+        found = {name: value for options in layers.values() for name, value in options.items()}
+        without_runtime_options(found)  # warns once for all layers
+        cleaned = {
+            index: {name: value for name, value in options.items() if name not in RUNTIME_OPTIONS}
+            for index, options in layers.items()
+        }
+        return super().from_dict({**config_dict, **({"delta_layers": cleaned} if layers else {})}, **kwargs)  # type: ignore[misc]
+
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain values."""
         # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
@@ -80,6 +94,7 @@ class SwappedModel(ModelWithDeltaLayers):
     gate_projections = (r".*\.delta\.b_proj", r".*\.delta\.a_proj", r".*\.delta\.f_proj")
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        runtime = {name: kwargs.pop(name) for name in RUNTIME_OPTIONS if name in kwargs}
         super().__init__(config, *args, **kwargs)
         host = HOSTS[config.host_model_type]
         decoder_layers = attention_slots(self, host)
@@ -87,6 +102,7 @@ class SwappedModel(ModelWithDeltaLayers):
             attention = build_swapped_attention(host, config, index, options)
             setattr(decoder_layers[index], host.attention, attention)
         install(self, host)
+        self.set_runtime(**runtime)
 
 
 class SwappedGeneration(CapturedGeneration, GenerationMixin):
@@ -163,6 +179,7 @@ def uninstall(model: PreTrainedModel) -> None:
     model.base_model._delta_hook.remove()  # type: ignore[operator, union-attr]
     del model.base_model._delta_hook, model.config.delta_layers
     for part in _parts(model):
+        vars(part).pop("runtime", None)
         for name, value in part._host_properties.items():  # type: ignore[operator, union-attr]
             setattr(part, name, value)
         del part._host_properties

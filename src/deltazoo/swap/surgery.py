@@ -80,7 +80,8 @@ def swap_attention(
             `unswap_attention`.
         dry_run: change nothing; report what would happen.
         layer_options: further options of `deltazoo.layers.DeltaRuleAttention`, such as `conv_size` or
-            `allow_neg_eigval`. Sizes (`num_heads`, `head_dim`, ...) only with `init="random"`.
+            `allow_neg_eigval`. Sizes (`num_heads`, `head_dim`, ...) only with `init="random"`. `backend` and
+            `fused_kernels` say how the layers run: they are not saved, and `model.set_runtime` changes them.
 
     Returns:
         What was copied, created and dropped, and what became of parameters and memory.
@@ -94,6 +95,7 @@ def swap_attention(
     if init not in ("transfer", "random"):
         raise ValueError(f'init must be "transfer" or "random", got {init!r}')
     _check_options(layer_options, init)
+    runtime = {name: layer_options.pop(name) for name in SwappedModel.runtime_options if name in layer_options}
     decoder_layers = attention_slots(model, host)
     plans = []
     for index in choose_layers(layers, len(decoder_layers)):
@@ -106,6 +108,7 @@ def swap_attention(
     report = _report(model, host, variant, init, dry_run, plans, replacements)
     if not dry_run:
         _replace(model, host, plans, replacements)
+        model.set_runtime(**runtime)  # type: ignore[operator]
     return report
 
 

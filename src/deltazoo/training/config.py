@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import yaml
 
+from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 from deltazoo.training.strict import from_mapping
 
 STDLIB = "python_stdlib"
@@ -185,6 +186,7 @@ class RunConfig:
         model: ``mixer`` (a variant name) and keys of its model configuration; the tokenizer gives the vocabulary.
         training: see :class:`OptimizationConfig`.
         data: see :class:`DataConfig`.
+        runtime: how the model runs, see :class:`deltazoo.runtime.RuntimeOptions`; not saved with the model.
         tokenizer: see :class:`TokenizerConfig`.
         seed: initial weights and order of the documents.
     """
@@ -194,10 +196,14 @@ class RunConfig:
     training: OptimizationConfig
     tokenizer: TokenizerConfig
     data: DataConfig = field(default_factory=DataConfig)
+    runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check what no section can check alone."""
+        for key in RUNTIME_OPTIONS:
+            if key in self.model:
+                raise ValueError(f"model.{key} says how the model runs, not what it is: give runtime.{key} instead")
         if "mixer" not in self.model:
             raise ValueError("model.mixer is missing: name one of the variants, for example gated_deltanet")
         if "vocab_size" in self.model:

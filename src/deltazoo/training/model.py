@@ -5,17 +5,21 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
+from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_variant
 from deltazoo.training.tokenizer import begin_id
 
 
-def build_model(section: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def build_model(
+    section: dict[str, Any], tokenizer: PreTrainedTokenizerBase, runtime: RuntimeOptions | None = None
+) -> PreTrainedModel:
     """A new model with random weights (from torch's global generator).
 
     Args:
         section: ``mixer`` and keys of ``DeltaRuleConfig``. A variant with a Hub type of its own gets it, any other
             the generic ``delta_rule``.
         tokenizer: gives the vocabulary size and the ids of the special tokens.
+        runtime: how the model runs; its own choice unless given.
 
     Raises:
         ValueError: an unknown variant or key, or sizes that do not fit together.
@@ -32,4 +36,4 @@ def build_model(section: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
         pad_token_id=tokenizer.pad_token_id,
         **keys,
     )
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(config, **(runtime or RuntimeOptions()).given())

@@ -148,7 +148,7 @@ def open_run(
     changes = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and name not in _FREE_TO_CHANGE
+        if before.get(name) != now.get(name) and name not in _FREE_TO_CHANGE and not name.startswith("runtime.")
     ]
     if changes:
         raise ValueError(f"the run in {folder} began with another configuration: {'; '.join(changes)}")
@@ -188,7 +188,7 @@ def _trainer(
     validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
     train_rows = training_rows(config, source, corpus, tokenizer, arguments.world_size)
     set_seed(config.seed)
-    model = build_model(config.model, tokenizer)
+    model = build_model(config.model, tokenizer, config.runtime)
     tokens_per_step = settings.row_length * settings.rows_per_batch * settings.accumulation * arguments.world_size
     model.config.training_data = f"{corpus.description}; {settings.steps:,} steps of {tokens_per_step:,} tokens."
     if settings.gradient_checkpointing:

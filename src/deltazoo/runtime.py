@@ -1,0 +1,85 @@
+"""How a model runs: options that decide speed and memory, change results by rounding at most, and are never saved."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+__all__ = ["BACKENDS", "RECOMPUTE_LEVELS", "RUNTIME_OPTIONS", "RuntimeOptions"]
+
+Backend = Literal["triton", "chunkwise", "reference"]
+RecomputeLevel = Literal["none", "elementwise", "block"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+RECOMPUTE_LEVELS: tuple[str, ...] = get_args(RecomputeLevel)
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """How a model runs. An option that is None is chosen by device and package when the model runs.
+
+    Options are given to `from_pretrained`, to the constructor of a model or in the section `runtime` of a training
+    configuration, and changed with `model.set_runtime(...)`.
+
+    Attributes:
+        backend: of the operator of the linear layers, see `deltazoo.ops.delta_rule`. A named one that cannot run raises
+            when the model runs.
+        fused_kernels: Triton kernels around the operator of the linear layers, see `deltazoo.ops.fused`. None: wherever
+            they run, and plain torch elsewhere; True: on NVIDIA GPUs only; False: nowhere.
+        liger: Liger's kernels for norms, with the residual that comes before them, for SwiGLU, and with
+            `fuse_linear_cross_entropy` for the loss. True: on GPUs only, and the package (the extra `fast`) is needed.
+        fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see
+            `deltazoo.models.loss`. True: a model whose loss cannot be computed so raises.
+        recompute: what training works out again in the backward pass instead of keeping it: `"none"`, `"elementwise"`
+            or `"block"`, see `deltazoo.models.recompute`. Gradient checkpointing takes its place where both are on; as
+            with that, training then begins no cache.
+
+    Raises:
+        ValueError: a value that an option does not have.
+    """
+
+    backend: Backend | None = None
+    fused_kernels: bool | None = None
+    liger: bool | None = None
+    fuse_linear_cross_entropy: bool | None = None
+    recompute: RecomputeLevel | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, known in (("backend", BACKENDS), ("recompute", RECOMPUTE_LEVELS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ValueError(f"{name}: {_unknown('value', value, known)}")
+        for name in ("fused_kernels", "liger", "fuse_linear_cross_entropy"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"{name} must be True, False or None, got {value!r}")
+
+    def changed(self, options: dict[str, Any], known: Iterable[str]) -> "RuntimeOptions":
+        """A copy with other values.
+
+        Args:
+            options: values by name.
+            known: the names that have something to act on.
+
+        Raises:
+            TypeError: a name that is not among `known`.
+            ValueError: a value that an option does not have.
+        """
+        for name in options:
+            if name not in known:
+                raise TypeError(_unknown("runtime option", name, tuple(known)))
+        return replace(self, **options)
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not None, by name."""
+        values = {name: getattr(self, name) for name in RUNTIME_OPTIONS}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+RUNTIME_OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(RuntimeOptions))
+
+
+def _unknown(kind: str, value: object, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(str(value), known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"unknown {kind} {value!r}; {hint}known: {', '.join(known)}"

@@ -1,0 +1,180 @@
+"""Runtime options: given when a model is made or loaded, changed while it lives, never in config.json."""
+
+import copy
+import json
+import pickle
+import warnings
+from itertools import product
+
+import pytest
+import torch
+from golden.freeze import CHECKPOINTS, RUNTIME_KEYS
+from tiny_hosts import tiny_host
+from tiny_models import tiny_config, tiny_model, tiny_named, tokens
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import deltazoo
+from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM, DeltaRuleModel
+from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
+
+ON_A_GPU = {
+    "backend": "triton",
+    "fused_kernels": True,
+    "liger": True,
+    "fuse_linear_cross_entropy": True,
+    "recompute": "block",
+}
+
+
+def runtime_of(model):
+    """What the modules that run do, not what the model remembers."""
+    block = model.model.layers[0]
+    convolutions = [block.attn.q_conv1d.fused, block.attn.v_conv1d.fused, block.attn.o_norm.fused]
+    ligers = [block.attn_norm.liger, block.mlp_norm.liger, block.mlp.liger, model.model.norm.liger]
+    return block.attn.backend, convolutions, ligers, model.runtime.fuse_linear_cross_entropy, block.recompute
+
+
+ON = ("triton", [True] * 3, [True] * 4, True, "block")
+
+
+def test_every_option_reaches_what_it_acts_on_however_it_is_given(tmp_path):
+    tiny_model("hybrid").save_pretrained(tmp_path)
+    config = tiny_config("hybrid")
+    made = DeltaRuleForCausalLM(config, **ON_A_GPU)
+    changed = tiny_model("hybrid")
+    assert runtime_of(changed) != ON
+    changed.set_runtime(**ON_A_GPU)
+    for model in (
+        made,
+        changed,
+        AutoModelForCausalLM.from_config(config, **ON_A_GPU),
+        AutoModelForCausalLM.from_pretrained(tmp_path, **ON_A_GPU),
+        DeltaRuleForCausalLM.from_pretrained(tmp_path, **ON_A_GPU),
+        copy.deepcopy(made),
+        pickle.loads(pickle.dumps(made)),
+    ):
+        assert runtime_of(model) == ON
+        assert model.runtime == model.model.runtime == RuntimeOptions(**ON_A_GPU)
+    made.set_runtime(recompute="none", liger=None)  # the others stay
+    assert (made.runtime.recompute, made.runtime.liger, made.runtime.backend) == ("none", None, "triton")
+    assert made.model.layers[1].recompute == "none"
+
+
+@pytest.mark.parametrize("model_type", ["delta_rule", "delta_net", "kda"])
+def test_a_model_with_every_option_at_its_gpu_value_loads_on_a_cpu(model_type, tmp_path):
+    model, ids = tiny_named(model_type), tokens(2, 9)
+    with torch.no_grad():
+        expected = model(ids).logits
+    model.set_runtime(**ON_A_GPU)
+    model.save_pretrained(tmp_path)
+    assert not runtime_options_in(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.runtime == RuntimeOptions()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected)
+
+
+def runtime_options_in(folder):
+    text = (folder / "config.json").read_text()
+    return [name for name in (*RUNTIME_OPTIONS, "fuse_cross_entropy") if f'"{name}"' in text]
+
+
+@pytest.mark.parametrize("name", RUNTIME_KEYS)
+def test_an_old_checkpoint_with_runtime_options_loads_with_one_warning(name, tmp_path):
+    ids = tokens(1, 9) % 13
+    with pytest.warns(UserWarning, match="which say how a model runs") as caught:
+        model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name)
+    assert len(caught) == 1
+    assert all(f"{key}={value!r}" in str(caught[0].message) for key, value in RUNTIME_KEYS[name].items())
+    plain = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "delta_rule_gated_deltanet")
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    model.save_pretrained(tmp_path)
+    assert not runtime_options_in(tmp_path)
+
+
+def test_a_swapped_model_keeps_runtime_options_out_of_its_configuration(tmp_path):
+    model, ids = tiny_host("llama"), tokens(1, 7)
+    deltazoo.swap_attention(model, "gated_deltanet", [0, 1], backend="reference", fused_kernels=False)
+    layers = [module for module in model.modules() if isinstance(module, deltazoo.DeltaRuleAttention)]
+    assert [(layer.backend, layer.fused_kernels) for layer in layers] == [("reference", False)] * 2
+    model.set_runtime(backend="chunkwise")
+    assert [(layer.backend, layer.fused_kernels) for layer in layers] == [("chunkwise", False)] * 2
+    with torch.no_grad():
+        expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    assert not runtime_options_in(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, backend="chunkwise")
+    assert loaded.runtime == RuntimeOptions(backend="chunkwise")
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected)
+
+    values = json.loads((tmp_path / "config.json").read_text())
+    for options in values["delta_layers"].values():
+        options |= {"backend": "triton", "fused_kernels": True}  # as older versions recorded them
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.warns(UserWarning, match="backend='triton', fused_kernels=True, which say how") as caught:
+        old = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert len(caught) == 1
+    with torch.no_grad():
+        assert torch.equal(old(ids).logits, expected)
+
+
+def test_unknown_names_and_values_are_refused_and_change_nothing():
+    model = tiny_model("gated_deltanet", backend="reference")
+    for options, error, message in [
+        ({"recompte": "none"}, TypeError, "unknown runtime option 'recompte'; did you mean 'recompute'"),
+        (
+            {"recompute": "elementwize"},
+            ValueError,
+            "unknown value 'elementwize'; did you mean 'elementwise'",
+        ),
+        ({"backend": "trition"}, ValueError, "backend: unknown value 'trition'; did you mean 'triton'"),
+        ({"liger": 1}, ValueError, "liger must be True, False or None, got 1"),
+    ]:
+        for call in (model.set_runtime, lambda **given: DeltaRuleForCausalLM(model.config, **given)):
+            with pytest.raises(error, match=message):
+                call(**options)
+    assert runtime_of(model)[0] == "reference" and model.runtime == RuntimeOptions(backend="reference")
+
+
+def test_an_option_without_anything_to_act_on_is_refused():
+    bare = tiny_model("delta_net", use_short_conv=False)
+    with pytest.raises(ValueError, match="neither a convolution nor an output gate"):
+        bare.set_runtime(backend="reference", fused_kernels=True)
+    assert bare.runtime == RuntimeOptions() and bare.model.layers[0].attn.backend is None
+    swapped = tiny_host("llama")
+    deltazoo.swap_attention(swapped, "delta_net")
+    for model in (bare.model, AutoModelForSequenceClassification.from_config(bare.config), swapped):
+        with pytest.raises(TypeError, match="unknown runtime option 'fuse_linear_cross_entropy'; .*known: backend"):
+            model.set_runtime(fuse_linear_cross_entropy=True)
+    with pytest.raises(TypeError, match="unknown runtime option 'recompute'; .*known: backend, fused_kernels"):
+        swapped.set_runtime(recompute="block")
+    with pytest.raises(TypeError, match="unknown runtime option 'fuse_linear_cross_entropy'"):
+        DeltaRuleModel(bare.config, fuse_linear_cross_entropy=True)
+
+
+@pytest.mark.parametrize("option", RUNTIME_OPTIONS)
+def test_a_configuration_takes_no_runtime_option(option):
+    with pytest.raises(ValueError, match=f"{option} says how a model runs, not what it is"):
+        DeltaRuleConfig(**{option: None})
+    config = tiny_config("gated_deltanet")
+    with pytest.raises(AttributeError, match=rf"call model.set_runtime\({option}=...\)"):
+        setattr(config, option, None)
+
+
+def test_a_model_with_another_head_takes_runtime_options(tmp_path):
+    tiny_named("gated_deltanet").save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, backend="reference", recompute="block")
+    assert model.model.layers[0].attn.backend == "reference" and model.model.layers[0].recompute == "block"
+
+
+def test_other_options_give_the_same_logits():
+    ids, model = tokens(2, 9), tiny_model("hybrid")
+    with torch.no_grad():
+        expected = model(ids).logits
+        for backend, fused in product([None, "reference", "chunkwise"], [None, False]):
+            model.set_runtime(backend=backend, fused_kernels=fused)
+            torch.testing.assert_close(model(ids).logits, expected)
