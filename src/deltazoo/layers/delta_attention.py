@@ -210,10 +210,8 @@ class DeltaRuleAttention(Float32Parameters):
         self._check_fused(options.fused_kernels)
         self.backend, self.fused_kernels = options.backend, options.fused_kernels
         for child in self.children():
-            if isinstance(child, ShortConvolution):
+            if isinstance(child, (ShortConvolution, GatedRMSNorm)):
                 child.set_fused(options.fused_kernels)
-            elif isinstance(child, GatedRMSNorm):
-                child.fused = options.fused_kernels
 
     def _make_decay_gate(self) -> None:
         if self.spec.decay == "none":

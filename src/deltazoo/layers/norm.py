@@ -103,14 +103,18 @@ class GatedRMSNorm(RMSNorm):
         fused: bool | None = False,
     ) -> None:
         super().__init__(dim, eps)
-        if fused and not isinstance(activation, str):
-            raise ValueError(
-                f"the fused kernel has no activation {activation}, only {', '.join(GATE_ACTIVATIONS)}: leave "
-                "fused_kernels off"
-            )
-        self.fused = fused if isinstance(activation, str) else False
         self.activation = activation
         self._activate = function_of("gate_activation", activation, GATE_ACTIVATIONS)
+        self.set_fused(fused)
+
+    def set_fused(self, fused: bool | None) -> None:
+        """Choose between the Triton kernel and plain torch; ValueError if the kernel lacks the activation."""
+        if fused and not isinstance(self.activation, str):
+            raise ValueError(
+                f"the fused kernel has no activation {self.activation}, only {', '.join(GATE_ACTIVATIONS)}: leave "
+                "fused_kernels off"
+            )
+        self.fused = fused if isinstance(self.activation, str) else False
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """Normalise x `[..., dim]` and multiply by the activated gate of the same shape."""
