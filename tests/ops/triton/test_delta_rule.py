@@ -79,7 +79,12 @@ def shaped(name: str, **options: object) -> DeltaRuleCase:
 
 
 INTERPRETED = [
-    *(Run(shaped(f"{decay}_groups", groups=2, K=20, V=33, decay=decay, initial_state=True)) for decay in DECAYS),
+    # Two key heads and six value heads: which key head a value head reads shows only with more than one of each.
+    *(
+        Run(shaped(f"{decay}_groups", T=66, H=2, groups=3, K=20, V=33, decay=decay, initial_state=True))
+        for decay in DECAYS
+    ),
+    Run(shaped("channel_groups_mixed", T=66, H=2, groups=2, decay="channel", log_decay="mixed")),
     *(
         Run(shaped(f"{decay}_half", decay=decay, beta=0.7, keys="correlated"), torch.float16, precision)
         for decay in DECAYS
@@ -106,7 +111,7 @@ def without_beta(beta: None = None, **arguments: Any) -> DeltaRuleOutput:
 
 
 def linear_attention_inputs(decay: str, device: str) -> DeltaRuleInputs:
-    case = shaped("linear_attention", decay=decay, groups=2, initial_state=True)
+    case = shaped("linear_attention", decay=decay, H=2, groups=2, initial_state=True)
     return replace(case.make(device=device, dtype=torch.float32), beta=None)
 
 
