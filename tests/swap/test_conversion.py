@@ -220,6 +220,23 @@ def test_under_teacher_forcing_the_model_is_the_original(home: Path) -> None:
     assert len(errors) == 2
 
 
+def test_alignment_runs_without_dropout(home: Path, tmp_path: Path) -> None:
+    """Dropout in the frozen layers, the embedding and the softmax layers that stay, would add noise to the targets."""
+    path = home / "teacher" / "model"
+    model = AutoModelForCausalLM.from_pretrained(path, attention_dropout=0.5)
+    swap_attention(model, "gated_deltanet", [1], keep_teacher=True)
+    config = recipe(home / "text", tmp_path)
+    text = ConversionText(config.data, AutoTokenizer.from_pretrained(path))
+    run = config.align.as_run(tmp_path, "gated_deltanet", path, config.data, seed=0)
+    trainer = conversion._trainer(model, text, config.align, run, None)
+    with teacher_forced(swapped_layers(model).values()) as errors, torch.no_grad():
+        model.eval()(**batch(home), use_cache=False)
+    assert trainer.compute_loss(model.train(), batch(home)).item() == errors[0].item()
+    with teacher_forced(swapped_layers(model).values()) as noisy, torch.no_grad():
+        model.train()(**batch(home), use_cache=False)
+    assert noisy[0] != errors[0], "the model has dropout"
+
+
 def test_each_layer_learns_from_its_own_error_alone(home: Path) -> None:
     model, _ = fresh(home)
     choose_trained_parameters(model, recipe(home / "text", home).stages[0])

@@ -61,7 +61,8 @@ def test_the_rest_stays_bit_for_bit_and_unswap_restores(family):
     host, ids = tiny_host(family), tokens(2, 7)
     host.requires_grad_(False)
     slot = HOSTS[family].attention
-    list(attention_slots(host, HOSTS[family])[1].get_submodule(slot).parameters())[0].requires_grad_(True)
+    first, *_ = attention_slots(host, HOSTS[family])[0].get_submodule(slot).parameters()
+    first.requires_grad_(True)  # of a swapped layer: unswapping gives it back trainable, and the others frozen
     host.train()
     model = copy.deepcopy(host)
     deltazoo.swap_attention(model, "kda", "1:1", keep_teacher=True)
@@ -85,10 +86,11 @@ def test_the_rest_stays_bit_for_bit_and_unswap_restores(family):
 
 
 def test_a_teacher_is_frozen_and_moves_along():
-    model = tiny_host("llama")
+    model = tiny_host("llama").train()
     deltazoo.swap_attention(model, "gated_deltanet", [0], keep_teacher=True)
     layer = swapped_layers(model)[0]
     assert not any(p.requires_grad for p in layer.teacher.parameters())
+    assert not any(module.training for module in layer.teacher.modules()) and layer.delta.training
     assert all(p.requires_grad for p in layer.delta.parameters())
     model.to(torch.bfloat16)
     assert {p.dtype for p in layer.teacher.parameters()} == {torch.bfloat16}
