@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,11 +14,27 @@ import torch
 from delta_rule_cases import DeltaRuleInputs
 from torch import Tensor
 
+from deltazoo.ops import DeltaRuleOutput, delta_rule
+
 
 def known_miss(reason: str) -> pytest.MarkDecorator:
     """An expected failure that an H200 has shown: there, a test that passes after all fails, so that its name goes."""
     strict = torch.cuda.is_available() and torch.cuda.get_device_name() == "NVIDIA H200"
     return pytest.mark.xfail(raises=AssertionError, reason=reason, strict=strict)
+
+
+def record_precision(monkeypatch: pytest.MonkeyPatch, caller: ModuleType) -> list[str | None]:
+    """The precision of every `delta_rule` that the module calls from here on."""
+    asked = []
+
+    def recording(*arguments: Any, **options: Any) -> DeltaRuleOutput:
+        call = inspect.signature(delta_rule).bind(*arguments, **options)
+        call.apply_defaults()
+        asked.append(call.arguments["precision"])
+        return delta_rule(*arguments, **options)
+
+    monkeypatch.setattr(caller, "delta_rule", recording)
+    return asked
 
 
 def results_and_gradients(function: Callable[..., Any], inputs: DeltaRuleInputs, **options: Any) -> dict[str, Tensor]:

@@ -8,9 +8,11 @@ from collections import defaultdict
 import pytest
 import torch
 from foreign_models import FUSED, assert_equal_but_for_rounding, foreign_model, mixer_of, tokens
+from helpers import record_precision
 from transformers import DynamicCache
 
 import deltazoo
+from deltazoo.acceleration import mixer
 
 
 def logits_and_gradients(ids):
@@ -34,6 +36,13 @@ def accelerated(model):
 def test_logits_and_all_gradients(family):
     theirs, run = foreign_model(family), logits_and_gradients(tokens(2, 70))
     assert_equal_but_for_rounding(run, theirs, run(accelerated(theirs)))
+
+
+@pytest.mark.skipif("olmo_hybrid" not in FUSED, reason="accelerate refuses this version's OLMo Hybrid")
+def test_step_sizes_above_one_never_run_in_fast_precision(monkeypatch):
+    asked = record_precision(monkeypatch, mixer)
+    accelerated(foreign_model("olmo_hybrid"))(tokens(1, 3))
+    assert asked and set(asked) <= {None, "strict"}
 
 
 @pytest.mark.parametrize("family", FUSED)

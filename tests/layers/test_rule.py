@@ -4,11 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import record_precision
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, l2_normalize, nonexpansive, rule
+from deltazoo.layers import (
+    DeltaRuleAttention,
+    LayerStates,
+    RuleInputs,
+    delta_attention,
+    l2_normalize,
+    nonexpansive,
+    rule,
+)
 from deltazoo.ops import delta_rule
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_variant, list_variants
 
 REPEATS = 16_384
 
@@ -117,6 +126,14 @@ def test_doubling_acts_on_erase_and_write_or_on_erase_alone(neg_eigval: str) -> 
     assert b is not None and beta is not None
     torch.testing.assert_close(beta, 2 * b)
     torch.testing.assert_close(beta[..., None] * written, (2 if neg_eigval == "both" else 1) * b[..., None] * v)
+
+
+@pytest.mark.parametrize("variant", [name for name in list_variants() if get_variant(name).corrects])
+def test_step_sizes_above_one_never_run_in_fast_precision(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast precision is for step sizes up to 1, and nothing else on a CPU would show that a layer asks for it."""
+    asked = record_precision(monkeypatch, delta_attention)
+    DeltaRuleAttention(variant, 16, 2, 8, allow_neg_eigval=True)(torch.randn(1, 3, 16))
+    assert asked and set(asked) <= {None, "strict"}
 
 
 def constant_input_layer() -> DeltaRuleAttention:
