@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_models import tiny_model, tokens
 from torch import nn
+from torch.func import functional_call, grad, jvp
 from torch.profiler import ProfilerActivity, profile
 
 import deltazoo.layers.delta_attention
@@ -254,3 +255,26 @@ def test_gradients_through_fused_kernels_are_the_same(tmp_path):
 
 if __name__ == "__main__":
     torch.save(dict(interpreted_gradients()), sys.argv[1])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_transforms_and_second_derivatives(level):
+    """Forward mode and torch.func see through every level; a Hessian times a vector, in two ways."""
+    ids = tokens(2, 20)
+    model = tiny_model("kda", recompute=level).double().train()
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    toward = {name: torch.randn_like(value) for name, value in parameters.items()}
+
+    def loss(parameters):
+        return functional_call(model, parameters, (ids,), {"labels": ids}).loss
+
+    def along(gradients):
+        return sum((gradients[name] * x).sum() for name, x in toward.items())
+
+    tangent = jvp(loss, (parameters,), (toward,))[1]
+    assert tangent.item() == pytest.approx(along(grad(loss)(parameters)).item(), rel=1e-5)
+    forward_over_reverse = jvp(grad(loss), (parameters,), (toward,))[1]
+    leaves = list(model.parameters())
+    gradients = torch.autograd.grad(model(ids, labels=ids).loss, leaves, create_graph=True)
+    twice = torch.autograd.grad(along(dict(zip(parameters, gradients, strict=True))), leaves)
+    torch.testing.assert_close(dict(zip(parameters, twice, strict=True)), forward_over_reverse, rtol=1e-5, atol=1e-5)

@@ -218,6 +218,12 @@ class TestASecondBackwardPass:
         first, second = (torch.autograd.grad(result, [x, residual], retain_graph=True) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
+    def test_to_differentiate_it_is_refused(self) -> None:
+        x, weight = torch.randn(4, 8, device="cuda", requires_grad=True), torch.ones(8, device="cuda")
+        for y in (liger_rms_norm(x, weight, 1e-6), liger_add_rms_norm(x, x, weight, 1e-6)[0], liger_swiglu(x, x)):
+            with pytest.raises(NotImplementedError, match="no second derivative"):
+                torch.autograd.grad(y.sum(), x, create_graph=True)
+
 
 WEIGHT, LABELS = torch.ones(8), torch.zeros(4, dtype=torch.int64)
 CALLS = {
@@ -248,6 +254,12 @@ class TestRefusals:
         message = r"need liger_kernel, which is not installed: pip install 'deltazoo\[fast\]', or leave liger off"
         with pytest.raises(NotImplementedError, match=message):
             CALLS[call](torch.randn(4, 8))
+
+    def test_transforms(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        x = torch.randn(4, 8)
+        with pytest.raises(NotImplementedError, match="no forward mode and no torch.func transforms: leave liger off"):
+            torch.func.jvp(CALLS[call], (x,), (x,))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from deltazoo.layers.recompute import recomputing
+from deltazoo.ops.transforms import transforming
 
 __all__ = ["run_block"]
 
@@ -37,7 +38,7 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, **kwargs: 
         forward: without side effects, since it may run twice.
         args, kwargs: of `forward`.
     """
-    if level == "none":
+    if level == "none" or transforming():  # under transforms a detached tensor would lose its tangent
         return forward(*args, **kwargs)
     if level == "elementwise" and not torch.compiler.is_compiling():
         with recomputing():

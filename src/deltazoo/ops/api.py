@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltazoo.ops.chunkwise import chunkwise
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
+from deltazoo.ops.transforms import refuse_transforms, transforming
 from deltazoo.ops.validation import check_shapes, check_step_shapes, check_tensor_values, unknown_name
 from deltazoo.runtime import BACKENDS
 
@@ -74,6 +75,10 @@ def delta_rule(
 
     Raises:
         ValueError: arguments that break the contract; NotImplementedError: a named backend that cannot do the job.
+
+    Forward mode, the transforms of torch.func (grad, vjp, jvp, vmap, ...) and second derivatives are right on the torch
+    backends; chunkwise then runs in operations that torch can differentiate in every mode, which takes longer and keeps
+    more. Triton has none of these: asked for by name it refuses, otherwise chunkwise takes a transformed call.
 
     Source: arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per channel).
     """
@@ -234,9 +239,7 @@ def _whole_sequences(
         raise ValueError(unknown_name("precision", precision, PRECISIONS))
     q, k, v, scale = _prepare(q, k, v, scale)
     check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens)
-    name, _ = resolve_backend(
-        backend, device=v.device, dtype=v.dtype, head_k_dim=k.shape[-1], head_v_dim=v.shape[-1],
-    )  # fmt: skip
+    name = _backend_of_call(backend, k, v)
     if name == "reference":
         check_tensor_values(log_decay, cu_seqlens, v.shape[1])
         return DeltaRuleOutput(*recurrent_loop(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens))
@@ -246,6 +249,15 @@ def _whole_sequences(
         strict = precision == "strict"
         return DeltaRuleOutput(*triton_delta_rule(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict))
     return DeltaRuleOutput(*chunkwise(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens))
+
+
+def _backend_of_call(backend: str | None, k: Tensor, v: Tensor) -> str:
+    name, _ = resolve_backend(backend, device=v.device, dtype=v.dtype, head_k_dim=k.shape[-1], head_v_dim=v.shape[-1])
+    if name == "triton" and transforming():
+        if backend == "triton":
+            refuse_transforms("the triton backend", "use backend='chunkwise'")
+        return "chunkwise"
+    return name
 
 
 def _one_token(
@@ -262,7 +274,7 @@ def _one_token(
     q, k, v, scale = _prepare(q, k, v, scale)
     check_step_shapes(q, k, v, beta, log_decay, state)
     check_tensor_values(log_decay, None, 1)
-    name, _ = resolve_backend(backend, device=v.device, dtype=v.dtype, head_k_dim=k.shape[-1], head_v_dim=v.shape[-1])
+    name = _backend_of_call(backend, k, v)
     recording = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, beta, log_decay, state)
     )

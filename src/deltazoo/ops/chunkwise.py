@@ -11,13 +11,14 @@ The inverse is a forward substitution: unlike a Neumann series over the chunk it
 Compute dtype is float32, float64 for float64 inputs.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.ops.chunk_decay import chunk_decay
+from deltazoo.ops.chunk_tokens import ChunkTokens, most_chunks
+from deltazoo.ops.functional_chunks import functional_chunkwise
+from deltazoo.ops.transforms import transforming
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["chunkwise"]
@@ -36,58 +37,11 @@ def chunkwise(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Whole sequences by the chunk form; arguments and results as in `deltazoo.ops.delta_rule`."""
+    if transforming():
+        check_tensor_values(log_decay, cu_seqlens, v.shape[1])
+        return functional_chunkwise(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens)
     output, final, *_ = _forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens)
     return output, final
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Where the tokens of each chunk are. Chunks lie step by step: first the first chunk of every sequence, longest
-    sequence first, then all second chunks, and so on; so the serial loop reads contiguous slices."""
-
-    tokens: Tensor  # [M, C], index into the flattened tokens; padding points one past the last
-    steps: list[tuple[int, int]]  # slice of the chunks that step s advances
-    order: Tensor  # [N], sequences by falling length
-    room: int  # upper bound of M from the shapes alone
-
-    @classmethod
-    def of(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> "_Layout":
-        if cu_seqlens is None:
-            starts, lengths = [b * T for b in range(B)], [T] * B
-        else:
-            bounds = cu_seqlens.tolist()
-            starts = bounds[:-1]
-            lengths = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
-        order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-        start = torch.tensor([starts[n] for n in order])
-        length = torch.tensor([lengths[n] for n in order])
-        chunks = (length + CHUNK_SIZE - 1) // CHUNK_SIZE
-        steps, tokens, first = [], [torch.empty(0, CHUNK_SIZE, dtype=torch.long)], 0
-        for s in range(int(chunks.max()) if len(order) else 0):
-            active = int((chunks > s).sum())
-            offset = s * CHUNK_SIZE + torch.arange(CHUNK_SIZE)
-            inside = offset < length[:active, None]
-            tokens.append(torch.where(inside, start[:active, None] + offset, B * T))
-            steps.append((first, first + active))
-            first += active
-        room = _most_chunks(B, T, None if cu_seqlens is None else len(order))
-        return cls(torch.cat(tokens).to(device), steps, torch.tensor(order).to(device), room)
-
-    def chunk(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[B, T, H, ...]` -> `[M, H, C, ...]`, zeros at padding."""
-        flat = x.flatten(0, 1).to(dtype)
-        flat = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])
-        return flat[self.tokens].transpose(1, 2).contiguous()
-
-    def unchunk(self, x: Tensor, like: Tensor) -> Tensor:
-        """`[M, H, C, ...]` -> `[B, T, H, ...]` in the dtype of `like`, padding dropped."""
-        flat = x.new_empty(like.shape[0] * like.shape[1] + 1, x.shape[1], *x.shape[3:])
-        flat[self.tokens.flatten()] = x.transpose(1, 2).flatten(0, 1)
-        return flat[:-1].view(like.shape).to(like.dtype)
-
-
-def _most_chunks(B: int, T: int, packed_sequences: int | None) -> int:
-    return B * -(-T // CHUNK_SIZE) if packed_sequences is None else T // CHUNK_SIZE + packed_sequences
 
 
 class _Chunks:
@@ -104,18 +58,18 @@ class _Chunks:
         cu_seqlens: Tensor | None,
     ) -> None:
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-        self.layout = layout = _Layout.of(v.shape[0], v.shape[1], cu_seqlens, v.device)
+        self.tokens = tokens = ChunkTokens.of(v.shape[0], v.shape[1], cu_seqlens, v.device, CHUNK_SIZE)
         self.group = v.shape[2] // k.shape[2]
-        self.q = layout.chunk(q, dtype).repeat_interleave(self.group, 1) * scale  # [M, HV, C, K]
-        self.k = layout.chunk(k, dtype).repeat_interleave(self.group, 1)
-        self.v = layout.chunk(v, dtype)  # [M, HV, C, V]
-        self.decay = chunk_decay(None if log_decay is None else layout.chunk(log_decay, dtype), self.k.ndim)
+        self.q = tokens.chunk(q, dtype).repeat_interleave(self.group, 1) * scale  # [M, HV, C, K]
+        self.k = tokens.chunk(k, dtype).repeat_interleave(self.group, 1)
+        self.v = tokens.chunk(v, dtype)  # [M, HV, C, V]
+        self.decay = chunk_decay(None if log_decay is None else tokens.chunk(log_decay, dtype), self.k.ndim)
         self.P = self.decay.gram(self.q, self.k)
         self.k_in, self.k_out = self.decay.entry * self.k, self.decay.exit * self.k
         self.q_in = self.decay.entry * self.q
         self.corrects = beta is not None
         if beta is not None:
-            self.beta = layout.chunk(beta, dtype)[..., None]  # [M, HV, C, 1]
+            self.beta = tokens.chunk(beta, dtype)[..., None]  # [M, HV, C, 1]
 
     def solve(self, initial_state: Tensor | None) -> Tensor:
         """Inverse A, corrections U and the states S entering every chunk; returns the final states."""
@@ -127,25 +81,25 @@ class _Chunks:
             self.A = A.contiguous()  # it comes column by column
             self.U = self.A @ (self.beta * self.v)
             W = self.W()
-        (M, HV, _, K), V, N = self.k.shape, self.v.shape[-1], len(self.layout.order)
+        (M, HV, _, K), V, N = self.k.shape, self.v.shape[-1], len(self.tokens.order)
         if initial_state is None:
             state = self.k.new_zeros(N, HV, K, V)
         else:
-            state = initial_state[self.layout.order].to(self.k.dtype)
+            state = initial_state[self.tokens.order].to(self.k.dtype)
         self.S = self.k.new_empty(M, HV, K, V)
-        for start, stop in self.layout.steps:
+        for start, stop in self.tokens.steps:
             chunk, active = slice(start, stop), slice(0, stop - start)
             S = self.S[chunk] = state[active]
             if self.corrects:
                 self.U[chunk] -= W[chunk] @ S
             state[active] = self.total(chunk) * S + self.k_out[chunk].mT @ self.U[chunk]
         final = torch.empty_like(state)
-        final[self.layout.order] = state
+        final[self.tokens.order] = state
         return final
 
     def kept(self) -> tuple[Tensor, Tensor, Tensor]:
         """A, U and S for the backward pass, with room for as many chunks as such shapes can have."""
-        spare = self.layout.room - len(self.layout.tokens)
+        spare = self.tokens.room - len(self.tokens.tokens)
 
         def padded(x: Tensor) -> Tensor:
             return x if spare == 0 or not x.numel() else F.pad(x, (0, 0) * 3 + (0, spare))
@@ -153,7 +107,7 @@ class _Chunks:
         return padded(self.A), padded(self.U), padded(self.S)
 
     def restore(self, A: Tensor, U: Tensor, S: Tensor) -> None:
-        M = len(self.layout.tokens)
+        M = len(self.tokens.tokens)
         self.A, self.U, self.S = A[:M], U[:M], S[:M]
 
     def W(self) -> Tensor:
@@ -184,14 +138,14 @@ def _forward(
         chunks = _Chunks(q, k, v, beta, log_decay, scale, cu_seqlens)
         final = chunks.solve(initial_state)
         output = chunks.q_in @ chunks.S + chunks.P @ chunks.U
-        return chunks.layout.unchunk(output, v), final, *chunks.kept()
+        return chunks.tokens.unchunk(output, v), final, *chunks.kept()
 
 
 @_forward.register_fake
 def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens):
     (B, T, HV, V), K, C = v.shape, k.shape[3], CHUNK_SIZE
     packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    M = _most_chunks(B, T, packed)
+    M = most_chunks(B, T, packed, C)
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     sizes = [
         (B if packed is None else packed, HV, K, V),
@@ -223,12 +177,12 @@ def _backward(
         c = _Chunks(q, k, v, beta, log_decay, scale, cu_seqlens)
         c.restore(A, U, S)
         W = c.W() if c.corrects else None
-        dO = c.layout.chunk(d_output, c.k.dtype)
+        dO = c.tokens.chunk(d_output, c.k.dtype)
         dU = c.P.mT @ dO
         dS_read = c.q_in.mT @ dO
         dS_out = torch.empty_like(c.S)  # gradient of the state that leaves each chunk
-        d_state = d_final[c.layout.order].to(c.k.dtype)
-        for start, stop in reversed(c.layout.steps):
+        d_state = d_final[c.tokens.order].to(c.k.dtype)
+        for start, stop in reversed(c.tokens.steps):
             chunk, active = slice(start, stop), slice(0, stop - start)
             dS = dS_out[chunk] = d_state[active]
             dU[chunk] += c.k_out[chunk] @ dS
@@ -237,7 +191,7 @@ def _backward(
                 dS -= W[chunk].mT @ dU[chunk]
             d_state[active] = dS
         d_initial = torch.empty_like(d_state)
-        d_initial[c.layout.order] = d_state
+        d_initial[c.tokens.order] = d_state
 
         dP = (dO @ c.U.mT).tril_()
         dq = c.decay.entry * (dO @ c.S.mT) + c.decay.rows(dP, c.k)
@@ -254,7 +208,7 @@ def _backward(
             dk_row = c.beta * row
             dk_col = dk_col + c.decay.columns(dL, c.beta * c.k)
 
-        unchunk = c.layout.unchunk
+        unchunk = c.tokens.unchunk
         grads = [unchunk(c.sum_groups(dq) * scale, q), unchunk(c.sum_groups(dk_row + dk_col), k), unchunk(dv, v)]
         if beta is not None:
             grads.append(unchunk(dbeta, beta))
@@ -284,6 +238,8 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, d_output, d_final, *_):
+    if torch.is_grad_enabled():  # create_graph
+        return _differentiable_gradients(ctx, d_output, d_final)
     q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept = ctx.saved_tensors
     inputs = (q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens)
     grads = iter(_backward(*inputs, *kept, d_output, d_final))
@@ -291,6 +247,18 @@ def _autograd(ctx, d_output, d_final, *_):
     dbeta, dlog_decay = (None if x is None else next(grads) for x in (beta, log_decay))
     d_initial = None if initial_state is None else next(grads)
     return dq, dk, dv, dbeta, dlog_decay, None, d_initial, None
+
+
+def _differentiable_gradients(ctx, d_output, d_final):
+    """Gradients with a graph of their own, through the forward pass once more in operations that torch derives."""
+    q, k, v, beta, log_decay, initial_state, cu_seqlens, *_ = ctx.saved_tensors
+    # Views, since two arguments may be one tensor.
+    given = [None if x is None else x.view_as(x) for x in (q, k, v, beta, log_decay, initial_state)]
+    results = functional_chunkwise(*given[:5], ctx.scale, given[5], cu_seqlens)
+    wanted = [x for x in given if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(results, wanted, (d_output, d_final), create_graph=True, materialize_grads=True))
+    grads = [next(found) if x is not None and x.requires_grad else None for x in given]
+    return *grads[:5], None, grads[5], None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops.api import _obstacle
+from deltazoo.ops.transforms import refuse_transforms, transforming
 
 __all__ = ["fused_gated_rms_norm", "fused_kernels_fit", "fused_short_conv", "fused_short_conv_step"]
 
@@ -16,10 +17,10 @@ __all__ = ["fused_gated_rms_norm", "fused_kernels_fit", "fused_short_conv", "fus
 def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
     """Whether these kernels take `x`: one on an NVIDIA GPU that the triton backend knows, in a dtype of its.
 
-    Not if the convolution's state `past` wants a gradient. False under Triton's interpreter on a CPU, where they would
-    run only to be tested.
+    Not if the convolution's state `past` wants a gradient, nor under transforms of torch.func or in forward mode. False
+    under Triton's interpreter on a CPU, where they would run only to be tested.
     """
-    return x.is_cuda and not _wants_gradient(past) and _obstacle(x.device, x.dtype, 1, 1) is None
+    return x.is_cuda and not _wants_gradient(past) and not transforming() and _obstacle(x.device, x.dtype, 1, 1) is None
 
 
 def fused_short_conv(
@@ -130,6 +131,7 @@ def _require_triton(x: Tensor, *others: Tensor | None) -> None:
         raise NotImplementedError(f"fused kernels run on NVIDIA GPUs, not on {x.device.type}: leave fused_kernels off")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(f"fused kernels take float32, bfloat16 and float16, not {x.dtype}")
+    refuse_transforms("a fused kernel", "set fused_kernels=False")
     for other in others:
         if other is not None and other.device != x.device:
             raise ValueError(f"fused kernels take tensors of one device, got {x.device} and {other.device}")

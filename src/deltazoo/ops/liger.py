@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from deltazoo.ops.linear_cross_entropy import IGNORED, require_label_per_row
+from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms
 
 __all__ = ["liger_add_rms_norm", "liger_linear_cross_entropy", "liger_rms_norm", "liger_swiglu"]
 
@@ -29,7 +29,8 @@ def liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         NotImplementedError: Liger is not installed; another device than a GPU; another dtype than float32, bfloat16
             and float16.
     """
-    return _function("rms_norm", "LigerRMSNormFunction", x).apply(x, weight, eps, *_NORM_OPTIONS, _IN_PLACE)
+    function = _function("rms_norm", "LigerRMSNormFunction", x)
+    return _with_one_derivative(function.apply(x, weight, eps, *_NORM_OPTIONS, _IN_PLACE))
 
 
 def liger_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -42,7 +43,8 @@ def liger_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     """
     function = _function("fused_add_rms_norm", "LigerFusedAddRMSNormFunction", x)
     dtype = torch.promote_types(x.dtype, residual.dtype)  # the kernel would give both results the dtype of x
-    return function.apply(x.to(dtype), residual.to(dtype), weight, eps, *_NORM_OPTIONS, _IN_PLACE)
+    normalized, total = function.apply(x.to(dtype), residual.to(dtype), weight, eps, *_NORM_OPTIONS, _IN_PLACE)
+    return _with_one_derivative(normalized), _with_one_derivative(total)
 
 
 def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -52,9 +54,8 @@ def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
         NotImplementedError: see `liger_rms_norm`.
         RuntimeError: in a second backward pass.
     """
-    if torch.compiler.is_compiling():
-        return _with_one_backward(_function("swiglu", "LigerSiLUMulFunction", gate).apply(gate, up))
-    return _with_one_backward(_SwiGLU.apply(gate, up))
+    function = _function("swiglu", "LigerSiLUMulFunction", gate)
+    return _with_one_backward((function if torch.compiler.is_compiling() else _SwiGLU).apply(gate, up))
 
 
 def liger_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -86,7 +87,6 @@ class _SwiGLU(torch.autograd.Function):
         return product
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         gradients = _function("swiglu", "swiglu_backward", gate)(gate, up, d_product.contiguous())
@@ -100,6 +100,7 @@ def _function(module: str, name: str, x: Tensor) -> Any:
         raise NotImplementedError(f"Liger's kernels run on GPUs, not on {x.device.type}: leave liger off")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(f"Liger's kernels take float32, bfloat16 and float16, not {x.dtype}: leave liger off")
+    refuse_transforms("a kernel of Liger's", "leave liger off")
     try:
         return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
     except ModuleNotFoundError as error:
@@ -109,11 +110,22 @@ def _function(module: str, name: str, x: Tensor) -> Any:
         ) from error
 
 
+def _with_one_derivative(result: Tensor) -> Tensor:
+    """Refuse the second derivative, of which Liger's backward kernels leave no trace in the graph."""
+    if result.requires_grad and not torch.compiler.is_compiling():  # compiled graphs have none either
+        result.register_hook(_refuse_second_derivative)
+    return result
+
+
+def _refuse_second_derivative(gradient: Tensor) -> None:
+    refuse_second_derivative("a kernel of Liger's", "leave liger off")
+
+
 def _with_one_backward(result: Tensor) -> Tensor:
     """Refuse a second backward pass through `result`, for which the first has left wrong numbers behind."""
     if result.requires_grad:
         result.register_hook(_Once())
-    return result
+    return _with_one_derivative(result)
 
 
 class _Once:

@@ -1,9 +1,13 @@
 """Cross-entropy behind a linear map without the logits of all rows: a few rows at a time, forward and backward."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from deltazoo.ops.transforms import transforming
 
 __all__ = ["IGNORED", "linear_cross_entropy"]
 
@@ -40,8 +44,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
 
+    again = partial(checkpoint, sum_of, use_reentrant=False, preserve_rng_state=False)
+    loss_of = sum_of if transforming() else again  # torch.func allows no checkpoints
     losses = [
-        checkpoint(sum_of, some_x, wide_weight, some_labels, use_reentrant=False, preserve_rng_state=False)
+        loss_of(some_x, wide_weight, some_labels)
         for some_x, some_labels in zip(x.split(rows), labels.split(rows), strict=True)
     ]
     return torch.stack(losses).sum()

@@ -103,13 +103,13 @@ def check_step_shapes(
 def check_tensor_values(log_decay: Tensor | None, cu_seqlens: Tensor | None, T: int) -> None:
     """Raise ValueError for positive log-decay or a malformed `cu_seqlens`; reads tensors only where that is cheap."""
     if log_decay is not None and _readable(log_decay) and log_decay.numel():
-        largest = log_decay.detach().max().item()
+        largest = _value(log_decay.detach()).max().item()
         if largest > 0:
             raise ValueError(
                 f"log_decay must be <= 0 (a natural logarithm of a factor in [0, 1]), got a value of {largest:g}"
             )
     if cu_seqlens is not None and _readable(cu_seqlens):
-        bounds = cu_seqlens.tolist()
+        bounds = _value(cu_seqlens).tolist()
         if bounds[0] != 0:
             raise ValueError(f"cu_seqlens must start at 0, got {bounds[0]}")
         if bounds[-1] != T:
@@ -123,6 +123,13 @@ def _readable(x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False  # a traced program has no values yet
     return x.device.type == "cpu" or (_check_gpu_values and x.device.type != "meta")
+
+
+def _value(x: Tensor) -> Tensor:
+    """The tensor under the wrappers of torch.func: under vmap that of the whole batch."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def _check_gate(name: str, x: Tensor, shapes: list[tuple[int, ...]]) -> None:

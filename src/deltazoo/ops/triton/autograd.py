@@ -7,6 +7,7 @@ calls go around the dispatcher altogether.
 import torch
 from torch import Tensor
 
+from deltazoo.ops.transforms import refuse_second_derivative
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.pipeline import Kept, Problem
@@ -119,6 +120,7 @@ def _setup_operator(ctx, inputs, output) -> None:
 
 
 def _operator_gradients(ctx, d_output, d_final, *_):
+    refuse_second_derivative("the triton backend", "use backend='chunkwise'")
     q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept = ctx.saved_tensors
     if d_output is None:
         d_output = torch.zeros_like(v)
@@ -141,6 +143,7 @@ def _setup_eager(ctx, inputs, output) -> None:
 
 
 def _eager_gradients(ctx, d_output, d_final):
+    refuse_second_derivative("the triton backend", "use backend='chunkwise'")
     q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept = ctx.saved_tensors
     if d_output is None:
         d_output = torch.zeros_like(v)

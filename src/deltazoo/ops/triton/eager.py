@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 __all__ = ["call", "eager_function"]
@@ -56,8 +55,6 @@ def eager_function(
         shown: which results the caller gets; the others are only kept.
     """
 
-    backward_once = once_differentiable(backward)
-
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -67,7 +64,7 @@ def eager_function(
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return (backward_once if torch.is_grad_enabled() else backward)(ctx, *gradients)
+            return backward(ctx, *gradients)
 
     return Eager
 

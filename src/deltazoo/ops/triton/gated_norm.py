@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltazoo.ops.transforms import refuse_second_derivative
 from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.sigmoid import sigmoid
@@ -127,11 +128,13 @@ def _setup_context(ctx, inputs, output):
 
 
 def _operator_gradients(ctx, d_y):
+    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
     backward = torch.ops.deltazoo.gated_rms_norm_backward.default
     return *backward(*ctx.saved_tensors, ctx.eps, ctx.silu, d_y), None, None
 
 
 def _eager_gradients(ctx, d_y):
+    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
     x, gate, weight = ctx.saved_tensors
     return *_backward(x, gate, weight, ctx.eps, ctx.silu, d_y), None, None
 

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from deltazoo.ops.transforms import refuse_second_derivative
 from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.short_conv_kernels import short_conv_backward_kernel, short_conv_forward_kernel
@@ -99,11 +100,13 @@ def _setup_context(ctx, inputs, output):
 
 
 def _operator_gradients(ctx, d_y):
+    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
     backward = torch.ops.deltazoo.short_conv_backward.default
     return *backward(*ctx.saved_tensors, ctx.head_dim, ctx.eps, d_y), None, None, None, None, None
 
 
 def _eager_gradients(ctx, d_y):
+    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
     x, weight, past, sequence, cu_seqlens = ctx.saved_tensors
     gradients = _backward(x, weight, past, sequence, cu_seqlens, ctx.head_dim, ctx.eps, d_y)
     return *gradients, None, None, None, None, None

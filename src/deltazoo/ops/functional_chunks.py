@@ -1,0 +1,86 @@
+"""The chunk form out of functional operations of torch: forward mode, torch.func transforms, second derivatives.
+
+The same mathematics as in `chunkwise`, whose operator has formulas for one backward pass and nothing else. Here torch
+derives everything, so more is kept; chunks are short, so that a decay per key channel may be a tensor
+`[chunks, heads, C, C, K]`.
+"""
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.chunk_tokens import ChunkTokens
+
+__all__ = ["functional_chunkwise"]
+
+_CHUNK_SIZE = 16
+
+
+def functional_chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Whole sequences by the chunk form; arguments and results as in `deltazoo.ops.delta_rule`."""
+    with torch.autocast(v.device.type, enabled=False):
+        dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+        tokens = ChunkTokens.of(v.shape[0], v.shape[1], cu_seqlens, v.device, _CHUNK_SIZE)
+        group = v.shape[2] // k.shape[2]
+        q_chunks, k_chunks = (tokens.chunk(x, dtype).repeat_interleave(group, 1) for x in (q, k))  # [M, HV, C, K]
+        values = tokens.chunk(v, dtype)  # [M, HV, C, V]
+        decay = _Decay(values.new_zeros(values.shape[:3]) if log_decay is None else tokens.chunk(log_decay, dtype))
+
+        scores = decay.gram(scale * q_chunks, k_chunks)
+        q_in, k_in, k_out = scale * decay.entry * q_chunks, decay.entry * k_chunks, decay.exit * k_chunks
+        W = None
+        if beta is not None:
+            steps = tokens.chunk(beta, dtype)[..., None]
+            eye = torch.eye(_CHUNK_SIZE, dtype=dtype, device=v.device)
+            mixing = eye + steps * decay.gram(k_chunks, k_chunks).tril(-1)
+            written = steps * torch.cat([values, k_in], -1)
+            written = torch.linalg.solve_triangular(mixing, written, upper=False, unitriangular=True)
+            values, W = written.split([v.shape[3], k.shape[3]], -1)
+
+        N = len(tokens.order)
+        state = k_chunks.new_zeros(N, v.shape[2], k.shape[3], v.shape[3])
+        if initial_state is not None:
+            state = initial_state[tokens.order].to(dtype)
+        outputs = [values[:0]]
+        for start, stop in tokens.steps:
+            chunk, S = slice(start, stop), state[: stop - start]
+            U = values[chunk] if W is None else values[chunk] - W[chunk] @ S
+            outputs.append(q_in[chunk] @ S + scores[chunk] @ U)
+            state = torch.cat([decay.total[chunk] * S + k_out[chunk].mT @ U, state[stop - start :]])
+        place = torch.empty(v.shape[0] * v.shape[1] + 1, dtype=torch.long, device=v.device)
+        place[tokens.tokens.flatten()] = torch.arange(tokens.tokens.numel(), device=v.device)
+        output = torch.cat(outputs).transpose(1, 2).flatten(0, 1)[place[:-1]]
+        return output.unflatten(0, v.shape[:2]).to(v.dtype), state[tokens.order.argsort()]
+
+
+class _Decay:
+    """Of chunks: per head `[M, HV, C]` or per key channel `[M, HV, C, K]`; exponents are direct sums, as everywhere."""
+
+    def __init__(self, log_decay: Tensor) -> None:
+        g = log_decay if log_decay.ndim == 4 else log_decay[..., None]  # [M, HV, C, K or 1]
+        C = g.shape[2]
+        pairs = torch.ones(C, C, dtype=torch.bool, device=g.device)
+        later, not_earlier = pairs.tril(-1)[..., None], pairs.tril()[..., None]  # token i than token j
+        between = torch.where(later, g[:, :, :, None], 0).cumsum(2)
+        self.matrix = torch.where(not_earlier, between.exp(), 0)
+        """`exp(G_i - G_j)` for j <= i: `[M, HV, C, C, K or 1]`."""
+        self.entry = g.cumsum(2).exp()
+        """`exp(G_i)`: `[M, HV, C, K or 1]`."""
+        self.exit = self.matrix[:, :, -1]
+        """`exp(G_C - G_i)`: `[M, HV, C, K or 1]`."""
+        self.total = self.entry[:, :, -1, :, None]
+        """`exp(G_C)`: `[M, HV, K or 1, 1]`."""
+
+    def gram(self, a: Tensor, b: Tensor) -> Tensor:
+        """`sum_c a_ic b_jc exp(G_i - G_j)_c` for j <= i: `[M, HV, C, C]`."""
+        if self.matrix.shape[-1] == 1:
+            return (a @ b.mT) * self.matrix[..., 0]
+        return (a[..., :, None, :] * b[..., None, :, :] * self.matrix).sum(-1)

@@ -1,0 +1,36 @@
+"""Forward mode, transforms of torch.func and second derivatives: whether a call asks for them, and refusing it."""
+
+import torch
+from torch.autograd import forward_ad
+
+__all__ = ["refuse_second_derivative", "refuse_transforms", "transforming"]
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func (grad, vjp, jvp, vmap, ...) or a level of forward mode is active.
+
+    Our operators then take operations of torch alone: it knows no forward mode for operators of `torch.library`, whose
+    tangents it drops without a word, and transforms none with a backward formula.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+# The compiler enters the transforms of the program it traces, so the answer while tracing is the answer.
+transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_transforms(what: str, instead: str) -> None:
+    """Raise NotImplementedError if the call is transformed.
+
+    Args:
+        what: cannot do that, such as "the triton backend".
+        instead: what the caller should do, such as "use backend='chunkwise'".
+    """
+    if transforming():
+        raise NotImplementedError(f"{what} has no forward mode and no torch.func transforms: {instead}")
+
+
+def refuse_second_derivative(what: str, instead: str) -> None:
+    """Raise NotImplementedError in a backward pass that is itself to be differentiated (`create_graph=True`)."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{what} has no second derivative (create_graph=True): {instead}")
