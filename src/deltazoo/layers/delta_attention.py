@@ -224,9 +224,9 @@ class DeltaRuleAttention(Float32Parameters):
             self.f_proj = self._low_rank(channels, bias=False)
         for name, size in (("A_log", self.num_v_heads), ("dt_bias", channels)):
             self.register_parameter(name, nn.Parameter(torch.empty(size, dtype=torch.float32)))
-        self._decay_gate = function_of("decay_gate", self.spec.decay_gate, decay.DECAY_GATES)
+        self.decay_gate = function_of("decay_gate", self.spec.decay_gate, decay.DECAY_GATES)
         if self.decay_lower_bound is not None:
-            self._decay_gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
+            self.decay_gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
 
     def _make_output_gate(self, norm_eps: float) -> None:
         if self.spec.output_gate == "none":
@@ -333,9 +333,9 @@ class DeltaRuleAttention(Float32Parameters):
         if self.spec.decay == "none":
             return None
         if self.spec.decay == "scalar":  # too small to be worth working out again
-            return self._decay_gate(self.a_proj(hidden_states), self.A_log, self.dt_bias)
+            return self.decay_gate(self.a_proj(hidden_states), self.A_log, self.dt_bias)
         a = _per_head(self.f_proj(hidden_states), self.head_k_dim)
-        return recomputable(self._decay_gate, a, self.A_log, self.dt_bias)
+        return recomputable(self.decay_gate, a, self.A_log, self.dt_bias)
 
     def _convolve(
         self,

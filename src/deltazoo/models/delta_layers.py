@@ -13,7 +13,16 @@ from deltazoo.runtime import RuntimeOptions
 __all__ = ["ModelWithDeltaLayers", "float32_names", "refuse_undescribed"]
 
 # What decides a layer's results besides its sizes, which loading checks, and its parameters.
-_CHOICES = ("spec", "activation", "allow_neg_eigval", "neg_eigval", "decay_lower_bound", "num_micro_steps", "conv_size")
+_CHOICES = (
+    "spec",
+    "activation",
+    "allow_neg_eigval",
+    "neg_eigval",
+    "decay_lower_bound",
+    "num_micro_steps",
+    "conv_size",
+    "rope",
+)
 
 
 def float32_names(model: nn.Module) -> set[str]:

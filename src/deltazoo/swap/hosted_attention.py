@@ -1,14 +1,15 @@
 """A delta-rule layer with what attention layers of other models have besides: biases, norms, shared key heads."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, RMSNorm, ShortConvolution
+from deltazoo.layers import DeltaRuleAttention, RMSNorm, ShortConvolution, layer_class
 from deltazoo.layers.initialization import Initializer
+from deltazoo.spec import DeltaRuleSpec
 
-__all__ = ["HostedDeltaAttention"]
+__all__ = ["HostedDeltaAttention", "hosted_class"]
 
 
 class HostedDeltaAttention(DeltaRuleAttention):
@@ -34,7 +35,7 @@ class HostedDeltaAttention(DeltaRuleAttention):
 
     def __init__(
         self,
-        variant: str,
+        variant: str | DeltaRuleSpec,
         hidden_size: int,
         num_heads: int,
         head_dim: int,
@@ -102,3 +103,28 @@ class HostedDeltaAttention(DeltaRuleAttention):
         known = super().initializers(initializer_range)
         ones = partial(nn.init.constant_, val=1.0)
         return {name: ones if name in ("q_norm.weight", "k_norm.weight") else start for name, start in known.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A class that `hosted_class` has made is found again by the layer class it was made from."""
+        layer = vars(type(self)).get("made_from")
+        if layer is None:
+            return super().__reduce_ex__(protocol)
+        return _unfilled, (layer,), vars(self)
+
+
+def hosted_class(variant: str | DeltaRuleSpec) -> type[HostedDeltaAttention]:
+    """`HostedDeltaAttention` on top of the layer class of a variant."""
+    return _hosted(layer_class(variant))
+
+
+@cache
+def _hosted(layer: type[DeltaRuleAttention]) -> type[HostedDeltaAttention]:
+    if layer is DeltaRuleAttention:
+        return HostedDeltaAttention
+    members = {"__module__": layer.__module__, "__doc__": layer.__doc__, "made_from": layer}
+    return type(f"Hosted{layer.__name__}", (HostedDeltaAttention, layer), members)
+
+
+def _unfilled(layer: type[DeltaRuleAttention]) -> HostedDeltaAttention:
+    hosted = _hosted(layer)
+    return hosted.__new__(hosted)

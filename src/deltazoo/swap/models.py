@@ -8,6 +8,7 @@ with softmax attention started afresh; after `import deltazoo` the Auto classes 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 import transformers
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
@@ -30,13 +31,14 @@ from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.cache import prepare_cache_layer
 from deltazoo.models.checkpoint import without_runtime_options
-from deltazoo.models.delta_layers import ModelWithDeltaLayers
+from deltazoo.models.delta_layers import ModelWithDeltaLayers, float32_names, refuse_undescribed
+from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.models.remote_code import AutoMapConfig
 from deltazoo.models.step_capture import CapturedGeneration
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap.attention import SwappedAttention
 from deltazoo.swap.batch import describe_batches, token_mask_for
-from deltazoo.swap.hosted_attention import HostedDeltaAttention
+from deltazoo.swap.hosted_attention import hosted_class
 from deltazoo.swap.hosts import HOSTS, Host, attention_slots
 
 __all__ = [
@@ -58,7 +60,6 @@ _AUTO_CLASSES = (
     AutoModelForQuestionAnswering,
 )
 _PREFIX = "Deltazoo"
-_FLOAT32 = ("A_log", "dt_bias")
 # What `install` adapts of the properties that transformers gathers when a model is made.
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan")
 
@@ -99,10 +100,31 @@ class SwappedModel(ModelWithDeltaLayers):
         host = HOSTS[config.host_model_type]
         decoder_layers = attention_slots(self, host)
         for index, options in _delta_layers(config).items():
+            module_of_variant(options["variant"], config.mixer_module)  # says what is missing
             attention = build_swapped_attention(host, config, index, options)
             setattr(decoder_layers[index], host.attention, attention)
         install(self, host)
         self.set_runtime(**runtime)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers.
+
+        Raises:
+            ValueError: a swapped layer is not what the configuration describes, and would load as another.
+        """
+        self.refuse_undescribed_layers()
+        super().save_pretrained(*args, **kwargs)
+
+    def refuse_undescribed_layers(self) -> None:
+        """Raise ValueError if a swapped layer is not what the configuration would load in its place."""
+        host, config = HOSTS[self.config.host_model_type], self.config
+        for index, options in _delta_layers(config).items():
+            found: Any = attention_slots(self, host)[index].get_submodule(host.attention)
+            with torch.device("meta"):
+                described = build_swapped_attention(host, config, index, options)
+            place = f"{host.layers}.{index}.{host.attention}"
+            refuse_undescribed(found, described, place)
+            refuse_undescribed(found.delta, described.delta, f"{place}.delta")
 
 
 class SwappedGeneration(CapturedGeneration, GenerationMixin):
@@ -155,7 +177,7 @@ def build_swapped_attention(
     """The module for one slot, from what the configuration records; parameters start as in the variant's paper."""
     options = dict(options)
     rope = options.pop("rope")
-    delta = HostedDeltaAttention(
+    delta = hosted_class(options["variant"])(
         hidden_size=config.hidden_size, layer_idx=index, initializer_range=config.initializer_range, **options
     )
     return SwappedAttention(delta, host, index, rope=rope, teacher=teacher)
@@ -169,7 +191,7 @@ def install(model: PreTrainedModel, host: Host) -> None:
     base._delta_hook = describe_batches(base)  # type: ignore[assignment]
     for part in _parts(model):
         part._host_properties = {name: getattr(part, name) for name in _ADAPTED}  # type: ignore[assignment]
-        part._keep_in_fp32_modules_strict = {*(part._keep_in_fp32_modules_strict or ()), *_FLOAT32}
+        part._keep_in_fp32_modules_strict = {*(part._keep_in_fp32_modules_strict or ()), *float32_names(part)}
         part._keep_in_fp32_modules = {*(part._keep_in_fp32_modules or ()), *SwappedModel.gate_projections}
         part._tp_plan = {entry: style for entry, style in (part._tp_plan or {}).items() if _matches(part, entry)}
 
@@ -177,7 +199,7 @@ def install(model: PreTrainedModel, host: Host) -> None:
 def uninstall(model: PreTrainedModel) -> None:
     """Undo `install` and what `relabel` did, once the slots hold the host's attention again."""
     model.base_model._delta_hook.remove()  # type: ignore[operator, union-attr]
-    del model.base_model._delta_hook, model.config.delta_layers
+    del model.base_model._delta_hook, model.config.delta_layers, model.config.mixer_module
     for part in _parts(model):
         vars(part).pop("runtime", None)
         for name, value in part._host_properties.items():  # type: ignore[operator, union-attr]
@@ -192,6 +214,8 @@ def relabel(model: PreTrainedModel, delta_layers: dict[str, dict[str, Any]]) -> 
     model.__class__ = swapped_class(type(model))
     model.config.__class__ = model.config_class  # type: ignore[assignment]
     model.config.delta_layers = delta_layers
+    variant = next(iter(delta_layers.values()))["variant"]
+    model.config.mixer_module = module_of_variant(variant, None)
 
 
 def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -217,10 +241,11 @@ def _matches(model: nn.Module, entry: str) -> bool:
 def _swapped_config_class(host_config: type[Any]) -> type[Any]:
     members = {
         "__doc__": f"{host_config.__name__} of a model some of whose attention layers are delta-rule layers.",
-        "__annotations__": {"delta_layers": dict | None},
+        "__annotations__": {"delta_layers": dict | None, "mixer_module": str | None},
         "model_type": SWAPPED_PREFIX + host_config.model_type,
         "host_model_type": host_config.model_type,
         "delta_layers": None,
+        "mixer_module": None,
     }
     return _make(_PREFIX + host_config.__name__, (SwappedConfig, host_config), members, strict)
 

@@ -18,8 +18,8 @@ be copied; everything a delta rule has besides starts so that it hardly changes 
   constants of the heads, or of the channels of each head, are spread evenly in the logarithm from 8 to 4,096 tokens,
   since attention is local in some heads and not in others. (On a small Llama, starting at 8 instead of 64 was a little
   better before and after alignment with the host.)
-* **Output gate** is a constant: its weight is zero, and its bias makes it one (SiLU) or the steepest value, 1/2
-  (sigmoid), for which the norm's factor makes up.
+* **Output gate** is a constant: its weight is zero, and its bias makes it one (SiLU) or 1/2 (sigmoid, where it is
+  steepest), for which the norm's factor makes up.
 * **Output norm** takes the length out of `q^T S`, which grows with the number of tokens, and its factor puts one back:
   half that of the host's values, measured on random inputs sent through the layer's own norm and value projection. An
   average of values is shorter than a value; that of four independent ones is half as long.
@@ -29,10 +29,14 @@ paper.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from deltazoo.layers.norm import GATE_ACTIVATIONS
+from deltazoo.ops.choices import function_of
+from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.swap.host_weights import AttentionWeights
 from deltazoo.swap.hosted_attention import HostedDeltaAttention
 
@@ -42,8 +46,8 @@ DECAY_TIMES = (8.0, 4096.0)
 """Tokens after which the fastest and the slowest head have lost all but 1/e of what they held."""
 AVERAGE_LENGTH = 0.5
 """Length of what attention returns, over that of the values it averages."""
-_OPEN_SILU = 1.278464542761074
-"""Where SiLU is one."""
+_OPEN = 1.278464542761074
+"""Where SiLU is one; the start of every gate that is closed at zero."""
 _PROBES = 256
 
 
@@ -115,17 +119,31 @@ def _root_mean_square(x: Tensor) -> float:
 
 
 def _step_bias(delta: HostedDeltaAttention, host: AttentionWeights, probe: Tensor) -> float:
-    """The logit of the b for which `beta |k|^2` is 1/2; zero for unit keys."""
+    """The bias of `b_proj` for which `beta |k|^2` is 1/2, before a doubling; zero (b = 1/2) for shorter keys."""
     if delta.spec.normalize_k:
-        return 0.0
-    if delta.qk_norm is None:
+        squared_length = 1.0
+    elif delta.qk_norm is None:
         squared_length = _root_mean_square(_project(probe, host, "k")) ** 2 * delta.head_k_dim
     else:
         squared_length = _root_mean_square(host.norms["k"]) ** 2 * delta.head_k_dim
-    # beta |k|^2 is 1 - exp(-b |k|^2) under the exact step and b |k|^2 / (1 + b |k|^2) under the implicit one.
-    wanted = math.log(2) if delta.spec.step_size == "exact" else 1.0
-    b = wanted / squared_length
-    return math.log(b / (1 - b)) if b < 0.5 else 0.0
+    step_size = function_of("step_size", delta.spec.step_size, STEP_SIZES)
+    heads = delta.num_micro_steps * delta.num_heads
+    key = torch.full((1, 1, heads, delta.head_k_dim), (squared_length / delta.head_k_dim) ** 0.5, device=probe.device)
+    hidden_states = delta.b_proj.weight.new_zeros(1, 1, delta.hidden_size)
+
+    def excess(bias: float) -> float:
+        nn.init.constant_(delta.b_proj.bias, bias)
+        return step_size(delta.step_gate(hidden_states), key).mean().item() * squared_length - 0.5
+
+    return 0.0 if excess(0.0) <= 1e-6 else _root(excess, -40.0, 0.0)
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a growing function is zero, by bisection."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if function(middle) > 0 else (middle, high)
+    return high
 
 
 def _start_decay(delta: HostedDeltaAttention) -> None:
@@ -136,11 +154,23 @@ def _start_decay(delta: HostedDeltaAttention) -> None:
     if not per_head:
         rate = rate.repeat(delta.num_v_heads)
     nn.init.zeros_(delta.A_log)
-    if delta.decay_lower_bound is None:
-        delta.dt_bias.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus inverted
-    else:
-        delta.dt_bias.copy_(torch.logit(rate / -delta.decay_lower_bound))
+    delta.dt_bias.copy_(_bias_of_rate(delta, rate.double().to(delta.dt_bias.device)))
     nn.init.zeros_(delta.a_proj.weight if per_head else delta.f_proj[1].weight)  # type: ignore[arg-type]
+
+
+def _bias_of_rate(delta: HostedDeltaAttention, rate: Tensor) -> Tensor:
+    """The `dt_bias` for which the decay gate, without input, gives a log-decay of `-rate`; by bisection, any gate."""
+    shape = (1, 1, delta.num_v_heads) if delta.spec.decay == "scalar" else (1, 1, delta.num_v_heads, delta.head_k_dim)
+    silent, A_log = rate.new_zeros(shape), rate.new_zeros(delta.num_v_heads)
+    low, high = torch.full_like(rate, -60.0), torch.full_like(rate, 60.0)
+    for _ in range(80):
+        middle = (low + high) / 2
+        too_fast = -delta.decay_gate(silent, A_log, middle).flatten() > rate
+        low, high = torch.where(too_fast, low, middle), torch.where(too_fast, middle, high)
+    found = -delta.decay_gate(silent, A_log, high).flatten()
+    reached = (found - rate).abs() <= 1e-3 * rate
+    # A gate of another form may not reach a rate, or fall as the bias grows; then its own start stays.
+    return torch.where(reached, high, delta.dt_bias.double())
 
 
 def _start_gate(delta: HostedDeltaAttention) -> float:
@@ -149,6 +179,8 @@ def _start_gate(delta: HostedDeltaAttention) -> float:
         return 1.0
     last: nn.Linear = delta.g_proj if delta.spec.output_gate == "full" else delta.g_proj[1]  # type: ignore[index, assignment]
     nn.init.zeros_(last.weight)
-    silu = delta.spec.gate_activation == "silu"
-    nn.init.constant_(last.bias, _OPEN_SILU if silu else 0.0)
-    return 1.0 if silu else 0.5
+    activation = function_of("gate_activation", delta.spec.gate_activation, GATE_ACTIVATIONS)
+    closed_at_zero = activation(torch.zeros(1)).item() == 0
+    bias = _OPEN if closed_at_zero else 0.0
+    nn.init.constant_(last.bias, bias)
+    return activation(torch.tensor([bias], dtype=torch.float64)).item()

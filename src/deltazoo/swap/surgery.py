@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import layer_class
 from deltazoo.spec import get_variant
 from deltazoo.swap.attention import SwappedAttention
 from deltazoo.swap.host_weights import HeadShape, read_attention, read_shape
@@ -94,7 +94,7 @@ def swap_attention(
     get_variant(variant)
     if init not in ("transfer", "random"):
         raise ValueError(f'init must be "transfer" or "random", got {init!r}')
-    _check_options(layer_options, init)
+    _check_options(layer_options, init, variant)
     runtime = {name: layer_options.pop(name) for name in SwappedModel.runtime_options if name in layer_options}
     decoder_layers = attention_slots(model, host)
     plans = []
@@ -112,8 +112,10 @@ def swap_attention(
     return report
 
 
-def _check_options(options: Mapping[str, Any], init: str) -> None:
-    known = set(inspect.signature(DeltaRuleAttention.__init__).parameters) - _DECIDED
+def _check_options(options: Mapping[str, Any], init: str, variant: str) -> None:
+    constructors = (vars(kind).get("__init__") for kind in layer_class(variant).__mro__ if kind is not object)
+    known = {name for made in constructors if made is not None for name in inspect.signature(made).parameters}
+    known -= {*_DECIDED, "args", "kwargs", "options"}
     for name in options:
         if name not in known:
             raise TypeError(f"swap_attention has no option {name!r}; known layer options: {', '.join(sorted(known))}")
