@@ -100,10 +100,14 @@ def test_the_start_solves_for_any_step_size_and_decay_gate() -> None:
     delta = swapped_layers(model)[0].delta
     assert_close(delta.dt_bias + 1, torch.logspace(-torch.tensor(8.0).log10(), -torch.tensor(4096.0).log10(), 4))
 
-    delta = swapped_layers(swapped())[0].delta
-    b = delta.step_gate(torch.zeros(1, 1, 32))
-    length = b.new_tensor(0.5 / (b[0, 0, 0] * (1 - 0.25)))  # of the key for which beta |k|^2 = 1/2
-    assert 0 < b.max() < 1 and length > 0.1
+    model = swapped()
+    delta, norm = swapped_layers(model)[0].delta, model.model.layers[0].input_layernorm
+    with torch.no_grad():
+        keys = delta.k_proj(norm(torch.randn(4000, 32))).unflatten(-1, (-1, 8))
+        squared_length = keys.square().mean() * 8
+        b = delta.step_gate(torch.zeros(1, 1, 32)).mean()
+    # The step size of the rule: b / (1 + b |k|^2 / 2).
+    assert_close(b * squared_length / (1 + b * squared_length / 2), torch.tensor(0.5), rtol=0.05, atol=0)
 
 
 class ByHand(DeltaRuleAttention):
