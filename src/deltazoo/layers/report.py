@@ -32,6 +32,14 @@ class RunsDeltaRule(Protocol):
         """What it asks of the operator where it is now."""
 
 
+@runtime_checkable
+class Generates(Protocol):
+    """A model with a `generate` of ours."""
+
+    def describe_decoding(self) -> str:
+        """How it runs its steps."""
+
+
 @dataclass(frozen=True)
 class LayerReport:
     """One delta-rule layer."""
@@ -50,8 +58,13 @@ class ModelReport:
     """All delta-rule layers of a model; prints as a table."""
 
     layers: tuple[LayerReport, ...]
+    decoding: str | None = None
+    """How the model's `generate` runs its steps, and why; None for what has no such method of ours."""
 
     def __str__(self) -> str:
+        return self._table() if self.decoding is None else f"{self._table()}\n{self.decoding}"
+
+    def _table(self) -> str:
         if not self.layers:
             return "no delta-rule layers"
         rows = [("layer", "variant", "backend", "reason")]
@@ -62,7 +75,7 @@ class ModelReport:
 
 
 def report(model: nn.Module) -> ModelReport:
-    """Say which backend every delta-rule layer of `model` runs where it is now, and why.
+    """Say which backend every delta-rule layer of `model` runs where it is now, how `generate` decodes, and why.
 
     Args:
         model: a layer or anything that holds layers. Its parameters' device and dtype decide.
@@ -79,7 +92,9 @@ def report(model: nn.Module) -> ModelReport:
                 head_v_dim=rule.head_v_dim,
             )
             layers.append(LayerReport(name or type(module).__name__, rule.variant, backend, reason))
-    return ModelReport(tuple(layers))
+    generators = (module for module in model.modules() if isinstance(module, Generates))
+    decoding = next((module.describe_decoding() for module in generators), None)
+    return ModelReport(tuple(layers), decoding)
 
 
 def _description(module: nn.Module) -> RuleDescription | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -22,13 +22,13 @@ import deltazoo.models.tensor_parallel  # noqa: F401  (its styles must be known 
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
 from deltazoo.models.cache import prepare_cache
+from deltazoo.models.captured_generation import CapturedGeneration
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, refuse_undescribed
 from deltazoo.models.loss import loss_without_logits
 from deltazoo.models.sequences import BatchSequences, describe_batch
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
-from deltazoo.models.step_capture import CapturedGeneration
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
@@ -194,7 +194,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         return SoftmaxInputs(mask, self.rotary_emb(x, positions), {**kernel_kwargs, "position_ids": packed})
 
 
-class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, CapturedGeneration, GenerationMixin):
+class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, GenerationMixin):
     """The decoder with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
@@ -270,16 +270,6 @@ class DeltaRuleForCausalLM(DeltaRulePreTrainedModel, CapturedGeneration, Generat
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
-    ) -> None:
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None:
-            self.prepare_cache(cache)
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
 
 
 def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:

@@ -1,26 +1,34 @@
-"""A decoding step as one CUDA graph, behind a model's own forward pass.
+"""A decoding step as one CUDA graph, and the caches that such a step can work on.
 
 A one-token step is thousands of launches of microseconds each; a graph of them is one launch. A graph reads and writes
 fixed addresses, as a `StaticCache` has them; the state of a delta-rule layer keeps its size at every length.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import update_wrapper
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache, StaticCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from deltazoo.models.cache import DeltaRuleCacheLayer
-from deltazoo.models.merged_projections import MergedProjections
 
-__all__ = ["CapturedGeneration", "FixedTensors", "capture", "captured_steps"]
+__all__ = ["FixedTensors", "bytes_when_fixed", "capture", "fixed_cache", "graphs_run_on", "move_cache"]
 
 _WARM_UP_CALLS = 2
 """Before a capture: kernels compile, libraries allocate their workspaces."""
+
+
+def graphs_run_on(device: torch.device) -> bool:
+    """Whether `capture` makes a CUDA graph there."""
+    return device.type == "cuda"
 
 
 def capture(
@@ -33,6 +41,9 @@ def capture(
         changed: the tensors whose values it changes and reads again. They, and the generators, come out of this call as
             they went in.
         generators: random number generators that the step draws from.
+
+    Raises:
+        RuntimeError: from torch, if the step waits for the device, or if memory runs out.
     """
     if changed[0].device.type != "cuda":
         return step
@@ -47,45 +58,105 @@ def _capture_graph(
     random_states = [generator.get_state() for generator in generators]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UP_CALLS):
-            step()
-            for x, kept in zip(changed, before, strict=True):
-                x.copy_(kept)
-    torch.cuda.current_stream().wait_stream(stream)
-    for generator, state in zip(generators, random_states, strict=True):
-        generator.set_state(state)
     graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    with torch.cuda.graph(graph, stream=stream):
-        step()
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_CALLS):
+                step()
+                _copy_all(before, changed)
+        torch.cuda.current_stream().wait_stream(stream)
+        for generator, state in zip(generators, random_states, strict=True):
+            generator.set_state(state)
+            graph.register_generator_state(generator)
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            step()
+    except BaseException:
+        torch.cuda.current_stream().wait_stream(stream)
+        _copy_all(before, changed)
+        raise
     # torch zeroes the generators' offsets on the capture's stream and sets them at a replay on the current one.
     torch.cuda.current_stream().wait_stream(stream)
     return graph
+
+
+def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def fixed_cache(model: Any, max_length: int) -> StaticCache:
+    """An empty static cache of a model that a captured step can work on.
+
+    Args:
+        model: a causal language model of transformers.
+        max_length: tokens that softmax layers have room for.
+
+    Raises:
+        ValueError: a layer keeps its past in a way that a graph cannot replay.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=max_length)
+    for index, layer in enumerate(cache.layers):
+        # A window counts on the host, which replays do not; and masks cut the window out of all keys just as well.
+        if type(layer) is StaticSlidingWindowLayer:
+            cache.layers[index] = StaticLayer(max_cache_len=max_length)
+    prepare = getattr(model, "prepare_cache", None)
+    if prepare is not None:
+        prepare(cache)
+    check_fixed(cache)
+    return cache
+
+
+def check_fixed(cache: Cache) -> None:
+    """ValueError unless a captured step can work on all layers of a static cache."""
+    for layer in cache.layers:
+        if type(layer) not in (StaticLayer, LinearAttentionLayer, DeltaRuleCacheLayer):
+            raise ValueError(f"a captured step cannot work on a {type(layer).__name__} of the cache")
+
+
+def bytes_when_fixed(cache: Cache, max_length: int) -> int:
+    """What keys and values of a filled dynamic cache would take with room for `max_length` tokens."""
+    softmax: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    tensors: list[Tensor] = [x for layer in softmax for x in (layer.keys, layer.values)]
+    return sum(x.nbytes // x.shape[2] * max_length for x in tensors)
+
+
+def move_cache(source: Cache, target: StaticCache) -> None:
+    """Fill an empty static cache with what a dynamic one holds, layer by layer, and empty that."""
+    source.layers, layers = [], source.layers
+    layers.reverse()
+    new: Any
+    for new in target.layers:
+        old: Any = layers.pop()  # and free its memory before the next
+        if isinstance(new, DeltaRuleCacheLayer):
+            new.store(old.state, old.num_tokens, target.layers)
+            continue
+        if not new.is_initialized:
+            new.lazy_initialization(old.keys, old.values)
+        # A window holds the last keys alone; they go where they would be among all.
+        new.cumulative_length.fill_(old.get_seq_length() - old.keys.shape[2])
+        new.update(old.keys, old.values)
 
 
 class FixedTensors:
     """The tensors of a filled static cache at the addresses that a captured step knows.
 
     Args:
-        cache: a `StaticCache` after its first tokens.
+        cache: of `fixed_cache`, after its first tokens.
     """
 
     def __init__(self, cache: Cache) -> None:
-        self._places: list[tuple[dict[Any, Any], Any, Tensor]] = []
-        for layer in cache.layers:
-            slots: list[tuple[dict[Any, Any], Any]]
-            if isinstance(layer, DeltaRuleCacheLayer):
-                slots = [(layer.conv_states, 0), (layer.recurrent_states, 0), (vars(layer), "num_tokens")]
-            else:
-                slots = [(vars(layer), name) for name in ("keys", "values", "cumulative_length")]
-            self._places += [(owner, name, owner[name]) for owner, name in slots if owner[name] is not None]
+        self._places = [place for layer in cache.layers for place in _tensors_of(layer)]
 
     @property
     def changed(self) -> list[Tensor]:
         """What a step changes and reads again; it writes its keys and values to the same place when it is repeated."""
         return [tensor for _, name, tensor in self._places if name not in ("keys", "values")]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all of them."""
+        return sum(tensor.nbytes for _, _, tensor in self._places)
 
     def put_back(self) -> None:
         """Undo moves: transformers' key/value layers put new tensors in place of theirs when beams change rows."""
@@ -95,138 +166,7 @@ class FixedTensors:
                 owner[name] = tensor
 
 
-class _CapturedForward:
-    """A model's forward pass; one token after a static cache's state is replayed, all else passes through.
-
-    A call replays the last capture if it hands over the same cache and inputs of the same shapes; else it captures.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        update_wrapper(self, model.forward)
-        self.forward = model.forward
-        self._projections = MergedProjections(model)
-        self._cache: Cache | None = None
-        self._shapes: object = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache: Any = kwargs.get("past_key_values")
-        ids = kwargs.get("input_ids")
-        if args or ids is None or ids.shape[1] != 1 or not _is_filled(cache) or torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        _refuse_extras(kwargs)
-        inputs = _tensors_in(kwargs)
-        shapes = {name: (x.shape, x.dtype, x.device) for name, x in inputs.items()}
-        if cache is self._cache and shapes == self._shapes:
-            self._fixed.put_back()
-            for name, x in inputs.items():
-                self._inputs[name].copy_(x)
-        else:
-            self._capture(cache, kwargs, inputs)
-            self._cache, self._shapes = cache, shapes
-        with torch.cuda.device_of(ids):  # a graph is replayed on the current device, which need not be the model's
-            self._replay()
-        return CausalLMOutputWithPast(logits=self._logits, past_key_values=cache)
-
-    def _capture(self, cache: Cache, kwargs: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> None:
-        self._inputs = {name: x.clone() for name, x in inputs.items()}
-        self._fixed = FixedTensors(cache)
-        fixed_kwargs = _with_tensors(kwargs, self._inputs)
-
-        def step() -> None:
-            with self._projections.active():
-                self._logits = self.forward(**fixed_kwargs).logits
-
-        self._replay = capture(step, self._fixed.changed)
-
-
-def _is_filled(cache: Any) -> bool:
-    return isinstance(cache, StaticCache) and all(
-        layer.state is not None if isinstance(layer, DeltaRuleCacheLayer) else getattr(layer, "is_initialized", False)
-        for layer in cache.layers
-    )
-
-
-def _refuse_extras(kwargs: Mapping[str, Any]) -> None:
-    for name in ("output_attentions", "output_hidden_states", "labels"):
-        if kwargs.get(name):
-            raise ValueError(f"a captured step gives logits alone, got {name}={kwargs[name]!r}; leave capture_step off")
-
-
-def _tensors_in(kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """All tensors among the arguments of a forward pass, those of a dict of masks included, by name."""
-    found = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
-    masks = kwargs.get("attention_mask")
-    if isinstance(masks, Mapping):
-        found |= {f"attention_mask.{name}": x for name, x in masks.items() if isinstance(x, Tensor)}
-    return found
-
-
-def _with_tensors(kwargs: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The same arguments with the tensors of `_tensors_in` exchanged."""
-    exchanged = {name: tensors.get(name, x) for name, x in kwargs.items()}
-    masks = kwargs.get("attention_mask")
-    if isinstance(masks, Mapping):
-        exchanged["attention_mask"] = {name: tensors.get(f"attention_mask.{name}", x) for name, x in masks.items()}
-    return exchanged
-
-
-def _static_generation(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate` with a static cache, and without transformers' own compilation of the step.
-
-    Raises:
-        ValueError: they ask for another cache, for none, or for that compilation.
-    """
-    cache = kwargs.get("past_key_values")
-    if cache is not None and not isinstance(cache, StaticCache):
-        raise ValueError(f"capture_step=True needs past_key_values to be a StaticCache, got {type(cache).__name__}")
-    wanted = {"use_cache": True, "cache_implementation": "static" if cache is None else None, "disable_compile": True}
-    for name, value in wanted.items():
-        if kwargs.get(name) not in (None, value):
-            raise ValueError(f"capture_step=True needs {name}={value!r}, got {kwargs[name]!r}")
-    if kwargs.get("compile_config") is not None:
-        raise ValueError("capture_step=True and compile_config are two ways to run the step: pass one of them")
-    return {**kwargs, **wanted}
-
-
-@contextmanager
-def captured_steps(model: nn.Module) -> Iterator[None]:
-    """Within this context `model` replays one-token forward passes over a filled `StaticCache` from a CUDA graph.
-
-    On a CPU the same steps run over the same fixed tensors without a graph. The logits that a call returns are
-    overwritten by the next call.
-    """
-    replaced = vars(model).get("forward")  # a hook of accelerate, or compiled code
-    model.forward = _CapturedForward(model)
-    try:
-        yield
-    finally:
-        del model.forward
-        if replaced is not None:
-            model.forward = replaced
-
-
-class CapturedGeneration:
-    """What a causal language model adds to transformers' `generate`; stands before `GenerationMixin` in its bases."""
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: `generate_batch` and its kin share pages of keys and values among requests; a state has no pages."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has delta-rule layers, whose state transformers' continuous batching "
-            '(generate_batch, cache_implementation="paged") cannot hold: pass generate a padded batch'
-        )
-
-    def generate(self, *args: Any, capture_step: bool = False, **kwargs: Any) -> Any:
-        """As in transformers, and:
-
-        Args:
-            args, kwargs: as in transformers.
-            capture_step: run the steps over a static cache, on a GPU from one CUDA graph. Outputs are the same. Not for
-                assisted decoding, which takes tokens back.
-
-        Raises:
-            ValueError: with `capture_step`, arguments that ask for another cache or for compilation.
-        """
-        if not capture_step:
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
-        with captured_steps(self):  # type: ignore[arg-type]
-            return super().generate(*args, **_static_generation(kwargs))  # type: ignore[misc]
+def _tensors_of(layer: Any) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
+    """Where a cache layer keeps its tensors: attributes, and dicts of several states."""
+    for owner in (vars(layer), *(x for x in vars(layer).values() if isinstance(x, dict))):
+        yield from ((owner, name, x) for name, x in owner.items() if isinstance(x, Tensor))

@@ -22,19 +22,20 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.cache import prepare_cache_layer
+from deltazoo.models.captured_generation import CapturedGeneration
 from deltazoo.models.checkpoint import without_runtime_options
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, float32_names, refuse_undescribed
 from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.models.remote_code import AutoMapConfig
-from deltazoo.models.step_capture import CapturedGeneration
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap.attention import SwappedAttention
 from deltazoo.swap.batch import describe_batches, token_mask_for
@@ -106,6 +107,11 @@ class SwappedModel(ModelWithDeltaLayers):
         install(self, host)
         self.set_runtime(**runtime)
 
+    def prepare_cache(self, cache: Cache) -> None:
+        """Make a fresh cache fit this model's swapped layers, in place; ValueError if it cannot."""
+        for index in _delta_layers(self.config):
+            prepare_cache_layer(cache, index)
+
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers.
 
@@ -147,17 +153,6 @@ class SwappedGeneration(CapturedGeneration, GenerationMixin):
             **kwargs,
         )
         return inputs | token_mask_for(attention_mask, inputs)
-
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
-    ) -> None:
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        past_key_values = model_kwargs.get("past_key_values")
-        if past_key_values is not None:
-            for index in _delta_layers(self.config):  # type: ignore[attr-defined]
-                prepare_cache_layer(past_key_values, index)
-            if generation_config.is_assistant:
-                past_key_values.activate_past_recording()
 
 
 def _delta_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
