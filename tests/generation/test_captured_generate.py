@@ -342,7 +342,7 @@ class TestBetweenCalls:
             (lambda m: m.load_state_dict({k: 1.1 * x for k, x in m.state_dict().items()}, assign=True), True),
             (lambda m: setattr(m.lm_head, "weight", nn.Parameter(-m.lm_head.weight.detach())), True),
             (lambda m: setattr(m.model.layers[1], "mlp", copy.deepcopy(m.model.layers[0].mlp)), True),
-            (lambda m: setattr(m.model.layers[0].attn, "backend", "reference"), True),
+            (lambda m: m.set_runtime(backend="reference"), True),
             (lambda m: m.set_attn_implementation("eager"), True),
             (lambda m: setattr(m.config, "num_hidden_layers", 1), True),
             (lambda m: m.double(), True),

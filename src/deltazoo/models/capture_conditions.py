@@ -7,10 +7,12 @@ on the host, choices made from attributes.
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.generation.utils import is_fsdp_managed_module
 
 from deltazoo.models.step_capture import graphs_run_on
@@ -107,7 +109,9 @@ class Fingerprint:
 
 
 def _settings(values: Any) -> Any:
-    """The plain values in a nest of lists and dicts, and where something else is."""
+    """The plain values in a nest of lists, dicts and dataclasses, and where something else is."""
+    if is_dataclass(values) and not isinstance(values, type | PreTrainedConfig):
+        values = vars(values)
     if isinstance(values, dict):
         return {key: _settings(value) for key, value in values.items() if key not in _INTERNAL}
     if isinstance(values, list | tuple | set):
