@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 tests/models/distributed_worker.py FOLDER
 
-FOLDER/model holds a checkpoint. Writes FOLDER/results.json: by route, the losses and the dtypes of gate parameters.
+FOLDER/model holds a checkpoint, FOLDER/swapped one of a swapped model. Writes FOLDER/results.json: by route, the losses
+and the dtypes of gate parameters.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from torch import nn
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import tokens
 
+from deltazoo.layers import DeltaRuleAttention
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.models.data_parallel import fully_shard_model
 
@@ -74,7 +76,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: i
 
 def gates(model: nn.Module) -> dict[str, Any]:
     """Losses of a plain loop, and the dtypes of a gate parameter: as stored, in the forward pass, of its gradient."""
-    attn = model.model.layers[0].attn
+    attn = next(module for module in model.modules() if isinstance(module, DeltaRuleAttention))
     seen = []
     attn.q_proj.register_forward_hook(lambda *_: seen.append(str(attn.A_log.dtype)))
     found = steps(model, torch.optim.SGD(model.parameters(), lr=1e-2), 0, 2)
@@ -132,6 +134,9 @@ def main(folder: Path) -> None:
     def model(dtype: torch.dtype = torch.float32, **options: Any) -> DeltaRuleForCausalLM:
         return DeltaRuleForCausalLM.from_pretrained(folder / "model", dtype=dtype, **options)
 
+    def swapped(**options: Any) -> nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder / "swapped", dtype=torch.bfloat16, **options)
+
     half = torch.bfloat16
     ddp = {"save_strategy": "steps", "save_steps": 2, "ddp_find_unused_parameters": False}
 
@@ -146,6 +151,7 @@ def main(folder: Path) -> None:
         "FSDP2, recomputed": sharded_steps(recompute="elementwise"),
         "FSDP2, interrupted": interrupted(lambda: fully_shard_model(model()), folder / "fsdp"),
         "fully_shard_model, bfloat16": gates(fully_shard_model(model(half))),
+        "fully_shard_model, swapped, bfloat16": gates(fully_shard_model(swapped())),
         "fully_shard_model, mixed precision": gates(
             fully_shard_model(model(), mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32))
         ),
@@ -162,6 +168,9 @@ def main(folder: Path) -> None:
             trainer(model(distributed_config=DistributedConfig(fsdp_size=2)), folder / "native")
         )
         results["from_pretrained, bfloat16"] = gates(model(half, distributed_config=DistributedConfig(fsdp_size=2)))
+        results["from_pretrained, swapped, bfloat16"] = gates(
+            swapped(distributed_config=DistributedConfig(fsdp_size=2))
+        )
         results["pipeline"] = same_outputs(model(distributed_config=DistributedConfig(pp_size=2)), model())
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))

@@ -1,9 +1,11 @@
 import pytest
 import torch
-from tiny_models import MORE, TYPES, tiny_model, tiny_named, tokens
+from tiny_models import MORE, TYPES, tiny_config, tiny_model, tiny_named, tokens
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
+
+from deltazoo.models import DeltaRuleForCausalLM
 
 peft = pytest.importorskip("peft")
 
@@ -55,7 +57,9 @@ def test_adapted_model_generates_and_comes_back(tmp_path):
 @pytest.mark.feature("quantisers leave gate projections alone")
 def test_quantisers_leave_gate_projections_alone(case):
     """By transformers' own rule: bitsandbytes and quanto ask it with names of modules, torchao with parameters."""
-    model = tiny_model(case)
+    config = tiny_config(case)
+    config.quantization_config = {"quant_method": "torchao"}  # set by from_pretrained before the model is made
+    model = DeltaRuleForCausalLM(config)
     left_alone = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     gates = {name for name in linear if any(f".attn.{gate}" in name for gate in ("b_proj", "a_proj", "f_proj"))}

@@ -24,9 +24,10 @@ def test_survives_saving_and_loading(case, tmp_path):
     assert DeltaRuleConfig(**json.loads((tmp_path / "config.json").read_text())).to_dict() == loaded.to_dict()
 
 
-def test_tied_embeddings_are_divided_under_their_own_name():
+@pytest.mark.parametrize("case", ["tied", "gated_deltanet"])
+def test_embeddings_are_divided_under_their_own_name(case):
     """transformers 5.15 to 5.20 sets an entry for `embed_tokens`, which this model has not."""
-    config = tiny_config("tied")
+    config = tiny_config(case)
     plan = config.base_model_tp_plan
     assert plan["embeddings"] == "embedding_rowwise" and "embed_tokens" not in plan
     config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}
@@ -215,6 +216,7 @@ def test_every_key_acts():
         "model_type",
         "keys_to_ignore_at_inference",
         "base_model_pp_plan",
+        "base_model_fsdp_plan",
     }
     assert own == set(flips) | set(elsewhere), "a new key needs a line here"
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_hosts import tiny_host
 from tiny_models import tiny_model, tokens
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from deltazoo.models import DeltaRuleForCausalLM
+from deltazoo import swap_attention
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("distributed_worker.py")
@@ -32,6 +33,9 @@ def run_two_processes(*command: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
     tiny_model(CASE).save_pretrained(folder / "model")
+    swapped = tiny_host("llama")
+    swap_attention(swapped, "kda", [0, 2])
+    swapped.save_pretrained(folder / "swapped")
     return folder
 
 
@@ -43,10 +47,10 @@ def together(folder: Path) -> dict[str, Any]:
 
 
 def losses_alone(
-    folder: Path, optimizer_class: type[torch.optim.Optimizer], steps: int, dtype: torch.dtype
+    path: Path, optimizer_class: type[torch.optim.Optimizer], steps: int, dtype: torch.dtype
 ) -> list[float]:
     """The plain loop of the worker in this process."""
-    model = DeltaRuleForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     optimizer = optimizer_class(model.parameters(), lr=1e-2)  # type: ignore[call-arg]
     losses = []
     for ids in tokens(16, 12).split(ROWS)[:steps]:
@@ -97,7 +101,7 @@ def test_trainer(route: str, together: dict[str, Any], trained_alone: list[float
 @pytest.mark.slow
 @pytest.mark.feature("DDP and FSDP2, two processes", models=HYBRID_KDA)
 def test_fsdp2_equals_one_process_and_goes_on_where_it_was_interrupted(together: dict[str, Any], folder: Path) -> None:
-    alone = losses_alone(folder, torch.optim.AdamW, STEPS, torch.float32)
+    alone = losses_alone(folder / "model", torch.optim.AdamW, STEPS, torch.float32)
     assert together["FSDP2, whole"] == pytest.approx(alone, rel=CLOSE)
     assert together["FSDP2, loss without logits"] == pytest.approx(alone, rel=CLOSE)
     assert together["FSDP2, recomputed"] == together["FSDP2, whole"]
@@ -114,6 +118,8 @@ def test_fsdp2_equals_one_process_and_goes_on_where_it_was_interrupted(together:
         ("accelerate", torch.float32),
         ("accelerate, sharded before, bfloat16", torch.bfloat16),
         ("from_pretrained, bfloat16", torch.bfloat16),
+        ("fully_shard_model, swapped, bfloat16", torch.bfloat16),
+        ("from_pretrained, swapped, bfloat16", torch.bfloat16),
     ],
 )
 def test_gates_stay_float32_whatever_the_rest_is_in(
@@ -126,7 +132,8 @@ def test_gates_stay_float32_whatever_the_rest_is_in(
     assert found["gates"] == ["torch.float32"] * 3  # stored, in the forward pass, the gradient
     computed_in = torch.bfloat16 if "mixed" in route else dtype
     # The first loss is that of the same weights; a bfloat16 step rounds what the processes add up.
-    first, second = losses_alone(folder, torch.optim.SGD, 2, computed_in)
+    path = folder / ("swapped" if "swapped" in route else "model")
+    first, second = losses_alone(path, torch.optim.SGD, 2, computed_in)
     assert found["losses"][0] == pytest.approx(first, rel=CLOSE)
     assert found["losses"][1] == pytest.approx(second, rel=max(CLOSE, torch.finfo(computed_in).eps))
 

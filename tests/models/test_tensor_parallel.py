@@ -61,8 +61,7 @@ def test_every_entry_of_a_plan_names_something_and_every_large_matrix_is_named(c
     assert divided <= set(model.tp_plan)
     assert set(model._pp_plan) <= modules
     for dtype in (torch.float32, torch.bfloat16):
-        model.config.dtype = dtype
-        assert {f"model.{name}" for name in model.config.base_model_fsdp_plan} <= modules
+        assert set(tiny_model(case, dtype=dtype)._fsdp_plan) <= modules
     assert not any(key.startswith("base_model") for key in model.config.to_dict())
 
 

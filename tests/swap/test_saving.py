@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import re
 
 import pytest
 import torch
@@ -217,11 +216,12 @@ class TestWhatTheClassesPromise:
 
     def test_what_quantisers_and_half_precision_leave_alone(self, tmp_path):
         model = swapped("llama")
-        assert {"A_log", "dt_bias"} <= set(model._keep_in_fp32_modules_strict)
-        unquantised = [
-            name for name, _ in model.named_modules() if any(re.match(p, name) for p in model._keep_in_fp32_modules)
-        ]
-        assert {name.rsplit(".", 1)[1] for name in unquantised} == {"a_proj", "b_proj"}
+        assert model._keep_in_fp32_modules_strict == {"A_log", "dt_bias"} and not model._keep_in_fp32_modules
+        config = copy.deepcopy(model.config)
+        config.quantization_config = {"quant_method": "torchao"}  # set by from_pretrained before the model is made
+        left_alone = AutoModelForCausalLM.from_config(config)._keep_in_fp32_modules
+        assert {name.rsplit(".", 1)[1] for name in left_alone} == {"a_proj", "b_proj"}
+        assert {f"model.layers.{index}.self_attn.delta.a_proj" for index in swapped_layers(model)} <= left_alone
         model.save_pretrained(tmp_path)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
         delta = swapped_layers(loaded)[0].delta

@@ -21,7 +21,7 @@ from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config, without_runtime_options
 from deltazoo.models.outside_rules import module_of_variant
-from deltazoo.models.parallel_plans import PIPELINE_PLAN, fsdp_plan, tensor_parallel_plan
+from deltazoo.models.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.models.remote_code import AutoMapConfig
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.spec import DeltaRuleSpec, get_variant
@@ -109,6 +109,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     model_type: ClassVar[str] = "delta_rule"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     base_model_pp_plan: ClassVar[dict[str, Any]] = PIPELINE_PLAN
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = FSDP_PLAN
 
     mixer: str = "gated_deltanet"
     mixer_module: str | None = None
@@ -217,11 +218,6 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         # has that entry under their name.
         if plan != {**self.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}:
             raise AttributeError(f"base_model_tp_plan follows from the other keys and cannot be set, got {plan}")
-
-    @property
-    def base_model_fsdp_plan(self) -> dict[Any, str]:  # type: ignore[override]
-        """What FSDP2 gathers together."""
-        return fsdp_plan(self)
 
     @property
     def spec(self) -> DeltaRuleSpec:

@@ -2,16 +2,15 @@
 
 from typing import Any
 
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.models.modeling import DeltaRuleBlock
+from deltazoo.models.delta_layers import ModelWithDeltaLayers
 
 __all__ = ["fully_shard_model"]
 
 
-def fully_shard_model(model: nn.Module, **options: Any) -> nn.Module:
+def fully_shard_model(model: ModelWithDeltaLayers, **options: Any) -> ModelWithDeltaLayers:
     """Shard a model with `torch.distributed.fsdp.fully_shard`, block by block, with gate parameters in float32.
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here `A_log` and
@@ -19,17 +18,19 @@ def fully_shard_model(model: nn.Module, **options: Any) -> nn.Module:
     block into one group, leave a model alone that is sharded already.
 
     Args:
-        model: one of ours; changed in place.
+        model: one of ours or a swapped one; changed in place.
         options: of `fully_shard`, such as `mesh`, `mp_policy` and `offload_policy`.
 
     Returns:
         The model.
     """
     gate_options = {name: value for name, value in options.items() if name != "mp_policy"}
-    for block in [module for module in model.modules() if isinstance(module, DeltaRuleBlock)]:
-        if isinstance(block.attn, DeltaRuleAttention) and block.attn.spec.decay != "none":
-            fully_shard(list(block.attn.children()), **options)
-            fully_shard(block.attn, **gate_options)
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    for layer in [module for module in model.modules() if isinstance(module, DeltaRuleAttention)]:
+        if any(getattr(layer, name, None) is not None for name in layer.float32_parameters):
+            fully_shard(list(layer.children()), **options)
+            fully_shard(layer, **gate_options)
+    for block in blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
     return model

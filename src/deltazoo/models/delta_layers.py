@@ -1,5 +1,6 @@
 """What every transformers model with delta-rule layers in it needs, our own models and swapped ones alike."""
 
+import re
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.layers.initialization import short_conv_
 from deltazoo.runtime import RuntimeOptions
 
-__all__ = ["ModelWithDeltaLayers", "float32_names", "refuse_undescribed"]
+__all__ = ["ModelWithDeltaLayers", "declare_gates", "refuse_undescribed"]
 
 # What decides a layer's results besides its sizes, which loading checks, and its parameters.
 _CHOICES = (
@@ -25,10 +26,36 @@ _CHOICES = (
 )
 
 
-def float32_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that the model's delta-rule layers keep in float32."""
-    layers = (module for module in model.modules() if isinstance(module, DeltaRuleAttention))
-    return {name for layer in layers for name in layer.float32_parameters}
+# They have a few rows each, and step sizes and decays suffer most from rounding.
+_GATE_PROJECTIONS = ("b_proj", "a_proj", "f_proj")
+
+
+def declare_gates(model: PreTrainedModel) -> None:
+    """Tell transformers what is special about the gates of a model's delta-rule layers.
+
+    * Parameters that a layer keeps in float32 stay so in a model of half precision.
+    * What FSDP2 gathers together has one dtype. So in a model of half precision the modules inside a layer with such
+      parameters are groups of their own, and what is left to the layer itself are those parameters.
+    * Quantisers leave the projections of step sizes and decays alone. They read that off the list of modules that are
+      float32 in a float16 model, so the projections are listed only in a model that is to be quantised.
+    """
+    float32, projections = set(), set()
+    groups: dict[str, str] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, DeltaRuleAttention):
+            continue
+        children = [child for child, _ in layer.named_children()]
+        projections |= {f"{name}.{child}" for child in children if child in _GATE_PROJECTIONS}
+        kept = {gate for gate in layer.float32_parameters if getattr(layer, gate, None) is not None}
+        float32 |= kept
+        if kept:
+            layers = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name)
+            groups |= dict.fromkeys([*(f"{layers}.{child}" for child in children), layers], "free_full_weight")
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *float32}
+    if getattr(model.config, "quantization_config", None) is not None:
+        model._keep_in_fp32_modules = {*(model._keep_in_fp32_modules or ()), *projections}
+    if model.config.dtype in (torch.bfloat16, torch.float16):
+        model._fsdp_plan = {**groups, **(getattr(model, "_fsdp_plan", None) or {})}
 
 
 def refuse_undescribed(layer: nn.Module, described: nn.Module, place: str) -> None:
@@ -66,18 +93,15 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 class ModelWithDeltaLayers(PreTrainedModel):
     """Initialisation of delta-rule layers, and what transformers must not do to them."""
 
-    # Quantisers leave these alone: a few rows each, and step sizes and decays suffer most from rounding. They ask with
-    # names of modules, parameters and halves of a sequence, and match patterns from the start.
-    gate_projections: ClassVar[tuple[str, ...]]
     # A recurrent state would have to travel between the ranks that share a sequence.
     _supports_context_parallel = False
     # Tokens can be taken back (DeltaRuleCacheLayer.crop), so assisted decoding works.
     _is_stateful = False
 
     def post_init(self) -> None:
-        """As in transformers; besides, what the layers declare stays in float32."""
-        self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *float32_names(self)}
+        """As in transformers, and `declare_gates`."""
         super().post_init()
+        declare_gates(self)
 
     runtime_options: ClassVar[tuple[str, ...]] = ("backend", "fused_kernels")
     """The runtime options that have something to act on."""
@@ -112,7 +136,7 @@ class ModelWithDeltaLayers(PreTrainedModel):
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         # For quantisers alone: a float16 model computes its gate projections in float16 like all others.
         plan = super()._get_dtype_plan(dtype)
-        return {name: wide for name, wide in plan.items() if name not in self.gate_projections}
+        return {name: wide for name, wide in plan.items() if not name.endswith(_GATE_PROJECTIONS)}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

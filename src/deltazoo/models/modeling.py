@@ -51,8 +51,6 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     supports_gradient_checkpointing = True
     _no_split_modules = ["DeltaRuleBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    gate_projections = (r".*\.attn\.b_proj", r".*\.attn\.a_proj", r".*\.attn\.f_proj")
-    _keep_in_fp32_modules = list(gate_projections)
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True

@@ -1,10 +1,12 @@
 """The Hub types by name: the one model of `modeling`, under the class names that checkpoints record.
 
 transformers' Auto classes want a class per configuration; nothing but that configuration tells these classes apart.
+Those that generate name `GenerationMixin` among their bases, where transformers' own tests look for it.
 """
 
 from typing import Any
 
+from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -79,7 +81,7 @@ class DeltaNetModel(DeltaRuleModel):
     config_class = DeltaNetConfig
 
 
-class DeltaNetForCausalLM(DeltaRuleForCausalLM):
+class DeltaNetForCausalLM(DeltaRuleForCausalLM, GenerationMixin):
     """DeltaNet, with a language-modelling head."""
 
     config_class = DeltaNetConfig
@@ -109,7 +111,7 @@ class GatedDeltaNetModel(DeltaRuleModel):
     config_class = GatedDeltaNetConfig
 
 
-class GatedDeltaNetForCausalLM(DeltaRuleForCausalLM):
+class GatedDeltaNetForCausalLM(DeltaRuleForCausalLM, GenerationMixin):
     """Gated DeltaNet, with a language-modelling head."""
 
     config_class = GatedDeltaNetConfig
@@ -139,7 +141,7 @@ class KDAModel(DeltaRuleModel):
     config_class = KDAConfig
 
 
-class KDAForCausalLM(DeltaRuleForCausalLM):
+class KDAForCausalLM(DeltaRuleForCausalLM, GenerationMixin):
     """Kimi Delta Attention, with a language-modelling head."""
 
     config_class = KDAConfig
@@ -169,7 +171,7 @@ class EFLAModel(DeltaRuleModel):
     config_class = EFLAConfig
 
 
-class EFLAForCausalLM(DeltaRuleForCausalLM):
+class EFLAForCausalLM(DeltaRuleForCausalLM, GenerationMixin):
     """Error-free linear attention, with a language-modelling head."""
 
     config_class = EFLAConfig

@@ -33,7 +33,7 @@ from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.cache import prepare_cache_layer
 from deltazoo.models.captured_generation import CapturedGeneration
 from deltazoo.models.checkpoint import without_runtime_options
-from deltazoo.models.delta_layers import ModelWithDeltaLayers, float32_names, refuse_undescribed
+from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates, refuse_undescribed
 from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.models.remote_code import AutoMapConfig
 from deltazoo.runtime import RUNTIME_OPTIONS
@@ -62,7 +62,7 @@ _AUTO_CLASSES = (
 )
 _PREFIX = "Deltazoo"
 # What `install` adapts of the properties that transformers gathers when a model is made.
-_ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan")
+_ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan", "_fsdp_plan")
 
 
 class SwappedConfig(AutoMapConfig):
@@ -92,8 +92,6 @@ class SwappedConfig(AutoMapConfig):
 
 class SwappedModel(ModelWithDeltaLayers):
     """What a swapped model has besides the host's, whatever its head."""
-
-    gate_projections = (r".*\.delta\.b_proj", r".*\.delta\.a_proj", r".*\.delta\.f_proj")
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         runtime = {name: kwargs.pop(name) for name in RUNTIME_OPTIONS if name in kwargs}
@@ -185,9 +183,8 @@ def install(model: PreTrainedModel, host: Host) -> None:
         base.__class__ = swapped_class(type(base))
     base._delta_hook = describe_batches(base)  # type: ignore[assignment]
     for part in _parts(model):
-        part._host_properties = {name: getattr(part, name) for name in _ADAPTED}  # type: ignore[assignment]
-        part._keep_in_fp32_modules_strict = {*(part._keep_in_fp32_modules_strict or ()), *float32_names(part)}
-        part._keep_in_fp32_modules = {*(part._keep_in_fp32_modules or ()), *SwappedModel.gate_projections}
+        part._host_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]
+        declare_gates(part)
         part._tp_plan = {entry: style for entry, style in (part._tp_plan or {}).items() if _matches(part, entry)}
 
 
@@ -247,13 +244,14 @@ def _swapped_config_class(host_config: type[Any]) -> type[Any]:
 
 def swapped_class(host_class: type[Any]) -> type[Any]:
     """The class of models of `host_class` with swapped layers."""
-    mixins = (SwappedGeneration,) if issubclass(host_class, GenerationMixin) else ()
+    generates = issubclass(host_class, GenerationMixin)
+    bases = (SwappedModel, SwappedGeneration, host_class, GenerationMixin) if generates else (SwappedModel, host_class)
     members = {
         "__doc__": f"{host_class.__name__} with delta-rule layers in some of its attention slots.",
         "config_class": _swapped_config_class(host_class.config_class),
         "host_class": host_class,
     }
-    made = _make(_PREFIX + host_class.__name__, (SwappedModel, *mixins, host_class), members)
+    made = _make(_PREFIX + host_class.__name__, bases, members)
     # What models register when they are made, and one that changes its class does not: output_hidden_states needs it.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), host_class._can_record_outputs)
     return made
