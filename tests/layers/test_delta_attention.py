@@ -188,6 +188,16 @@ def test_named_layers_are_their_variants(name: str, variant: str) -> None:
     assert layer(tokens()).shape == (2, 9, HIDDEN)
 
 
+def test_heads_share_the_width_unless_told_otherwise() -> None:
+    for layer in (layers.GatedDeltaNet(HIDDEN, 4), DeltaRuleAttention("gated_deltanet", HIDDEN, num_heads=4)):
+        assert (layer.head_k_dim, layer.head_v_dim) == (8, 16)
+        assert layer(tokens()).shape == (2, 9, HIDDEN)
+    with pytest.raises(ValueError, match="^GatedDeltaNet takes.*hidden_size=32 is no multiple of num_heads=5: pass"):
+        layers.GatedDeltaNet(HIDDEN, 5)
+    with pytest.raises(TypeError, match=r"^DeltaRuleAttention.__init__\(\) missing .* 'num_heads'"):
+        layers.GatedDeltaNet(HIDDEN)  # type: ignore[call-arg]
+
+
 def test_a_subclass_needs_to_override_rule_inputs_alone() -> None:
     class Forgetful(DeltaRuleAttention):
         def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
@@ -385,6 +395,38 @@ def test_unknown_options_are_refused() -> None:
 def test_bad_inputs_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()(**{"hidden_states": tokens(), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cu_seqlens": [0, 9]}, "cu_seqlens must be a tensor, got list"),
+        ({"attention_mask": [[1] * 9]}, "attention_mask must be a tensor, got list"),
+        ({"past_key_values": {}}, "must hold states as deltazoo.LayerStates.* does .*, got dict"),
+        ({"past_key_values": ()}, "got tuple"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()(tokens(batch_size=1), **arguments)
+
+
+@pytest.mark.parametrize("options", [{}, {"variant": "kda", "use_short_conv": False}], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("rows", "num_tokens"), [(0, 5), (2, 0), (0, 0)])
+def test_without_rows_or_without_tokens(rows: int, num_tokens: int, padded: bool, options: dict) -> None:
+    layer, states = make(**options), LayerStates()
+    mask = torch.ones(rows, num_tokens, dtype=torch.long) if padded else None
+    x = tokens(num_tokens, rows).requires_grad_()
+    y = layer(x, attention_mask=mask, past_key_values=states)
+    y.sum().backward()
+    assert y.shape == x.shape == x.grad.shape
+    if num_tokens == 0:
+        later = tokens(3, rows)
+        torch.testing.assert_close(layer(later, past_key_values=states.snapshot()), layer(later))
+    with torch.no_grad():
+        assert layer(tokens(1, rows), past_key_values=states).shape == (rows, 1, HIDDEN)
 
 
 def test_a_state_needs_a_place() -> None:

@@ -315,6 +315,11 @@ class TestBadInput:
         with pytest.raises(TypeError, match="'cu_seqlen'; did you mean 'cu_seqlens'"):
             model(tokens(1, 6), cu_seqlen=torch.tensor([0, 6]))
 
+    @pytest.mark.parametrize("name", ["cu_seqlens", "cu_seq_lens_q", "attention_mask"])
+    def test_lists(self, model, name):
+        with pytest.raises(TypeError, match="must be a tensor, got list"):
+            model(tokens(1, 6), **{name: [0, 6]})
+
     def test_no_tokens(self, model):
         with pytest.raises(ValueError, match=r"at least one token per row, got input of shape \(2, 0\)"):
             model(tokens(2, 0))

@@ -115,6 +115,20 @@ def test_an_empty_sequence_hands_its_state_and_its_gradient_through(backend: str
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 5), (2, 0), (0, 0)])
+def test_without_rows_or_without_tokens(rows: int, tokens: int, state: bool, backend: str) -> None:
+    inputs = DeltaRuleCase("", B=rows, T=tokens, decay="scalar", initial_state=state).make()
+    output, final_state = delta_rule(**inputs.arguments(), backend=backend)
+    assert output.shape == inputs.v.shape
+    torch.testing.assert_close(final_state, inputs.initial_state if state else torch.zeros_like(inputs.d_final_state))
+    v = inputs.v.requires_grad_()
+    (output, _) = delta_rule(**inputs.arguments(), backend=backend)
+    (gradient,) = torch.autograd.grad(output.sum(), v)
+    assert gradient.shape == v.shape
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_leaks_from_one_packed_sequence_to_another(backend: str, dtype: torch.dtype) -> None:
     """Everything about the middle sequence changes; not a bit of the other two does, forward or backward."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from deltazoo.ops import (
     linear_attention,
     linear_attention_step,
     resolve_backend,
+    validation,
 )
 
 B, T, H, HV, K, V = 2, 6, 2, 4, 8, 5
@@ -229,6 +231,34 @@ def test_linear_attention_checks_the_same(changes: dict[str, torch.Tensor], expe
     inputs = arguments(**changes)
     del inputs["beta"]
     refuses(linear_attention, *expected, **inputs)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise"])
+def test_boundaries_as_a_list_are_refused(backend: str) -> None:
+    inputs = arguments(PACKED, cu_seqlens=[0, 2, 2, 6])
+    with pytest.raises(TypeError, match="cu_seqlens must be a tensor, got list; torch.tensor"):
+        delta_rule(**inputs, backend=backend)
+
+
+def test_heads_before_tokens_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """[B, H, T, K] passes for [B, T, H, K] where the sizes fit."""
+    monkeypatch.setattr(validation, "_warned_of_heads_first", False)
+    x, beta = torch.randn(1, 2, 130, 4), torch.rand(1, 2, 130)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return delta_rule(x, x, x, beta).output
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(x)
+        linear_attention(x[:, :, :128], x[:, :, :128], x[:, :, :128])
+        delta_rule_step(x[:, :1], x[:, :1], x[:, :1], beta[:, :1], state=zeros(1, 130, 4, 4))
+    message = r"\(1, 2, 130, 4\) is taken as \[B, T, H, K\].*pass q.transpose\(1, 2\)"
+    with pytest.warns(UserWarning, match=message) as caught:
+        delta_rule(x, x, x, beta)
+        delta_rule(x, x, x, beta)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_misspelt_argument_is_an_error() -> None:

@@ -57,7 +57,7 @@ class DeltaRuleAttention(Float32Parameters):
         variant: name of a registered variant, or a `DeltaRuleSpec` (`dataclasses.replace` changes one choice of one).
         hidden_size: width of the input and output.
         num_heads: query and key heads.
-        head_dim: channels per query and key head.
+        head_dim: channels per query and key head; `hidden_size / num_heads` unless given.
         num_v_heads: value heads, a multiple of `num_heads`, sharing key heads in groups; `num_heads` unless given.
         expand_v: channels per value head over `head_dim`; the variant's own unless given.
         use_short_conv: short convolutions on q, k and v; without them the activation alone.
@@ -94,7 +94,7 @@ class DeltaRuleAttention(Float32Parameters):
         variant: str | DeltaRuleSpec,
         hidden_size: int,
         num_heads: int,
-        head_dim: int,
+        head_dim: int | None = None,
         *,
         num_v_heads: int | None = None,
         expand_v: float | None = None,
@@ -123,9 +123,9 @@ class DeltaRuleAttention(Float32Parameters):
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        self.head_k_dim = head_dim
+        self.head_k_dim = self._default_head_dim() if head_dim is None else head_dim
         self.expand_v = self.spec.expand_v if expand_v is None else expand_v
-        self.head_v_dim = round(head_dim * self.expand_v)
+        self.head_v_dim = round(self.head_k_dim * self.expand_v)
         self.conv_size = conv_size if use_short_conv else 0
         self.activation = activation
         self._activate = activation_function(activation)
@@ -163,6 +163,14 @@ class DeltaRuleAttention(Float32Parameters):
 
         `initializers` says how they start.
         """
+
+    def _default_head_dim(self) -> int:
+        if self.num_heads < 1 or self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"{type(self).__name__} takes head_dim = hidden_size / num_heads unless given, but hidden_size="
+                f"{self.hidden_size} is no multiple of num_heads={self.num_heads}: pass head_dim"
+            )
+        return self.hidden_size // self.num_heads
 
     def _check_options(self, beta_bias: bool) -> None:
         name = self.spec.name
@@ -275,7 +283,8 @@ class DeltaRuleAttention(Float32Parameters):
             `[B, T, hidden_size]`.
 
         Raises:
-            ValueError: arguments that do not fit each other or the layer.
+            ValueError: arguments that do not fit each other or the layer. TypeError: a list in place of a tensor, or
+                `past_key_values` of another kind.
         """
         layout = self._resolve_layout(hidden_states, attention_mask, cu_seqlens, layout)
         past = self._load_state(past_key_values)
@@ -445,6 +454,11 @@ class DeltaRuleAttention(Float32Parameters):
     def _load_state(self, past_key_values: StateStore | None) -> MixerState | None:
         if past_key_values is None:
             return None
+        if not (hasattr(past_key_values, "get_state") and hasattr(past_key_values, "set_state")):
+            raise TypeError(
+                "past_key_values must hold states as deltazoo.LayerStates() does (get_state and set_state), "
+                f"got {type(past_key_values).__name__}"
+            )
         if self.layer_idx is None:
             raise ValueError("past_key_values needs to know which layer asks: construct the layer with layer_idx")
         return past_key_values.get_state(self.layer_idx)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltazoo.ops.validation import check_tensor_values
+from deltazoo.ops.validation import check_tensor, check_tensor_values
 
 __all__ = ["PackedLayout", "PaddedLayout", "TokenLayout", "token_layout"]
 
@@ -92,8 +92,10 @@ def token_layout(
         None if every row is one whole sequence.
 
     Raises:
-        ValueError: both are given, or one does not fit the batch.
+        ValueError: both are given, or one does not fit the batch. TypeError: one is no tensor.
     """
+    check_tensor("attention_mask", attention_mask)
+    check_tensor("cu_seqlens", cu_seqlens)
     if attention_mask is not None and cu_seqlens is not None:
         raise ValueError("attention_mask and cu_seqlens both say where sequences lie: pass one of them, not both")
     if attention_mask is not None:

@@ -1,4 +1,4 @@
-"""The variants' layers under their own names: `GatedDeltaNet(hidden_size, num_heads, head_dim)`."""
+"""The variants' layers under their own names: `GatedDeltaNet(hidden_size, num_heads)`."""
 
 from typing import ClassVar, TypedDict, Unpack
 
@@ -22,6 +22,7 @@ class LayerOptions(TypedDict, total=False):
     expand_v: float | None
     use_short_conv: bool
     conv_size: int
+    activation: str
     allow_neg_eigval: bool | None
     neg_eigval: str
     decay_lower_bound: float | None
@@ -31,13 +32,18 @@ class LayerOptions(TypedDict, total=False):
     initializer_range: float
     layer_idx: int | None
     backend: str | None
+    fused_kernels: bool | None
 
 
 class _NamedLayer(DeltaRuleAttention):
     variant: ClassVar[str]
 
-    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, **options: Unpack[LayerOptions]) -> None:
+    def __init__(
+        self, hidden_size: int, num_heads: int, head_dim: int | None = None, **options: Unpack[LayerOptions]
+    ) -> None:
         super().__init__(self.variant, hidden_size, num_heads, head_dim, **options)
+
+    __init__.__qualname__ = "DeltaRuleAttention.__init__"  # in Python's message about a missing argument
 
 
 class DeltaNet(_NamedLayer):

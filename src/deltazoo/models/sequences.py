@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.layers.layout import PackedLayout, TokenLayout, token_layout
+from deltazoo.ops.validation import check_tensor
 
 __all__ = ["BatchSequences", "describe_batch"]
 
@@ -116,6 +117,8 @@ def _whole_numbers(
     attention_mask: Tensor | Mapping[str, Tensor | None] | None,
 ) -> Tensor | Mapping[str, Tensor | None] | None:
     """The mask without fractions: PEFT's prompt tuning writes ones as floats. Additive masks mean the opposite."""
+    if not isinstance(attention_mask, Mapping):
+        check_tensor("attention_mask", attention_mask)
     if not isinstance(attention_mask, Tensor) or not attention_mask.is_floating_point() or attention_mask.ndim != 2:
         return attention_mask
     real = attention_mask == 1
@@ -161,6 +164,8 @@ def _current_padding(
 
 def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
     """The one `cu_seqlens` behind its several names."""
+    for candidate in candidates:
+        check_tensor("cu_seqlens", candidate)
     given = [candidate for candidate in candidates if candidate is not None]
     for other in given[1:]:
         if other is not given[0] and _readable(other) and not torch.equal(other, given[0]):

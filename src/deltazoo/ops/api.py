@@ -11,7 +11,13 @@ from torch import Tensor
 from deltazoo.ops.chunkwise import chunkwise
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
 from deltazoo.ops.transforms import refuse_transforms, transforming
-from deltazoo.ops.validation import check_shapes, check_step_shapes, check_tensor_values, unknown_name
+from deltazoo.ops.validation import (
+    check_shapes,
+    check_step_shapes,
+    check_tensor_values,
+    unknown_name,
+    warn_of_heads_first,
+)
 from deltazoo.runtime import BACKENDS
 
 __all__ = [
@@ -74,7 +80,8 @@ def delta_rule(
         `DeltaRuleOutput(output, final_state)`.
 
     Raises:
-        ValueError: arguments that break the contract; NotImplementedError: a named backend that cannot do the job.
+        ValueError: arguments that break the contract; TypeError: `cu_seqlens` as a list; NotImplementedError: a named
+            backend that cannot do the job.
 
     Forward mode, the transforms of torch.func (grad, vjp, jvp, vmap, ...) and second derivatives are right on the torch
     backends; chunkwise then runs in operations that torch can differentiate in every mode, which takes longer and keeps
@@ -239,6 +246,7 @@ def _whole_sequences(
         raise ValueError(unknown_name("precision", precision, PRECISIONS))
     q, k, v, scale = _prepare(q, k, v, scale)
     check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens)
+    warn_of_heads_first(q)
     name = _backend_of_call(backend, k, v)
     if name == "reference":
         check_tensor_values(log_decay, cu_seqlens, v.shape[1])

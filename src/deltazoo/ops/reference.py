@@ -74,4 +74,4 @@ def recurrent_loop(
         runs = [run(slice(0, 1), range(*bounds[i : i + 2]), state[i : i + 1]) for i in range(num_sequences)]
         outputs = [output for sequence, _ in runs for output in sequence]
         state = torch.cat([final for _, final in runs])
-    return torch.stack(outputs, dim=1).to(v.dtype) if outputs else torch.zeros_like(v), state
+    return torch.stack(outputs, dim=1).to(v.dtype) if outputs else v.clone(), state

@@ -7,14 +7,25 @@ host wait for the device.
 
 import contextlib
 import difflib
+import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_shapes", "check_step_shapes", "check_tensor_values", "check_values", "unknown_name"]
+__all__ = [
+    "check_shapes",
+    "check_step_shapes",
+    "check_tensor",
+    "check_tensor_values",
+    "check_values",
+    "unknown_name",
+    "warn_of_heads_first",
+]
 
 _check_gpu_values = False
+_warned_of_heads_first = False
+_MANY_HEADS = 128
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -40,6 +51,27 @@ def unknown_name(kind: str, name: object, known: list[str]) -> str:
     )
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Raise TypeError for what is neither a tensor nor None."""
+    if x is not None and not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor, got {type(x).__name__}; torch.tensor({name}, device=...) makes one of a list"
+        )
+
+
+def warn_of_heads_first(q: Tensor) -> None:
+    """Warn, once per process, of more heads than models have and fewer tokens: q may be `[B, H, T, K]`."""
+    global _warned_of_heads_first
+    _, T, H, _ = q.shape
+    if H > _MANY_HEADS and not torch.compiler.is_compiling() and T < H and not _warned_of_heads_first:
+        _warned_of_heads_first = True
+        warnings.warn(
+            f"q of shape {tuple(q.shape)} is taken as [B, T, H, K]: {H} heads and {T} tokens. If it is [B, H, T, K], "
+            "pass q.transpose(1, 2), and so for the other arguments",
+            stacklevel=4,
+        )
+
+
 def check_shapes(
     q: Tensor,
     k: Tensor,
@@ -49,7 +81,7 @@ def check_shapes(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """Raise ValueError unless shapes, dtypes and devices fit the contract of `delta_rule`."""
+    """Raise ValueError unless shapes, dtypes and devices fit the contract of `delta_rule`; TypeError for a list."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions [B, T, heads, channels], got shape {tuple(x.shape)}")
@@ -73,6 +105,7 @@ def check_shapes(
         _check_gate("log_decay", log_decay, [(B, T, HV), (B, T, HV, K)])
     N = B
     if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens)
         if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
             raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
         if cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -112,7 +112,18 @@ def future_changes_no_bit(device: str) -> None:
         assert not torch.equal(before[:, cut:], after[:, cut:]), decay
 
 
-CHECKS = (operator_passes_opcheck, compiles_in_one_graph, future_changes_no_bit)
+def nothing_in_nothing_out(device: str) -> None:
+    """Without rows or without tokens; torch backends: test_invariants.py."""
+    for rows, tokens in ((0, 5), (2, 0)):
+        inputs = DeltaRuleCase("", B=rows, T=tokens, decay="channel", initial_state=True).make(device=device)
+        inputs = replace(inputs.double(), **{n: x.float() for n, x in inputs.leaves().items()})
+        results = results_and_gradients(delta_rule, inputs, backend="triton")
+        assert results["output"].shape == inputs.v.shape
+        assert torch.equal(results["final_state"], inputs.initial_state)
+        assert torch.equal(results["d_initial_state"], inputs.d_final_state.float())
+
+
+CHECKS = (operator_passes_opcheck, compiles_in_one_graph, future_changes_no_bit, nothing_in_nothing_out)
 
 
 def test_operator_through_the_interpreter() -> None:
