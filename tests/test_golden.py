@@ -70,11 +70,16 @@ def test_a_checkpoint_saves_back_as_it_was(name, tmp_path):
     assert old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in old)
 
 
-def test_runtime_keys_of_an_old_checkpoint_leave_the_results_alone():
+@pytest.mark.parametrize("name", RUNTIME_KEYS)
+def test_runtime_keys_of_an_old_checkpoint_leave_the_results_alone(name, tmp_path):
     tokens, expected = read_checkpoint("delta_rule_gated_deltanet")
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "runtime_keys_cpu")
+    with pytest.warns(UserWarning, match="recompute") as warned:
+        model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name)
+    assert len([w for w in warned if "recompute" in str(w.message)]) == 1
     allowed = 4 * ROUNDED["checkpoints/delta_rule_gated_deltanet"]["float32"]
     assert_no_larger(model_errors(model_results(model, tokens), expected), allowed)
+    model.save_pretrained(tmp_path)
+    assert not set(RUNTIME_KEYS[name]) & set(json.loads((tmp_path / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("name", CASES)
