@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -17,10 +18,41 @@ from torch import Tensor
 from deltazoo.ops import DeltaRuleOutput, delta_rule
 
 
-def known_miss(reason: str) -> pytest.MarkDecorator:
-    """An expected failure that an H200 has shown: there, a test that passes after all fails, so that its name goes."""
-    strict = torch.cuda.is_available() and torch.cuda.get_device_name() == "NVIDIA H200"
-    return pytest.mark.xfail(raises=AssertionError, reason=reason, strict=strict)
+class Missed(AssertionError):
+    """A result misses its limit; `size` says by how much, in the unit of the limit: the largest error, for example."""
+
+    def __init__(self, message: str, size: float) -> None:
+        super().__init__(message)
+        self.size = size
+
+
+@dataclass(frozen=True)
+class known_miss:
+    """An expected failure with a ceiling, for the part of a test that raises `Missed`:
+
+        with known_miss("three TF32 products are not one of float32", at_most=8e-7):
+            judge(...)
+
+    Up to `at_most` the test counts as an expected failure, and its report says how large the miss was. Above it, or by
+    any other error, the test fails. It fails too when nothing is missed, so that the expectation goes; but not on a GPU
+    of another architecture than the H200's, where the misses were measured and others may have none.
+    """
+
+    reason: str
+    at_most: float
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is None and (not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)):
+            pytest.fail(f"passes, so its known miss can go: {self.reason}")
+        if not isinstance(error, Missed):
+            return
+        size = f"{error.size:.3g}, allowed up to {self.at_most:.3g}"
+        if error.size <= self.at_most:
+            pytest.xfail(f"{self.reason} (here {size})")
+        raise AssertionError(f"worse than its known miss ({self.reason}): {size}\n{error}") from error
 
 
 def record_precision(monkeypatch: pytest.MonkeyPatch, caller: ModuleType) -> list[str | None]:
@@ -93,6 +125,8 @@ def assert_within_reference(
 ) -> None:
     """Every tensor of ``actual`` errs at most ``factor`` times as much as plain torch does in the same dtype.
 
+    Raises `Missed` with the largest relative error of those that err more.
+
     Args:
         actual: Results to judge, by name (see ``results_and_gradients``).
         exact: The float64 answer to the same (already rounded) inputs.
@@ -108,13 +142,15 @@ def assert_within_reference(
     plain = [same_dtype] if isinstance(same_dtype, Mapping) else same_dtype
     errors = relative_errors(actual, exact, inputs)
     plain_errors = [relative_errors(results, exact, inputs) for results in plain]
-    failures = []
+    failures, sizes = [], []
     for name, error in errors.items():
         allowed = max(e[name] for e in plain_errors)
         bound = factor * allowed + floor * torch.finfo(rounding or actual[name].dtype).eps / 2
         if not error <= bound:
             failures.append(f"{name}: relative error {error:.2e} > {bound:.2e} (plain torch: {allowed:.2e})")
-    assert not failures, "\n".join(failures)
+            sizes.append(error)
+    if failures:
+        raise Missed("\n".join(failures), max(sizes))
 
 
 def assert_close_in_float64(

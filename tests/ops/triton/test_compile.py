@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Missed, known_miss
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
@@ -172,7 +174,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
 
 def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Compiles every distinct launch of a call, prints what each needs, and complains about all that need too much."""
-    failures, seen = [], set()
+    failures, spilling, seen = [], {}, set()
     for launch in launches_of(call, monkeypatch):
         constants = {p.name: launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr}
         key = (str(launch), *sorted(constants.items()))
@@ -184,12 +186,16 @@ def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         line = f"{call} {launch}: " + ", ".join(f"{what} {number}" for what, number in used.items())
         print(line)
         limits = {"registers": 255, "spilled": spill_limit(call, launch), "shared": SHARED_MEMORY[call.arch]}
-        if any(used[what] > limit for what, limit in limits.items()):
+        if used["registers"] > limits["registers"] or used["shared"] > limits["shared"]:
             failures.append(f"{line}; allowed: {limits}")
+        elif used["spilled"] > limits["spilled"]:
+            spilling[f"{line}; allowed: {limits}"] = used["spilled"]
         if operands_overwritten(compiled):
             failures.append(f"{line}; copies for the next trip of a loop overwrite what its products still read")
     assert len(seen) >= (len(call.only) or 5), "a forward and a backward pass launch at least five kernels"
-    assert not failures, "\n".join(failures)
+    assert not failures, "\n".join([*failures, *spilling])
+    if spilling:
+        raise Missed("\n".join(spilling), max(spilling.values()))
 
 
 LARGEST = ("reverse_scan(keep)",)  # in shared memory
@@ -217,12 +223,15 @@ def test_kernels_fit_the_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_p
     check(call, monkeypatch, tmp_path)
 
 
+PTXAS_GIVES_UP = known_miss(
+    "ptxas gives up on the preparation: 22.9 to 28.9 KB spilled where 16.4 are allowed (docs/kernels.md)",
+    at_most=29_000,
+)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("call", SWEEP, ids=str)
-def test_every_kernel_fits_every_card(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if call.dtype == torch.float32 and call.K == 256 and call.decay != "channel" and call.arch != HOPPER:
-        reason = "ptxas gives up on the preparation: 22.9 to 28.9 KB spilled where 16.4 are allowed (docs/kernels.md)"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError))
-    check(call, monkeypatch, tmp_path)
+def test_every_kernel_fits_every_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gives_up = call.dtype == torch.float32 and call.K == 256 and call.decay != "channel" and call.arch != HOPPER
+    with PTXAS_GIVES_UP if gives_up else nullcontext():
+        check(call, monkeypatch, tmp_path)

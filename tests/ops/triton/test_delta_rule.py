@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from delta_rule_cases import HARD_CASES, DeltaRuleCase, DeltaRuleInputs
-from helpers import assert_within_reference, known_miss, relative_errors, results_and_gradients
+from helpers import Missed, assert_within_reference, known_miss, relative_errors, results_and_gradients
 from torch import Tensor
 
 from deltazoo.ops import DeltaRuleOutput, delta_rule, linear_attention
@@ -61,7 +62,9 @@ class Run:
         assert all(x.isfinite().all() for x in actual.values())
         if self.case.repeats_keys:
             worst = max(relative_errors(actual, exact, inputs).values())
-            assert worst < (0.05 if self.dtype != torch.float32 else 1e-4), worst
+            limit = 0.05 if self.dtype != torch.float32 else 1e-4
+            if not worst < limit:
+                raise Missed(f"relative error {worst:.2e}, limit {limit}", worst)
             return
         plain = results_and_gradients(delta_rule, inputs, backend="chunkwise")
         half = self.dtype != torch.float32
@@ -154,31 +157,31 @@ _FAST = "fast precision, keys that repeat and step sizes of 1"
 _TINY = "what strong decays make of gradients is below what float16 operands hold"
 _TF32 = "three TF32 products are not one of float32"
 KNOWN_MISSES = {
-    ("same_keys_beta_1", torch.bfloat16): f"{_FAST}: d_beta is off by 4.1e-2, d_v by 2.6e-2",
-    ("same_keys_beta_1", torch.float16): f"{_FAST}: d_beta is off by 3.1e-3",
-    ("alternating_keys_beta_1", torch.bfloat16): f"{_FAST}: d_beta is off by 3.8e-2, d_v by 2.1e-2",
-    ("alternating_keys_beta_1", torch.float16): f"{_FAST}: d_beta is off by 4.0e-3",
-    ("correlated_keys_beta_1", torch.float16): f"{_FAST}: d_beta is off by 5.7e-3, the output by 2.6e-3",
-    ("scalar_decay_20", torch.float16): f"{_TINY}: d_initial_state is off by 7.1e-2",
-    ("scalar_decay_50", torch.float16): f"{_TINY}: d_initial_state is 1e-11, and comes out as zero",
-    ("channel_decay_20", torch.float16): f"{_TINY}: d_initial_state is off by 8.5e-3",
-    ("channel_decay_50", torch.float16): f"{_TINY}: d_initial_state comes out as zero",
-    ("scalar_decay_1", torch.float32): f"{_TF32}: the output is off by 6.3e-7 where torch has 9.7e-8",
-    ("scalar_decay_20", torch.float32): f"{_TF32}: d_initial_state is off by 7.5e-7 where torch has 6.3e-8",
-    ("channel_decay_1", torch.float32): f"{_TF32}: 5.2e-7 where torch has 1.0e-7",
-    ("same_keys_beta_1.98", torch.float32): f"{_TF32}: off by 1.14e-4",
+    ("same_keys_beta_1", torch.bfloat16): known_miss(f"{_FAST}: d_beta is off by 4.1e-2, d_v by 2.6e-2", 5e-2),
+    ("same_keys_beta_1", torch.float16): known_miss(f"{_FAST}: d_beta is off by 3.1e-3", 4e-3),
+    ("alternating_keys_beta_1", torch.bfloat16): known_miss(f"{_FAST}: d_beta is off by 3.8e-2, d_v by 2.1e-2", 5e-2),
+    ("alternating_keys_beta_1", torch.float16): known_miss(f"{_FAST}: d_beta is off by 4.0e-3", 5e-3),
+    ("correlated_keys_beta_1", torch.float16): known_miss(f"{_FAST}: d_beta is off by 5.7e-3, output 2.6e-3", 7e-3),
+    ("scalar_decay_20", torch.float16): known_miss(f"{_TINY}: d_initial_state is off by 7.1e-2", 9e-2),
+    ("scalar_decay_50", torch.float16): known_miss(f"{_TINY}: d_initial_state is 1e-11, and comes out as zero", 1),
+    ("channel_decay_20", torch.float16): known_miss(f"{_TINY}: d_initial_state is off by 8.5e-3", 1.1e-2),
+    ("channel_decay_50", torch.float16): known_miss(f"{_TINY}: d_initial_state comes out as zero", 1),
+    ("scalar_decay_1", torch.float32): known_miss(f"{_TF32}: the output is off by 6.3e-7, torch by 9.7e-8", 8e-7),
+    ("scalar_decay_20", torch.float32): known_miss(f"{_TF32}: d_initial_state is off by 7.5e-7, torch by 6.3e-8", 1e-6),
+    ("channel_decay_1", torch.float32): known_miss(f"{_TF32}: off by 5.2e-7, torch by 1.0e-7", 7e-7),
+    ("same_keys_beta_1.98", torch.float32): known_miss(f"{_TF32}: off by 1.14e-4", 1.5e-4),
 }
-"""What an H200 missed its limit by (docs/log.md); nothing else may miss it."""
+"""What an H200 missed its limit by (benchmarks/results/gpu_checks_h200.txt), and a quarter more, rounded up, as a
+ceiling; nothing else may miss its limit."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", HARD_CASES, ids=str)
-def test_hard_cases(case: DeltaRuleCase, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    if (case.name, dtype) in KNOWN_MISSES:
-        request.applymarker(known_miss(KNOWN_MISSES[case.name, dtype]))
+def test_hard_cases(case: DeltaRuleCase, dtype: torch.dtype) -> None:
     run = Run(case, dtype, "strict" if case.repeats_keys or case.beta not in (0.0, 1.0) else "fast")
-    run.judge(run.compute("cuda"))
+    with KNOWN_MISSES.get((case.name, dtype), nullcontext()):
+        run.judge(run.compute("cuda"))
 
 
 @pytest.mark.gpu

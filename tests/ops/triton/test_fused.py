@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from helpers import known_miss
+from helpers import Missed, known_miss
 from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, GatedRMSNorm, LayerStates, ShortConvolution, l2_normalize, token_layout
@@ -199,13 +200,18 @@ def judge(case: Convolution | TokenStep | Norm | Layer, results: Results) -> Non
     """At most twice the error of plain torch in the same dtype, or four roundings of the largest value."""
     exact, plain = case.run("cpu", fused=False, dtype=torch.float64), case.run("cpu", fused=False)
     assert results.keys() == exact.keys()
+    failures, sizes = [], []
     for name, expected in exact.items():
         actual = results[name].cpu()
         assert actual.dtype == plain[name].dtype and actual.shape == expected.shape, name
         error = (actual.double() - expected).abs().max() if expected.numel() else torch.tensor(0.0)
         allowed = 2 * (plain[name].double() - expected).abs().max() if expected.numel() else torch.tensor(0.0)
         rounding = 4 * torch.finfo(actual.dtype).eps * (expected.abs().max() if expected.numel() else 0)
-        assert error <= allowed + rounding, f"{name}: {error:.2e} above {allowed:.2e} + {rounding:.2e}"
+        if not error <= allowed + rounding:
+            failures.append(f"{name}: {error:.2e} above {allowed:.2e} + {rounding:.2e}")
+            sizes.append(float(error))
+    if failures:
+        raise Missed("\n".join(failures), max(sizes))
 
 
 @pytest.fixture(scope="module")
@@ -223,13 +229,20 @@ def test_interpreted(case: Convolution | TokenStep | Norm | Layer, interpreted: 
     judge(case, interpreted[case.name])
 
 
+KNOWN_MISSES = {
+    "kda": known_miss(
+        "three TF32 products are not one of float32: the gradient of dt_bias is off by 2.5e-6 for 2.0e-6",
+        at_most=3.2e-6,
+    )
+}
+"""What an H200 missed its limit by (benchmarks/results/gpu_checks_h200.txt), and a quarter more as a ceiling."""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Convolution | TokenStep | Norm | Layer, request: pytest.FixtureRequest) -> None:
-    if isinstance(case, Layer) and case.name == "kda":  # missed on an H200 (docs/log.md)
-        reason = "three TF32 products are not one of float32: the gradient of dt_bias is off by 2.5e-6 for 2.0e-6"
-        request.applymarker(known_miss(reason))
-    judge(case, case.run("cuda", fused=True))
+def test_on_the_gpu(case: Convolution | TokenStep | Norm | Layer) -> None:
+    with KNOWN_MISSES.get(case.name, nullcontext()):
+        judge(case, case.run("cuda", fused=True))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
@@ -188,13 +189,19 @@ def grid() -> list[tuple[DeltaRuleCase, torch.dtype]]:
     return cases
 
 
+KNOWN_MISSES = {
+    "192x16-T64-H1-groups1-none-float32": known_miss(
+        "three TF32 products are not one of float32: 6.5e-7 where torch has 1.7e-7", at_most=9e-7
+    )
+}
+"""What an H200 missed its limit by (benchmarks/results/gpu_checks_h200.txt), and a quarter more as a ceiling."""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype"), [pytest.param(*entry, id=str(entry[0])) for entry in grid()])
-def test_grid(case: DeltaRuleCase, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    if case.name == "192x16-T64-H1-groups1-none-float32":  # missed on an H200 (docs/log.md)
-        reason = "three TF32 products are not one of float32: 6.5e-7 where torch has 1.7e-7"
-        request.applymarker(known_miss(reason))
-    judge(case, dtype, "cuda")
+def test_grid(case: DeltaRuleCase, dtype: torch.dtype) -> None:
+    with KNOWN_MISSES.get(case.name, nullcontext()):
+        judge(case, dtype, "cuda")
 
 
 if __name__ == "__main__":
