@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers import run_python
 
+import deltazoo
 from deltazoo.cli import main
-from deltazoo.lab import Check, Experiment, Recipe, Scores
+from deltazoo.lab import Check, Experiment, Recipe, Scores, experiment
+from deltazoo.lab.arms import parse_arm
 from deltazoo.lab.claims import Claim, gap, too_easy, verdict_of
 from deltazoo.lab.complexity import flops, measure_complexity, parallel_scan
 from deltazoo.lab.experiment import Run
@@ -18,12 +23,14 @@ from deltazoo.lab.numerics import judge_numerics, measure_numerics
 from deltazoo.lab.plots import draw_complexity, draw_numerics
 from deltazoo.lab.repeated_keys import judge_repeated_keys
 from deltazoo.lab.report import _wall_clock
-from deltazoo.lab.results import Environment, Record, ResultFile, read_records
+from deltazoo.lab.results import Environment, Record, ResultFile, decisive_files, read_records
 from deltazoo.lab.runner import Plan, _in_order, run_suite
 from deltazoo.lab.selection import Selection, select
+from deltazoo.lab.task import get_task, list_tasks
 from deltazoo.lab.tasks.parity import PARITY
 from deltazoo.lab.train import Outcome, Score
 from deltazoo.ops import delta_rule
+from deltazoo.ops.step_size import euler, exact
 
 RECIPE = Recipe(hidden_size=16, num_heads=2, head_dim=8, train_lengths=(3, 9), test=(9, 20), test_sequences=8, steps=3)
 EXPERIMENT = Experiment(
@@ -129,6 +136,7 @@ def test_a_failing_arm_is_named_after_the_others_have_run(tmp_path: Path) -> Non
         ({"torch": "2"}, r"other torch \(1, now 2"),
         ({"device": "another"}, "other device"),
         ({"version": "9"}, "other version"),
+        ({"transformers": "4"}, r"other transformers \(None, now 4"),
     ],
 )
 def test_results_of_another_version_do_not_mix(tmp_path: Path, change, message: str) -> None:
@@ -146,6 +154,84 @@ def test_results_of_another_recipe_do_not_mix(tmp_path: Path) -> None:
     path.write_text('{"suite": "mini"}\n')
     with pytest.raises(ValueError, match="line 1 is not a result"):
         read_records(path)
+
+
+def with_another(instance: Any, name: str) -> Any:
+    """A copy of a frozen dataclass with one field changed, whatever the class would say to the value."""
+    twin = copy.copy(instance)
+    object.__setattr__(twin, name, ["another", repr(getattr(instance, name))])
+    return twin
+
+
+def test_whatever_decides_a_run_changes_its_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = EXPERIMENT.runs()[0]
+    others = {"another seed": replace(run, seed=7), "another arm": replace(run, arm="kda")}
+    others |= {f"recipe.{f.name}": replace(run, recipe=with_another(RECIPE, f.name)) for f in fields(Recipe)}
+    for task in map(get_task, list_tasks()):
+        known = replace(run, task=task).fingerprint
+        others[task.name] = replace(run, task=task)
+        changed = [replace(run, task=with_another(task, f.name)).fingerprint for f in fields(task)]
+        assert known not in changed, f"a field of the task {task.name} is not in the fingerprint"
+    others.pop(PARITY.name)
+    fingerprints = {name: other.fingerprint for name, other in others.items()}
+    arm = parse_arm(run.arm)
+    assert arm.spec is not None
+    arms = {f"spec.{f.name}": replace(arm, spec=with_another(arm.spec, f.name)) for f in fields(arm.spec)}
+    arms["options"] = replace(arm, options={"num_micro_steps": 2})
+    arms["a function"] = replace(arm, spec=replace(arm.spec, step_size=exact))
+    arms["another function"] = replace(arm, spec=replace(arm.spec, step_size=euler))
+    for name, other in arms.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(experiment, "parse_arm", lambda _, other=other: other)
+            fingerprints[name] = run.fingerprint
+    fingerprints["the run"] = run.fingerprint
+    by_value: dict[str, list[str]] = {}
+    for name, value in fingerprints.items():
+        by_value.setdefault(value, []).append(name)
+    assert all(len(names) == 1 for names in by_value.values()), by_value
+
+
+MODULES_OF_A_RUN = """
+import sys
+from deltazoo.lab.arms import parse_arm
+from deltazoo.lab.recipe import Recipe
+from deltazoo.lab.tasks.parity import PARITY
+from deltazoo.lab.train import run_arm
+
+recipe = Recipe(steps=1, train_lengths=(3, 4), test=(4,), test_sequences=2, batch_size=2)
+for arm in ("softmax", "kda+neg"):
+    run_arm(PARITY, parse_arm(arm), recipe, seed=0, device="cpu", progress=lambda step: None)
+print(*(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "deltazoo"), sep="\\n")
+"""
+
+
+def test_every_module_behind_a_result_is_in_its_key() -> None:
+    package = Path(deltazoo.__file__).parent
+    found = {Path(line).relative_to(package).as_posix() for line in run_python(MODULES_OF_A_RUN).splitlines()}
+    # Names for users, and what is done with results.
+    idle = {
+        "__init__.py",
+        "_auto_registration.py",
+        *(f"lab/{n}.py" for n in ("__init__", "claims", "experiment", "results")),
+    }
+    decisive = {path.relative_to(package).as_posix() for path in decisive_files()}
+    assert "models/softmax_attention.py" in found
+    assert found - decisive <= idle
+
+
+def test_a_users_file_is_in_the_key_of_its_results(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.py", tmp_path / "b.py"
+    first.write_text("x = 1")
+    second.write_text("x = 2")
+    keys = [Environment.here("cpu", "abc", load).code for load in ([], [first], [second], [first, second])]
+    assert len(set(keys)) == 4
+    assert Environment.here("cpu", "abc", [second, first]).code == keys[3]
+
+
+@pytest.mark.parametrize("suite", ["mini", "full"])
+def test_committed_results_are_read(suite: str) -> None:
+    records = read_records(Path(__file__).parents[2] / "benchmarks" / "results" / f"lab_{suite}.jsonl")
+    assert len(records) > 20 and all(record.environment.transformers is None for record in records)
 
 
 def test_gates() -> None:

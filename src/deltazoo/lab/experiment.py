@@ -38,7 +38,8 @@ class Run:
             "options": arm.options,
             "seed": self.seed,
         }
-        return hashlib.blake2b(json.dumps(decided, sort_keys=True).encode(), digest_size=8).hexdigest()
+        text = json.dumps(decided, sort_keys=True, default=_name_of_function)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def cost(self) -> float:
@@ -46,6 +47,13 @@ class Run:
         recipe = self.recipe
         moved = recipe.batch_size * sum(recipe.train_lengths) / 2 * recipe.hidden_size
         return recipe.steps * recipe.num_layers * (1 + moved / 3e6)
+
+
+def _name_of_function(value: object) -> str:
+    """Of a step size or gate that a spec holds; what the function computes is a matter of `results.code_digest`."""
+    if not callable(value):
+        raise TypeError(f"a run is decided by plain values and functions, got {value!r}")
+    return f"{value.__module__}.{value.__qualname__}"
 
 
 @dataclass(frozen=True, kw_only=True)

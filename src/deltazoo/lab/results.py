@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +20,8 @@ from deltazoo.lab.train import Outcome, Score
 
 __all__ = ["Environment", "Record", "ResultFile", "read_records"]
 
-_DECISIVE = ("ops", "layers", "variants", "spec.py")
+# `models` has the softmax attention that arms are compared with.
+_DECISIVE = ("ops", "layers", "variants", "models", "spec.py", "runtime.py")
 _DECISIVE_IN_LAB = ("tasks", "arms.py", "network.py", "recipe.py", "task.py", "train.py")
 
 
@@ -34,11 +35,13 @@ class Environment:
     version: str
     commit: str
     code: str
-    """Hash of the source files that can change a result."""
+    """Hash of the source files that can change a result, those that a user loads among them."""
+    transformers: str | None = None
+    """Softmax attention runs in it; None in results from before this was kept."""
 
     @classmethod
-    def here(cls, device: str, commit: str | None = None) -> "Environment":
-        """Of this process. `commit` is read from git unless given."""
+    def here(cls, device: str, commit: str | None = None, load: Sequence[Path] = ()) -> "Environment":
+        """Of this process. `commit` is read from git unless given; `load` are the files that a user loads."""
         on_gpu = torch.device(device).type == "cuda"
         return cls(
             device=torch.cuda.get_device_name(device) if on_gpu else f"CPU, {_processor()}",
@@ -46,7 +49,8 @@ class Environment:
             triton=_version_of("triton"),
             version=__version__,
             commit=commit or _commit(),
-            code=code_digest(),
+            code=code_digest(tuple(load)),
+            transformers=_version_of("transformers"),
         )
 
 
@@ -156,7 +160,7 @@ class ResultFile:
         advice = "give another --out, or --fresh to start over"
         if record.suite != self.suite:
             raise ValueError(f"{self.path} holds results of the suite {record.suite!r}, not {self.suite!r}: {advice}")
-        for name in ("version", "code", "torch", "triton", "device"):
+        for name in ("version", "code", "torch", "triton", "transformers", "device"):
             theirs, ours = getattr(record.environment, name), getattr(self.environment, name)
             if theirs != ours:
                 what = "source files" if name == "code" else name
@@ -192,17 +196,21 @@ class ResultFile:
 
 
 @cache
-def code_digest() -> str:
-    """Hash of the files of the package that can change a result."""
+def code_digest(load: tuple[Path, ...] = ()) -> str:
+    """Hash of the files that can change a result: of the package, and those that a user loads."""
     package = Path(__file__).resolve().parents[1]
-    roots = [*(package / name for name in _DECISIVE), *(package / "lab" / name for name in _DECISIVE_IN_LAB)]
     digest = hashlib.blake2b(digest_size=8)
-    for path in _python_files(roots):
+    for path in decisive_files():
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(path.resolve() for path in load):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def _python_files(roots: Iterable[Path]) -> list[Path]:
+def decisive_files() -> list[Path]:
+    """The Python files of the package that can change a result."""
+    package = Path(__file__).resolve().parents[1]
+    roots = [*(package / name for name in _DECISIVE), *(package / "lab" / name for name in _DECISIVE_IN_LAB)]
     return sorted(path for root in roots for path in ([root] if root.is_file() else root.rglob("*.py")))
 
 

@@ -64,7 +64,7 @@ def lab(
         path.unlink(missing_ok=True)
         for earlier in folder.glob("*.json"):
             earlier.unlink()
-    results = ResultFile(path, suite, Environment.here(device, commit))
+    results = ResultFile(path, suite, Environment.here(device, commit, load))
     plan = Plan(device=device, workers=workers, time_limit=time_limit, load=tuple(load))
 
     def report(line: str) -> None:
