@@ -13,6 +13,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "deltazoo"
 
 # Every part of the package, lowest first, with the parts it may import besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
+    "_lazy": set(),
+    "device": set(),
     "runtime": set(),
     "ops": {"runtime"},
     "spec": {"runtime", "ops"},
@@ -22,10 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"runtime", "ops", "spec", "layers", "variants", "_auto_registration"},
     "acceleration": {"runtime", "ops", "spec", "layers", "variants"},
     "generation": {"runtime", "ops", "spec", "layers", "variants", "models"},
-    "bench": {"runtime", "ops", "spec", "layers", "variants", "models", "generation"},
-    "swap": {"runtime", "ops", "spec", "layers", "variants", "models", "training", "_auto_registration"},
-    "training": {"runtime", "ops", "spec", "layers", "variants", "models"},
-    "evaluation": {"runtime", "ops", "spec", "layers", "variants", "models", "training"},
+    "bench": {"device", "runtime", "ops", "spec", "layers", "variants", "models", "generation"},
+    "swap": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "models", "training", "_auto_registration"},
+    "training": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "models"},
+    "evaluation": {"_lazy", "device", "runtime", "ops", "spec", "layers", "variants", "models", "training"},
     "lab": {"runtime", "ops", "spec", "layers", "variants", "models", "bench", "training", "evaluation"},
 }
 MAY_IMPORT["_auto_registration"] = set()

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from deltazoo.bench.model_command import model
+from deltazoo.device import check_device
 
 __all__ = ["app"]
 
@@ -33,13 +34,6 @@ def _choices(text: str, allowed: tuple[str, ...], what: str) -> list[str]:
     if not names:
         raise ValueError(f"no {what} given, expected a comma-separated list out of {', '.join(allowed)}")
     return names
-
-
-def _require(device: str) -> None:
-    import torch
-
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}, but torch sees no NVIDIA GPU")
 
 
 @app.callback(invoke_without_command=True, epilog="Example: [bold]deltazoo bench --check[/]")
@@ -68,7 +62,7 @@ def main(
 
     try:
         [name] = _choices(backend, ("triton", "chunkwise"), "backend")
-        _require(device)
+        check_device(device)
         resolve_backend(name, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)
     except (ValueError, RuntimeError) as error:
         _fail(error)
@@ -112,6 +106,11 @@ def ops(
 
     A GPU lost to a faulty kernel costs that measurement only: the run goes on in a new process.
     """
+    try:
+        check_device(device)
+    except ValueError as error:
+        _fail(error)
+
     from deltazoo.bench.contestants import installed_peers, our_options, parse_peers
     from deltazoo.bench.inputs import GATES, OPS
     from deltazoo.bench.shapes import parse_shapes
@@ -134,7 +133,6 @@ def ops(
         )
         for one in plan.precisions:
             our_options(plan.backend, one)
-        _require(device)
         if warm_up_jobs and not resume:
             commands = warm_up_commands(plan.shapes, plan.ops, installed_peers(plan.peers)[0], device)
             warm_up_peers(commands, warm_up_jobs, report=typer.echo)

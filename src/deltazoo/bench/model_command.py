@@ -52,14 +52,15 @@ def model(
     """Time whole models, in training and in decoding, beside peers of the same size, and write a JSON result file."""
     import torch
 
-    from deltazoo.bench.command import _choices, _fail, _require
+    from deltazoo.bench.command import _choices, _fail
     from deltazoo.bench.model_contestants import SIZES
     from deltazoo.bench.model_decoding import DECODING_WAYS
     from deltazoo.bench.model_suite import GROUPS, ModelPlan, bench_models
     from deltazoo.bench.model_training import TRAINING_WAYS
+    from deltazoo.device import check_device
 
     try:
-        _require(device)
+        check_device(device)
         defaults = _GPU if torch.device(device).type == "cuda" else _CPU
         default_dtype = "bfloat16" if defaults is _GPU else "float32"
         if threads is not None:

@@ -1,14 +1,19 @@
 """Tables for a person."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from deltazoo.evaluation.comparison import Baseline
-from deltazoo.evaluation.score import Score
+
+if TYPE_CHECKING:  # it brings torch, which a table of facts does not need
+    from deltazoo.evaluation.score import Score
 
 
-def comparison_table(name: str, score: Score, others: Sequence[Baseline], has_seen: str = "the training text") -> Table:
+def comparison_table(
+    name: str, score: "Score", others: Sequence[Baseline], has_seen: str = "the training text"
+) -> Table:
     """The model and the baselines, best first."""
     rows = sorted([Baseline(name, score.bits_per_byte, has_seen), *others], key=lambda row: row.bits_per_byte)
     table = Table(title=f"{score.documents} held-out documents, {score.bytes:,} bytes")

@@ -1,7 +1,6 @@
-"""What ``deltazoo swap`` reads from its options, and what it shows and saves."""
+"""The text that ``deltazoo swap`` ranks layers on, and what it shows and saves."""
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,12 @@ from deltazoo.swap.pictures import draw_ranking
 from deltazoo.swap.ranking import Ranking
 from deltazoo.training.checkpoint import whole_or_not_at_all
 from deltazoo.training.config import DataConfig
-from deltazoo.training.corpus import read_corpus
+from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
 from deltazoo.training.packing import pack_in_order
-from deltazoo.training.run import DEFAULT_TOKENIZER_SAMPLE
 from deltazoo.training.text import open_text
 from deltazoo.training.tokenizer import encode_documents
 
 _BYTES_PER_TOKEN = 16  # more than any tokenizer makes of ordinary text, so that enough of it is read
-
-
-def parse_layers(choice: str) -> str | list[int]:
-    """``--layers`` as ``swap_attention`` takes it; ``best:K`` stays as it is.
-
-    Raises:
-        ValueError: none of the forms.
-    """
-    if choice == "all" or re.fullmatch(r"\d+:\d+|best:\d+", choice):
-        return choice
-    if re.fullmatch(r"\d+(,\d+)*", choice):
-        return [int(number) for number in choice.split(",")]
-    raise ValueError(f"--layers takes all, numbers such as 0,2,5, a ratio such as 3:1, or best:K, got {choice!r}")
-
-
-def best_count(layers: str | list[int]) -> int | None:
-    """K of ``best:K``; None for every other choice."""
-    return int(layers.removeprefix("best:")) if isinstance(layers, str) and layers.startswith("best:") else None
 
 
 def ranking_rows(

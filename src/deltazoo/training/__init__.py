@@ -1,5 +1,11 @@
-"""Training: text, tokenizers, packing, and the HF Trainer, from one YAML file to a model on disk."""
+"""Training: text, tokenizers, packing, and the HF Trainer, from one YAML file to a model on disk.
 
+Configurations and text are read without torch; the rest is imported when it is first asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from deltazoo._lazy import lazy_names
 from deltazoo.training.config import (
     DataConfig,
     OptimizationConfig,
@@ -8,9 +14,11 @@ from deltazoo.training.config import (
     load_config,
     save_config,
 )
-from deltazoo.training.monitor import TrainingDiverged
-from deltazoo.training.optimizer import parameter_groups
-from deltazoo.training.run import TrainingResult, train
+
+if TYPE_CHECKING:
+    from deltazoo.training.monitor import TrainingDiverged
+    from deltazoo.training.optimizer import parameter_groups
+    from deltazoo.training.run import TrainingResult, train
 
 __all__ = [
     "DataConfig",
@@ -24,3 +32,8 @@ __all__ = [
     "save_config",
     "train",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    {"monitor": ("TrainingDiverged",), "optimizer": ("parameter_groups",), "run": ("TrainingResult", "train")},
+)

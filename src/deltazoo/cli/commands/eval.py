@@ -31,11 +31,15 @@ def evaluate(
     """Score a model on text it was not trained on, beside gzip, xz and an order-2 byte model."""
     from deltazoo.cli.evaluation import choose_documents, write_json
     from deltazoo.cli.render import comparison_table, facts_table
+    from deltazoo.device import check_device
+
+    if device is not None:
+        check_device(device)
+    documents = choose_documents(path, text, text_field, max_bytes)
     from deltazoo.evaluation import score_documents
     from deltazoo.evaluation.comparison import baselines
     from deltazoo.evaluation.loading import load_checkpoint
 
-    documents = choose_documents(path, text, text_field, max_bytes)
     model, tokenizer = load_checkpoint(path, device)
     score = score_documents(model, tokenizer, documents.held_out)
     others = baselines(documents.train, documents.held_out, primed=primed)

@@ -32,6 +32,13 @@ def generate(
     """Continue a prompt; the text appears as it is made."""
     import time
 
+    from deltazoo.device import check_device
+    from deltazoo.evaluation.checkpoint_path import resolve_checkpoint
+
+    if device is not None:
+        check_device(device)
+    path = resolve_checkpoint(path)
+
     from transformers import TextStreamer, set_seed
 
     from deltazoo.evaluation.loading import load_checkpoint

@@ -43,6 +43,10 @@ def lab(
     """Train small models of every variant on tasks that tell them apart, and write a page with pictures."""
     from rich.console import Console
 
+    from deltazoo.device import check_device
+
+    check_device(device)
+
     from deltazoo.lab.extensions import load_file
     from deltazoo.lab.measurements import run_measurements
     from deltazoo.lab.report import listing, verdict_table, write_page
@@ -58,7 +62,6 @@ def lab(
         console.print(listing(selection))
         return
     folder = out or Path("runs") / f"lab_{suite}"
-    _check_device(device)
     path = folder / "results.jsonl"
     if fresh:
         path.unlink(missing_ok=True)
@@ -86,10 +89,3 @@ def lab(
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}, but torch sees no NVIDIA GPU")

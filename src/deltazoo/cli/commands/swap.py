@@ -47,24 +47,13 @@ def swap(
     """Replace softmax attention by delta-rule layers; rank the layers before, train them in afterwards."""
     from pathlib import Path
 
+    from deltazoo.cli.layer_choice import best_count, parse_layers
     from deltazoo.cli.presets import find_config
     from deltazoo.cli.render import facts_table
-    from deltazoo.cli.swapping import (
-        best_count,
-        conversion_table,
-        parse_layers,
-        ranking_rows,
-        ranking_table,
-        save_ranking,
-        save_swapped,
-    )
-    from deltazoo.evaluation.loading import load_checkpoint
+    from deltazoo.device import check_device
+    from deltazoo.evaluation.checkpoint_path import resolve_checkpoint
     from deltazoo.spec import get_variant
-    from deltazoo.swap import swap_attention
-    from deltazoo.swap.conversion import convert
     from deltazoo.swap.conversion_config import load_conversion
-    from deltazoo.swap.pictures import draw_conversion
-    from deltazoo.swap.ranking import rank_layers
     from deltazoo.training.config import DataConfig
 
     get_variant(variant)
@@ -89,13 +78,26 @@ def swap(
     if ranks and text is None and recipe is None:
         raise ValueError("ranking the layers needs a text: name one with --text")
     folder = None if output is None else Path(output)
+    if device is not None:
+        check_device(device)
+    path = resolve_checkpoint(path)
 
-    model, tokenizer = load_checkpoint(path, device)
+    # Only now what imports torch: a mistyped argument is answered at once.
+    from deltazoo.cli.swapping import conversion_table, ranking_rows, ranking_table, save_ranking, save_swapped
+    from deltazoo.evaluation.loading import load_checkpoint, load_model
+    from deltazoo.swap import swap_attention
+    from deltazoo.swap.conversion import convert
+    from deltazoo.swap.pictures import draw_conversion
+    from deltazoo.swap.ranking import rank_layers
+
+    options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
+    console = Console()
+    # Only a text needs the tokenizer, or a model that is saved.
+    model, tokenizer = (load_model(path, device), None) if dry_run and not ranks else load_checkpoint(path, device)
     if recipe is not None:
         model.float()  # small updates would be lost in 16-bit parameters
-    console = Console()
-    options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
     if ranks:
+        assert tokenizer is not None
         data = recipe.data if text is None and recipe else DataConfig(text=str(text), text_field=text_field)
         rows = ranking_rows(model, tokenizer, data, held_out=text is None, max_tokens=rank_tokens)
         ranking = rank_layers(model, variant, rows, **options)
@@ -109,7 +111,7 @@ def swap(
 
     report = swap_attention(model, variant, layers=chosen, dry_run=dry_run, keep_teacher=bool(recipe), **options)
     console.print(report)
-    if dry_run or folder is None:
+    if dry_run or folder is None or tokenizer is None:
         return
     facts: dict[str, str] = {}
     if recipe is None:

@@ -1,0 +1,25 @@
+"""Names of a package that are imported from their modules when they are first asked for."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package, so that importing it imports no torch.
+
+    Args:
+        package: the package's `__name__`.
+        modules: module of the package -> the public names that it defines.
+    """
+    module_of = {name: module for module, names in modules.items() for name in names}
+
+    def __getattr__(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        setattr(sys.modules[package], name, value)  # the next access does not come here
+        return value
+
+    return __getattr__
