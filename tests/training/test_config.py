@@ -83,6 +83,12 @@ def test_a_file_of_an_earlier_version_counts_the_warm_up_in_steps(minimal: Path)
     assert load_config(minimal).training.warmup_steps == 954
 
 
+def test_what_is_no_yaml_is_a_string(minimal: Path) -> None:
+    assert load_config(minimal, ["data.pattern=**/*.py"]).data.pattern == "**/*.py"
+    with pytest.raises(ValueError, match=r"training.betas must be a list of 2 values, got '\[0.9'$"):
+        load_config(minimal, ["training.betas=[0.9"])
+
+
 def test_a_missing_key_is_named(minimal: Path) -> None:
     values = yaml.safe_load(minimal.read_text())
     del values["training"]["steps"]

@@ -105,8 +105,9 @@ def test_streaming_stops_once_both_samples_are_full(jsonl: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (DataConfig(text="./nowhere"), "there is no such file or folder"),
-        (DataConfig(text="missing.jsonl"), "there is no such file or folder"),
+        (DataConfig(text="./nowhere"), "there is no file or folder"),
+        (DataConfig(text="missing.py"), "there is no file or folder"),
+        (DataConfig(text="missing.jsonl"), "there is no file or folder"),
         (DataConfig(pattern="*.md"), "data.pattern does not act on the standard library"),
         (DataConfig(text="owner/name", pattern="*.md"), "data.pattern does not act on a Hub dataset"),
     ],
@@ -135,17 +136,78 @@ def test_nothing_held_out_is_refused(tmp_path: Path) -> None:
         read_corpus(open_text(data), data)
 
 
-def test_a_single_text_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match="nothing could be held out"):
-        open_text(DataConfig(text=str(tmp_path / "a.txt")))
+def test_the_tail_of_a_single_file_is_held_out(tmp_path: Path) -> None:
+    text = "".join(f"line {i}, äöü\n" for i in range(1000))
+    (tmp_path / "input.txt").write_text(text)
+    for fraction, limit in ((0.05, None), (0.9, None), (0.5, 300)):
+        data = DataConfig(text=str(tmp_path / "input.txt"), validation_fraction=fraction, max_validation_bytes=limit)
+        corpus = read_corpus(open_text(data), data)
+        [train], [tail] = corpus.train, corpus.validation
+        assert train.text + tail.text == text
+        assert train.text.endswith("\n"), "cut between two lines"
+        wanted = min(fraction * len(text.encode()), limit or float("inf"))
+        assert abs(corpus.validation_bytes - wanted) < 0.02 * wanted + 20, (
+            "off by a line, and by characters of two bytes"
+        )
 
 
-def test_a_file_that_is_not_text_is_named(folder: Path) -> None:
-    (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
-    with pytest.raises(ValueError, match=r"picture.png is not UTF-8 text.*data.pattern"):
-        list(open_text(DataConfig(text=str(folder))).documents())
-    assert len(list(open_text(DataConfig(text=str(folder), pattern="**/*.txt")).documents())) == len(TEXTS)
+def test_the_tail_of_a_few_files_is_held_out_where_their_hashes_hold_out_none(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py", "c.py"):
+        (tmp_path / name).write_text(f"# {name}\n" + "x = 1\n" * 100)
+    data = DataConfig(text=str(tmp_path), validation_fraction=0.05)
+    assert not any(is_held_out(document.split_key, 0.05) for document in open_text(data).documents())
+    corpus = read_corpus(open_text(data), data)
+    assert [document.name for document in corpus.validation] == ["c.py"]
+    assert [document.name for document in corpus.train] == ["a.py", "b.py", "c.py"]
+    total = corpus.train_bytes + corpus.validation_bytes
+    assert 0.05 * total <= corpus.validation_bytes < 0.06 * total
+
+
+def test_a_large_file_comes_in_documents_that_end_with_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltazoo.training.text.MAX_DOCUMENT", 100)
+    text = "twenty characters,,\n" * 12 + "x" * 250
+    (tmp_path / "input.txt").write_text(text)
+    found = [document.text for document in open_text(DataConfig(text=str(tmp_path / "input.txt"))).documents()]
+    assert "".join(found) == text
+    assert [len(piece) for piece in found] == [100, 100, 40, 100, 100, 50]
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\xff\xfe", b"text\0 of another kind", "äöü".encode("latin-1")])
+def test_files_of_a_folder_that_are_not_text_are_left_out_and_named(
+    folder: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "picture.png").write_bytes(content)
+    assert len(list(open_text(DataConfig(text=str(folder))).documents())) == len(TEXTS)
+    assert "left out 1 of 61 files, which are no UTF-8 text: picture.png" in capsys.readouterr().err
+    list(open_text(DataConfig(text=str(folder), pattern="**/*.txt")).documents())
+    assert not capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"there is no UTF-8 text in .*picture.png"):
+        list(open_text(DataConfig(text=str(folder / "picture.png"))).documents())
+
+
+def test_a_json_file_in_a_folder_of_text_does_not_make_it_a_data_set(folder: Path) -> None:
+    (folder / "package.json").write_text('{"name": "no data set"}')
+    assert len(list(open_text(DataConfig(text=str(folder))).documents())) == len(TEXTS) + 1
+
+
+def test_what_lies_beside_records_is_named(jsonl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (jsonl.parent / "README.md").write_text("about the records")
+    assert len(list(open_text(DataConfig(text=str(jsonl.parent))).documents())) == len(TEXTS)
+    assert "1 other files are not read; data.pattern would choose them instead" in capsys.readouterr().err
+
+
+def test_a_name_that_is_nowhere_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """datasets would ask for each file of the data set six times, half a minute in all."""
+    asked = []
+
+    def repo_info(self: object, name: str, **options: object) -> None:
+        asked.append(name)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
+    with pytest.raises(ValueError, match=r"there is no file or folder 'texts/mine', and the Hub cannot be asked"):
+        list(open_text(DataConfig(text="texts/mine")).documents())
+    assert asked == ["texts/mine"]
 
 
 def test_a_wrong_column_is_refused_with_the_nearest(jsonl: Path) -> None:

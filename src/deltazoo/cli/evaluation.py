@@ -4,14 +4,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from deltazoo.evaluation.checkpoint_path import training_config_of
 from deltazoo.evaluation.comparison import Baseline
-from deltazoo.evaluation.loading import training_config_of
-from deltazoo.evaluation.score import Score
 from deltazoo.training.config import DataConfig
-from deltazoo.training.corpus import num_bytes, read_corpus
-from deltazoo.training.run import DEFAULT_TOKENIZER_SAMPLE
+from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, num_bytes, read_corpus
+from deltazoo.training.progress import say
 from deltazoo.training.text import Document, open_text
+
+if TYPE_CHECKING:  # it brings torch, which a wrong argument does not wait for
+    from deltazoo.evaluation.score import Score
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,13 @@ def choose_documents(path: str, text: str | None, text_field: str, max_bytes: in
         raise ValueError("--max-bytes and --text-field act on --text only")
     if text is None and config is None:
         raise ValueError(f"{path} does not say what text it was trained on: name a text to score with --text")
-    corpus = read_corpus(open_text(config.data), config.data, DEFAULT_TOKENIZER_SAMPLE) if config else None
+    try:
+        corpus = read_corpus(open_text(config.data), config.data, DEFAULT_TOKENIZER_SAMPLE) if config else None
+    except ValueError as error:  # the model may come from another machine
+        if text is None:
+            raise
+        say(f"the baselines do without the training text: {error}")
+        corpus = None
     if text is None:
         assert corpus is not None
         return EvaluationDocuments(corpus.train, corpus.validation, f"held-out part of {corpus.description}")
@@ -51,7 +60,7 @@ def choose_documents(path: str, text: str | None, text_field: str, max_bytes: in
     return EvaluationDocuments(corpus.train if corpus else [], held_out, source.description)
 
 
-def write_json(path: str, model: str, text: str, score: Score, others: Sequence[Baseline]) -> None:
+def write_json(path: str, model: str, text: str, score: "Score", others: Sequence[Baseline]) -> None:
     """Write everything that was measured to a file."""
     figures = {
         "model": model,

@@ -12,6 +12,8 @@ from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 from deltazoo.training.strict import from_mapping
 
 STDLIB = "python_stdlib"
+RUN_CONFIG = "config.yaml"  # in the folder of a run: what it began with
+MODEL_CONFIG = "training.yaml"  # beside the weights: the configuration they come from
 
 T = TypeVar("T")
 
@@ -21,14 +23,15 @@ class DataConfig:
     """Which text is read and how it is split.
 
     Attributes:
-        text: ``python_stdlib``, a folder, a ``.txt``, ``.jsonl``/``.json`` or ``.parquet`` file (or a folder of the
-            latter two), or a name for ``datasets.load_dataset``.
-        pattern: which files of a folder are read, as a glob below it; only for folders of text files.
+        text: ``python_stdlib``, a text file, a ``.jsonl``/``.json`` or ``.parquet`` file, a folder of such files, or a
+            name for ``datasets.load_dataset``.
+        pattern: which files of a folder are read as text, as a glob below it.
         subset: configuration name of a Hub dataset; only for Hub datasets.
         split: split of a Hub dataset; only for Hub datasets.
         text_field: the column that holds the text of JSONL, Parquet and Hub records.
         streaming: read records on the way instead of holding the whole text in memory; JSONL, Parquet and Hub only.
-        validation_fraction: share of the documents held out, chosen by a hash of their name (files) or text (records).
+        validation_fraction: share of the documents held out, chosen by a hash of their name (files) or text (records);
+            where the hash leaves one side empty, as with a single file, share of the text, at its end.
         max_train_bytes: stop after this many bytes of training text (not with ``streaming``, which reads on forever).
         max_validation_bytes: stop after this many bytes of held-out text; needed with ``streaming``.
     """
@@ -227,7 +230,8 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
     Args:
         cls: a configuration class.
         path: the YAML file.
-        overrides: ``section.key=value`` strings that replace values of the file; values are read as YAML.
+        overrides: ``section.key=value`` strings that replace values of the file; values are read as YAML, and what
+            is no YAML is a string.
 
     Raises:
         ValueError: no such file, not YAML, an unknown key, or a value out of range.
@@ -238,7 +242,7 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a YAML file: {error}") from error
+        raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
     for section in values.values():
@@ -280,4 +284,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ValueError(f"{section!r} in the override {override!r} is not a section")
         values = inner
-    values[key] = yaml.safe_load(text)
+    try:
+        values[key] = yaml.safe_load(text)
+    except yaml.YAMLError:  # such as **/*.py, where * begins an alias
+        values[key] = text

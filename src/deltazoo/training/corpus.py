@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from deltazoo.training.config import DataConfig
 from deltazoo.training.progress import track
-from deltazoo.training.text import Document, Records, TextFiles, is_held_out
+from deltazoo.training.text import Document, Records, TextFiles, is_held_out, line_end
+
+DEFAULT_TOKENIZER_SAMPLE = 50_000_000  # bytes of a stream that a tokenizer is trained on unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ def num_bytes(document: Document) -> int:
 def read_corpus(source: TextFiles | Records, data: DataConfig, train_sample_bytes: int | None = None) -> Corpus:
     """Read both parts into memory.
 
+    A hash of each document's key decides on its side. Where that leaves one side empty (a single file, a few files),
+    the last ``validation_fraction`` of the text is held out.
+
     Args:
         source: the text.
         data: split and limits.
@@ -60,16 +65,33 @@ def read_corpus(source: TextFiles | Records, data: DataConfig, train_sample_byte
             continue
         parts[held_out].append(document)
         sizes[held_out] += num_bytes(document)
-    if not sizes[False] and not sizes[True]:
+    if not parts[False] and not parts[True]:
         raise ValueError(f"{source.description} holds no text")
-    if not sizes[False]:
+    if not data.streaming and not all(parts.values()):
+        parts = _hold_out_tail([*parts[False], *parts[True]], data)
+    if not parts[False]:
         raise ValueError(f"every document of {source.description} was held out: lower data.validation_fraction")
-    if not sizes[True]:
-        raise ValueError(
-            f"none of the {len(parts[False])} documents of {source.description} was held out: "
-            "raise data.validation_fraction"
-        )
+    if not parts[True]:
+        raise ValueError(f"nothing of {source.description} was held out: raise data.validation_fraction")
     return Corpus(parts[False], parts[True], source.description)
+
+
+def _hold_out_tail(documents: list[Document], data: DataConfig) -> dict[bool, list[Document]]:
+    """The documents with the last of the text held out, cut at the end of a line: for a single file, or a few."""
+    total = sum(len(document.text) for document in documents)
+    wanted = round(total * data.validation_fraction)
+    if data.max_validation_bytes is not None:
+        wanted = min(wanted, data.max_validation_bytes * total // max(1, sum(map(num_bytes, documents))))
+    train = list(documents)
+    validation: list[Document] = []
+    while train and wanted > 0:
+        last = train.pop()
+        cut = line_end(last.text, len(last.text) - wanted) if wanted < len(last.text) else 0
+        if cut:
+            train.append(last._replace(text=last.text[:cut]))
+        validation.insert(0, last._replace(text=last.text[cut:]))
+        wanted -= len(last.text) - cut
+    return {False: train, True: validation}
 
 
 def training_documents(documents: Iterator[Document], data: DataConfig) -> Iterator[Document]:

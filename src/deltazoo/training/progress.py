@@ -12,6 +12,11 @@ T = TypeVar("T")
 console = Console(stderr=True)
 
 
+def say(line: str) -> None:
+    """One line for a person, on standard error, as it is: no markup, no line breaks."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def progress_bar(*columns: str) -> Progress:
     """A bar with counts and times; ``columns`` are templates such as ``"{task.fields[loss]}"`` put behind them."""
     return Progress(

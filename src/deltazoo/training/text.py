@@ -1,6 +1,7 @@
 """Where text comes from: the Python standard library, files, or records of a dataset, always as named documents."""
 
 import hashlib
+import mimetypes
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,9 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from deltazoo.training.config import STDLIB, DataConfig
+from deltazoo.training.hub import check_on_hub
+from deltazoo.training.progress import say
 from deltazoo.training.strict import unknown_name
 
 RECORD_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+MAX_DOCUMENT = 2**20  # characters; a larger file comes as several documents, since each is tokenized as a whole
 # Tests, third-party packages and byproducts of a build say nothing about the library's own prose and code.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 
@@ -35,26 +39,59 @@ class TextSource(Protocol):
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The UTF-8 files of a folder, in the order of their relative paths; split by relative path."""
+    """UTF-8 files, in the order of their paths relative to ``root``; split by relative path."""
 
     root: Path
     paths: tuple[Path, ...]
     description: str
 
     def documents(self) -> Iterator[Document]:
-        """Read file after file; a file that is not UTF-8 raises instead of being skipped."""
+        """Read file after file; those of a folder that are no text (a picture) are left out and named in one line.
+
+        Raises:
+            ValueError: a file cannot be read, or none of them is text.
+        """
+        left_out: list[str] = []
         for path in self.paths:
             name = path.relative_to(self.root).as_posix()
-            try:
-                text = path.read_bytes().decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); choose files with data.pattern"
-                ) from error
-            except OSError as error:
-                raise ValueError(f"cannot read {path}: {error.strerror}") from error
-            if text:
-                yield Document(name, text, split_key=name)
+            text = read_text(path)
+            if text is None:
+                left_out.append(name)
+                continue
+            begin = 0
+            while begin < len(text):
+                end = line_end(text, begin + MAX_DOCUMENT, begin) if len(text) - begin > MAX_DOCUMENT else len(text)
+                yield Document(name, text[begin:end], split_key=name)
+                begin = end
+        if len(left_out) == len(self.paths):
+            raise ValueError(f"there is no UTF-8 text in {self.description}")
+        if left_out:
+            more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+            say(
+                f"left out {len(left_out)} of {len(self.paths)} files, which are no UTF-8 text: "
+                f"{', '.join(left_out[:5])}{more}",
+            )
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a UTF-8 file; None if it holds something else.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        return None if b"\0" in data else data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def line_end(text: str, wanted: int, begin: int = 0) -> int:
+    """Where the last line ends that does so in ``text[begin:wanted]``; ``wanted`` itself if none does."""
+    return text.rfind("\n", begin, wanted) + 1 or wanted
 
 
 class Records:
@@ -65,9 +102,12 @@ class Records:
         self._field = data.text_field
         self._streaming = data.streaming
         self._load = (path, options)
+        self.left_out = 0  # files beside the records, which are not read
 
     def documents(self) -> Iterator[Document]:
         """Record after record, empty ones left out."""
+        if self.left_out:
+            say(f"{self.description}: {self.left_out} other files are not read; data.pattern would choose them instead")
         return self.documents_of(self.open())
 
     def open(self) -> Any:
@@ -75,6 +115,8 @@ class Records:
         import datasets
 
         path, options = self._load
+        if "data_files" not in options and not Path(path).exists():
+            check_on_hub(path, "dataset")
         try:
             records = datasets.load_dataset(path, streaming=self._streaming, **options)
         except Exception as error:  # datasets raises a dozen unrelated types for a file or a name that it cannot read
@@ -106,18 +148,16 @@ def open_text(data: DataConfig) -> TextFiles | Records:
         return standard_library()
     path = Path(data.text).expanduser()
     if path.is_dir():
-        record_files = sorted(p for p in path.rglob("*") if p.suffix in RECORD_FORMATS and p.is_file())
-        if record_files and data.pattern == DataConfig.pattern:
-            return _record_files(data, record_files)
         return _folder(data, path)
     if path.suffix in RECORD_FORMATS and path.is_file():
         return _record_files(data, [path])
     if path.is_file():
-        raise ValueError(
-            f"data.text is the single text file {data.text!r}: nothing could be held out. Give a folder of files"
-        )
-    if path.is_absolute() or data.text.startswith((".", "~")) or path.suffix in {*RECORD_FORMATS, ".txt"}:
-        raise ValueError(f"data.text names {data.text!r}, and there is no such file or folder")
+        _refuse(data, "a text file", "pattern", "subset", "split", "text_field", "streaming")
+        return TextFiles(path.parent, (path,), data.text)
+    # What looks like a path is none of the Hub's names, such as owner/name.
+    file_name = path.suffix in RECORD_FORMATS or mimetypes.guess_type(path.name)[0] is not None
+    if path.is_absolute() or data.text.startswith((".", "~")) or file_name:
+        raise ValueError(f"there is no file or folder {data.text!r} (data.text)")
     _refuse(data, "a Hub dataset", "pattern")
     return Records(data, data.text, name=data.subset, split=data.split)
 
@@ -146,26 +186,38 @@ def is_held_out(split_key: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def _folder(data: DataConfig, path: Path) -> TextFiles:
-    _refuse(data, "a folder of text files", "subset", "split", "text_field", "streaming")
+def _folder(data: DataConfig, path: Path) -> TextFiles | Records:
+    try:
+        found = sorted(path.glob(data.pattern))
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"data.pattern {data.pattern!r} is no glob below a folder: {error}") from error
     files = tuple(
         file
-        for file in sorted(path.glob(data.pattern))
+        for file in found
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
     if not files:
         raise ValueError(f"the folder {data.text!r} holds no file that matches data.pattern {data.pattern!r}")
+    # A .json beside other files is a setting of some program, not a data set.
+    records = [file for file in files if file.suffix in (".jsonl", ".parquet")]
+    if all(file.suffix == ".json" for file in files):
+        records = list(files)
+    if records and data.pattern == DataConfig.pattern:
+        return _record_files(data, records, len(files) - len(records))
+    _refuse(data, "a folder of text files", "subset", "split", "text_field", "streaming")
     return TextFiles(path, files, f"{len(files)} files of {data.text}")
 
 
-def _record_files(data: DataConfig, files: list[Path]) -> Records:
+def _record_files(data: DataConfig, files: list[Path], left_out: int = 0) -> Records:
     _refuse(data, "JSONL and Parquet files", "pattern", "subset", "split")
     formats = {RECORD_FORMATS[file.suffix] for file in files}
     if len(formats) > 1:
         raise ValueError(
             f"{data.text!r} holds both JSON and Parquet files: name one of them, or a folder with one kind"
         )
-    return Records(data, formats.pop(), data_files=[str(file) for file in files], split="train")
+    records = Records(data, formats.pop(), data_files=[str(file) for file in files], split="train")
+    records.left_out = left_out
+    return records
 
 
 def _refuse(data: DataConfig, kind: str, *names: str) -> None:
