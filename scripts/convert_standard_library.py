@@ -34,11 +34,12 @@ from deltazoo.evaluation.long_context import measure_decoding
 from deltazoo.evaluation.recall import cut_passages, probe_copying, probe_recall
 from deltazoo.swap import swap_attention
 from deltazoo.swap.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
-from deltazoo.swap.conversion_config import FineTuningConfig, load_conversion
+from deltazoo.swap.conversion_config import STAGES, FineTuningConfig, load_conversion
 from deltazoo.swap.ranking import rank_layers
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.corpus import read_corpus
 from deltazoo.training.packing import spread
+from deltazoo.training.run import has_saved
 from deltazoo.training.text import open_text
 from deltazoo.training.tokenizer import build_tokenizer
 
@@ -270,7 +271,7 @@ class Experiment:
         report = swap_attention(model, variant, layers=layers, keep_teacher=True)
         recall = {"transfer": self.recall(model)}
         config = replace(self.config, output=str(folder / "conversion"))
-        found = convert(model, self.tokenizer, config, resume=True, text=self.text)
+        found = convert(model, self.tokenizer, config, resume=has_saved(Path(config.output), STAGES), text=self.text)
         recall["converted"] = self.recall(self.load(found.model_path))
 
         stage = self.preset.teacher

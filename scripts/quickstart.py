@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 
 from deltazoo.bench.results import describe_run
+from deltazoo.training.run import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()
@@ -41,7 +42,7 @@ def main() -> int:
         shutil.rmtree(run)
 
     overrides = [part for override in arguments.set for part in ("--set", override)]
-    deltazoo("train", config, "--output", str(run), "--resume", *overrides)
+    deltazoo("train", config, "--output", str(run), *(["--resume"] if has_saved(run) else []), *overrides)
     sample = sample_in_new_process(run / "model")
     console.print(
         Panel(Syntax(sample["text"], "python", background_color="default"), title="sample from a new process")

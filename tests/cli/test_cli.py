@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import run_python
 from tiny_runs import run_config, write_text_folder
 
 import deltazoo
 from deltazoo.cli import main
+from deltazoo.cli.commands import train as train_command
 from deltazoo.cli.presets import find_config, presets
-from deltazoo.training import save_config
+from deltazoo.training import load_config, save_config
+from deltazoo.training.interruption import TrainingInterrupted
 
-COMMANDS = ["list", "show", "train", "generate", "eval"]
+COMMANDS = ["list", "show", "train", "generate", "eval", "swap", "lab", "bench", "bench ops", "bench model"]
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +46,12 @@ def call(*arguments: str) -> int:
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--help") == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in COMMANDS)
+    assert all(command.split()[0] in shown for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(command, "--help") == 0
+    assert call(*command.split(), "--help") == 0
     shown = capsys.readouterr().out
     assert "Example" in shown
     assert f"deltazoo {command}" in " ".join(shown.split())
@@ -122,7 +129,18 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
         (["train", "nowhere.yaml"], "there is no file 'nowhere.yaml'"),
         (["train", "quickstart_cp"], "did you mean 'quickstart_cpu'"),
         (["train", "quickstart_cpu", "--set", "training.stepps=3"], "did you mean 'steps'"),
+        (["train"], "name a configuration, or a text with --text"),
+        (["train", "/"], "the folder '/' holds no run"),
+        (["train", "--text", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
+        (["train", "quickstart_cpu", "--set", "data.pattern=**/*.py"], "data.pattern does not act on the standard"),
+        (["train", "quickstart_cpu", "--set", "training.betas=[0.9"], "training.betas must be a list of 2 values"),
+        (["train", "quickstart_cpu", "--resume", "--output", "/nowhere"], "there is nothing to resume in /nowhere"),
         (["eval", "./nowhere"], "there is no folder './nowhere'"),
+        (["eval", "./nowhere", "--device", "tpu"], "there is no device 'tpu': give cpu, cuda"),
+        (["generate", "./nowhere", "--prompt", "x", "--device", "gpu"], "there is no device 'gpu'"),
+        (["lab", "--device", "tpu"], "there is no device 'tpu'"),
+        (["bench", "ops", "--out", "x", "--device", "tpu"], "there is no device 'tpu'"),
+        (["swap", "./nowhere", "--variant", "kda", "--dry-run"], "there is no folder './nowhere'"),
         (["generate", "/", "--prompt", "x"], "holds no model"),
         (["generate", "/", "--prompt", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
     ],
@@ -134,6 +152,113 @@ def test_bad_input_is_one_message_and_status_1(
     captured = capsys.readouterr()
     assert message in " ".join(captured.err.replace("│", " ").split())
     assert "Traceback" not in captured.err
+
+
+def test_a_name_that_is_nowhere_is_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers asks for each file six times, 25 seconds a file, before it says that there is no network."""
+    asked = []
+
+    def repo_info(self: object, name: str, **options: object) -> None:
+        asked.append(name)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
+    assert call("generate", "runs/nowhere", "--prompt", "x") == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert shown == "Error: there is no folder 'runs/nowhere', and the Hub cannot be asked for it: no network"
+    assert asked == ["runs/nowhere"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_model_is_one_message_and_status_1(
+    run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run / "model", tmp_path / "model")
+    file = tmp_path / "model" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert call("generate", str(tmp_path), "--prompt", "x") == 1
+    shown = capsys.readouterr().err
+    assert shown.count("Error: ") == 1 and "Traceback" not in shown
+    assert str(tmp_path / "model") in "".join(shown.split())
+
+
+def test_a_text_of_ones_own_is_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my#text.md").write_text("text\n")  # a comment or a list to YAML
+    found = train_command._configuration(None, "my#text.md", None, [])
+    assert (found.data.text, found.output) == ("my#text.md", "runs/my#text")
+    size = "gpu" if torch.cuda.is_available() else "cpu"
+    assert found.model == load_config(presets()[f"quickstart_{size}"]).model
+    found = train_command._configuration("kda_340m", "my#text.md", "elsewhere", ["data={}"])
+    assert (found.data.text, found.output, found.model["mixer"]) == ("python_stdlib", "elsewhere", "kda")
+
+
+def test_a_single_file_is_trained_on_and_scored(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run.parent / "text" / "types.py"
+    config = str(run.parent / "config.yaml")
+    options = ("--text", str(text), "--output", str(tmp_path / "own"), "--set", "training.steps=1")
+    assert call("train", config, *options, "--set", "data.max_validation_bytes=null") == 0
+    assert call("eval", str(tmp_path / "own"), "--json", str(tmp_path / "held_out.json")) == 0
+    held_out = json.loads((tmp_path / "held_out.json").read_text())["score"]["bytes"]
+    assert held_out == pytest.approx(0.2 * text.stat().st_size, rel=0.02)
+    assert call("eval", str(run), "--text", str(text), "--json", str(tmp_path / "all.json")) == 0
+    assert json.loads((tmp_path / "all.json").read_text())["score"]["bytes"] == text.stat().st_size
+
+
+def test_a_text_is_scored_where_the_training_text_is_not(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run / "model", tmp_path / "model")
+    written = tmp_path / "model" / "training.yaml"
+    written.write_text(written.read_text().replace(str(run.parent / "text"), "/nowhere"))
+    (tmp_path / "a.txt").write_text("some text\n" * 20)
+    assert call("eval", str(tmp_path), "--text", str(tmp_path / "a.txt")) == 0
+    captured = capsys.readouterr()
+    assert "do without the training text: there is no file or folder '/nowhere'" in " ".join(captured.err.split())
+    assert "gzip -9" in captured.out and "order-2 byte model" not in captured.out
+    assert call("eval", str(tmp_path)) == 1
+
+
+def test_a_run_goes_on_by_its_folder(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(run, tmp_path / "moved")
+    assert call("train", str(tmp_path / "moved"), "--resume", "--set", "training.steps=10") == 0
+    assert "going on from" in (shown := capsys.readouterr().err) and "moved/checkpoint-8" in "".join(shown.split())
+    assert (tmp_path / "moved" / "checkpoint-10").is_dir()
+    assert not (run / "checkpoint-10").exists()
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "a run"
+    command = [sys.executable, "-m", "deltazoo.cli", "train", str(run.parent / "config.yaml"), "--output", str(folder)]
+    process = subprocess.Popen(
+        [*command, "--set", "training.steps=4000", "--set", "training.save_every=4000"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    while not (line := process.stderr.readline()).startswith("step"):
+        assert line, "ended before it trained"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    [saved] = folder.glob("checkpoint-*")
+    assert f"saved in {saved}. To go on: deltazoo train '{folder}' --resume" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt(), 130), (TrainingInterrupted(signal.SIGTERM), 143)])
+def test_an_interruption_has_the_status_of_its_signal(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stop: KeyboardInterrupt, status: int
+) -> None:
+    def train(*arguments: object, **options: object) -> None:
+        raise stop
+
+    monkeypatch.setattr("deltazoo.training.train", train)
+    assert call("train", "quickstart_cpu", "--output", str(run.parent / "nothing")) == status
+    assert "stopped before anything was saved" in capsys.readouterr().err
 
 
 def test_options_without_effect_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,9 +283,47 @@ def test_presets_are_found_by_name_and_by_path() -> None:
     assert find_config(str(path)) == path
 
 
-def test_the_help_of_a_fresh_process_needs_no_torch() -> None:
-    code = (
-        "import sys; from deltazoo.cli.app import build_app; build_app();"
-        "assert not {'transformers', 'matplotlib', 'datasets'} & set(sys.modules), 'heavy imports at start'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+QUICK = [
+    "--help",
+    "list",
+    "list --help",
+    "show kda",
+    "show --help",
+    "train --help",
+    "train nonsense",
+    "train --text nowhere.txt",
+    "train quickstart_cpu --set training.stepps=3",
+    "train quickstart_cpu --set data.text=/nowhere",
+    "generate --help",
+    "generate ./nowhere --prompt x",
+    "eval --help",
+    "eval ./nowhere",
+    "eval ./nowhere --device tpu",
+    "swap --help",
+    "swap ./nowhere --variant kdaa",
+    "swap ./nowhere --variant kda --output x --train swap_cpu --set align.stepps=1",
+    "swap ./nowhere --variant kda --dry-run",
+    "lab --help",
+    "lab --device tpu",
+    "bench --help",
+    "bench ops --help",
+    "bench ops --out x --device tpu",
+    "bench model --help",
+]
+
+
+def test_help_lists_and_wrong_arguments_wait_for_no_torch() -> None:
+    """Importing torch, transformers and peft takes ten seconds, which nobody waits for to read about a typo."""
+    code = f"""
+import sys
+from deltazoo.cli import main
+
+for line in {QUICK}:
+    try:
+        main(line.split())
+    except SystemExit as stop:
+        assert (stop.code == 0) == ("help" in line or line in ("list", "show kda")), (line, stop.code)
+    heavy = {{"torch", "transformers", "peft", "datasets", "matplotlib", "accelerate"}} & set(sys.modules)
+    assert not heavy, f"{{line}} imports {{heavy}}"
+"""
+    run_python(code)

@@ -100,7 +100,13 @@ def test_a_conversion_trains_the_swapped_model_and_resumes(
     shown = capsys.readouterr().out
     assert "after distill" in shown
     assert (tmp_path / "run" / "loss.png").is_file()
-    assert len(layers_of(tmp_path / "run" / "distill" / "model")) == 2
+    assert len(layers_of(tmp_path / "run" / "model")) == 2
+    models = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("model/config.json")}
+    assert models == {"run/model", "run/align/model"}, "the finished one on top, those of earlier stages below"
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", str(tmp_path / "run"), "--device", "cpu"])
+    assert not stop.value.code
+    assert "held-out part of" in capsys.readouterr().out
     again = (*arguments, "--rank-tokens", "200", "--set", "align.learning_rate=2e-3")
     assert call(home, *again) == 1
     assert "--resume" in capsys.readouterr().err
@@ -142,10 +148,12 @@ def test_bad_input_is_one_message_and_status_1(
     assert not (tmp_path / "x" / "model").exists()
 
 
-def test_a_model_without_tokenizer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_tokenizer_is_reported_on_and_not_swapped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(["swap", str(tmp_path), "--variant", "delta_net", "--device", "cpu", "--dry-run"])
-    assert stop.value.code == 1
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path / "llama")
+    assert call(tmp_path, "--dry-run") == 0
+    assert "would be swapped" in capsys.readouterr().out
+    assert call(tmp_path, "--output", str(tmp_path / "x")) == 1
     assert "holds a model, but no tokenizer" in " ".join(capsys.readouterr().err.split())

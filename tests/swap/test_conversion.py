@@ -302,5 +302,5 @@ def test_packed_documents_do_not_reach_each_other(home: Path) -> None:
 
 
 def test_scores_survive_on_disk(unbroken: ConversionResult) -> None:
-    written = unbroken.model_path.parents[1] / "scores.json"
+    written = unbroken.model_path.parent / "scores.json"
     assert json.loads(written.read_text()) == unbroken.scores

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ import torch
 from tiny_runs import run_config, write_text_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from deltazoo.training import RunConfig, TrainingDiverged, save_config, train
+from deltazoo.training import RunConfig, TrainingDiverged, load_config, save_config, train
 from deltazoo.training.checkpoint import SaveError, checkpoints
+from deltazoo.training.interruption import TrainingInterrupted
 from deltazoo.training.monitor import Monitor
 from deltazoo.training.trainer import PackedTrainer, training_arguments
 
@@ -44,13 +46,13 @@ def losses(history: list[dict[str, Any]]) -> dict[int, float]:
 
 
 @contextmanager
-def stopping_after(step: int) -> Iterator[None]:
-    """Every trainer made in here dies after that step, as if someone had pulled the plug."""
+def doing_after(step: int, action: Callable[[], None]) -> Iterator[None]:
+    """Every trainer made in here does this in the middle of the next step."""
 
     class Plug(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == step:
-                raise KeyboardInterrupt
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step - 1:
+                action()
 
     original = PackedTrainer.__init__
 
@@ -63,6 +65,15 @@ def stopping_after(step: int) -> Iterator[None]:
         yield
     finally:
         PackedTrainer.__init__ = original  # type: ignore[method-assign]
+
+
+def stopping_after(step: int) -> AbstractContextManager[None]:
+    """Every trainer made in here dies after that step, as if someone had pulled the plug."""
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    return doing_after(step + 1, die)
 
 
 def test_a_run_learns_and_leaves_a_model_for_transformers(text: Path, tmp_path: Path) -> None:
@@ -184,6 +195,134 @@ def test_a_finished_run_is_reported_again_without_training(text: Path, tmp_path:
     again = train(config, resume=True)
     assert again == first
     assert (first.model_path / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_the_model_of_a_finished_run_is_made_again_from_its_last_checkpoint(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run")
+    first = train(config)
+    weights = (first.model_path / "model.safetensors").read_bytes()
+    shutil.rmtree(first.model_path)
+    assert train(config, resume=True) == first
+    assert (first.model_path / "model.safetensors").read_bytes() == weights
+    for left in (first.model_path, *checkpoints(tmp_path / "run")):
+        shutil.rmtree(left)
+    with pytest.raises(ValueError, match="no checkpoint to go on from is left"):
+        train(config, resume=True)
+
+
+def test_a_stream_killed_before_its_result_was_written_ends_where_it_was(records: Path, tmp_path: Path) -> None:
+    config = run_config(records, tmp_path / "run", data={"streaming": True})
+    first = train(config)
+    (tmp_path / "run" / "result.json").unlink()
+    assert losses(train(config, resume=True).log_history) == losses(first.log_history)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4", "checkpoint-8"]
+
+
+@pytest.mark.parametrize("source", ["text", "records"])
+def test_more_steps_go_on_beyond_the_end(source: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """At a constant rate the longer run is the one that had so many steps from the beginning."""
+    changes: dict[str, Any] = {"data": {"streaming": source == "records"}}
+
+    def config(folder: str, steps: int, evaluate_every: int = 4) -> RunConfig:
+        training = {"steps": steps, "schedule": "constant", "warmup": 0.0, "evaluate_every": evaluate_every}
+        return run_config(request.getfixturevalue(source), tmp_path / folder, **changes, training=training)
+
+    at_once = train(config("at_once", 12))
+    train(config("extended", 8))
+    extended = train(config("extended", 12, evaluate_every=2), resume=True)
+    assert losses(extended.log_history) == losses(at_once.log_history)
+    validated = [entry["step"] for entry in extended.log_history if "eval_loss" in entry]
+    assert validated == [4, 8, 10, 12], "the new interval acts from here on"
+    models = [AutoModelForCausalLM.from_pretrained(run.model_path).state_dict() for run in (at_once, extended)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert load_config(tmp_path / "extended" / "config.yaml").training.steps == 12
+    assert train(config("extended", 12), resume=True) == extended
+    with pytest.raises(ValueError, match="has reached step 12, and training.steps is 8"):
+        train(config("extended", 8), resume=True)
+
+
+def test_nothing_to_resume_is_said(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nothing to resume in .*run: no checkpoint was saved there"):
+        train(run_config(text, tmp_path / "run"), resume=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ("data", {"text": "/nowhere"}),
+        ("tokenizer", {"vocab_size": 100_000}),
+        ("tokenizer", {"kind": "pretrained", "vocab_size": None, "path": "./nowhere"}),
+        ("model", {"hiden_size": 32}),
+        ("model", {"num_v_heads": 3}),
+    ],
+)
+def test_what_cannot_be_trained_leaves_nothing_behind(
+    text: Path, tmp_path: Path, section: str, keys: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError):
+        train(run_config(text, tmp_path / "run", **{section: keys}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_saved_nothing_leaves_its_folder_free(text: Path, tmp_path: Path) -> None:
+    with stopping_after(2), pytest.raises(KeyboardInterrupt):
+        train(run_config(text, tmp_path / "run"))
+    other = run_config(text, tmp_path / "run", tokenizer={"vocab_size": 300}, training={"steps": 1})
+    assert len(AutoTokenizer.from_pretrained(train(other).model_path)) == 300
+
+
+def test_a_configuration_of_somebody_else_is_not_overwritten(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("my: own")
+    with pytest.raises(ValueError, match="is there already"):
+        train(run_config(text, tmp_path))
+    assert (tmp_path / "config.yaml").read_text() == "my: own"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_a_checkpoint_that_the_run_goes_on_from(
+    text: Path, tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = {"training": {"steps": 9, "log_every": 2}}
+    config = run_config(text, tmp_path / "run", **changes)
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with doing_after(3, lambda: signal.raise_signal(number)), pytest.raises(TrainingInterrupted) as caught:
+        train(config)
+    assert caught.value.signal == number
+    assert caught.value.checkpoint == tmp_path / "run" / "checkpoint-3"
+    assert "stopping after this step" in capsys.readouterr().err
+    assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    resumed, unbroken = train(config, resume=True), train(run_config(text, tmp_path / "unbroken", **changes))
+    found, expected = (AutoModelForCausalLM.from_pretrained(run.model_path).state_dict() for run in (resumed, unbroken))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert list(losses(resumed.log_history)) == [2, 3, 4, 6, 8, 9], "what was trained is also logged"
+
+
+def test_a_second_signal_ends_the_run_at_once(text: Path, tmp_path: Path) -> None:
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+
+    with doing_after(6, twice), pytest.raises(TrainingInterrupted) as caught:
+        train(run_config(text, tmp_path / "run"))
+    assert (caught.value.signal, caught.value.checkpoint) == (signal.SIGTERM, None)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"])
+def test_a_damaged_checkpoint_is_named_before_anything_is_trained(text: Path, tmp_path: Path, name: str) -> None:
+    config = run_config(text, tmp_path / "run")
+    with stopping_after(6), pytest.raises(KeyboardInterrupt):
+        train(config)
+    file = tmp_path / "run" / "checkpoint-4" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(
+        ValueError, match=rf"{name} is damaged or incomplete.*remove the folder .*checkpoint-4 to start"
+    ):
+        train(config, resume=True)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-4 holds no "):
+        train(config, resume=True)
 
 
 def test_a_folder_with_a_run_is_not_overwritten(text: Path, tmp_path: Path) -> None:

@@ -52,13 +52,14 @@ def _print_version(asked: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exits with status 0, or 1 after bad input."""
+    """Run the command line; exits with status 0, 1 after bad input, or 128 + n after the signal n."""
     _options["traceback"] = False
     try:
         build_app()(args=None if arguments is None else list(arguments), prog_name="deltazoo")
     except SystemExit as stop:
         # Wrong usage exits with 2 in click; one status for all bad input is easier to script against.
-        sys.exit(0 if stop.code in (0, None) else 1)
+        by_signal = isinstance(stop.code, int) and stop.code > 128
+        sys.exit(stop.code if by_signal else 0 if stop.code in (0, None) else 1)
     except _BAD_INPUT as error:
         if _options["traceback"]:
             raise

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from deltazoo.training.config import RUN_CONFIG
 from deltazoo.training.strict import unknown_name
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -19,13 +20,17 @@ def presets(*, conversions: bool = False) -> dict[str, Path]:
 
 
 def find_config(name: str, *, conversions: bool = False) -> Path:
-    """The file that ``name`` means: a path, or the name of a configuration that ships with the project.
+    """The file that ``name`` means: a path, the folder of a run, or a configuration that ships with the project.
 
     Raises:
-        ValueError: neither; names the nearest.
+        ValueError: none of them; names the nearest.
     """
     if Path(name).is_file():
         return Path(name)
+    if Path(name).is_dir():
+        if not (Path(name) / RUN_CONFIG).is_file():
+            raise ValueError(f"the folder {name!r} holds no run: it has no {RUN_CONFIG}")
+        return Path(name) / RUN_CONFIG
     known = presets(conversions=conversions)
     if name in known:
         return known[name]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from deltazoo.swap.conversion_config import ConversionConfig, DistillationConfig, StageConfig, load_conversion
+from deltazoo.swap.conversion_config import STAGES, ConversionConfig, DistillationConfig, StageConfig, load_conversion
 from deltazoo.swap.stages import (
     AlignmentTrainer,
     DistillationTrainer,
@@ -21,18 +21,17 @@ from deltazoo.swap.stages import (
 )
 from deltazoo.swap.surgery import swapped_layers
 from deltazoo.training.checkpoint import checkpoints, whole_or_not_at_all
-from deltazoo.training.config import DataConfig, RunConfig, save_config
-from deltazoo.training.corpus import read_corpus
+from deltazoo.training.config import MODEL_CONFIG, DataConfig, RunConfig, save_config
+from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
 from deltazoo.training.packing import collate_side_by_side, pack_in_order, spread
 from deltazoo.training.progress import console
 from deltazoo.training.run import (
-    DEFAULT_TOKENIZER_SAMPLE,
-    MODEL_CONFIG,
+    begin_run,
+    check_run,
     device_name,
     enable_gradient_checkpointing,
     encode_training,
     one_progress_bar,
-    open_run,
     refuse_other_text,
     training_rows,
 )
@@ -43,7 +42,7 @@ from deltazoo.training.validation import score_rows
 
 __all__ = ["ConversionResult", "ConversionText", "StageResult", "convert", "read_stage", "run_stage", "stage_as_run"]
 
-_RESULT, _SCORES, _SWAP, _TEXT = "result.json", "scores.json", "swap.json", "text.json"
+_RESULT, _SCORES, _SWAP = "result.json", "scores.json", "swap.json"
 
 
 @dataclass(frozen=True)
@@ -155,17 +154,23 @@ def convert(
     if text is not None and text.data != config.data:
         raise ValueError(f"text was read from {text.data}, and the recipe asks for {config.data}")
     folder = Path(config.output)
-    first, last = config.stages[0], config.stages[-1]
+    first = config.stages[0]
     longest = max(config.stages, key=lambda stage: stage.row_length)  # one length of rows, or scores say nothing
     variant = next(iter(layers.values())).delta.spec.name
     arguments = training_arguments(stage_as_run(first, variant, config, folder))
     if arguments.world_size > 1:
         raise ValueError(f"a conversion runs in one process, and this is one of {arguments.world_size}")
     device: Any = arguments.device
-    open_run(config, folder, resume, load=load_conversion)
-    _refuse_other_swap(model, folder / _SWAP)
+    check_run(config, folder, resume, load=load_conversion, stages=STAGES)
     text = text or ConversionText(config.data, tokenizer)
-    refuse_other_text(text.corpus, folder / _TEXT, config.data.streaming)
+    swap = {"model_type": model.config.model_type, "layers": model.config.delta_layers}
+    if resume:
+        refuse_other_text(text.corpus, folder, config.data)
+        _refuse_other_swap(swap, folder / _SWAP)
+    else:
+        (folder / _SCORES).unlink(missing_ok=True)  # of a run that saved nothing else
+    begin_run(config, folder, text.corpus)
+    _write(folder / _SWAP, swap)
     scores = _Scores(folder / _SCORES)
     original = original_of(model).to(device)
     if "transfer" not in scores.values:
@@ -173,16 +178,18 @@ def convert(
         scores.note("transfer", text.bits_per_byte(model.to(device), longest))
     results = {}
     for stage in config.stages:
-        if not (folder / stage.section / _RESULT).is_file():
-            run_stage(model, text, stage, stage_as_run(stage, variant, config, folder), original)
-        results[stage.section] = read_stage(folder / stage.section)
+        run = stage_as_run(stage, variant, config, folder)
+        path = _model_path(stage, config, folder)
+        if not ((Path(run.output) / _RESULT).is_file() and path.is_dir()):
+            run_stage(model, text, stage, run, original, path)
+        results[stage.section] = read_stage(Path(run.output))
         # Also after an unbroken stage: so a resumed run goes on from the very same weights.
         with one_progress_bar():
             runtime = model.runtime.given()  # type: ignore[union-attr, operator]
-            model = AutoModelForCausalLM.from_pretrained(folder / stage.section / "model", **runtime).to(device)
+            model = AutoModelForCausalLM.from_pretrained(path, **runtime).to(device)
         if stage.section not in scores.values:
             scores.note(stage.section, text.bits_per_byte(model, longest))
-    return ConversionResult(folder / last.section / "model", scores.values, results)
+    return ConversionResult(folder / "model", scores.values, results)
 
 
 def run_stage(
@@ -191,8 +198,9 @@ def run_stage(
     stage: StageConfig,
     run: RunConfig,
     original: PreTrainedModel | None = None,
+    model_path: Path | None = None,
 ) -> None:
-    """Train one stage, or go on from its latest checkpoint; leaves the model and its result in the run's folder.
+    """Train one stage, or go on from its latest checkpoint; leaves its result in the run's folder.
 
     Args:
         model: trained in place.
@@ -200,6 +208,7 @@ def run_stage(
         stage: which loss, and how.
         run: the stage as a run, see ``StageConfig.as_run``.
         original: whom to distil from; only for that stage.
+        model_path: where the trained model goes; ``model`` in the run's folder unless given.
     """
     folder = Path(run.output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,7 +221,7 @@ def run_stage(
     console.print(f"[bold]{stage.section}[/]: {begun}", highlight=False)
     with one_progress_bar():
         trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
-        with whole_or_not_at_all(folder / "model") as staging:
+        with whole_or_not_at_all(model_path or folder / "model") as staging:
             trainer.save_model(str(staging))
             save_config(run, staging / MODEL_CONFIG)
     monitor = trainer.monitor
@@ -257,9 +266,14 @@ def _trainer(
 
 def stage_as_run(stage: StageConfig, mixer: str, config: ConversionConfig, folder: Path) -> RunConfig:
     """A stage as a run below the conversion's folder; each stage reads the documents in an order of its own."""
-    place = ("align", "distill", "finetune").index(stage.section)
-    path = folder / stage.section
-    return stage.as_run(path, mixer, path / "model", config.data, seed=config.seed + place)
+    place = STAGES.index(stage.section)
+    tokenizer = _model_path(stage, config, folder)
+    return stage.as_run(folder / stage.section, mixer, tokenizer, config.data, seed=config.seed + place)
+
+
+def _model_path(stage: StageConfig, config: ConversionConfig, folder: Path) -> Path:
+    """The finished model lies on top, where ``deltazoo eval`` looks for it; those of earlier stages below."""
+    return (folder if stage is config.stages[-1] else folder / stage.section) / "model"
 
 
 class _Scores:
@@ -275,12 +289,9 @@ class _Scores:
         console.print(f"[bold]{name}[/]: {bits:.3f} held-out bits per byte", highlight=False)
 
 
-def _refuse_other_swap(model: PreTrainedModel, written: Path) -> None:
+def _refuse_other_swap(swap: dict[str, Any], written: Path) -> None:
     """A run goes on with the swap that it began with."""
-    now = json.loads(json.dumps({"model_type": model.config.model_type, "layers": model.config.delta_layers}))
-    if not written.is_file():
-        _write(written, now)
-    elif json.loads(written.read_text(encoding="utf-8")) != now:
+    if json.loads(written.read_text(encoding="utf-8")) != json.loads(json.dumps(swap)):
         raise ValueError(f"the run in {written.parent} began with another swap: see {written}")
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from deltazoo.training.config import DataConfig, OptimizationConfig, RunConfig, TokenizerConfig, load_as
 
 __all__ = [
+    "STAGES",
     "AlignmentConfig",
     "ConversionConfig",
     "DistillationConfig",
@@ -18,6 +19,8 @@ __all__ = [
 ]
 
 Trained = Literal["swapped", "all"]
+STAGES = ("align", "distill", "finetune")
+"""Names of the stages, in their order."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """Checkpoints that exist whole or not at all."""
 
+import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".unfinished-"
@@ -60,6 +64,34 @@ def checkpoints(folder: Path) -> list[Path]:
         if match and path.is_dir():
             found[int(match[1])] = path
     return [found[step] for step in sorted(found)]
+
+
+def refuse_damaged(checkpoint: Path) -> None:
+    """Raise ValueError, naming the file and the way out, if a file of a checkpoint is missing or cut short."""
+    damaged = _damage(checkpoint)
+    if damaged is None:
+        return
+    before = [path for path in checkpoints(checkpoint.parent) if path != checkpoint]
+    advice = f"go on from {before[-1].name}" if before else "start over"
+    raise ValueError(f"{damaged}: remove the folder {checkpoint} to {advice}")
+
+
+def _damage(checkpoint: Path) -> str | None:
+    for needed in ("trainer_state.json", "optimizer*", "scheduler.pt", "*.safetensors"):
+        if not any(checkpoint.glob(needed)):
+            return f"{checkpoint} holds no {needed}"
+    for path in sorted(checkpoint.iterdir()):
+        if path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):  # what torch.save writes
+            return f"{path} is damaged or incomplete"
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="np"):
+                    pass  # opening compares the header with the size of the file
+            elif path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+        except (SafetensorError, ValueError) as error:
+            return f"{path} is damaged or incomplete ({error})"
+    return None
 
 
 def remove_oldest(folder: Path, keep: int) -> None:

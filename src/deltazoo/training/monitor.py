@@ -47,6 +47,7 @@ class Monitor(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start the clock and the bar."""
+        state.compute_steps(args, state.max_steps)  # a checkpoint brings the intervals that it was made with
         self._began = time.perf_counter()
         self._task = self._bar.add_task(
             "training", total=state.max_steps, completed=state.global_step, loss="-", validation="-", speed=""
@@ -78,7 +79,6 @@ class Monitor(TrainerCallback):
         logs = logs or {}
         if "loss" in logs:
             if not math.isfinite(logs["loss"]):
-                self._bar.stop()
                 raise TrainingDiverged(
                     f"the training loss is {logs['loss']} at step {state.global_step}: lower training.learning_rate; "
                     "the checkpoints saved before are whole"
@@ -100,6 +100,9 @@ class Monitor(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop the clock and the bar."""
+        """Stop the clock."""
         self.seconds += time.perf_counter() - self._began
+
+    def stop(self) -> None:
+        """Remove the bar, which would leave the terminal without a cursor otherwise."""
         self._bar.stop()

@@ -15,22 +15,30 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from deltazoo.training.checkpoint import checkpoints, whole_or_not_at_all
-from deltazoo.training.config import Configuration, RunConfig, load_config, save_config
-from deltazoo.training.corpus import Corpus, read_corpus
+from deltazoo.training.config import (
+    MODEL_CONFIG,
+    RUN_CONFIG,
+    Configuration,
+    DataConfig,
+    RunConfig,
+    TokenizerConfig,
+    load_config,
+    save_config,
+)
+from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, Corpus, read_corpus
 from deltazoo.training.model import build_model
 from deltazoo.training.packing import PackedRows, pack_in_order, spread
-from deltazoo.training.progress import console
+from deltazoo.training.progress import say
 from deltazoo.training.stream import StreamedRows
 from deltazoo.training.text import Records, TextFiles, open_text
 from deltazoo.training.tokenizer import build_tokenizer, encode_documents
 from deltazoo.training.trainer import PackedTrainer, training_arguments
 
-MODEL_CONFIG = "training.yaml"  # beside the weights: the configuration they come from
-_CONFIG, _TEXT, _RESULT = "config.yaml", "text.json", "result.json"
+_TEXT, _RESULT = "text.json", "result.json"
 _STORED = ("log_history", "num_parameters", "tokens_per_step", "seconds", "tokens_per_second", "device", "precision")
-# What a resumed run may change: nothing of it touches the losses.
-_FREE_TO_CHANGE = {"output", "training.evaluate_every", "training.evaluation_rows", "training.keep_checkpoints"}
-DEFAULT_TOKENIZER_SAMPLE = 50_000_000  # bytes of a stream that a tokenizer is trained on unless told otherwise
+# What a resumed run may change: nothing of it touches the losses of the steps so far.
+_FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.keep_checkpoints"}
+_FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
 
 
 @dataclass(frozen=True)
@@ -63,38 +71,46 @@ class TrainingResult:
 def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     """Train a model from scratch, or go on from the latest checkpoint in the run's folder.
 
-    A resumed run has the losses that the unbroken run would have had; a finished one is only reported again.
+    A resumed run has the losses that the unbroken run would have had. With more ``training.steps`` than before it goes
+    on beyond its end, from there on with the learning rates of a run of that many steps. A finished one is only
+    reported again. Nothing is written before the configuration, the text and the model have been checked.
 
     Args:
         config: what to train.
-        resume: go on where the run in ``config.output`` stopped; without a checkpoint there, start from the beginning.
+        resume: go on where the run in ``config.output`` stopped.
 
     Raises:
-        ValueError: the folder holds a run and ``resume`` is false, the configuration or the text is another one than
-            the run began with, or the text or the model cannot be made.
+        ValueError: the folder holds a run and ``resume`` is false, or no checkpoint and it is true; the configuration
+            or the text is another one than the run began with, or the text or the model cannot be made; a checkpoint
+            is damaged.
         TrainingDiverged: the loss became NaN or infinite.
+        TrainingInterrupted: SIGINT or SIGTERM ended it; what was trained is saved.
         SaveError: the disk is full; what was saved before is whole.
     """
     folder = Path(config.output)
+    check_run(config, folder, resume)
+    with torch.device("meta"):
+        build_model(config.model, build_tokenizer(TokenizerConfig("byte"), []), config.runtime)
     arguments = training_arguments(config)  # joins the other processes of a distributed run
     processes = PartialState()
-    if processes.is_main_process:
-        open_run(config, folder, resume)
-    processes.wait_for_everyone()
     source = open_text(config.data)
     sample = config.tokenizer.training_bytes or DEFAULT_TOKENIZER_SAMPLE
     corpus = read_corpus(source, config.data, train_sample_bytes=sample)
-    refuse_other_text(corpus, folder / _TEXT, config.data.streaming)
-    if (folder / _RESULT).is_file():
-        return _stored_result(folder, corpus)
+    if resume:
+        refuse_other_text(corpus, folder, config.data)
+    stored = _stored_result(folder, corpus) if resume else None
+    finished = stored is not None and stored.log_history[-1]["step"] == config.training.steps
+    if stored is not None and finished and stored.model_path.is_dir():
+        return stored
+    latest = _latest_checkpoint(folder, config.training.steps) if resume else None
+    processes.wait_for_everyone()  # all have looked at the folder before one writes into it
     with processes.main_process_first():
-        tokenizer = _tokenizer(config, corpus, folder / "tokenizer")
+        tokenizer = _tokenizer(config, corpus, folder, resume or not processes.is_main_process)
     trainer = _trainer(config, arguments, source, corpus, tokenizer)
-    latest = checkpoints(folder)[-1:]
-    if latest:
-        console.print(f"going on from {latest[0]}", highlight=False)
+    if latest is not None:
+        say(f"the finished model is gone: made again from {latest}" if finished else f"going on from {latest}")
     with one_progress_bar():
-        trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
+        trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
     result = TrainingResult(
         model_path=folder / "model",
         log_history=trainer.state.log_history,
@@ -106,6 +122,8 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
         precision="bf16" if trainer.args.bf16 else "fp32",
         corpus=corpus,
     )
+    if stored is not None and finished:
+        result = stored
     if processes.is_main_process:
         with one_progress_bar(), whole_or_not_at_all(result.model_path) as staging:
             trainer.save_model(str(staging))
@@ -133,17 +151,37 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
 
 
-def open_run(
-    config: Configuration, folder: Path, resume: bool, load: Callable[[Path], Configuration] = load_config
+def check_run(
+    config: Configuration,
+    folder: Path,
+    resume: bool,
+    load: Callable[[Path], Configuration] = load_config,
+    stages: Sequence[str] = (),
 ) -> None:
-    """Claim the folder for a new run, or check that the run in it is this one; ``load`` reads its configuration."""
-    written = folder / _CONFIG
-    if not written.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, written)
-        return
+    """Check that the folder is free for a new run, or that the run in it is this one; writes nothing.
+
+    A run that saved nothing leaves the folder free.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        resume: whether the run is to be there already.
+        load: reads a configuration of this kind.
+        stages: folders of the run that hold checkpoints and results of their own.
+
+    Raises:
+        ValueError: it is not.
+    """
+    written = folder / RUN_CONFIG
+    saved = has_saved(folder, stages)
     if not resume:
-        raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")
+        if saved:
+            raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")
+        if written.is_file() and not (folder / _TEXT).is_file():
+            raise ValueError(f"{written} is there already and of no run that began: remove it or choose another output")
+        return
+    if not (saved and written.is_file()):
+        raise ValueError(f"there is nothing to resume in {folder}: no checkpoint was saved there. Leave out --resume")
     before, now = _flat(load(written).to_dict()), _flat(config.to_dict())
     changes = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
@@ -154,25 +192,58 @@ def open_run(
         raise ValueError(f"the run in {folder} began with another configuration: {'; '.join(changes)}")
 
 
-def refuse_other_text(corpus: Corpus, written: Path, streamed: bool) -> None:
+def has_saved(folder: Path, stages: Sequence[str] = ()) -> bool:
+    """Whether a run has left a checkpoint or a result in the folder, or in those of its ``stages``."""
+    return any(
+        checkpoints(place) or (place / _RESULT).exists() or (place / "model").exists()
+        for place in [folder, *(folder / stage for stage in stages)]
+    )
+
+
+def begin_run(config: Configuration, folder: Path, corpus: Corpus) -> None:
+    """Write down what a run begins or goes on with: its configuration, and a digest of its text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config(config, folder / RUN_CONFIG)
+    (folder / _TEXT).write_text(json.dumps(_facts(corpus)), encoding="utf-8")
+
+
+def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
     """The text must be what the run began with: another Python version brings another standard library."""
-    if streamed:
+    written = folder / _TEXT
+    # What a stream begins with says little, and the Hub may put it in another order.
+    if data.streaming or not written.is_file():
         return
+    if json.loads(written.read_text(encoding="utf-8")) != _facts(corpus):
+        raise ValueError(f"{corpus.description} is no longer the text that the run in {folder} began with")
+
+
+def _facts(corpus: Corpus) -> dict[str, str]:
     digest = hashlib.blake2b(digest_size=16)
     for document in [*corpus.train, *corpus.validation]:
         digest.update(document.text.encode("utf-8"))
-    facts = {"text": corpus.description, "digest": digest.hexdigest()}
-    if not written.is_file():
-        written.write_text(json.dumps(facts), encoding="utf-8")
-    elif json.loads(written.read_text(encoding="utf-8")) != facts:
-        raise ValueError(f"{corpus.description} is no longer the text that the run in {written.parent} began with")
+    return {"text": corpus.description, "digest": digest.hexdigest()}
 
 
-def _tokenizer(config: RunConfig, corpus: Corpus, folder: Path) -> PreTrainedTokenizerBase:
-    if folder.is_dir():
-        return AutoTokenizer.from_pretrained(folder)
+def _latest_checkpoint(folder: Path, steps: int) -> Path:
+    """The checkpoint that a run of so many steps goes on from."""
+    found = checkpoints(folder)
+    if not found:
+        raise ValueError(f"the run in {folder} is finished, and no checkpoint to go on from is left of it")
+    reached = int(found[-1].name.removeprefix("checkpoint-"))
+    if steps < reached:
+        raise ValueError(f"the run in {folder} has reached step {reached}, and training.steps is {steps}: give more")
+    return found[-1]
+
+
+def _tokenizer(config: RunConfig, corpus: Corpus, folder: Path, there: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run that is ``there``; else a new one, with which the run begins."""
+    if there:
+        if PartialState().is_main_process:
+            begin_run(config, folder, corpus)
+        return AutoTokenizer.from_pretrained(folder / "tokenizer")
     tokenizer = build_tokenizer(config.tokenizer, corpus.train)
-    with whole_or_not_at_all(folder) as staging:
+    begin_run(config, folder, corpus)
+    with whole_or_not_at_all(folder / "tokenizer") as staging:
         tokenizer.save_pretrained(staging)
     return tokenizer
 
@@ -236,7 +307,10 @@ def encode_training(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> list[
     return encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
 
 
-def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult:
+def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult | None:
+    """The result of a run that finished once; None of any other."""
+    if not (folder / _RESULT).is_file():
+        return None
     values = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
     return TrainingResult(model_path=folder / "model", corpus=corpus, **values)
 

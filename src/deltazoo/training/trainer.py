@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, IterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
-from deltazoo.training.checkpoint import remove_oldest, unfinished, whole_or_not_at_all
+from deltazoo.training.checkpoint import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.training.config import RunConfig
+from deltazoo.training.interruption import StopOnSignal, TrainingInterrupted
 from deltazoo.training.monitor import Monitor
 from deltazoo.training.optimizer import parameter_groups
 from deltazoo.training.packing import collate
@@ -44,6 +46,7 @@ class PackedTrainer(Trainer):
         """``bytes_per_token`` of the held-out text turns the validation loss into bits per byte."""
         self._rows_per_step = config.training.rows_per_batch * config.training.accumulation * arguments.world_size
         self.monitor = Monitor(tokens_per_step=self._rows_per_step * config.training.row_length)
+        self._stop = StopOnSignal()
         super().__init__(
             model=model,
             args=arguments,
@@ -51,7 +54,7 @@ class PackedTrainer(Trainer):
             eval_dataset=list(validation_rows),
             data_collator=collate_rows,
             processing_class=tokenizer,
-            callbacks=[self.monitor],
+            callbacks=[self.monitor, self._stop],
         )
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
@@ -83,11 +86,31 @@ class PackedTrainer(Trainer):
         return self.lr_scheduler
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The stock loop; a stream is first brought to where the checkpoint left it."""
-        if resume_from_checkpoint and isinstance(self.train_dataset, StreamedRows):
-            position = Path(str(resume_from_checkpoint)) / _STREAM_POSITION
-            self.train_dataset.go_to(json.loads(position.read_text(encoding="utf-8")))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        """The stock loop, from the beginning or from a checkpoint; from a checkpoint of the last step, its result.
+
+        Raises:
+            ValueError: a file of the checkpoint is damaged or missing.
+            TrainingInterrupted: SIGINT or SIGTERM came; a checkpoint was saved, unless it came twice.
+        """
+        if resume_from_checkpoint:
+            checkpoint = Path(str(resume_from_checkpoint))
+            refuse_damaged(checkpoint)
+            reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            if reached.global_step >= self._settings.steps:  # the stock loop would train a stream on
+                self.state = reached
+                self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
+                return None
+            if isinstance(self.train_dataset, StreamedRows):
+                self.train_dataset.go_to(json.loads((checkpoint / _STREAM_POSITION).read_text(encoding="utf-8")))
+        try:
+            with self._stop.listening(several_processes=self.args.world_size > 1):
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.monitor.stop()
+        if self._stop.signal is not None and self.state.global_step < self.state.max_steps:
+            saved = Path(self._output) / f"checkpoint-{self.state.global_step}"
+            raise TrainingInterrupted(self._stop.signal, saved)
+        return output
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
