@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_hosts import tiny_host
-from tiny_models import tiny_model
+from tiny_models import tiny_model, tokens
 from transformers import AutoModelForCausalLM, GenerationMixin
 
 import deltazoo.models
@@ -44,3 +44,20 @@ def test_what_is_listed_as_float32_is_there_and_is_float32(case: str, dtype: tor
     assert listed == ({"A_log", "dt_bias"} if case not in ("delta_net", "swapped_efla") else set())
     for name, parameter in model.named_parameters():
         assert parameter.dtype == (torch.float32 if name.rpartition(".")[2] in listed else dtype), name
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "hybrid", "swapped_kda"])
+def test_token_types_of_tokenizers_have_no_effect(case: str) -> None:
+    model, ids = model_of(case), tokens(2, 6)
+    inputs = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda", "hybrid", "swapped_kda"])
+def test_prefix_tuning_is_refused_in_a_sentence(case: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(model_of(case), config)
+    with pytest.raises(ValueError, match=r"layer 0 of the model is linear, .* \(prefix tuning\)"):
+        model(tokens(2, 6))

@@ -106,6 +106,26 @@ def test_lora(family, tmp_path):
         assert torch.equal(peft.PeftModel.from_pretrained(fresh, tmp_path)(ids).logits, expected)
 
 
+@pytest.mark.parametrize("variant", ["gated_deltanet", "kda"])
+def test_dora(variant):
+    """It divides by the length of each row of a weight: rows of zeros at the start would give NaN."""
+    peft = pytest.importorskip("peft")
+    model, ids = swapped("llama", [0, 2], variant), tokens(2, 6)
+    with torch.no_grad():
+        expected = model(ids).logits
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", use_dora=True)).train()
+    torch.testing.assert_close(adapted(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = adapted(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+
+
 def test_autocast_keeps_states_float32():
     model = swapped("llama", "all").eval()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):

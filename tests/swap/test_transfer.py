@@ -133,7 +133,8 @@ def test_gates_start_as_documented(variant):
             bare = torch.nn.functional.rms_norm(normed, (16,), eps=delta.o_norm.eps)
             gated = delta._norm_and_gate(normed, x)
             ratio = (gated / bare).flatten()
-            torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+            # Constant but for rows of length 1e-4, as the decay is: see test_dora.
+            torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-3, atol=0)
 
 
 def test_random_start_takes_nothing_and_other_sizes():

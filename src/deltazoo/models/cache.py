@@ -358,7 +358,8 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
     if used:
         raise ValueError(
             f"layer {index} of the model is linear, but the cache holds a used {type(layer).__name__} there: "
-            "it belongs to another model"
+            "it belongs to another model, or is a prefix of keys and values (prefix tuning), which only softmax layers "
+            "can attend to"
         )
     # Windows of sliding layers are shorter than what full softmax layers make masks for.
     lengths = [other.max_cache_len for other in cache.layers if isinstance(other, StaticLayer)]

@@ -205,7 +205,10 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         """The configuration as plain values."""
         # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
         offer_lora_targets(self.model_type)
-        return super().to_dict()
+        values = super().to_dict()
+        # Numbers to whoever finds these keys, PEFT among them.
+        missing = [key for key in ("num_attention_heads", "num_key_value_heads") if values[key] is None]
+        return {key: value for key, value in values.items() if key not in missing}
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:

@@ -152,7 +152,7 @@ def _sizes(model: PreTrainedModel, mixers: Counter[str]) -> dict[str, str]:
             f"{config.num_v_heads} of {value_dim} for values"
         )
         sizes["short convolutions"] = f"{config.conv_size} tokens" if config.use_short_conv else "none"
-    if config.num_attention_heads is not None:
+    if "full_attention" in (config.layer_types or ()):
         sizes["heads of a softmax layer"] = f"{config.num_attention_heads}, {config.num_key_value_heads} for keys"
     return sizes | {
         "vocabulary": f"{config.vocab_size:,}",

@@ -37,6 +37,8 @@ __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRul
 _SEQUENCE_KEYS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 # What transformers' trainer, generation and pipelines pass through models and others act on.
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
+# Known to callers of any model; tokenizers return token types unasked, and a decoder has no embeddings for them.
+_WITHOUT_EFFECT = ("is_causal", "labels", "logits_to_keep", "token_type_ids")
 
 
 class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
@@ -123,6 +125,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             use_cache: return a cache; a packed batch, which no further call could continue, returns none.
             sequences: padding and packing as `describe_batch` makes them; worked out here unless given.
             kwargs: `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` for packed documents, and what transformers passes through.
+                `token_type_ids` have no effect, as in transformers' decoders.
 
         Raises:
             ValueError: inputs that do not fit each other, the cache or the model; unknown arguments.
@@ -288,7 +291,7 @@ def _unwrapped(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    known = (*_SEQUENCE_KEYS, *_PASSED_THROUGH, "is_causal", "labels", "logits_to_keep")
+    known = (*_SEQUENCE_KEYS, *_PASSED_THROUGH, *_WITHOUT_EFFECT)
     for key in kwargs:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)

@@ -10,19 +10,21 @@ be copied; everything a delta rule has besides starts so that it hardly changes 
   it did in the host. Keys keep their length under it, so unit keys stay unit keys.
 * **Norms of queries and keys** stay too. The L2 norm of the variant comes after them and sees their direction only;
   what the host's norms weigh up per channel still counts.
-* **Step size** is the same for all tokens (`b_proj` is zero, its bias decides): `beta |k|^2 = 1/2`, where the sigmoid
-  is steepest and an old value under the same key is half replaced. For variants that keep the length of their keys the
-  bias is set from the length that the copied projection gives to random inputs; with the plain `b = 1/2` a key of
-  length 8 would overwrite all it touches.
-* **Decay** is slow and the same for all tokens (its projection is zero): softmax attention has none. The time
+* **Step size** is the same for all tokens (`b_proj` is nearly zero, its bias decides): `beta |k|^2 = 1/2`, where the
+  sigmoid is steepest and an old value under the same key is half replaced. For variants that keep the length of their
+  keys the bias is set from the length that the copied projection gives to random inputs; with the plain `b = 1/2` a
+  key of length 8 would overwrite all it touches.
+* **Decay** is slow and the same for all tokens (its projection is nearly zero): softmax attention has none. The time
   constants of the heads, or of the channels of each head, are spread evenly in the logarithm from 8 to 4,096 tokens,
   since attention is local in some heads and not in others. (On a small Llama, starting at 8 instead of 64 was a little
   better before and after alignment with the host.)
-* **Output gate** is a constant: its weight is zero, and its bias makes it one (SiLU) or 1/2 (sigmoid, where it is
-  steepest), for which the norm's factor makes up.
+* **Output gate** is a constant: its weight is nearly zero, and its bias makes it one (SiLU) or 1/2 (sigmoid, where it
+  is steepest), for which the norm's factor makes up.
 * **Output norm** takes the length out of `q^T S`, which grows with the number of tokens, and its factor puts one back:
   half that of the host's values, measured on random inputs sent through the layer's own norm and value projection. An
   average of values is shorter than a value; that of four independent ones is half as long.
+
+"Nearly zero" means rows of length 1e-4: DoRA divides by the length of a row, and would make NaN of rows of zeros.
 
 Everything copied is copied exactly. `init="random"` leaves all of this out: every parameter starts as in the variant's
 paper.
@@ -49,6 +51,8 @@ AVERAGE_LENGTH = 0.5
 _OPEN = 1.278464542761074
 """Where SiLU is one; the start of every gate that is closed at zero."""
 _PROBES = 256
+_NEARLY_ZERO = 1e-4
+"""Length of the rows of projections that are to have no effect yet."""
 
 
 def copied_parameters(delta: HostedDeltaAttention) -> list[str]:
@@ -73,7 +77,7 @@ def transfer(delta: HostedDeltaAttention, host: AttentionWeights, input_norm: nn
             nn.init.zeros_(convolution.weight)
             convolution.weight[..., -1] = 1
     if delta.spec.corrects:
-        nn.init.zeros_(delta.b_proj.weight)
+        _start_near_zero(delta.b_proj.weight)
         nn.init.constant_(delta.b_proj.bias, _step_bias(delta, host, probe))
     if delta.spec.decay != "none":
         _start_decay(delta)
@@ -146,6 +150,11 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
     return high
 
 
+def _start_near_zero(weight: Tensor) -> None:
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    weight.copy_(_NEARLY_ZERO * nn.functional.normalize(noise, dim=-1))
+
+
 def _start_decay(delta: HostedDeltaAttention) -> None:
     per_head = delta.spec.decay == "scalar"
     steps = delta.num_v_heads if per_head else delta.head_k_dim
@@ -155,7 +164,7 @@ def _start_decay(delta: HostedDeltaAttention) -> None:
         rate = rate.repeat(delta.num_v_heads)
     nn.init.zeros_(delta.A_log)
     delta.dt_bias.copy_(_bias_of_rate(delta, rate.double().to(delta.dt_bias.device)))
-    nn.init.zeros_(delta.a_proj.weight if per_head else delta.f_proj[1].weight)  # type: ignore[arg-type]
+    _start_near_zero(delta.a_proj.weight if per_head else delta.f_proj[1].weight)  # type: ignore[arg-type]
 
 
 def _bias_of_rate(delta: HostedDeltaAttention, rate: Tensor) -> Tensor:
@@ -178,7 +187,7 @@ def _start_gate(delta: HostedDeltaAttention) -> float:
     if delta.spec.output_gate == "none":
         return 1.0
     last: nn.Linear = delta.g_proj if delta.spec.output_gate == "full" else delta.g_proj[1]  # type: ignore[index, assignment]
-    nn.init.zeros_(last.weight)
+    _start_near_zero(last.weight)
     activation = function_of("gate_activation", delta.spec.gate_activation, GATE_ACTIVATIONS)
     closed_at_zero = activation(torch.zeros(1)).item() == 0
     bias = _OPEN if closed_at_zero else 0.0
