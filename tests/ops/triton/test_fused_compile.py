@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from deltazoo.ops.triton import gated_norm, launch, short_conv, short_conv_step  # noqa: E402
@@ -85,18 +85,17 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", text)}
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_registers_and_spills(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledKernel]:
+    """The kernels that a call launches, compiled as the launcher would."""
     launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def record(kernel: JITFunction, grid: object) -> Callable[..., None]:
         return lambda *args, **options: launched.append((kernel, args, options))
 
-    monkeypatch.setattr(launch, "DIRECT", False)
-    monkeypatch.setattr(JITFunction, "__getitem__", record)
-    blocks, call = CALLS[name]
-    call()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "DIRECT", False)
+        patch.setattr(JITFunction, "__getitem__", record)
+        CALLS[name][1]()
     assert len(launched) == (1 if name.startswith("step") else 2)
     for kernel, args, options in launched:
         warps = options.pop("num_warps")
@@ -115,7 +114,13 @@ def test_registers_and_spills(name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
             if isinstance(x, Tensor) or n == "C"
         }
         source = ASTSource(kernel, signature, constants, aligned)
-        compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps})
+        yield triton.compile(source, target=HOPPER, options={"num_warps": warps})
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_registers_and_spills(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocks, _ = CALLS[name]
+    for compiled in compile_call(name, monkeypatch):
         found = resources(compiled.asm["cubin"], tmp_path)
-        assert found["LOCAL"] == found["STACK"] == 0, (kernel.fn.__name__, found)
-        assert found["REG"] <= 65536 // (128 * blocks), (kernel.fn.__name__, found)
+        assert found["LOCAL"] == found["STACK"] == 0, (compiled.name, found)
+        assert found["REG"] <= 65536 // (128 * blocks), (compiled.name, found)
