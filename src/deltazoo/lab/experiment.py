@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from deltazoo.lab.arms import parse_arm
 from deltazoo.lab.recipe import Recipe
@@ -49,10 +50,10 @@ class Run:
         return recipe.steps * recipe.num_layers * (1 + moved / 3e6)
 
 
-def _name_of_function(value: object) -> str:
+def _name_of_function(value: Any) -> str:
     """Of a step size or gate that a spec holds; what the function computes is a matter of `results.code_digest`."""
-    if not callable(value):
-        raise TypeError(f"a run is decided by plain values and functions, got {value!r}")
+    if not hasattr(value, "__qualname__"):
+        raise TypeError(f"a run is decided by plain values and named functions, got {value!r}")
     return f"{value.__module__}.{value.__qualname__}"
 
 
