@@ -6,6 +6,7 @@ is imported when one of them is first looked up. Types of swapped models are reg
 the host's own classes with it.
 """
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from deltazoo.spec import list_variants
 
 __all__ = ["MODEL_TYPES", "SWAPPED_PREFIX", "expect_model_types", "fulfil"]
 
@@ -94,3 +97,23 @@ def _announce(table_module: ModuleType) -> None:
     table._extra_content = _ExpectedTypes(table._extra_content)
     if "deltazoo.models" in sys.modules:
         fulfil(MODEL_TYPES)
+    _explain_variants(table_module)
+
+
+def _explain_variants(table_module: ModuleType) -> None:
+    """Have `AutoConfig.for_model` say what to use for a variant that is no model type.
+
+    Such names stay out of the table: a checkpoint of others that has one for its type would be taken for ours.
+    """
+    for_model = table_module.AutoConfig.for_model.__func__
+
+    @functools.wraps(for_model)
+    def explaining(cls: Any, model_type: str, *args: Any, **kwargs: Any) -> Any:
+        if model_type in list_variants() and model_type not in table_module.CONFIG_MAPPING:
+            raise ValueError(
+                f"{model_type!r} is a variant of deltazoo without a model type of its own: use "
+                f"AutoConfig.for_model('delta_rule', mixer={model_type!r}, ...)"
+            )
+        return for_model(cls, model_type, *args, **kwargs)
+
+    table_module.AutoConfig.for_model = classmethod(explaining)

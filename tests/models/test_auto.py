@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 from tiny_models import CONFIGS, tiny_named
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from deltazoo import _auto_registration
 from deltazoo.models import model_types
@@ -39,6 +41,17 @@ MODELS = {name: model_type(name) for name in ("delta_net", "gated_deltanet", "kd
 
 def test_every_configuration_is_registered():
     assert model_types() == list(CONFIGS) == list(_auto_registration.MODEL_TYPES)
+
+
+def test_a_variant_without_a_model_type_says_what_to_use():
+    message = r"'longhorn' is a variant .* use AutoConfig.for_model\('delta_rule', mixer='longhorn', ...\)"
+    with pytest.raises(ValueError, match=message):
+        AutoConfig.for_model("longhorn")
+    assert AutoConfig.for_model("delta_rule", mixer="longhorn").mixer == "longhorn"
+    assert AutoConfig.for_model("kda").mixer == "kda"  # a variant with one
+    assert "longhorn" not in CONFIG_MAPPING  # a type that others may use for their own models
+    with pytest.raises(ValueError, match="Unrecognized model identifier: long_horn"):
+        AutoConfig.for_model("long_horn")
 
 
 @pytest.mark.parametrize(

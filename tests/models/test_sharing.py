@@ -212,7 +212,9 @@ class TestRemoteCode:
             tmp_path,
         )
         assert done.returncode == 1
-        assert "pip install deltazoo" in done.stderr.strip().splitlines()[-1]
+        last = done.stderr.strip().splitlines()[-1]
+        assert "needs deltazoo, which is not on PyPI: run `pip install .` in a checkout of it" in last
+        assert "pip install deltazoo" not in done.stderr + (tmp_path / "README.md").read_text()
 
     def test_nothing_runs_unless_asked(self, tmp_path):
         """Neither with the package, which has the classes itself, nor without, where loading fails and says why."""

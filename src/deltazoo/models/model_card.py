@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.models.remote_code import has_remote_code
+from deltazoo.models.remote_code import INSTALL, has_remote_code
 from deltazoo.models.softmax_attention import SoftmaxAttention
 from deltazoo.spec import DeltaRuleSpec
 
@@ -162,9 +162,9 @@ def _sizes(model: PreTrainedModel, mixers: Counter[str]) -> dict[str, str]:
 
 
 def _loading_section(auto_class: str, name: str, remote_code: bool) -> str:
-    loading = (
-        f"## Use\n\n    pip install deltazoo\n\n```python\nimport deltazoo\nfrom transformers import {auto_class}\n\n"
-    )
+    loading = f"## Use\n\nWith deltazoo, which is not on PyPI: in a checkout of it,\n\n    {INSTALL}\n\n```python\n"
+    loading += "import deltazoo  # in every process that loads it: transformers alone does not know the model type\n"
+    loading += f"from transformers import {auto_class}\n\n"
     loading += f'model = {auto_class}.from_pretrained("{name}")\n```'
     if remote_code:
         loading += "\n\nWith `trust_remote_code=True` it loads without `import deltazoo`, from the installed package."

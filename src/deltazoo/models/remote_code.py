@@ -1,7 +1,7 @@
 """Checkpoints that load without `import deltazoo`: two short files that import the installed package and subclass.
 
 `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` then works in a process that has never heard of
-this package, and says `pip install deltazoo` where it is missing. The files hold no model code, so a checkpoint cannot
+this package, and says how to install it where it is missing. The files hold no model code, so a checkpoint cannot
 carry a stale copy of it. They are subclasses because transformers marks the classes it finds in them as custom code,
 which ours must not become.
 """
@@ -13,14 +13,27 @@ from typing import Any
 
 from deltazoo.models.outside_rules import source_of_variant
 
-__all__ = ["AutoMapConfig", "auto_map", "export_remote_code", "has_remote_code", "write_remote_code"]
+__all__ = ["INSTALL", "AutoMapConfig", "auto_map", "export_remote_code", "has_remote_code", "write_remote_code"]
 
 _CONFIGURATION, _MODELING = "configuration_deltazoo", "modeling_deltazoo"
 HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 """What every model type has a class for, in the names of transformers."""
 
-_HEADER = '''"""Written by deltazoo (pip install deltazoo), which holds the model; nothing here but its name."""
+INSTALL = "pip install ."
+"""What installs the package, in a checkout of it: no index of packages has it."""
+
+_HEADER = '''"""Written by deltazoo, which holds the model; nothing here but its name."""
 '''
+# In a try block, because of an import outside one transformers says that `pip install` of its name will do.
+_IMPORT = f"""
+try:
+    import deltazoo.models
+except ModuleNotFoundError as error:
+    if error.name != "deltazoo":
+        raise
+    message = "this model needs deltazoo, which is not on PyPI: run `{INSTALL}` in a checkout of it"
+    raise ModuleNotFoundError(message, name="deltazoo") from None
+"""
 
 
 class AutoMapConfig:
@@ -116,9 +129,7 @@ if {rule!r} not in deltazoo.models.outside_rules.loaded_modules():
     from .{rule} import __name__ as _rule
 """
     )
-    return f"""{_HEADER}
-import deltazoo.models
-{imported}
+    return f"""{_HEADER}{_IMPORT}{imported}
 
 class {config}(deltazoo.models.{config}):
     pass
@@ -127,5 +138,5 @@ class {config}(deltazoo.models.{config}):
 
 def _modeling_source(config: str, classes: list[str]) -> str:
     subclasses = (f"class {name}(deltazoo.models.{name}):\n    config_class = {config}\n" for name in classes)
-    imports = f"import deltazoo.models\n\nfrom .{_CONFIGURATION} import {config}\n"
+    imports = f"from .{_CONFIGURATION} import {config}, deltazoo\n"
     return "\n\n".join([f"{_HEADER}\n{imports}", *subclasses])
