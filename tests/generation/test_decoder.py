@@ -25,7 +25,7 @@ class Collector(BaseStreamer):
 
 
 def plain(model, ids, max_new_tokens=9, **options):
-    return model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, **options)
+    return model.generate(ids, capture_step=False, max_new_tokens=max_new_tokens, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -82,6 +82,19 @@ def test_a_decoder_serves_one_prompt_after_another(case, device):
         ids = tokens(2, length, seed=seed).to(device)
         made = torch.stack(list(decoder.stream(ids, max_new_tokens=9)), dim=1)
         assert torch.equal(made, plain(model, ids)[:, length:].cpu())
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_weights_that_moved_are_captured_anew(case, captures):
+    model, ids = tiny_model(case), tokens(2, 5)
+    decoder = Decoder(model, 2, max_length=20)
+    for assign in (False, False, True):
+        made = torch.stack(list(decoder.stream(ids, max_new_tokens=9)), dim=1)
+        assert torch.equal(made, plain(model, ids)[:, 5:])
+        model.load_state_dict({key: 1.1 * x for key, x in model.state_dict().items()}, assign=assign)
+        assert len(captures) == 1
+    made = torch.stack(list(decoder.stream(ids, max_new_tokens=9)), dim=1)
+    assert torch.equal(made, plain(model, ids)[:, 5:]) and len(captures) == 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,18 +8,21 @@ sampling included, is one CUDA graph, and the host only asks for the next replay
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import StaticCache
+from torch import Tensor, nn
+from transformers.cache_utils import StaticLayer
+from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
-from transformers.masking_utils import create_masks_for_generate
 
 from deltazoo.generation.sampling import Sampling
+from deltazoo.layers.report import RunsDeltaRule
+from deltazoo.models.capture_conditions import Fingerprint
+from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.models.merged_projections import MergedProjections
-from deltazoo.models.modeling import DeltaRuleForCausalLM
-from deltazoo.models.step_capture import FixedTensors, capture
+from deltazoo.models.step_capture import FixedTensors, capture, fixed_cache
 
 __all__ = ["Decoder", "generate"]
 
@@ -28,11 +31,11 @@ class Decoder:
     """Continues prompts of one batch size with one model; keep it to reuse its captured step.
 
     Args:
-        model: in evaluation mode, on the device where it stays; a captured step knows the addresses of its parameters,
-            which `MergedProjections` lays out for it.
+        model: a causal language model with delta-rule layers: ours, swapped or accelerated; in evaluation mode, on the
+            device where it stays. `MergedProjections` lays its weights out; where they move, a new step is captured.
         batch_size: rows.
-        max_length: tokens of prompt and continuation at most; only the keys and values of softmax layers take room for
-            them, so that models without such layers need no maximum.
+        max_length: tokens of prompt and continuation at most; keys, values and masks of softmax layers take room for
+            them. Our models without such layers need no maximum.
         sampling: how tokens are drawn; the likeliest each time unless given.
         eos_token_id: tokens that end a row; the model's own unless given, an empty sequence for none.
         pad_token_id: what follows an end while other rows go on; the model's own or the first end unless given.
@@ -47,7 +50,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: DeltaRuleForCausalLM,
+        model: Any,
         batch_size: int = 1,
         *,
         max_length: int | None = None,
@@ -58,15 +61,11 @@ class Decoder:
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        if not isinstance(model, DeltaRuleForCausalLM):
-            raise ValueError(
-                f"the loop is for delta-rule language models, got {type(model).__name__}: use its generate"
-            )
-        if model.training:
-            raise ValueError("the model is in training mode: call model.eval() first")
-        self.is_hybrid = "full_attention" in (model.config.layer_types or ())
-        if self.is_hybrid and max_length is None:
-            raise ValueError("max_length is needed: the model has softmax layers, whose keys and values take room")
+        _check_model(model)
+        self.cache = fixed_cache(model, max_length or 1)
+        self.takes_room = any(_length_of(layer) for layer in self.cache.layers)
+        if self.takes_room and max_length is None:
+            raise ValueError("max_length is needed: softmax layers and their masks take room for every token")
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         self.model = model
@@ -79,14 +78,13 @@ class Decoder:
         pad = model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
         self.pad = pad if pad is not None else (ends or [0])[0]
 
-        self.cache = StaticCache(config=model.config, max_cache_len=max_length or 1)
-        model.prepare_cache(self.cache)
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
         self.finished = torch.zeros(batch_size, 1, dtype=torch.bool, device=model.device)
         self.position = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
         self.real = torch.ones(batch_size, max_length or 1, dtype=torch.long, device=model.device)
         self._forward: Callable[..., Any] = torch.compile(model, fullgraph=True) if compile else model
         self._replay: Callable[[], object] | None = None
+        self._captured: Fingerprint | None = None
         self._projections = MergedProjections(model)
 
     def stream(
@@ -107,6 +105,8 @@ class Decoder:
 
     def _stream(self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> Iterator[Tensor]:
         self._prefill(input_ids, attention_mask)
+        if self._replay is not None and self._captured != Fingerprint(self.model):
+            self._projections, self._replay = MergedProjections(self.model), None
         # A GPU works on the next token while the host reads the last one; a CPU does one thing at a time.
         ahead = 1 if self.token.device.type == "cuda" else 0
         waiting = deque([self._read()])
@@ -138,7 +138,7 @@ class Decoder:
             raise ValueError("attention_mask must end with real tokens: pad prompts on the left")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if self.is_hybrid and self.max_length is not None and input_ids.shape[1] + max_new_tokens > self.max_length:
+        if self.takes_room and self.max_length is not None and input_ids.shape[1] + max_new_tokens > self.max_length:
             raise ValueError(
                 f"{input_ids.shape[1]} prompt tokens and {max_new_tokens} new ones exceed max_length={self.max_length}"
             )
@@ -148,21 +148,36 @@ class Decoder:
         """Run the prompt from an empty state, and draw the first token."""
         self.cache.reset()
         num_tokens = input_ids.shape[1]
-        pieces = input_ids.split(self.prefill_chunk or num_tokens, dim=1)
-        done = 0
-        for piece in pieces:
-            done += piece.shape[1]
-            mask = None if attention_mask is None else attention_mask[:, :done]
-            output = self.model(
-                piece, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-            )
-        if self.is_hybrid:
+        if self.takes_room:
             self.real.fill_(1)
             if attention_mask is not None:
                 self.real[:, :num_tokens] = attention_mask
-            self.position.copy_(self.real[:, :num_tokens].sum(1, keepdim=True))
+        done = 0
+        for piece in input_ids.split(self.prefill_chunk or num_tokens, dim=1):
+            done += piece.shape[1]
+            mask = positions = None
+            if attention_mask is not None:
+                mask = attention_mask[:, :done]
+            if self.takes_room:
+                positions = (self.real[:, :done].cumsum(1) - 1).clamp(min=0)[:, -piece.shape[1] :]
+            output = self.model(**self._inputs(piece, mask, positions, is_first_iteration=True))
+        if positions is not None:
+            self.position.copy_(positions[:, -1:] + 1)
         self.finished.zero_()
         self._take(output.logits[:, -1])
+
+    def _inputs(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, **options: Any) -> dict[str, Any]:
+        """Arguments of a forward pass over some tokens, as `model.generate` prepares them."""
+        if self.model._supports_logits_to_keep():
+            options["logits_to_keep"] = 1
+        return self.model.prepare_inputs_for_generation(
+            tokens,
+            past_key_values=self.cache,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **options,
+        )
 
     def _take(self, logits: Tensor) -> None:
         """Draw the next token; rows that ended get padding."""
@@ -173,27 +188,22 @@ class Decoder:
         self.token.copy_(chosen)
 
     def _step(self) -> None:
-        masks = None
-        if self.is_hybrid:
-            masks = create_masks_for_generate(
-                config=self.model.config,
-                inputs_embeds=self.real.new_empty(len(self.token), 1, 0, dtype=self.model.dtype),
-                attention_mask=self.real,
-                past_key_values=self.cache,
-            )
+        mask, positions = (self.real, self.position) if self.takes_room else (None, None)
+        inputs = self._inputs(self.token, mask, positions)
         with self._projections.active():
-            output = self._forward(
-                self.token, attention_mask=masks, position_ids=self.position, past_key_values=self.cache, use_cache=True
-            )
+            output = self._forward(**inputs)
         self._take(output.logits[:, -1])
-        if self.is_hybrid:  # linear layers do not look at it
+        if self.takes_room:  # linear layers do not look at it
             self.position.add_(1)
 
     @torch.no_grad()
     def _advance(self) -> None:
         if self._replay is None:
             changed = [*FixedTensors(self.cache).changed, self.token, self.finished, self.position]
-            self._replay = capture(self._step, changed, [self.generator])
+            # Older versions of transformers have no other experts for decoding.
+            with getattr(self.model, "_optimize_model_for_decode", nullcontext)():
+                self._replay = capture(self._step, changed, [self.generator])
+            self._captured = Fingerprint(self.model)
         with torch.cuda.device_of(self.token):  # a graph is replayed on the current device
             self._replay()
 
@@ -216,7 +226,7 @@ class Decoder:
 
 
 def generate(
-    model: DeltaRuleForCausalLM,
+    model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
@@ -234,7 +244,7 @@ def generate(
     """Continue prompts, with the loop of `Decoder`; greedy tokens are those of `model.generate(do_sample=False)`.
 
     Args:
-        model: a delta-rule language model in evaluation mode.
+        model: see `Decoder`.
         input_ids: `[B, T]` int64.
         attention_mask: `[B, T]`, 1 = real; padding on the left.
         max_new_tokens: the most to add.
@@ -270,6 +280,24 @@ def generate(
     if streamer is not None:
         streamer.end()
     return torch.cat([input_ids, torch.stack(made, dim=1).to(input_ids.device)], dim=1)
+
+
+def _check_model(model: Any) -> None:
+    layers = model.modules() if isinstance(model, nn.Module) and isinstance(model, GenerationMixin) else ()
+    if not any(isinstance(layer, ModelWithDeltaLayers | RunsDeltaRule) for layer in layers):
+        raise ValueError(
+            "the loop is for causal language models with our delta-rule layers (deltazoo.swap_attention puts them in, "
+            f"deltazoo.accelerate makes them of transformers' own), got {type(model).__name__}: use its generate"
+        )
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+
+
+def _length_of(cache_layer: Any) -> int | None:
+    """What a cache layer makes masks for; None if it has no use for any."""
+    return (
+        cache_layer.max_cache_len if isinstance(cache_layer, StaticLayer) else getattr(cache_layer, "mask_length", None)
+    )
 
 
 def _as_list(tokens: int | Sequence[int] | None) -> list[int]:

@@ -19,7 +19,7 @@ from deltazoo.models.step_capture import graphs_run_on
 
 __all__ = ["Fingerprint", "why_not_this_model"]
 
-_INTERNAL = {*vars(nn.Module()), "forward"} - {"training"}
+_INTERNAL = {*vars(nn.Module()), "forward", "_captured_steps"} - {"training"}
 """What every module may have; what counts of it is compared, or stands against captured steps, by itself."""
 _IMPLEMENTATIONS = ("sdpa", "eager")
 """Of softmax attention; others read masks that grow, or that are no tensors."""

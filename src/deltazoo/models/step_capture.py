@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 
 from deltazoo.models.cache import DeltaRuleCacheLayer
 
-__all__ = ["FixedTensors", "bytes_when_fixed", "capture", "fixed_cache", "graphs_run_on", "move_cache"]
+__all__ = ["FixedTensors", "bytes_when_fixed", "capture", "check_fixed", "fixed_cache", "graphs_run_on", "move_cache"]
 
 _WARM_UP_CALLS = 2
 """Before a capture: kernels compile, libraries allocate their workspaces."""
@@ -111,7 +111,9 @@ def check_fixed(cache: Cache) -> None:
     """ValueError unless a captured step can work on all layers of a static cache."""
     for layer in cache.layers:
         if type(layer) not in (StaticLayer, LinearAttentionLayer, DeltaRuleCacheLayer):
-            raise ValueError(f"a captured step cannot work on a {type(layer).__name__} of the cache")
+            raise ValueError(
+                f"a captured step cannot work on a {type(layer).__name__} of the cache; the ordinary generate can"
+            )
 
 
 def bytes_when_fixed(cache: Cache, max_length: int) -> int:

@@ -1,0 +1,137 @@
+"""Captured steps and our own loop with swapped and with accelerated models: the tokens of the ordinary `generate`."""
+
+import foreign_models
+import pytest
+import tiny_hosts
+import torch
+from foreign_models import SPARSE_SOFTMAX, foreign_model
+from tiny_hosts import tiny_host
+from transformers import AutoModelForCausalLM
+
+import deltazoo
+from deltazoo.generation import Decoder
+
+PADDED = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
+SWAPPED = [
+    ("llama", "1:1"),
+    ("llama", "all"),
+    ("mistral", "1:1"),
+    ("gemma3_text", "1:1"),
+    ("gemma3_text", "all"),
+    ("gpt2", "1:1"),
+    ("gpt_neox", "all"),
+    ("mixtral", "1:1"),
+]
+"""With all layers swapped, masks of the host are all that is left of softmax; windows of 5 tokens slide."""
+ACCELERATED = [family for family in foreign_models.FUSED if family not in SPARSE_SOFTMAX]
+
+
+def swapped(family, layers):
+    model = tiny_host(family)
+    if family == "mixtral":
+        model.set_experts_implementation("batched_mm")  # as generate does on a GPU
+    deltazoo.swap_attention(model, "gated_deltanet", layers)
+    return model
+
+
+def accelerated(family):
+    model = foreign_model(family)
+    deltazoo.accelerate(model)
+    return model
+
+
+def ordinary(model, ids, mask=None, **options):
+    mask = torch.ones_like(ids) if mask is None else mask
+    off = {"capture_step": False} if hasattr(model, "describe_decoding") else {}
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1} | options
+    torch.manual_seed(3)
+    return model.generate(ids, attention_mask=mask, **off, **options)
+
+
+def own_loop(model, ids, mask=None, **options):
+    return deltazoo.generate(model, ids, mask, max_new_tokens=12, eos_token_id=[], pad_token_id=0, **options)
+
+
+def check_own_loop(model, ids, captures):
+    for mask in (None, PADDED):
+        expected = ordinary(model, ids, mask)
+        assert torch.equal(own_loop(model, ids, mask), expected)
+        assert torch.equal(own_loop(model, ids, mask, prefill_chunk=3), expected)
+    assert len(captures) == 4
+
+
+@pytest.mark.parametrize(("family", "layers"), SWAPPED)
+def test_own_loop_of_swapped_models(family, layers, captures):
+    check_own_loop(swapped(family, layers), tiny_hosts.tokens(2, 7), captures)
+
+
+@pytest.mark.parametrize("family", ACCELERATED)
+def test_own_loop_of_accelerated_models(family, captures):
+    check_own_loop(accelerated(family), foreign_models.tokens(2, 7), captures)
+
+
+@pytest.mark.parametrize("model", [lambda: swapped("llama", "1:1"), lambda: accelerated("qwen3_next")])
+def test_sampling_of_the_own_loop(model):
+    model, ids = model(), tiny_hosts.tokens(2, 7)
+    first, again, other = (own_loop(model, ids, temperature=1.0, top_k=30, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(own_loop(model, ids, temperature=1e-6), ordinary(model, ids))
+
+
+@pytest.mark.parametrize("family", [family for family in SPARSE_SOFTMAX if family in foreign_models.FUSED])
+def test_sparse_softmax_layers_are_refused(family):
+    with pytest.raises(ValueError, match="cannot work on a .* of the cache"):
+        own_loop(accelerated(family), foreign_models.tokens(1, 4))
+
+
+def test_models_without_our_layers_are_refused():
+    with pytest.raises(ValueError, match=r"deltazoo\.accelerate makes them of transformers' own\), got Qwen3Next"):
+        Decoder(foreign_model("qwen3_next"), max_length=10)
+    with pytest.raises(ValueError, match="got LlamaForCausalLM: use its generate"):
+        Decoder(tiny_host("llama"), max_length=10)
+    with pytest.raises(ValueError, match="max_length is needed"):
+        Decoder(swapped("llama", "all"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"do_sample": True}, {"num_beams": 2}, {"attention_mask": PADDED}, {"prefill_chunk_size": 3}],
+    ids=lambda options: "-".join(options) or "greedy",
+)
+@pytest.mark.parametrize(("family", "layers"), [SWAPPED[i] for i in (0, 1, 3, 5, 7)])
+def test_generate_of_swapped_models_captures_its_step(family, layers, options, captures):
+    model, ids, options = swapped(family, layers), tiny_hosts.tokens(2, 7), dict(options)
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    expected = ordinary(model, ids, mask, **options)
+    for _ in range(2):
+        torch.manual_seed(3)
+        made = model.generate(
+            ids, attention_mask=mask, pad_token_id=0, eos_token_id=-1, max_new_tokens=12,
+            **{"do_sample": False, **options},
+        )  # fmt: skip
+        assert torch.equal(made, expected)
+    assert len(captures) in ((1, 2) if "prefill_chunk_size" in options else (1,))
+    assert "(the last call: captured)" in deltazoo.report(model).decoding
+
+
+def test_experts_that_are_chosen_on_the_host_keep_the_ordinary_loop(captures):
+    model, ids = swapped("mixtral", "1:1"), tiny_hosts.tokens(2, 7)
+    model.set_experts_implementation("eager")
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **options), ordinary(model, ids))
+    assert "the ordinary loop: capturing the step failed" in deltazoo.report(model).decoding
+    assert not captures
+
+
+def test_a_loaded_swapped_model_captures_too(tmp_path, captures):
+    model, ids = swapped("llama", "1:1"), tiny_hosts.tokens(2, 7)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    assert torch.equal(loaded.generate(ids, attention_mask=mask, **options), ordinary(model, ids, **options))
+    assert len(captures) == 1
+
+
+def test_an_accelerated_model_keeps_its_own_generate():
+    assert deltazoo.report(accelerated("qwen3_next")).decoding is None
