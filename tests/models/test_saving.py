@@ -1,5 +1,4 @@
 import json
-import re
 
 import pytest
 import torch
@@ -92,15 +91,11 @@ def test_gate_parameters_load_in_float32(case, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["delta_net", "gated_deltanet", "kda", "hybrid"])
-def test_what_quantisers_and_half_precision_leave_alone(case):
-    """Read by transformers when it casts and by quantisers: all float32 parameters of the layers, and their gates."""
+def test_what_stays_float32_is_listed_for_transformers(case):
     model = tiny_model(case)
     wide = {name.rsplit(".", 1)[1] for name, p in model.bfloat16().named_parameters() if p.dtype == torch.float32}
     assert wide == ({"A_log", "dt_bias"} if model.config.spec.decay != "none" else set())
     assert wide <= set(model._keep_in_fp32_modules_strict)
-    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    left = {name for name in linear if any(re.match(pattern, name) for pattern in model._keep_in_fp32_modules)}
-    assert left == {name for name in linear if re.search(r"\.attn\.(b_proj|a_proj|f_proj)", name)} and left
 
 
 @pytest.mark.feature("tied embeddings")
