@@ -11,6 +11,8 @@ The inverse is a forward substitution: unlike a Neumann series over the chunk it
 Compute dtype is float32, float64 for float64 inputs.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -253,8 +255,9 @@ def _differentiable_gradients(ctx, d_output, d_final):
     """Gradients with a graph of their own, through the forward pass once more in operations that torch derives."""
     q, k, v, beta, log_decay, initial_state, cu_seqlens, *_ = ctx.saved_tensors
     # Views, since two arguments may be one tensor.
-    given = [None if x is None else x.view_as(x) for x in (q, k, v, beta, log_decay, initial_state)]
-    results = functional_chunkwise(*given[:5], ctx.scale, given[5], cu_seqlens)
+    given: list[Any] = [None if x is None else x.view_as(x) for x in (q, k, v, beta, log_decay, initial_state)]
+    q, k, v, beta, log_decay, initial_state = given
+    results = functional_chunkwise(q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens)
     wanted = [x for x in given if x is not None and x.requires_grad]
     found = iter(torch.autograd.grad(results, wanted, (d_output, d_final), create_graph=True, materialize_grads=True))
     grads = [next(found) if x is not None and x.requires_grad else None for x in given]
