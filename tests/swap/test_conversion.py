@@ -15,6 +15,7 @@ from tiny_runs import write_text_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import deltazoo.swap.conversion as conversion
+import deltazoo.swap.pictures as pictures
 from deltazoo.swap import swap_attention, swapped_layers
 from deltazoo.swap.conversion import ConversionResult, ConversionText, convert, run_stage
 from deltazoo.swap.conversion_config import ConversionConfig, FineTuningConfig
@@ -111,6 +112,23 @@ def test_all_curves_come_in_one_picture(unbroken: ConversionResult, tmp_path: Pa
     histories = {name: stage.history for name, stage in unbroken.stages.items()}
     path = draw_conversion(tmp_path / "loss.png", histories, unbroken.scores, "a conversion")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("names", [("finetune",), ("align", "distill"), ("align", "distill", "finetune")])
+def test_nothing_written_in_the_picture_is_cut_off(
+    unbroken: ConversionResult, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: drawn.append(figure))
+    histories = {name: unbroken.stages[name].history for name in names}
+    draw_conversion(Path("unused"), histories, unbroken.scores, "kda in 12 of 24 attention slots of " + "folder/" * 8)
+    [figure] = drawn
+    figure.draw_without_rendering()
+    everything, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert everything.x0 >= 0 and everything.y0 >= 0
+    assert everything.x1 <= width and everything.y1 <= height
+    labels = [axis.yaxis.label.get_window_extent() for axis in figure.axes]
+    assert all(label.height <= figure.axes[0].bbox.height for label in labels), "no longer than the axis"
 
 
 @contextmanager

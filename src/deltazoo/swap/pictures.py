@@ -1,5 +1,7 @@
 """Pictures of a conversion: the losses of all stages in one, and the ranking of the layers."""
 
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ __all__ = ["draw_conversion", "draw_ranking"]
 
 # Okabe and Ito's palette: told apart with any common colour blindness, and in grey by brightness and dashes.
 _TRAINING, _HELD_OUT, _ORIGINAL, _TRANSFER = "#0072B2", "#D55E00", "#000000", "#8C8C8C"
+_PANEL = 4.6  # inches
 _LOSSES = {
-    "align": "alignment: relative squared error of a layer",
-    "distill": "distillation: KL to the original and weighted text loss, nats",
-    "finetune": "fine-tuning: loss on text, nats per token",
+    "align": "relative squared error of a layer",
+    "distill": "KL to the original and\nweighted text loss, nats",
+    "finetune": "loss on text, nats per token",
 }
 
 
@@ -30,8 +33,12 @@ def draw_conversion(
         title: put above the picture.
     """
     plt = _pyplot()
-    figure, axes = plt.subplots(1, len(histories), figsize=(4.6 * len(histories), 4.2), layout="constrained")
-    panels = [axes] if len(histories) == 1 else list(axes)
+    count = len(histories)
+    columns = min(5, 2 * count - 1)  # of the legend, which is as wide as three panels in one line
+    figure, axes = plt.subplots(
+        1, count, figsize=(_PANEL * count, 3.9 + 0.3 * math.ceil(5 / columns)), layout="constrained"
+    )
+    panels = [axes] if count == 1 else list(axes)
     rights = [axis.twinx() for axis in panels]
     for axis, right, (stage, history) in zip(panels, rights, histories.items(), strict=True):
         losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
@@ -52,8 +59,8 @@ def draw_conversion(
     for right in rights:
         right.set_ylim(low, high)
     lines = [*panels[0].get_lines(), *rights[0].get_lines()]
-    figure.legend(lines, [line.get_label() for line in lines], loc="outside lower center", ncols=5, frameon=False)
-    figure.suptitle(title)
+    figure.legend(lines, [line.get_label() for line in lines], loc="outside lower center", ncols=columns, frameon=False)
+    figure.suptitle(textwrap.fill(title, 44 * count))
     return _save(figure, path)
 
 
