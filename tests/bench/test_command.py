@@ -30,6 +30,8 @@ OPS = ["ops", "--device", "cpu", "--backend", "chunkwise", "--shapes", "1x32x2x8
         ([*OPS, "--out", "x.json", "--measure", ","], "no measure given"),
         ([*OPS, "--out", "x.json", "--peers", "flaa"], "did you mean 'fla'"),
         ([*OPS, "--out", "x.json", "--shapes", "lang"], "did you mean 'long'"),
+        ([*OPS, "--out", "x.json", "--measure", "graphs,cold"], "--measure graphs,cold needs a GPU"),
+        (["ops", "--device", "cpu", "--backend", "triton", "--out", "x.json"], "--backend triton needs a GPU"),
     ],
 )
 def test_bad_input_is_one_line_and_status_1(arguments: list[str], complaint: str, tmp_path: Path) -> None:
@@ -66,6 +68,34 @@ def test_the_module_runs_without_the_packages_of_training(tmp_path: Path) -> Non
     assert "4 rows, 0 of them failures" in done.stdout
     assert {row.library for row in load_results([out]).rows.values()} == {"deltazoo chunkwise", "sdpa"}
     assert subprocess.run([sys.executable, "-m", "deltazoo.bench", "--help"], capture_output=True).returncode == 0
+
+
+def test_on_a_cpu_everything_that_is_measured_works(tmp_path: Path) -> None:
+    """Without further options: what needs a GPU is left out and named."""
+    out = tmp_path / "run.json"
+    arguments = ["ops", "--device", "cpu", "--shapes", "1x32x2x8x8", "--gates", "weak", "--peers", "fla,sdpa"]
+    outcome = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    assert outcome.exit_code == 0, outcome.output
+    assert "not measured on a CPU: graphs, memory, cold, decode, fla" in outcome.output
+    rows = load_results([out]).rows.values()
+    assert {row.measure for row in rows} >= {"forward_ms", "forward_backward_ms", "host_forward_us"}
+    assert {row.library for row in rows} == {"deltazoo chunkwise", "sdpa"}
+    assert all(row.value is not None for row in rows)
+
+
+def test_a_failure_of_this_run_is_status_1_and_an_old_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: object, **options: object) -> None:
+        raise RuntimeError("this kernel is broken")
+
+    arguments = [*OPS, "--measure", "forward", "--peers", "none", "--out", str(tmp_path / "run.json")]
+    with monkeypatch.context() as patch:
+        patch.setattr("deltazoo.bench.contestants.delta_rule", failing)
+        assert CliRunner().invoke(app, [*arguments, "--ops", "delta"]).exit_code == 1
+        assert CliRunner().invoke(app, [*arguments, "--ops", "delta", "--resume"]).exit_code == 1
+    outcome = CliRunner().invoke(app, [*arguments, "--ops", "gdn", "--gates", "weak"])
+    assert outcome.exit_code == 0 and "2 of them failures" in outcome.output
 
 
 def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ from deltazoo.device import check_device
 
 __all__ = ["app"]
 
+_CPU_GROUPS = ("forward", "training", "host")
+_CPU_SHAPES = "1x512x4x64x64,1x2048x4x64x64"
+
 app = typer.Typer(
     name="bench",
     rich_markup_mode="rich",
@@ -84,17 +87,25 @@ def main(
 )
 def ops(
     out: Annotated[Path, typer.Option(help="JSON result file; rows of an existing one are kept or replaced.")],
-    shapes: Annotated[str, typer.Option(help="train, long, small, narrow, wide, table, sweep or BxTxHxKxV.")] = "table",
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            help="train, long, small, narrow, wide, table (default on a GPU), sweep or BxTxHxKxV; "
+            "two small ones by default on a CPU."
+        ),
+    ] = None,
     operators: Annotated[str, typer.Option("--ops", help="Out of delta,gdn,kda,softmax.")] = "delta,gdn,kda,softmax",
     gates: Annotated[str, typer.Option(help="Out of weak,medium,strong.")] = "weak,medium,strong",
     peers: Annotated[str, typer.Option(help="Out of fla,fla-safe-gate,sdpa, or none.")] = "fla,sdpa",
     measure: Annotated[
-        str, typer.Option(help="Out of forward,training,graphs,memory,host,cold,decode.")
+        str, typer.Option(help="Out of forward,training,graphs,memory,host,cold,decode; the last four need a GPU.")
     ] = "forward,training,graphs,memory,host,cold,decode",
     precision: Annotated[str, typer.Option(help="Out of default,fast,strict: one row each.")] = "default",
     ours: Annotated[bool, typer.Option(help="Time deltazoo itself.")] = True,
-    backend: Annotated[str, typer.Option(help="Our backend: triton or chunkwise.")] = "triton",
-    device: Annotated[str, typer.Option(help="Where to run.")] = "cuda",
+    backend: Annotated[
+        str | None, typer.Option(help="Our backend: triton (default on a GPU) or chunkwise (on a CPU).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to run: cuda or cpu.")] = "cuda",
     commit: Annotated[str | None, typer.Option(help="Commit to record; read from git unless given.")] = None,
     warm_up_jobs: Annotated[
         int, typer.Option(min=0, help="Compile for self-tuning peers in so many processes first.")
@@ -104,7 +115,8 @@ def ops(
 ) -> None:
     """Time the operators side by side with peers and write a JSON result file.
 
-    A GPU lost to a faulty kernel costs that measurement only: the run goes on in a new process.
+    A GPU lost to a faulty kernel costs that measurement only: the run goes on in a new process. Exit status 1 if any
+    measurement failed.
     """
     try:
         check_device(device)
@@ -119,15 +131,19 @@ def ops(
 
     try:
         precisions = _choices(precision, ("default", "fast", "strict"), "precision")
+        groups, named_peers = _choices(measure, GROUPS, "measure"), parse_peers(peers)
+        on_cpu = device == "cpu"
+        if on_cpu:
+            groups, named_peers = _possible_on_a_cpu(groups, named_peers, backend)
         plan = Plan(
-            shapes=parse_shapes(shapes),
+            shapes=parse_shapes(shapes or (_CPU_SHAPES if on_cpu else "table")),
             ops=_choices(operators, OPS, "operator"),
             gates=_choices(gates, tuple(GATES), "gate strength"),
-            groups=_choices(measure, GROUPS, "measure"),
-            peers=parse_peers(peers),
+            groups=groups,
+            peers=named_peers,
             precisions=[None if name == "default" else name for name in precisions],
             ours=ours,
-            backend=_choices(backend, ("triton", "chunkwise"), "backend")[0],
+            backend=_choices(backend or ("chunkwise" if on_cpu else "triton"), ("triton", "chunkwise"), "backend")[0],
             device=device,
             warm_up_only=warm_up_only,
         )
@@ -143,8 +159,29 @@ def ops(
             sys.stdout.flush()
             os.execv(sys.executable, [*sys.orig_argv, *([] if resume else ["--resume"])])
         _fail(error)
-    failed = sum(row.error is not None for row in results.rows.values())
-    typer.echo(f"{len(results.rows)} rows, {failed} of them failures" + ("" if warm_up_only else f", in {out}"))
+    failed = [row for row in results.rows.values() if row.error is not None]
+    typer.echo(f"{len(results.rows)} rows, {len(failed)} of them failures" + ("" if warm_up_only else f", in {out}"))
+    # Failures of an earlier run are this one's only if it goes on with that.
+    if failed if resume else any(row.run == list(results.runs)[-1] for row in failed):
+        raise typer.Exit(1)
+
+
+def _possible_on_a_cpu(groups: list[str], peers: list[str], backend: str | None) -> tuple[list[str], list[str]]:
+    """What of the measures and the peers a CPU can run; says what is left out.
+
+    Raises:
+        ValueError: nothing is left, or the backend cannot run there.
+    """
+    if backend == "triton":
+        raise ValueError("--backend triton needs a GPU: leave it out, or say --backend chunkwise")
+    measures = [name for name in groups if name in _CPU_GROUPS]
+    if not measures:
+        raise ValueError(f"--measure {','.join(groups)} needs a GPU; on a CPU: {', '.join(_CPU_GROUPS)}")
+    others = [name for name in peers if not name.startswith("fla")]
+    left_out = [name for name in [*groups, *peers] if name not in measures and name not in others]
+    if left_out:
+        typer.echo(f"not measured on a CPU: {', '.join(left_out)}")
+    return measures, others
 
 
 app.command(

@@ -83,8 +83,10 @@ def model(
         results = bench_models(plan, out, commit=commit, command=sys.argv[1:], report=typer.echo)
     except (ValueError, OSError) as error:
         _fail(error)
-    failed = sum(row.error is not None for row in results.rows.values())
-    typer.echo(f"{len(results.rows)} rows, {failed} of them failures, in {out}")
+    failed = [row for row in results.rows.values() if row.error is not None]
+    typer.echo(f"{len(results.rows)} rows, {len(failed)} of them failures, in {out}")
+    if any(row.run == list(results.runs)[-1] for row in failed):
+        raise typer.Exit(1)
 
 
 def _shape(text: str) -> tuple[int, int]:
