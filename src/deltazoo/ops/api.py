@@ -89,6 +89,7 @@ def delta_rule(
 
     Source: arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per channel).
     """
+    _require_beta(beta)
     return _whole_sequences(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend, precision)
 
 
@@ -137,6 +138,7 @@ def delta_rule_step(
     Raises:
         ValueError, NotImplementedError: as `delta_rule`.
     """
+    _require_beta(beta)
     return _one_token(q, k, v, beta, log_decay, state, scale, inplace, backend)
 
 
@@ -257,6 +259,11 @@ def _whole_sequences(
         strict = precision == "strict"
         return DeltaRuleOutput(*triton_delta_rule(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict))
     return DeltaRuleOutput(*chunkwise(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens))
+
+
+def _require_beta(beta: Tensor | None) -> None:
+    if beta is None:  # what stands for linear attention further down
+        raise TypeError("beta must be a tensor, got None; without a correction term call linear_attention")
 
 
 def _backend_of_call(backend: str | None, k: Tensor, v: Tensor) -> str:

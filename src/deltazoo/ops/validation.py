@@ -8,7 +8,7 @@ host wait for the device.
 import contextlib
 import difflib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def check_values(enabled: bool = True) -> Iterator[None]:
         _check_gpu_values = previous
 
 
-def unknown_name(kind: str, name: object, known: list[str]) -> str:
+def unknown_name(kind: str, name: object, known: Sequence[str]) -> str:
     """Message for a name that is not one of `known`, with the nearest match."""
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
