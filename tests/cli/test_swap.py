@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tiny_runs import write_text_folder
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import deltazoo.swap.conversion as conversion
 from deltazoo.cli import main
 from deltazoo.swap import swapped_layers
 from deltazoo.training.config import TokenizerConfig
@@ -111,6 +113,25 @@ def test_a_conversion_trains_the_swapped_model_and_resumes(
     assert call(home, *again) == 1
     assert "--resume" in capsys.readouterr().err
     assert call(home, *again, "--resume") == 0
+
+
+def test_an_interrupted_conversion_says_how_to_go_on(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--train", str(home / "recipe.yaml"), "--output", str(tmp_path / "run"))
+    step = conversion.AlignmentTrainer.compute_loss
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return step(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion.AlignmentTrainer, "compute_loss", interrupted)
+        assert call(home, *arguments) == 143
+    assert "stopped; the same command with --resume goes on" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run" / "align").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert call(home, *arguments, "--resume") == 0
+    assert "after distill" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltazoo
 import deltazoo.models  # noqa: F401
+from deltazoo.swap.conversion_config import STAGES, load_conversion
 from deltazoo.training import load_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
@@ -38,6 +39,13 @@ def test_a_preset_says_what_each_key_does(path: Path) -> None:
     sections = {key for key, value in values.items() if isinstance(value, dict)}
     commented = {line.split(":")[0].strip() for line in lines if "  # " in line}
     assert set(keys(values)) - sections == commented
+
+
+def test_every_preset_can_be_shortened_to_a_few_steps() -> None:
+    for path in FILES:
+        assert load_config(path, ["training.steps=5"]).training.warmup_steps <= 1
+    for path in CONVERSIONS:
+        load_conversion(path, [f"{stage}.steps=5" for stage in STAGES])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

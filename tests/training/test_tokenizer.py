@@ -95,3 +95,16 @@ def test_the_sample_limits_what_the_tokenizer_reads() -> None:
 def test_a_missing_pretrained_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no tokenizer"):
         build_tokenizer(TokenizerConfig(kind="pretrained", path=str(tmp_path)), [])
+
+
+def test_a_tokenizer_that_is_nowhere_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def repo_info(self: object, name: str, **options: object) -> None:
+        asked.append(name)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
+    with pytest.raises(ValueError, match="there is no folder 'runs/tokenizer', and the Hub cannot be asked"):
+        build_tokenizer(TokenizerConfig("pretrained", path="runs/tokenizer"), [])
+    assert asked == ["runs/tokenizer"]

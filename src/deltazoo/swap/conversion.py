@@ -20,7 +20,7 @@ from deltazoo.swap.stages import (
     original_of,
 )
 from deltazoo.swap.surgery import swapped_layers
-from deltazoo.training.checkpoint import checkpoints, whole_or_not_at_all
+from deltazoo.training.checkpoint import checkpoints, whole_or_not_at_all, write_whole
 from deltazoo.training.config import MODEL_CONFIG, DataConfig, RunConfig, save_config
 from deltazoo.training.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
 from deltazoo.training.packing import collate_side_by_side, pack_in_order, spread
@@ -296,7 +296,4 @@ def _refuse_other_swap(swap: dict[str, Any], written: Path) -> None:
 
 
 def _write(path: Path, values: Any) -> None:
-    """Whole or not at all: a killed process leaves no half file that a resume would trust."""
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(values, indent=1), encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, json.dumps(values, indent=1))

@@ -51,6 +51,13 @@ def whole_or_not_at_all(target: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all: a killed process leaves no half of it that a resumed run would trust."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
 def unfinished(target: Path) -> Path:
     """Where the folder ``target`` is written before it is complete."""
     return target.with_name(_UNFINISHED + target.name) / target.name

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import yaml
 
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
+from deltazoo.training.checkpoint import write_whole
 from deltazoo.training.strict import from_mapping
 
 STDLIB = "python_stdlib"
@@ -265,7 +266,8 @@ class Configuration(Protocol):
 
 def save_config(config: Configuration, path: str | Path) -> None:
     """Write the configuration with every default spelled out, so that the file alone repeats the run."""
-    Path(path).write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
+    text = yaml.safe_dump(config.to_dict(), sort_keys=False)
+    write_whole(Path(path), text)
 
 
 def _translate_warmup(section: Any) -> None:

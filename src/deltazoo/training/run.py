@@ -14,7 +14,7 @@ from accelerate import PartialState
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from deltazoo.training.checkpoint import checkpoints, whole_or_not_at_all
+from deltazoo.training.checkpoint import checkpoints, whole_or_not_at_all, write_whole
 from deltazoo.training.config import (
     MODEL_CONFIG,
     RUN_CONFIG,
@@ -129,7 +129,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
             trainer.save_model(str(staging))
             save_config(config, staging / MODEL_CONFIG)
         values = {name: getattr(result, name) for name in _STORED}
-        (folder / _RESULT).write_text(json.dumps(values, indent=1), encoding="utf-8")
+        write_whole(folder / _RESULT, json.dumps(values, indent=1))
     processes.wait_for_everyone()
     return result
 
@@ -204,7 +204,7 @@ def begin_run(config: Configuration, folder: Path, corpus: Corpus) -> None:
     """Write down what a run begins or goes on with: its configuration, and a digest of its text."""
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / RUN_CONFIG)
-    (folder / _TEXT).write_text(json.dumps(_facts(corpus)), encoding="utf-8")
+    write_whole(folder / _TEXT, json.dumps(_facts(corpus)))
 
 
 def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:

@@ -1,6 +1,7 @@
 """Byte-level tokenizers, trained on the training text or one token per byte: both give every text back unchanged."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -8,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from deltazoo.training.config import TokenizerConfig
 from deltazoo.training.corpus import num_bytes
+from deltazoo.training.hub import check_on_hub
 from deltazoo.training.progress import console, track
 from deltazoo.training.text import Document
 
@@ -27,6 +29,9 @@ def build_tokenizer(config: TokenizerConfig, documents: Sequence[Document]) -> P
     if config.kind == "bpe":
         assert config.vocab_size is not None
         return train_bpe(documents, config.vocab_size, config.training_bytes)
+    assert config.path is not None
+    if not Path(config.path).exists():
+        check_on_hub(config.path, "model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path)
     except (OSError, ValueError) as error:

@@ -53,8 +53,9 @@ def swap(
     from deltazoo.device import check_device
     from deltazoo.evaluation.checkpoint_path import resolve_checkpoint
     from deltazoo.spec import get_variant
-    from deltazoo.swap.conversion_config import load_conversion
+    from deltazoo.swap.conversion_config import STAGES, load_conversion
     from deltazoo.training.config import DataConfig
+    from deltazoo.training.progress import say
 
     get_variant(variant)
     chosen = parse_layers(layers)
@@ -89,7 +90,10 @@ def swap(
     from deltazoo.swap.conversion import convert
     from deltazoo.swap.pictures import draw_conversion
     from deltazoo.swap.ranking import rank_layers
+    from deltazoo.training.run import check_run, has_saved
 
+    if recipe is not None and folder is not None:
+        check_run(recipe, folder, resume, load=load_conversion, stages=STAGES)
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
     console = Console()
     # Only a text needs the tokenizer, or a model that is saved.
@@ -117,7 +121,12 @@ def swap(
     if recipe is None:
         facts["model"] = str(save_swapped(model, tokenizer, folder))
     else:
-        result = convert(model, tokenizer, recipe, resume=resume)
+        try:
+            result = convert(model, tokenizer, recipe, resume=resume)
+        except KeyboardInterrupt as stop:
+            saved = has_saved(folder, STAGES)
+            say("stopped; the same command with --resume goes on" if saved else "stopped before anything was saved")
+            raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
         console.print(conversion_table(result))
         facts["model"] = str(result.model_path)
         histories = {name: stage.history for name, stage in result.stages.items()}
