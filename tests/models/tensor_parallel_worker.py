@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_models import VOCAB, tiny_model
+from tiny_models import OPTIONS, VOCAB, tiny_model
 
 from deltazoo.models import DeltaRuleForCausalLM
+from deltazoo.rule_files import load_rule_file
 
 # float64, so that what remains is an error and not rounding; a vocabulary that two processes can share evenly.
 DTYPE, EVEN_VOCABULARY = torch.float64, VOCAB + 1
@@ -55,6 +56,9 @@ def parameters_here(model: nn.Module) -> int:
 def check(case: str, folder: Path) -> dict[str, float | bool]:
     """One case, on every rank."""
     whole = tiny_model(case, vocab_size=EVEN_VOCABULARY)
+    for layer in whole.model.layers:
+        if hasattr(layer.attn, "log_time"):  # of the outside rule: different in every head
+            torch.nn.init.uniform_(layer.attn.log_time, -1, 1)
     if dist.get_rank() == 0:
         whole.save_pretrained(folder / case)
     dist.barrier()
@@ -87,6 +91,8 @@ def main(folder: Path, cases: list[str]) -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    load_rule_file(Path(__file__).parents[1] / "rules" / "trapezoid.py")
+    OPTIONS["outside"] = {"mixer": "trapezoid"}
     results = {case: check(case, folder) for case in cases}
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from helpers import run_python
 from outside_rule import RULES, trapezoid  # noqa: F401  (a fixture)
 from tiny_models import HYBRID, SIZES, tokens
 from torch.testing import assert_close
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from deltazoo.layers import DeltaRuleAttention, LayerStates, layer_class, make_layer, parameters_without_decay
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.ops import delta_rule
 from deltazoo.spec import get_variant
+from deltazoo.training.optimizer import parameter_groups
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
 EXACT: dict[str, float] = {"rtol": 0, "atol": 1e-12}
@@ -32,6 +35,7 @@ def outside_model(**keys: Any) -> DeltaRuleForCausalLM:
     for layer in model.modules():
         if hasattr(layer, "log_time"):
             torch.nn.init.uniform_(layer.log_time, 0, 2)  # different in every head
+            torch.nn.init.normal_(layer.time_proj.weight)
     return model
 
 
@@ -49,8 +53,9 @@ def test_the_layer_computes_the_rule_as_written() -> None:
     torch.nn.init.uniform_(layer.log_time, 0, 2)
     q, k = torch.randn(2, 30, 2, 8, dtype=torch.float64), 2 * torch.randn(2, 30, 2, 8, dtype=torch.float64)
     v = torch.randn(2, 30, 4, 8, dtype=torch.float64)
+    torch.nn.init.normal_(layer.time_proj.weight)
     inputs = layer.rule_inputs(x, q, k, v)
-    b = layer.log_time.double().exp() * torch.sigmoid(layer.b_proj(x))
+    b = (layer.log_time + torch.tanh(layer.time_proj(x))).exp() * torch.sigmoid(layer.b_proj(x))
     squared_norm = k.square().sum(-1).repeat_interleave(2, dim=2)
     assert inputs.beta is not None
     # The eigenvalue along the key is that of the trapezoidal rule.
@@ -79,13 +84,13 @@ def test_the_layers_own_parameter_is_filled_kept_wide_and_spared() -> None:
     model = model.to_empty(device="cpu")
     model.initialize_weights()
     layer = model.model.layers[0].attn
-    assert (layer.log_time == 1).all()
+    assert (layer.log_time == 1).all() and (layer.time_proj.weight == 0).all() and (layer.log_clock == 0).all()
     model.bfloat16()
     assert layer.log_time.dtype == torch.float32 and layer.q_proj.weight.dtype == torch.bfloat16
-    assert {name for name in parameters_without_decay(model) if "log_time" in name} == {
-        "model.layers.0.attn.log_time",
-        "model.layers.1.attn.log_time",
-    }
+    own = {f"model.layers.{i}.attn.{name}" for i in (0, 1) for name in ("log_time", "log_clock")}
+    assert {name for name in parameters_without_decay(model) if "attn.log_" in name} == own
+    decaying, constant = ({id(p) for p in group["params"]} for group in parameter_groups(model, 0.1))
+    assert {id(model.get_parameter(name)) for name in own} <= constant and id(layer.time_proj.weight) in decaying
     # transformers' Trainer looks for names with "bias" in them.
     assert all("bias" in name.lower() for name in layer._parameters if name == "log_time")
 
@@ -181,3 +186,19 @@ def test_saving_layers_that_the_configuration_does_not_describe_raises(tmp_path:
     model.model.layers[0].attn = model.model.layers[1].attn
     with pytest.raises(ValueError, match="is a deltazoo.models.softmax_attention.SoftmaxAttention"):
         model.save_pretrained(tmp_path / "softmax")
+
+
+def test_parallel_plans_name_what_the_layer_declares() -> None:
+    config = DeltaRuleConfig(**SIZES, mixer="trapezoid")
+    assert config.base_model_tp_plan["layers.*.attn.time_proj"] == "colwise"
+    config.dtype = torch.bfloat16
+    model = DeltaRuleForCausalLM(config).bfloat16()
+    assert "model.layers.0.attn.time_proj" in model.fsdp_plan
+
+
+def test_tensor_parallelism_refuses_what_a_layer_does_not_declare() -> None:
+    layer = outside_layer()
+    layer.extra = torch.nn.Parameter(torch.zeros(4))
+    style = ALL_PARALLEL_STYLES["delta_rule_heads"]
+    with pytest.raises(ValueError, match="TrapezoidAttention does not say in tensor_parallel how 'extra' is divided"):
+        style.install_forward(layer, SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0))

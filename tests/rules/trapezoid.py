@@ -6,6 +6,7 @@ Between the explicit step (DeltaNet) and the implicit one (Longhorn): the mean o
 Nicolson took it. The eigenvalue along the key is (1 - b l / 2) / (1 + b l / 2), in (-1, 1] for keys of any length.
 """
 
+import torch
 from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention
@@ -31,17 +32,24 @@ def trapezoidal(b: Tensor, k: Tensor) -> Tensor:
     )
 )
 class TrapezoidAttention(DeltaRuleAttention):
-    """The time over which the step goes is `exp(log_time) * sigmoid(...)`, with `log_time` learned per value head."""
+    """The step goes over the time `exp(log_clock + log_time + tanh(time_proj(x)))` times the usual sigmoid.
 
-    float32_parameters = (*DeltaRuleAttention.float32_parameters, "log_time")
-    tensor_parallel = {"log_time": "heads"}  # noqa: RUF012
+    Three parameters of its own: one number for the layer, one per value head, and a linear map.
+    """
+
+    float32_parameters = (*DeltaRuleAttention.float32_parameters, "log_clock", "log_time")
+    tensor_parallel = {"log_clock": "whole", "log_time": "heads", "time_proj": "heads"}
 
     def make_parameters(self) -> None:
-        self.log_time = nn.Parameter(self.A_log.new_empty(self.num_v_heads))
+        self.log_clock = nn.Parameter(torch.empty(1))
+        self.log_time = nn.Parameter(torch.empty(self.num_v_heads))
+        self.time_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
 
     def initializers(self, initializer_range=None):
-        return {**super().initializers(initializer_range), "log_time": nn.init.ones_}
+        own = {"log_clock": nn.init.zeros_, "log_time": nn.init.ones_, "time_proj.weight": nn.init.zeros_}
+        return {**super().initializers(initializer_range), **own}
 
     def step_gate(self, hidden_states: Tensor) -> Tensor:
         b = super().step_gate(hidden_states)
-        return self.log_time.to(b.dtype).exp() * b
+        log_time = self.log_clock + self.log_time + torch.tanh(self.time_proj(hidden_states))
+        return log_time.to(b.dtype).exp() * b

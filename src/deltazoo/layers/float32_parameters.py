@@ -48,14 +48,15 @@ class Float32Parameters(nn.Module):
 
     def mark_float32_parameters(self) -> None:
         """Set `_no_weight_decay` on them, where optimisers of other libraries look for it."""
-        for parameter in self._float32_parameters():
+        for parameter in self.kept_in_float32():
             parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
-    def _float32_parameters(self) -> list[nn.Parameter]:
+    def kept_in_float32(self) -> list[nn.Parameter]:
+        """Those of `float32_parameters` that the module has."""
         return [p for name in self.float32_parameters if (p := self._parameters.get(name)) is not None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        parameters = self._float32_parameters()
+        parameters = self.kept_in_float32()
         kept = [tensor for p in parameters for tensor in (p, p.grad) if tensor is not None]
 
         def move_without_narrowing(tensor: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ __all__ = ["fully_shard_model"]
 def fully_shard_model(model: ModelWithDeltaLayers, **options: Any) -> ModelWithDeltaLayers:
     """Shard a model with `torch.distributed.fsdp.fully_shard`, block by block, with gate parameters in float32.
 
-    FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here `A_log` and
-    `dt_bias` of a layer form a group of their own that is never cast. accelerate and Trainer, which would put all of a
-    block into one group, leave a model alone that is sharded already.
+    FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
+    parameters that a layer keeps in float32 (`A_log`, `dt_bias`) form a group of their own that is never cast.
+    accelerate and Trainer, which would put all of a block into one group, leave a model alone that is sharded already.
 
     Args:
         model: one of ours or a swapped one; changed in place.
@@ -27,7 +27,7 @@ def fully_shard_model(model: ModelWithDeltaLayers, **options: Any) -> ModelWithD
     gate_options = {name: value for name, value in options.items() if name != "mp_policy"}
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     for layer in [module for module in model.modules() if isinstance(module, DeltaRuleAttention)]:
-        if any(getattr(layer, name, None) is not None for name in layer.float32_parameters):
+        if layer.kept_in_float32():
             fully_shard(list(layer.children()), **options)
             fully_shard(layer, **gate_options)
     for block in blocks:

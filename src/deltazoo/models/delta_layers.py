@@ -46,7 +46,7 @@ def declare_gates(model: PreTrainedModel) -> None:
             continue
         children = [child for child, _ in layer.named_children()]
         projections |= {f"{name}.{child}" for child in children if child in _GATE_PROJECTIONS}
-        kept = {gate for gate in layer.float32_parameters if getattr(layer, gate, None) is not None}
+        kept = {gate for gate in layer.float32_parameters if gate in layer._parameters}
         float32 |= kept
         if kept:
             layers = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name)

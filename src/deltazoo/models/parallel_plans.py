@@ -6,6 +6,10 @@ transformers lacks. A plan lists only what the model has, so it is made from the
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from deltazoo.layers import DeltaRuleAttention, layer_class, make_layer
+
 if TYPE_CHECKING:
     from deltazoo.models.configuration import DeltaRuleConfig
 
@@ -46,6 +50,12 @@ def tensor_parallel_plan(config: "DeltaRuleConfig") -> dict[str, str]:
     return plan
 
 
+def _mixer(config: "DeltaRuleConfig") -> DeltaRuleAttention:
+    """A linear layer of the model without memory behind its parameters."""
+    with torch.device("meta"):
+        return make_layer(**config.mixer_kwargs)
+
+
 def _gates(config: "DeltaRuleConfig") -> dict[str, str]:
     spec = config.spec
     gates = {"o_norm": "delta_rule_shared_norm"}
@@ -59,7 +69,15 @@ def _gates(config: "DeltaRuleConfig") -> dict[str, str]:
         gates["g_proj"] = "colwise"
     elif spec.output_gate == "low_rank":
         gates |= _low_rank("g_proj")
-    return gates
+    return gates | _declared(config)
+
+
+def _declared(config: "DeltaRuleConfig") -> dict[str, str]:
+    """Modules that the layer class of a variant has besides. Parameters among them are up to the style of the layer."""
+    declared = layer_class(config.spec).tensor_parallel
+    modules = dict(_mixer(config).named_children()) if declared else {}
+    styles = {"heads": "colwise", "whole": "delta_rule_shared_norm"}
+    return {name: styles[division] for name, division in declared.items() if name in modules}
 
 
 def _low_rank(name: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ others. The output norm, which all heads share, collects its gradient from all r
 The interface changed with transformers 5.17, from hooks and plain tensors to DTensors; the classes answer to both.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.models.softmax_attention import SoftmaxAttention
 
 __all__ = ["DividedHeads", "SharedNorm", "Whole"]
+
+
+# What every delta-rule layer may have, and the plan or the styles here divide.
+_DIVIDED = frozenset(
+    {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d"}
+    | {f"{name}_proj" for name in ("q", "k", "v", "o", "b", "a", "f", "g")}
+)
 
 
 class DividedHeads(TensorParallelLayer):
@@ -32,7 +40,8 @@ class DividedHeads(TensorParallelLayer):
         if isinstance(module, DeltaRuleAttention):
             for owner in (module, *_convolutions(module)):
                 for name, parameter in list(owner.named_parameters(recurse=False)):
-                    _divide_rows(owner, name, parameter, mesh)
+                    if name not in _whole_parameters(owner):
+                        _divide_rows(owner, name, parameter, mesh)
                 super().install_forward(owner, mesh)
             _take_share(module, mesh)
         return module
@@ -96,20 +105,27 @@ class _SumGradients:
     """Forward pre-hook that sees to it that the gradients of the module's parameters are summed over the ranks.
 
     Loading a checkpoint replaces parameters after the hook was made, so it looks at them when they are used.
+
+    Args:
+        mesh: the ranks.
+        names: of the parameters; all of the module's own unless given.
     """
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Any, names: Sequence[str] | None = None) -> None:
         self.mesh = mesh
+        self.names = names
         self.hooked: dict[str, nn.Parameter] = {}
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         for name, parameter in module.named_parameters(recurse=False):
+            if self.names is not None and name not in self.names:
+                continue
             if torch.is_grad_enabled() and parameter.requires_grad and self.hooked.get(name) is not parameter:
                 parameter.register_hook(self._sum)
                 self.hooked[name] = parameter
 
     def _sum(self, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # another parameter's gradient may share it
         dist.all_reduce(gradient, group=self.mesh.get_group())
         return gradient
 
@@ -124,6 +140,7 @@ def _check_heads(module: nn.Module, ranks: int) -> None:
                 f"tensor parallelism needs num_micro_steps=1, got {module.num_micro_steps}: keys of several steps lie "
                 "in one matrix, which transformers would divide between the steps instead of between the heads"
             )
+        _check_declared(module)
     else:
         raise TypeError(f"delta_rule_heads is a style for the mixers of deltazoo, got {type(module).__name__}")
     for name, count in counts.items():
@@ -132,6 +149,24 @@ def _check_heads(module: nn.Module, ranks: int) -> None:
                 f"tensor parallelism divides heads: {name}={count} of layer {module.layer_idx} is no multiple of the "
                 f"{ranks} ranks"
             )
+
+
+def _check_declared(mixer: DeltaRuleAttention) -> None:
+    """Refuse parameters and modules of a subclass that do not say whether they belong to heads."""
+    own = [name for name, _ in mixer.named_parameters(recurse=False)]
+    own += [name for name, child in mixer.named_children() if any(True for _ in child.parameters())]
+    for name in own:
+        if name not in _DIVIDED and name not in mixer.tensor_parallel:
+            raise ValueError(
+                f'{type(mixer).__name__} does not say in tensor_parallel how {name!r} is divided: "heads" if its rows '
+                'belong to heads, "whole" if all heads share it'
+            )
+
+
+def _whole_parameters(module: nn.Module) -> list[str]:
+    """The layer's own parameters that all its heads share."""
+    declared = module.tensor_parallel if isinstance(module, DeltaRuleAttention) else {}
+    return [name for name, division in declared.items() if division == "whole" and name in module._parameters]
 
 
 def _convolutions(mixer: DeltaRuleAttention) -> list[ShortConvolution]:
@@ -151,6 +186,8 @@ def _take_share(mixer: DeltaRuleAttention, mesh: Any) -> None:
     mixer.num_v_heads //= ranks
     for convolution in _convolutions(mixer):
         convolution.channels //= ranks
+    if shared := _whole_parameters(mixer):
+        mixer.register_forward_pre_hook(_SumGradients(mesh, shared))
     for gate in ("f_proj", "g_proj"):
         if isinstance(getattr(mixer, gate, None), nn.Sequential):
             # Its output comes for all heads, see parallel_plans.
