@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,21 @@ from deltazoo.rule_files import load_rule_file
 RULES = Path(__file__).parent / "rules"
 
 
+@contextmanager
+def forget_rules() -> Iterator[None]:
+    """What is registered and loaded within is forgotten at the end, as if the process were a fresh one."""
+    registered, modules = dict(spec._REGISTRY), set(sys.modules)
+    yield
+    outside = {entry.module for name, entry in spec._REGISTRY.items() if name not in registered}
+    spec._REGISTRY.clear()
+    spec._REGISTRY.update(registered)
+    for name in outside - modules:
+        sys.modules.pop(name, None)
+
+
 @pytest.fixture
-def trapezoid(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def trapezoid() -> Iterator[str]:
     """Name of the registered outside variant; it is forgotten after the test."""
-    monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))
-    (name,) = load_rule_file(RULES / "trapezoid.py")
-    yield name
-    del sys.modules["trapezoid"]
+    with forget_rules():
+        (name,) = load_rule_file(RULES / "trapezoid.py")
+        yield name

@@ -24,11 +24,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"runtime", "ops", "spec", "layers", "variants", "_auto_registration"},
     "acceleration": {"runtime", "ops", "spec", "layers", "variants"},
     "generation": {"runtime", "ops", "spec", "layers", "variants", "models"},
-    "bench": {"device", "runtime", "ops", "spec", "layers", "variants", "models", "generation"},
+    "bench": {"device", "rule_files", "runtime", "ops", "spec", "layers", "variants", "models", "generation"},
     "swap": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "models", "training", "_auto_registration"},
     "training": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "models"},
     "evaluation": {"_lazy", "device", "runtime", "ops", "spec", "layers", "variants", "models", "training"},
-    "lab": {"runtime", "ops", "spec", "layers", "variants", "models", "bench", "training", "evaluation"},
+    "lab": {"runtime", "rule_files", "ops", "spec", "layers", "variants", "models", "bench", "training", "evaluation"},
 }
 MAY_IMPORT["_auto_registration"] = {"spec"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT}

@@ -4,10 +4,13 @@ import importlib.util
 import sys
 import traceback
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from deltazoo import spec
 
-__all__ = ["load_rule_file"]
+__all__ = ["LoadOption", "load_rule_file"]
 
 
 def load_rule_file(path: str | Path) -> list[str]:
@@ -59,3 +62,16 @@ def load_rule_file(path: str | Path) -> list[str]:
 
 def _registered_by(module: str) -> list[str]:
     return [name for name in spec.list_variants() if spec.registering_module(name) == module]
+
+
+def _load_all(paths: list[Path] | None) -> list[Path]:
+    for path in paths or []:
+        load_rule_file(path)
+    return list(paths or [])
+
+
+LoadOption = Annotated[
+    list[Path] | None,
+    typer.Option("--load", help="Python file that registers a rule; may be repeated.", callback=_load_all),
+]
+"""The option of every command that takes the name of a rule. The files are loaded while arguments are read."""

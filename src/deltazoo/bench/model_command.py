@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from deltazoo.rule_files import LoadOption
+
 __all__ = ["model"]
 
 _CPU = {"size": "quickstart", "shapes": "4x256,1x1024,1x4096", "batches": "1,8", "contexts": "256,2048,16384"}
@@ -24,6 +26,7 @@ def model(
     device: Annotated[str, typer.Option(help="Where to run.")] = "cuda",
     size: Annotated[str | None, typer.Option(help="quickstart (default on a CPU), 340m (on a GPU) or 1.3b.")] = None,
     models: Annotated[str, typer.Option(help="Our mixers, comma-separated.")] = "gated_deltanet,delta_net",
+    load: LoadOption = None,
     peers: Annotated[str, typer.Option(help="Out of llama,fla, or none.")] = "llama,fla",
     measure: Annotated[
         str, typer.Option(help="Out of train,memory,decode,context,profile.")

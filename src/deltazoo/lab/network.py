@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from deltazoo.lab.arms import Arm, parse_arm
 from deltazoo.lab.recipe import Recipe
 from deltazoo.lab.task import Task
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import DeltaRuleAttention, make_layer
 
 __all__ = ["LabModel", "build_model"]
 
@@ -142,7 +142,7 @@ def _make_mixer(arm: Arm, recipe: Recipe, fused_kernels: bool) -> nn.Module:
     options: dict[str, Any] = dict(arm.options)
     if recipe.beta_bias is not None and arm.spec.corrects:
         options["beta_bias"] = True
-    mixer = DeltaRuleAttention(
+    mixer = make_layer(
         arm.spec,
         recipe.hidden_size,
         recipe.num_heads,

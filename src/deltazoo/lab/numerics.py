@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deltazoo.lab.claims import Check
 from deltazoo.lab.repeated_keys import judge_repeated_keys, measure_repeated_keys
-from deltazoo.layers import DeltaRuleAttention, l2_normalize, nonexpansive
+from deltazoo.layers import l2_normalize, make_layer, nonexpansive
 from deltazoo.ops import delta_rule, resolve_backend
 from deltazoo.spec import list_variants
 
@@ -71,8 +71,8 @@ def _error(found: Tensor, exact: Tensor) -> float:
 def _equivalence(variant: str, device: str) -> dict[str, Any]:
     """Relative errors of a float32 layer on its usual backend against the float64 token loop."""
     torch.manual_seed(0)
-    exact = DeltaRuleAttention(variant, 32, 2, 16, expand_v=1.0, backend="reference").double().to(device)
-    layer = DeltaRuleAttention(variant, 32, 2, 16, expand_v=1.0).to(device)
+    exact = make_layer(variant, 32, 2, 16, expand_v=1.0, backend="reference").double().to(device)
+    layer = make_layer(variant, 32, 2, 16, expand_v=1.0).to(device)
     layer.load_state_dict(exact.state_dict())
     x = torch.randn(2, 96, 32, device=device)
     results = []

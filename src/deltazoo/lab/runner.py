@@ -17,9 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from deltazoo.lab.arms import label_of, parse_arm
 from deltazoo.lab.claims import Claim, Scores, verdict_of
 from deltazoo.lab.experiment import Experiment, Run
-from deltazoo.lab.extensions import load_file
 from deltazoo.lab.results import Record, ResultFile
 from deltazoo.lab.train import Outcome, run_arm
+from deltazoo.rule_files import load_rule_file
 
 __all__ = ["Plan", "run_suite"]
 
@@ -195,7 +195,7 @@ def _start_worker(load: tuple[Path, ...], devices: Any, deadline: float | None, 
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     for path in load:
-        load_file(path)
+        load_rule_file(path)
     device = devices.get()
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)

@@ -5,6 +5,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from deltazoo.rule_files import LoadOption
+
 _EXAMPLE = (
     "Examples: [bold]deltazoo eval runs/quickstart[/], "
     "[bold]deltazoo eval runs/quickstart --text my_texts --json score.json[/]"
@@ -26,6 +28,7 @@ def evaluate(
     max_bytes: Annotated[int | None, typer.Option(min=1, help="Stop reading --text after this many bytes.")] = None,
     primed: Annotated[bool, typer.Option(help="Also measure xz after it has read the training text.")] = False,
     json_file: Annotated[str | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    load: LoadOption = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
 ) -> None:
     """Score a model on text it was not trained on, beside gzip, xz and an order-2 byte model."""

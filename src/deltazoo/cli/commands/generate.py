@@ -5,6 +5,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from deltazoo.rule_files import LoadOption
+
 _EXAMPLE = 'Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]'
 
 
@@ -27,6 +29,7 @@ def generate(
     compile_step: Annotated[
         bool, typer.Option("--compile", help="Compile the step first: a wait of up to a minute, then faster tokens.")
     ] = False,
+    load: LoadOption = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
 ) -> None:
     """Continue a prompt; the text appears as it is made."""

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from deltazoo.rule_files import LoadOption, load_rule_file
+
 _EXAMPLE = (
     "Examples: [bold]deltazoo lab[/] (three minutes on two CPU cores), "
     "[bold]deltazoo lab --suite full --device cuda --workers 12[/] (on all GPUs), "
@@ -29,7 +31,7 @@ def lab(
         str, typer.Option(help="cpu; cuda, which spreads the workers over all GPUs; or one of them: cuda:1.")
     ] = "cpu",
     workers: Annotated[int, typer.Option(min=1, help="Processes; several share one GPU.")] = 2,
-    load: Annotated[list[Path] | None, typer.Option(help="Python file that registers tasks or variants.")] = None,
+    load: LoadOption = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead of the recipes'.")] = None,
     time_limit: Annotated[
         float | None,
@@ -47,7 +49,6 @@ def lab(
 
     check_device(device)
 
-    from deltazoo.lab.extensions import load_file
     from deltazoo.lab.measurements import run_measurements
     from deltazoo.lab.report import listing, verdict_table, write_page
     from deltazoo.lab.results import Environment, ResultFile, read_records
@@ -56,7 +57,7 @@ def lab(
 
     console = Console()
     load = load or []
-    loaded = [variant for path in load for variant in load_file(path)]
+    loaded = [variant for path in load for variant in load_rule_file(path)]
     selection = select(suite, only=_names(only), arms=_names(variants), further_arms=loaded, steps=steps)
     if show:
         console.print(listing(selection))

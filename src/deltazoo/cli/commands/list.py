@@ -4,15 +4,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deltazoo.rule_files import LoadOption
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
     app.command("list", epilog="Example: [bold]deltazoo list[/]")(list_variants)
 
 
-def list_variants() -> None:
+def list_variants(load: LoadOption = None) -> None:
     """List the variants: how each forgets and how it corrects."""
-    from deltazoo.spec import get_variant
+    from deltazoo.spec import choice_name, get_variant
     from deltazoo.spec import list_variants as names
 
     table = Table(title="deltazoo variants")
@@ -20,6 +22,6 @@ def list_variants() -> None:
         table.add_column(column, no_wrap=column == "variant", overflow="fold")
     for name in names():
         spec = get_variant(name)
-        step = {"none": "no correction"}.get(spec.step_size, spec.step_size)
+        step = choice_name(spec.step_size) if spec.corrects else "no correction"
         table.add_row(name, step, spec.decay, spec.summary, spec.paper.rpartition(", ")[2])
     Console().print(table)

@@ -5,17 +5,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from deltazoo.rule_files import LoadOption
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
     app.command("show", epilog="Example: [bold]deltazoo show gated_deltanet[/]")(show)
 
 
-def show(variant: Annotated[str, typer.Argument(help="Name of a variant; see deltazoo list.")]) -> None:
+def show(
+    variant: Annotated[str, typer.Argument(help="Name of a variant; see deltazoo list.")],
+    load: LoadOption = None,
+) -> None:
     """Show a variant: equation, paper, choices, and the configurations that train it."""
     from deltazoo.cli.presets import presets
     from deltazoo.cli.render import facts_table
-    from deltazoo.spec import get_variant
+    from deltazoo.spec import choice_name, get_variant
     from deltazoo.training.config import load_config
 
     spec = get_variant(variant)
@@ -26,11 +31,13 @@ def show(variant: Annotated[str, typer.Argument(help="Name of a variant; see del
         "in one sentence": spec.summary,
         "update": spec.equation,
         "paper": spec.paper,
-        "step size": spec.step_size,
+        "step size": choice_name(spec.step_size),
         "decay": spec.decay,
         "normalised": ", ".join(n for n, on in (("q", spec.normalize_q), ("k", spec.normalize_k)) if on) or "nothing",
         "eigenvalues": "[-1, 1]" if spec.allow_neg_eigval else "[0, 1]",
-        "output gate": f"{spec.output_gate}, {spec.gate_activation}" if spec.output_gate != "none" else "none",
+        "output gate": f"{spec.output_gate}, {choice_name(spec.gate_activation)}"
+        if spec.output_gate != "none"
+        else "none",
         "head size": value_heads,
         "model_type": spec.hub_model_type or f"delta_rule with mixer: {spec.name}",
         "configurations": ", ".join(trained_by) or "none",

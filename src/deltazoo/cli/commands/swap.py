@@ -5,6 +5,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from deltazoo.rule_files import LoadOption
+
 _EXAMPLE = (
     "Examples: [bold]deltazoo swap my_llama --variant kda --layers 3:1 --dry-run[/], "
     "[bold]deltazoo swap my_llama --variant kda --rank --text my_texts --output runs/rank[/], "
@@ -42,6 +44,7 @@ def swap(
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the conversion in --output.")] = False,
     output: Annotated[str | None, typer.Option(help="Folder for the model, the ranking and the conversion.")] = None,
+    load: LoadOption = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
 ) -> None:
     """Replace softmax attention by delta-rule layers; rank the layers before, train them in afterwards."""

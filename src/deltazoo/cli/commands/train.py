@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from deltazoo.rule_files import LoadOption
+
 if TYPE_CHECKING:
     from deltazoo.training import RunConfig, TrainingResult
 
@@ -41,6 +43,7 @@ def train_model(
     override: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value; replaces one value; may be repeated.")
     ] = None,
+    load: LoadOption = None,
 ) -> None:
     """Train a model, save it with its tokenizer, and draw its loss curve.
 
