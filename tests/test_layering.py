@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "swap": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "models", "training", "_auto_registration"},
     "training": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "models"},
     "evaluation": {"_lazy", "device", "runtime", "ops", "spec", "layers", "variants", "models", "training"},
+    "check": {"ops", "spec", "layers", "variants", "models", "swap"},
     "lab": {"runtime", "rule_files", "ops", "spec", "layers", "variants", "models", "bench", "training", "evaluation"},
 }
 MAY_IMPORT["_auto_registration"] = {"spec"}

@@ -1,0 +1,251 @@
+"""Checks of a single layer, in float64, where two ways to compute one quantity differ by rounding alone."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_layer, rule
+from deltazoo.spec import get_variant
+
+__all__ = [
+    "difference",
+    "parameters_are_filled_and_act",
+    "same_decoded",
+    "same_gradients_as_finite_differences",
+    "same_in_chunks_as_by_definition",
+    "same_packed",
+    "same_padded",
+    "sees_no_future",
+    "state_does_not_expand",
+]
+
+HIDDEN, HEADS, HEAD_DIM, VALUE_HEADS = 24, 2, 8, 4
+TOKENS = 70  # a chunk of 64 and the beginning of another
+TOLERANCE = 1e-9
+
+
+def make(variant: str, dtype: torch.dtype = torch.float64, **options: Any) -> DeltaRuleAttention:
+    """A layer whose parameters all have some effect, also those that start at zero."""
+    layer = make_layer(
+        variant, HIDDEN, HEADS, HEAD_DIM, num_v_heads=VALUE_HEADS, initializer_range=0.5, layer_idx=0, **options
+    )
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return layer.to(dtype)
+
+
+def tokens(num_tokens: int = TOKENS, rows: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random hidden states."""
+    return torch.randn(rows, num_tokens, HIDDEN, dtype=dtype)
+
+
+def difference(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> str | None:
+    """Where `[B, T, ...]` differ by more than rounding; None if nowhere."""
+    wrong = ~((found - expected).abs() <= tolerance * (1 + expected.abs().max()))  # NaN is wrong
+    if not wrong.any():
+        return None
+    row, token = (int(index) for index in wrong.flatten(2).any(-1).nonzero()[0])
+    largest = (found - expected).abs().nan_to_num(nan=float("inf")).max()
+    return f"first at token {token} of row {row}, by up to {largest:.1e}, where rounding explains {tolerance:.0e}"
+
+
+def parameters_are_filled_and_act(variant: str) -> str | None:
+    """`initializers` fill every parameter, forward and backward pass are finite, and each parameter has a gradient."""
+    layer = make_layer(variant, HIDDEN, HEADS, HEAD_DIM, num_v_heads=VALUE_HEADS)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(float("nan"))
+    layer.init_parameters()
+    for name, parameter in layer.named_parameters():
+        if not parameter.isfinite().all():
+            return f"initializers() leaves values of {name!r} unfilled"
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        layer, x = make(variant, dtype), tokens(dtype=dtype).requires_grad_()
+        y = layer(x)
+        if y.shape != x.shape or y.dtype != dtype:
+            return f"the layer makes {tuple(y.shape)} {y.dtype} out of {tuple(x.shape)} {x.dtype}"
+        y.double().square().mean().backward()
+        for name, tensor in {"output": y, **{n: p.grad for n, p in layer.named_parameters()}}.items():
+            if tensor is None:
+                return f"parameter {name!r} gets no gradient: the layer does not use it, or cuts it off"
+            if not tensor.isfinite().all():
+                return f"in {dtype} the {'output' if name == 'output' else f'gradient of {name!r}'} is not finite"
+            if dtype == torch.float64 and not tensor.any():
+                return f"the gradient of parameter {name!r} is zero: it has no effect"
+    return None
+
+
+def sees_no_future(variant: str) -> str | None:
+    """Changing later tokens changes no earlier output."""
+    layer, x = make(variant), tokens()
+    with torch.no_grad():
+        before = layer(x)
+        for cut in (1, 33, 64, 69):
+            changed = x.clone()
+            changed[:, cut:] = 3 * torch.randn_like(changed[:, cut:])
+            if found := difference(layer(changed)[:, :cut], before[:, :cut]):
+                return (
+                    f"outputs before token {cut} change with the tokens from there on ({found}): the rule reads the "
+                    "future. What a token's gates and keys are made of must come from that token alone"
+                )
+    return None
+
+
+def state_does_not_expand(variant: str) -> str | None:
+    """`0 <= beta |k|^2 <= 2` and `log_decay <= 0`, for small and large inputs, in float32 and bfloat16."""
+    doubled = [{}, {"allow_neg_eigval": True}] if get_variant(variant).corrects else [{}]
+    for options in doubled:
+        for dtype in (torch.float32, torch.bfloat16):
+            layer = make(variant, dtype, **options)
+            for scale in (0.01, 1.0, 10.0, 1000.0):
+                inputs = _rule_inputs(layer, scale * tokens(256, dtype=dtype))
+                if problem := _expansion(inputs):
+                    return problem
+    return None
+
+
+def _rule_inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs:
+    """What the layer gives to the operator."""
+    seen: list[RuleInputs] = []
+    compute = layer.rule_inputs
+
+    def remember(*args: Any) -> RuleInputs:
+        seen.append(compute(*args))
+        return seen[0]
+
+    with torch.no_grad(), patch.object(layer, "rule_inputs", remember):
+        try:
+            layer(x)
+        except ValueError:  # the operator refuses some of what is to be reported here
+            if not seen:
+                raise
+    return seen[0]
+
+
+def _expansion(inputs: RuleInputs) -> str | None:
+    if inputs.log_decay is not None and not inputs.log_decay.max() <= 0:
+        return (
+            f"log_decay reaches {inputs.log_decay.max():.3g}, and must not be positive: the state would grow by "
+            "exp(log_decay) with every token"
+        )
+    if inputs.beta is None:
+        return None
+    squared_norm = inputs.k.float().square().sum(-1).repeat_interleave(VALUE_HEADS // HEADS, dim=2)
+    gain = inputs.beta * squared_norm
+    for value in (gain.min(), gain.max()):
+        if not -1e-5 <= value <= 2 + 1e-5:
+            return (
+                f"beta |k|^2 reaches {value:.4g}, and must stay between 0 and 2: along the key the state is multiplied "
+                f"by 1 - beta |k|^2 = {1 - value:.4g}, so it grows without bound. "
+                "deltazoo.layers.nonexpansive(beta, k) keeps a step size below 2 / |k|^2"
+            )
+    return None
+
+
+def same_in_chunks_as_by_definition(variant: str) -> str | None:
+    """Outputs and gradients of the chunk form against the loop over tokens."""
+    chunked, looped = make(variant, backend="chunkwise"), make(variant, backend="reference")
+    looped.load_state_dict(chunked.state_dict())
+    results = []
+    for layer in (chunked, looped):
+        torch.manual_seed(1)
+        x = tokens().requires_grad_()
+        y = layer(x)
+        results.append((y, torch.autograd.grad((y * torch.randn_like(y)).sum(), [x, *layer.parameters()])))
+    (y, gradients), (expected, expected_gradients) = results
+    if found := difference(y, expected):
+        return f"the chunk form and the loop over tokens give different outputs, {found}"
+    names = ["the input", *(repr(name) for name, _ in chunked.named_parameters())]
+    for name, mine, theirs in zip(names, gradients, expected_gradients, strict=True):
+        if not (mine - theirs).abs().max() <= 1e-8 * (1 + theirs.abs().max()):
+            return f"the chunk form and the loop over tokens give different gradients of {name}"
+    return None
+
+
+def same_gradients_as_finite_differences(variant: str) -> str | None:
+    """The derivative along a random direction, of the input and of every parameter."""
+    # The bound counts as a constant for gradients, by intent.
+    with patch.object(rule, "nonexpansive", lambda beta, k: beta):
+        layer, x = make(variant), tokens(9).requires_grad_()
+        weight = torch.randn(2, 9, HIDDEN, dtype=torch.float64)
+        tensors = {"the input": x, **{repr(name): p for name, p in layer.named_parameters()}}
+        gradients = torch.autograd.grad((layer(x) * weight).sum(), list(tensors.values()))
+        for (name, tensor), gradient in zip(tensors.items(), gradients, strict=True):
+            direction, size = torch.randn_like(tensor), 1e-6
+            slopes = []
+            with torch.no_grad():
+                for sign in (1, -1):
+                    tensor.add_(sign * size * direction)
+                    slopes.append((layer(x) * weight).sum())
+                    tensor.sub_(sign * size * direction)
+            expected, found = (slopes[0] - slopes[1]) / (2 * size), (gradient * direction).sum()
+            if not (found - expected).abs() <= 1e-5 * (1 + expected.abs()):
+                return (
+                    f"the gradient of {name} is wrong: along a random direction it says {found:.6g}, and finite "
+                    f"differences say {expected:.6g}"
+                )
+    return None
+
+
+def same_decoded(variant: str) -> str | None:
+    """Pieces of any size with a state in between, down to one token, against all tokens at once."""
+    layer, x = make(variant), tokens()
+    with torch.no_grad():
+        whole = layer(x)
+        for sizes in ([1] * TOKENS, [3, 66, 1], [64, 6]):
+            states = LayerStates()
+            pieces = torch.cat([layer(part, past_key_values=states) for part in x.split(sizes, dim=1)], dim=1)
+            if found := difference(pieces, whole):
+                how = "one token at a time" if len(sizes) == TOKENS else f"in pieces of {sizes} tokens"
+                return (
+                    f"outputs {how} differ from those of all tokens at once, {found}: the decoding step computes "
+                    "another rule than training, or a token's inputs depend on the number of tokens"
+                )
+    return None
+
+
+def same_padded(variant: str) -> str | None:
+    """Rows with padding on the left, on the right and inside against the same rows alone."""
+    mask = torch.ones(3, 20, dtype=torch.bool)
+    mask[0, :7] = mask[1, 15:] = mask[2, 5:9] = False
+
+    def run(layer: DeltaRuleAttention, x: Tensor) -> Tensor:
+        return layer(x, attention_mask=mask)
+
+    def alone(layer: DeltaRuleAttention, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for row, real in enumerate(mask):
+            y[row, real] = layer(x[row : row + 1, real])[0]
+        return y
+
+    return _same(variant, tokens(20, rows=3), run, alone, "a padded row differs from the same row without padding")
+
+
+def same_packed(variant: str) -> str | None:
+    """Sequences packed into one row against the same sequences alone."""
+    bounds = torch.tensor([0, 3, 4, 50, TOKENS])
+
+    def run(layer: DeltaRuleAttention, x: Tensor) -> Tensor:
+        return layer(x, cu_seqlens=bounds)
+
+    def alone(layer: DeltaRuleAttention, x: Tensor) -> Tensor:
+        return torch.cat([layer(part) for part in x.split(bounds.diff().tolist(), dim=1)], dim=1)
+
+    return _same(variant, tokens(rows=1), run, alone, "packed sequences differ from the same sequences alone")
+
+
+def _same(
+    variant: str,
+    x: Tensor,
+    run: Callable[[DeltaRuleAttention, Tensor], Tensor],
+    alone: Callable[[DeltaRuleAttention, Tensor], Tensor],
+    what: str,
+) -> str | None:
+    layer = make(variant)
+    with torch.no_grad():
+        found = difference(run(layer, x), alone(layer, x))
+    return f"{what}, {found}: a token's inputs depend on other tokens" if found else None

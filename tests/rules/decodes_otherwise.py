@@ -1,0 +1,12 @@
+"""Wrong: one token alone is treated otherwise than one token of many."""
+
+from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+
+
+@register_variant(
+    DeltaRuleSpec(name="decodes_otherwise", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
+)
+class DecodesOtherwise(DeltaRuleAttention):
+    def step_gate(self, hidden_states):
+        b = super().step_gate(hidden_states)
+        return b / 2 if hidden_states.shape[1] == 1 else b

@@ -1,0 +1,19 @@
+"""Wrong: keys of any length, and a step size that does not know it."""
+
+from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+
+
+@register_variant(
+    DeltaRuleSpec(
+        name="expands_the_state",
+        paper="none",
+        summary="Wrong.",
+        equation="S_t = S_{t-1}",
+        step_size="euler",
+        normalize_k=False,
+    )
+)
+class ExpandsTheState(DeltaRuleAttention):
+    def rule_inputs(self, hidden_states, q, k, v):
+        inputs = super().rule_inputs(hidden_states, q, k, v)
+        return inputs._replace(beta=self.step_gate(hidden_states))

@@ -1,0 +1,16 @@
+"""Wrong: a number that decides the results is drawn when the layer is made, and saved nowhere."""
+
+import torch
+
+from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+
+
+@register_variant(
+    DeltaRuleSpec(name="forgets_on_reload", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
+)
+class ForgetsOnReload(DeltaRuleAttention):
+    def make_parameters(self):
+        self.factor = torch.rand((), device="cpu").item()
+
+    def step_gate(self, hidden_states):
+        return self.factor * super().step_gate(hidden_states)

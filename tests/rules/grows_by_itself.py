@@ -1,0 +1,20 @@
+"""Wrong: a decay gate that may give a positive logarithm."""
+
+from deltazoo import DeltaRuleSpec, register_variant
+
+
+def signed(a, A_log, dt_bias):
+    return a + dt_bias
+
+
+register_variant(
+    DeltaRuleSpec(
+        name="grows_by_itself",
+        paper="none",
+        summary="Wrong.",
+        equation="S_t = S_{t-1}",
+        step_size="euler",
+        decay="scalar",
+        decay_gate=signed,
+    )
+)

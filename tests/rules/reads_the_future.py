@@ -1,0 +1,11 @@
+"""Wrong: the gate looks at the mean of all tokens, later ones included."""
+
+from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+
+
+@register_variant(
+    DeltaRuleSpec(name="reads_the_future", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
+)
+class ReadsTheFuture(DeltaRuleAttention):
+    def step_gate(self, hidden_states):
+        return super().step_gate(hidden_states + hidden_states.mean(1, keepdim=True))

@@ -1,0 +1,16 @@
+"""Wrong: the gate looks one token back, across padding and the ends of packed sequences, and not at all in decoding."""
+
+import torch
+
+from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+
+
+@register_variant(
+    DeltaRuleSpec(
+        name="sees_its_neighbours", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler"
+    )
+)
+class SeesItsNeighbours(DeltaRuleAttention):
+    def step_gate(self, hidden_states):
+        before = torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+        return super().step_gate(hidden_states + before)

@@ -1,0 +1,14 @@
+"""Wrong: a parameter that acts on nothing."""
+
+import torch
+from torch import nn
+
+from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+
+
+@register_variant(
+    DeltaRuleSpec(name="unused_parameter", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
+)
+class UnusedParameter(DeltaRuleAttention):
+    def make_parameters(self):
+        self.time = nn.Parameter(torch.empty(self.num_v_heads))
