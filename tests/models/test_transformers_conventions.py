@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_hosts import tiny_host
-from tiny_models import tiny_model, tokens
+from tiny_models import HYBRID, tiny_config, tiny_model, tokens
 from transformers import AutoModelForCausalLM, GenerationMixin
 
 import deltazoo.models
 from deltazoo import swap_attention
+from deltazoo.models import DeltaRuleForCausalLM
 
 
 def swapped(family: str = "llama", variant: str = "gated_deltanet") -> Any:
@@ -61,3 +63,25 @@ def test_prefix_tuning_is_refused_in_a_sentence(case: str) -> None:
     model = peft.get_peft_model(model_of(case), config)
     with pytest.raises(ValueError, match=r"layer 0 of the model is linear, .* \(prefix tuning\)"):
         model(tokens(2, 6))
+
+
+@pytest.mark.parametrize("case", ["hybrid", "softmax_only", "gated_deltanet"])
+@pytest.mark.parametrize("num_layers", [2, 1])
+def test_implementations_of_attention_agree_after_saving(case: str, num_layers: int, tmp_path: Path) -> None:
+    """transformers' tests set the epsilon of norms under every name, and cut models down to one layer."""
+    keys = {**HYBRID, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    layer_types = tiny_config(case).layer_types[:num_layers]
+    with warnings.catch_warnings(action="ignore"):  # of softmax keys in a model without such layers
+        config = tiny_config(case, **{**keys, "num_hidden_layers": num_layers, "layer_types": layer_types})
+    for name in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "batch_norm_eps"):
+        setattr(config, name, 1.0)
+    with pytest.warns(UserWarning, match="'rms_norm_eps'"):
+        DeltaRuleForCausalLM(config).save_pretrained(tmp_path)
+    ids, mask = tokens(3, 7), torch.ones(3, 7, dtype=torch.long)
+    mask[-1, :2] = 0
+    with torch.no_grad(), pytest.warns(UserWarning, match="'rms_norm_eps'"):
+        eager, sdpa = (
+            AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)(ids, attention_mask=mask).logits
+            for name in ("eager", "sdpa")
+        )
+    torch.testing.assert_close(eager[mask.bool()], sdpa[mask.bool()], rtol=1e-4, atol=1e-5)

@@ -23,18 +23,13 @@ def gradients(model, ids, **kwargs):
 
 
 @pytest.mark.parametrize("variant", deltazoo.list_variants())
-def test_every_new_parameter_that_can_learn_at_once_does(variant):
-    """Zero matrices behind constant gates hold back their first factor for one step; nothing else starts stuck."""
+def test_every_new_parameter_learns_at_once(variant):
+    """Nothing starts stuck: the gates are nearly constant, and their matrices nearly zero."""
     model = swapped("qwen3", [1], variant, keep_teacher=True)
     model.config._attn_implementation = "eager"
     found = gradients(model, tokens(2, 20))
-    waits = {f"model.layers.1.self_attn.delta.{name}.0.weight" for name in ("f_proj", "g_proj")}
-    for name, parameter in model.named_parameters():
-        assert found[name].isfinite().all(), name
-        assert (found[name].abs().max() > 0) != (name in waits), name
-        parameter.data -= 0.1 * found[name]
-    found = gradients(model, tokens(2, 20))
-    assert all(gradient.abs().max() > 0 for gradient in found.values())
+    for name, _ in model.named_parameters():
+        assert found[name].isfinite().all() and found[name].abs().max() > 0, name
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_neox", "gpt2", "mixtral"])
