@@ -118,7 +118,8 @@ def test_experts_that_are_chosen_on_the_host_keep_the_ordinary_loop(captures):
     model, ids = swapped("mixtral", "1:1"), tiny_hosts.tokens(2, 7)
     model.set_experts_implementation("eager")
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **options), ordinary(model, ids))
+    expected = ordinary(model, ids)
+    assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **options), expected)
     assert "the ordinary loop: capturing the step failed" in deltazoo.report(model).decoding
     assert not captures
 
