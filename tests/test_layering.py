@@ -24,7 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"runtime", "ops", "spec", "layers", "variants", "_auto_registration"},
     "acceleration": {"runtime", "ops", "spec", "layers", "variants"},
     "generation": {"runtime", "ops", "spec", "layers", "variants", "models"},
-    "bench": {"device", "rule_files", "runtime", "ops", "spec", "layers", "variants", "models", "generation"},
+    "bench": {
+        *("device", "rule_files", "runtime", "ops", "spec", "layers", "variants"),
+        *("models", "generation", "acceleration", "swap"),
+    },
     "swap": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "models", "training", "_auto_registration"},
     "training": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "models"},
     "evaluation": {"_lazy", "device", "runtime", "ops", "spec", "layers", "variants", "models", "training"},

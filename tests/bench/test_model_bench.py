@@ -51,7 +51,25 @@ def test_every_setting_has_a_number(result: Path) -> None:
         for tokens in (8, 40):
             assert (library, "token_ms", loop, 1, tokens) in settings
         assert (library, "profile_ms", "eager", 2, 16) in settings
-    assert ("deltazoo", "decode_tok_s", "generate-captured", 1, 16) in settings
+    assert ("deltazoo", "decode_tok_s", "generate-plain", 1, 16) in settings
+
+
+def test_decoding_of_swapped_and_accelerated_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
+    path = tmp_path / "model_others.json"
+    options = ["--models", "none", "--peers", "swapped,qwen3-next", "--measure", "decode", "--batches", "1"]
+    outcome = CliRunner().invoke(app, [*QUICK, *options, "--out", str(path)])
+    assert outcome.exit_code == 0, outcome.output
+    rows = load_model_results([path]).rows.values()
+    assert all(row.value is not None and row.value > 0 for row in rows)
+    assert {(row.model, row.library, row.way) for row in rows} == {
+        ("llama-swapped", "deltazoo", "generate"),
+        ("llama-swapped", "deltazoo", "generate-plain"),
+        ("llama-swapped", "deltazoo", "loop"),
+        ("qwen3-next", "transformers", "generate"),
+        ("qwen3-next", "accelerated", "generate"),
+        ("qwen3-next", "accelerated", "loop"),
+    }
 
 
 def test_the_run_names_machine_versions_and_commit(result: Path) -> None:

@@ -397,7 +397,7 @@ class TestBetweenCalls:
 
     def test_much_memory_is_given_back(self, captures, monkeypatch):
         model, ids = tiny_model("gated_deltanet"), tokens(2, 6)
-        monkeypatch.setattr(captured_generation, "_KEPT_BYTES", 1000)
+        monkeypatch.setattr(captured_generation, "_total_bytes", lambda device: 64_000)
         generate(model, ids)
         assert vars(model)["_captured_steps"]._kept is None
 

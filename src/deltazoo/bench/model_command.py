@@ -27,7 +27,7 @@ def model(
     size: Annotated[str | None, typer.Option(help="quickstart (default on a CPU), 340m (on a GPU) or 1.3b.")] = None,
     models: Annotated[str, typer.Option(help="Our mixers, comma-separated.")] = "gated_deltanet,delta_net",
     load: LoadOption = None,
-    peers: Annotated[str, typer.Option(help="Out of llama,fla, or none.")] = "llama,fla",
+    peers: Annotated[str, typer.Option(help="Out of llama,fla,swapped,qwen3-next, or none.")] = "llama,fla",
     measure: Annotated[
         str, typer.Option(help="Out of train,memory,decode,context,profile.")
     ] = "train,decode,context,profile",
@@ -44,8 +44,8 @@ def model(
         ),
     ] = "eager",
     decoding: Annotated[
-        str, typer.Option(help="Ways to decode, out of generate,generate-captured,loop,loop-fast,loop-compiled.")
-    ] = "generate,generate-captured,loop",
+        str, typer.Option(help="Ways to decode, out of generate,generate-plain,loop,loop-fast,loop-compiled.")
+    ] = "generate,generate-plain,loop",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on a CPU) or bfloat16 (on a GPU).")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed training steps.")] = 10,
     new_tokens: Annotated[int, typer.Option(min=2, help="Timed tokens while decoding.")] = 100,

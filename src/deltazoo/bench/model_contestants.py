@@ -9,15 +9,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
+from deltazoo.acceleration import accelerate
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.spec import list_variants
+from deltazoo.swap import swap_attention
 
 __all__ = ["PEERS", "SIZES", "Contestant", "Size", "contestants"]
 
-PEERS = ("llama", "fla")
-"""llama: transformers' Llama with torch's SDPA. fla: flash-linear-attention's model of the same mixer, on a GPU."""
+PEERS = ("llama", "fla", "swapped", "qwen3-next")
+"""llama: transformers' Llama with torch's SDPA. fla: flash-linear-attention's model of the same mixer, on a GPU.
+swapped: the Llama with Gated DeltaNet in three of four layers. qwen3-next: transformers' own, and it accelerated."""
 
 _FLA_MODELS = {"delta_net": "DeltaNet", "gated_deltanet": "GatedDeltaNet", "kda": "KDA"}
 
@@ -73,6 +76,11 @@ def contestants(
     missing: dict[str, str] = {}
     if "llama" in peers:
         taking_part.append(Contestant("llama", "transformers", partial(_llama, size)))
+    if "swapped" in peers:
+        taking_part.append(Contestant("llama-swapped", "deltazoo", partial(_swapped, size)))
+    if "qwen3-next" in peers:
+        taking_part.append(Contestant("qwen3-next", "transformers", partial(_qwen3_next, size)))
+        taking_part.append(Contestant("qwen3-next", "accelerated", partial(_accelerated, size)))
     if "fla" in peers:
         if torch.device(device).type != "cuda":
             missing["fla"] = "its kernels need a GPU"
@@ -103,6 +111,43 @@ def _llama(size: Size) -> Any:
     )
     config._attn_implementation = "sdpa"
     return LlamaForCausalLM(config)
+
+
+def _swapped(size: Size, **runtime: Any) -> Any:
+    model = _llama(size)
+    swap_attention(model, "gated_deltanet", layers="3:1", init="random")
+    model.set_runtime(**runtime)
+    return model
+
+
+def _qwen3_next(size: Size) -> Any:
+    """Without experts; three of four layers are linear."""
+    last = size.num_hidden_layers - 1
+    softmax = [index % 4 == 3 or index == last for index in range(size.num_hidden_layers)]
+    config = Qwen3NextConfig(
+        vocab_size=size.vocab_size,
+        hidden_size=size.hidden_size,
+        intermediate_size=size.intermediate_size,
+        num_hidden_layers=size.num_hidden_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_heads,
+        head_dim=size.head_dim,
+        linear_num_key_heads=size.num_heads,
+        linear_num_value_heads=size.num_heads,
+        linear_key_head_dim=size.head_dim,
+        linear_value_head_dim=size.head_dim,
+        layer_types=["full_attention" if is_softmax else "linear_attention" for is_softmax in softmax],
+        mlp_only_layers=list(range(size.num_hidden_layers)),
+        tie_word_embeddings=size.tie_word_embeddings,
+    )
+    config._attn_implementation = "sdpa"
+    return Qwen3NextForCausalLM(config)
+
+
+def _accelerated(size: Size) -> Any:
+    model = _qwen3_next(size)
+    accelerate(model)
+    return model
 
 
 def _fla(models: Any, size: Size, mixer: str) -> Any:

@@ -11,13 +11,14 @@ from torch import Tensor
 from deltazoo.bench.model_results import ModelRow
 from deltazoo.bench.stopwatch import Spread, clock_for
 from deltazoo.generation import Decoder
-from deltazoo.models import DeltaRuleForCausalLM
 
 __all__ = ["DECODING_WAYS", "context_rows", "decoding_rows", "decoding_ways"]
 
-DECODING_WAYS = ("generate", "generate-captured", "loop", "loop-fast", "loop-compiled")
-"""generate: transformers' method; -captured: with `capture_step=True`. loop: `deltazoo.generate`; -fast: of a model
-with every fusion there is; -compiled: with `compile=True`."""
+DECODING_WAYS = ("generate", "generate-plain", "loop", "loop-fast", "loop-compiled")
+"""generate: the model's method, which captures its step on a GPU if it is ours; -plain: with `capture_step=False`.
+loop: `deltazoo.generate`; -fast: of a model with every fusion there is; -compiled: with `compile=True`."""
+
+_WAYS_OF = {"deltazoo": DECODING_WAYS, "accelerated": ("generate", "loop", "loop-compiled")}
 
 _WARM_UP = 4
 """Tokens before the clock starts."""
@@ -28,7 +29,7 @@ _PIECE = 8192
 
 def decoding_ways(library: str, wanted: list[str]) -> list[str]:
     """Those of the ways that a library's models have."""
-    return [way for way in wanted if library == "deltazoo" or way == "generate"]
+    return [way for way in wanted if way in _WAYS_OF.get(library, ("generate",))]
 
 
 @torch.no_grad()
@@ -39,11 +40,11 @@ def decoding_rows(
     model, ids = _prepared(build, row, device, dtype)
     clock = clock_for(device)
     if row.way.startswith("loop"):
-        steps = _decoder(model, row).stream(ids, max_new_tokens=_WARM_UP + new_tokens)
+        steps = _decoder(model, row, new_tokens).stream(ids, max_new_tokens=_WARM_UP + new_tokens)
         gaps = _stream_gaps(steps, clock)[_WARM_UP:]
         yield row.measured("decode_tok_s", _speed(gaps, row.batch))
         return
-    options = {"do_sample": False, "capture_step": True} if row.way == "generate-captured" else {"do_sample": False}
+    options = {"do_sample": False, "capture_step": False} if row.way == "generate-plain" else {"do_sample": False}
     mask = torch.ones_like(ids)
     model.generate(ids, attention_mask=mask, max_new_tokens=_WARM_UP, **options)
     began = clock()
@@ -62,8 +63,8 @@ def context_rows(
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    if isinstance(model, DeltaRuleForCausalLM):
-        steps = _decoder(model, row).stream(ids, max_new_tokens=_WARM_UP + new_tokens)
+    if row.way.startswith("loop"):
+        steps = _decoder(model, row, new_tokens).stream(ids, max_new_tokens=_WARM_UP + new_tokens)
     else:
         steps = _plain_steps(model, ids, _WARM_UP + new_tokens)
     began = clock()
@@ -83,8 +84,9 @@ def _prepared(build: Callable[[], Any], row: ModelRow, device: str, dtype: torch
     return model, torch.randint(0, model.config.vocab_size, (row.batch, row.tokens), device=device)
 
 
-def _decoder(model: DeltaRuleForCausalLM, row: ModelRow) -> Decoder:
-    return Decoder(model, row.batch, prefill_chunk=_PIECE, compile=row.way == "loop-compiled")
+def _decoder(model: Any, row: ModelRow, new_tokens: int) -> Decoder:
+    length = row.tokens + _WARM_UP + new_tokens
+    return Decoder(model, row.batch, max_length=length, prefill_chunk=_PIECE, compile=row.way == "loop-compiled")
 
 
 def _plain_steps(model: Any, ids: Tensor, new_tokens: int) -> Iterator[Tensor]:

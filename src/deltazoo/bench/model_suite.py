@@ -118,7 +118,7 @@ def _measurements(
             for way in ways:
                 yield replace(row, way=way, batch=batch, tokens=16), decode, "decode_tok_s"
     if "context" in plan.groups:
-        loop = "loop" if contestant.library == "deltazoo" else "generate"
+        loop = "loop" if contestant.library in ("deltazoo", "accelerated") else "generate"
         for tokens in plan.contexts:
             yield replace(row, way=loop, batch=1, tokens=tokens), context, "token_ms"
     if "profile" in plan.groups:

@@ -42,8 +42,9 @@ from deltazoo.models.step_capture import (
 
 __all__ = ["CapturedGeneration", "CapturedSteps"]
 
-_KEPT_BYTES = 2**28
-"""A captured step is kept after `generate` if its states, keys and values take no more."""
+_KEPT_SHARE = 64
+"""A captured step is kept after `generate` if its states, keys and values take no more than the device's memory over
+this."""
 _ROOM = 256
 """Keys and values get room for a multiple of this many tokens, so that calls of similar length share a step."""
 _CAPTURES = 2
@@ -214,9 +215,9 @@ class CapturedSteps:
         _check_room(filled, max_length, model.device)
         return _FixedState(fixed_cache(model, max_length), rows)
 
-    def keep(self, state: "_FixedState") -> None:
+    def keep(self, state: "_FixedState", device: torch.device) -> None:
         """Leave a captured step for the next call, unless it takes much memory."""
-        if state.fingerprint is not None and state.nbytes <= _KEPT_BYTES:
+        if state.fingerprint is not None and state.nbytes <= _total_bytes(device) // _KEPT_SHARE:
             self._kept = state
 
     def failed(self, model: Any, error: Exception) -> None:
@@ -293,6 +294,10 @@ def _free_bytes(device: torch.device) -> int:
         return sys.maxsize
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def _total_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else sys.maxsize
 
 
 class _FixedState:
@@ -394,7 +399,7 @@ class _Call:
         if self._replaced is not None:
             self.model.forward = self._replaced
         if self._state is not None and not self._users_own and graphs_run_on(self.model.device):
-            self._steps.keep(self._state)
+            self._steps.keep(self._state, self.model.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
