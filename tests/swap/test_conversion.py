@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -174,6 +175,23 @@ def test_a_finished_conversion_is_only_reported_again(home: Path, unbroken: Conv
     again = convert(*fresh(home), recipe(home / "text", home / "unbroken"), resume=True)
     assert again.scores == unbroken.scores
     assert (unbroken.model_path / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("lost", [("align/result.json",), ("align/model", "model")])
+def test_what_is_lost_of_a_finished_stage_is_made_again_from_its_checkpoint(
+    home: Path, unbroken: ConversionResult, tmp_path: Path, lost: tuple[str, ...]
+) -> None:
+    shutil.copytree(unbroken.model_path.parent, tmp_path / "run")
+    for name in lost:
+        path = tmp_path / "run" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = convert(*fresh(home), recipe(home / "text", tmp_path / "run"), resume=True)
+    assert losses(again, "align") == losses(unbroken, "align")
+    assert again.model_path == tmp_path / "run" / "model"
+    for model in ("model", "align/model"):
+        folders = (tmp_path / "run", unbroken.model_path.parent)
+        found, expected = (AutoModelForCausalLM.from_pretrained(folder / model).state_dict() for folder in folders)
+        assert all(torch.equal(x, found[name]) for name, x in expected.items())
 
 
 def test_a_run_goes_on_only_as_it_began(home: Path, unbroken: ConversionResult) -> None:

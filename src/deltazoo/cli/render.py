@@ -16,7 +16,7 @@ def comparison_table(
 ) -> Table:
     """The model and the baselines, best first."""
     rows = sorted([Baseline(name, score.bits_per_byte, has_seen), *others], key=lambda row: row.bits_per_byte)
-    table = Table(title=f"{score.documents} held-out documents, {score.bytes:,} bytes")
+    table = Table(title=f"documents scored: {score.documents}, {score.bytes:,} bytes")
     table.add_column("predictor")
     table.add_column("bits per byte", justify="right")
     table.add_column("has seen before")
