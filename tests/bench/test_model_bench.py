@@ -146,16 +146,29 @@ def test_recompute_levels_and_a_fused_loss_keep_less_and_ligers_kernels_need_a_g
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
-    path, ways = tmp_path / "model_x.json", "eager,recompute-elementwise,recompute-block,fused-loss,plain,fast"
-    arguments = ["--measure", "memory", "--training", ways, "--peers", "llama", "--out", str(path)]
+    path = tmp_path / "model_x.json"
+    ways = "eager,recompute-elementwise,recompute-block,fused-loss,no-options,plain,fast"
+    shape = ["--shapes", "4x128"]  # with fewer tokens the gradients that the fused loss keeps outweigh logits
+    arguments = ["--measure", "memory", *shape, "--training", ways, "--peers", "llama", "--out", str(path)]
     assert CliRunner().invoke(app, [*QUICK, *arguments]).exit_code == 1, "of the way fast, which needs a GPU"
     ours = {row.way: row for row in load_model_results([path]).of("kept_kib") if row.library == "deltazoo"}
     kept = [ours[way].value for way in ways.split(",")[:3]]
     assert kept[0] > kept[1] > kept[2] > 0
-    assert 0 < ours["fused-loss"].value < kept[0]
-    assert ours["plain"].value == kept[0]  # there are no kernels on a CPU
+    assert ours["fused-loss"].value == kept[0] < ours["no-options"].value
+    assert ours["plain"].value == ours["no-options"].value  # there are no kernels on a CPU
     assert ours["fast"].error.startswith("NotImplementedError: Liger's kernels run on GPUs, not on cpu")
     assert [row.way for row in load_model_results([path]).of("kept_kib") if row.library == "transformers"] == ["eager"]
+
+
+def test_several_dtypes_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
+    path, ways = tmp_path / "model_x.json", ["no-options", "eager"]
+    options = ["--training", ",".join(ways), "--dtype", "float32,autocast", "--peers", "none", "--out", str(path)]
+    outcome = CliRunner().invoke(app, [*QUICK, "--measure", "train", *options])
+    assert outcome.exit_code == 0, outcome.output
+    results = load_model_results([path])
+    rows = {(row.way, row.dtype) for row in results.of("train_tok_s") if row.value}
+    assert rows == {(way, dtype) for way in ways for dtype in ("float32", "autocast")} and len(results.runs) == 1
 
 
 @pytest.mark.parametrize(
@@ -170,6 +183,7 @@ def test_recompute_levels_and_a_fused_loss_keep_less_and_ligers_kernels_need_a_g
         (["--training", "quick"], "unknown way to train 'quick'"),
         (["--decoding", "fast"], "unknown way to decode 'fast'"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--dtype", "autocast"], "autocast is for training: measure train, memory or profile with it"),
     ],
 )
 def test_bad_input_is_one_line_and_status_1(arguments: list[str], complaint: str, tmp_path: Path) -> None:

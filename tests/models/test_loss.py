@@ -7,6 +7,7 @@ import torch
 from tiny_models import tiny_model, tokens
 from torch import nn
 
+from deltazoo.models.late_logits import OutputWithLateLogits
 from deltazoo.ops import linear_cross_entropy as pieces
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
@@ -16,16 +17,16 @@ def several_pieces(monkeypatch):
     monkeypatch.setattr(pieces, "_LOGITS_AT_ONCE", 61 * 7)
 
 
-def pair(case, **overrides):
+def pair(case, fused=True, **overrides):
     """Two models in training with the same weights: with the loss of all logits, and with the one without."""
-    return tiny_model(case, **overrides).train(), tiny_model(case, fuse_linear_cross_entropy=True, **overrides).train()
+    return tuple(tiny_model(case, fuse_linear_cross_entropy=on, **overrides).train() for on in (False, fused))
 
 
 def loss_and_gradients(model, ids, **kwargs):
     model.zero_grad()
     output = model(ids, **{"labels": ids, **kwargs})
     output.loss.backward()
-    assert (output.logits is None) == bool(model.runtime.fuse_linear_cross_entropy)
+    assert isinstance(output, OutputWithLateLogits) == (model.runtime.fuse_linear_cross_entropy is not False)
     return {"loss": output.loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
 
 
@@ -85,13 +86,14 @@ def test_with_gradient_checkpointing(reentrant):
 
 
 def test_under_autocast():
-    """Both round the same products to bfloat16; sums over pieces may round differently, once each."""
+    """Both round as often, but not the same numbers: each gradient errs at most twice as much as with all logits."""
     ids = tokens(2, 20)
+    exact = loss_and_gradients(tiny_model("gated_deltanet").train(), ids)
     with torch.autocast("cpu", torch.bfloat16):
-        expected, actual = (loss_and_gradients(model, ids) for model in pair("gated_deltanet"))
-    for name, x in expected.items():
-        error = (actual[name] - x).norm() / x.norm()
-        assert error <= torch.finfo(torch.bfloat16).eps, f"{name}: {error:.2e}"
+        plain, actual = (loss_and_gradients(model, ids) for model in pair("gated_deltanet"))
+    for name, x in exact.items():
+        error, plain_error = ((found[name] - x).norm() / x.norm() for found in (actual, plain))
+        assert error <= 2 * plain_error + torch.finfo(torch.float32).eps, f"{name}: {error:.2e} for {plain_error:.2e}"
 
 
 def test_evaluation_and_calls_without_labels_return_logits():
@@ -101,13 +103,6 @@ def test_evaluation_and_calls_without_labels_return_logits():
     expected, actual = (model.eval()(ids, labels=ids) for model in (plain, fused))
     torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=0)
     torch.testing.assert_close(actual.loss, expected.loss, rtol=0, atol=0)
-
-
-def test_a_tuple_without_logits():
-    _, fused = pair("gated_deltanet")
-    ids = tokens(2, 9)
-    (loss,) = fused(ids, labels=ids, use_cache=False, return_dict=False)
-    assert loss.requires_grad
 
 
 class Adapted(nn.Linear):
@@ -167,6 +162,7 @@ def test_lora_on_the_head_is_refused_and_elsewhere_trains():
 
 @pytest.mark.slow
 def test_compiles_in_one_graph():
+    """Compiled code cannot leave logits for later: there are none."""
     torch._dynamo.reset()
     ids, model = tokens(2, 20), tiny_model("gated_deltanet", fuse_linear_cross_entropy=True)
     expected = {name: x.clone() for name, x in loss_and_gradients(model.train(), ids).items()}

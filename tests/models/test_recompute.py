@@ -19,6 +19,7 @@ import deltazoo.layers.delta_attention
 import deltazoo.layers.mlp
 import deltazoo.layers.norm
 import deltazoo.layers.short_conv
+from deltazoo.models import block, recompute
 from deltazoo.ops import DeltaRuleOutput
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
@@ -49,6 +50,52 @@ def test_gradients_are_the_same(case, level):
     expected = loss_and_gradients(tiny_model(case).train(), ids)
     actual = loss_and_gradients(tiny_model(case, recompute=level).train(), ids)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """What a GPU does by default, on this machine's CPU."""
+    monkeypatch.setattr(recompute, "_recomputes_by_default", lambda device: True)
+
+
+def levels_run(monkeypatch):
+    """The levels at which blocks run, as they run."""
+    seen, run = [], block.run_block
+    monkeypatch.setattr(block, "run_block", lambda level, *args: seen.append(level) or run(level, *args))
+    return seen
+
+
+def test_by_default_a_gpu_recomputes_elementwise_and_a_cpu_nothing():
+    devices = [torch.device(name) for name in ("cpu", "cuda", "meta")]
+    assert [recompute.level_of(None, device) for device in devices] == ["none", "elementwise", "none"]
+    assert [recompute.level_of("block", device) for device in devices] == ["block"] * 3
+    with torch.no_grad():
+        assert recompute.level_of(None, torch.device("cuda")) == "none"
+    with torch.autograd.graph.save_on_cpu():  # and other hooks, such as those of others' activation checkpointing
+        assert recompute.level_of(None, torch.device("cuda")) == "none"
+
+
+def test_the_default_on_a_gpu(on_a_gpu, monkeypatch):
+    ids, seen = tokens(2, 20), levels_run(monkeypatch)
+    expected = loss_and_gradients(tiny_model("hybrid", recompute="none").train(), ids)
+    model = tiny_model("hybrid").train()
+    seen.clear()
+    torch.testing.assert_close(loss_and_gradients(model, ids), expected, rtol=0, atol=0)
+    assert seen == ["elementwise"] * 2
+    seen.clear()
+    assert model(ids).past_key_values is None
+    assert model(ids, use_cache=True).past_key_values.get_seq_length() == 20  # asked for, so nothing is recomputed
+    assert model.eval()(ids).past_key_values.get_seq_length() == 20
+    assert seen == ["elementwise"] * 2 + ["none"] * 4
+    with torch.no_grad():
+        assert model.train()(ids).past_key_values.get_seq_length() == 20
+
+
+def test_generation_in_training_mode_keeps_its_cache(on_a_gpu):
+    ids = tokens(1, 5)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    found = [tiny_model("hybrid").train(mode).generate(ids, **options) for mode in (True, False)]
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
@@ -193,7 +240,7 @@ def test_what_is_kept_around_kernels(monkeypatch):
 
     monkeypatch.setattr(layers.delta_attention, "delta_rule", rule)
     sizes = {"hidden_size": 64, "num_heads": 2, "head_dim": 32, "intermediate_size": 176}
-    options = {"fused_kernels": True, "liger": True, **sizes}
+    options = {"fused_kernels": True, "liger": True, "fuse_linear_cross_entropy": False, **sizes}
     kept = {level: kept_per_layer(level, case="delta_net", **options) for level in LEVELS[:2]}
     number = 4 * 64
     # The step size and its gate are small; the profiler counts a few bytes per tensor.

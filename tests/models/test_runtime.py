@@ -178,3 +178,20 @@ def test_other_options_give_the_same_logits():
         for backend, fused in product([None, "reference", "chunkwise"], [None, False]):
             model.set_runtime(backend=backend, fused_kernels=fused)
             torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_the_report_says_how_a_model_trains_and_why():
+    model = tiny_model("hybrid").train()
+    text = deltazoo.report(model).training
+    assert "recomputed in training: none (default on cpu)" in text and "norms: torch" in text
+    assert "MLP: plain torch (default on cpu)" in text
+    assert "loss in training: without the logits of all positions (default in torch.float32)" in text
+    model.set_runtime(recompute="block", fuse_linear_cross_entropy=False, liger=True)
+    text = str(deltazoo.report(model))
+    assert "recomputed in training: block (recompute='block' was asked for)" in text and "norms: Liger" in text
+    assert "from the logits of all positions (fuse_linear_cross_entropy=False was asked for)" in text
+    model.set_runtime(fuse_linear_cross_entropy=None)
+    model.lm_head = torch.nn.Linear(32, 61)
+    assert "from the logits of all positions (lm_head has a bias)" in deltazoo.report(model).training
+    assert "loss" not in deltazoo.report(model.model).training
+    assert deltazoo.report(torch.nn.Linear(2, 2)).training is None

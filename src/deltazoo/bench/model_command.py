@@ -39,14 +39,20 @@ def model(
     training: Annotated[
         str,
         typer.Option(
-            help="Ways to train, out of eager,compile,plain,fused-loss,fast,fast-recompute,recompute-elementwise,"
-            "recompute-block."
+            help="Ways to train, out of eager,compile,no-options,plain,fused-loss,fast,fast-recompute,"
+            "recompute-elementwise,recompute-block."
         ),
     ] = "eager",
     decoding: Annotated[
         str, typer.Option(help="Ways to decode, out of generate,generate-plain,loop,loop-fast,loop-compiled.")
     ] = "generate,generate-plain,loop",
-    dtype: Annotated[str | None, typer.Option(help="float32 (default on a CPU) or bfloat16 (on a GPU).")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Out of float32 (default on a CPU), bfloat16 (on a GPU) and autocast (float32 weights under bfloat16 "
+            "autocast)."
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed training steps.")] = 10,
     new_tokens: Annotated[int, typer.Option(min=2, help="Timed tokens while decoding.")] = 100,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own default unless given.")] = None,
@@ -59,7 +65,7 @@ def model(
     from deltazoo.bench.model_contestants import SIZES
     from deltazoo.bench.model_decoding import DECODING_WAYS
     from deltazoo.bench.model_suite import GROUPS, ModelPlan, bench_models
-    from deltazoo.bench.model_training import TRAINING_WAYS
+    from deltazoo.bench.model_training import AUTOCAST, TRAINING_WAYS
     from deltazoo.device import check_device
 
     try:
@@ -74,7 +80,7 @@ def model(
             peers=[] if peers == "none" else peers.split(","),
             groups=_choices(measure, GROUPS, "measure"),
             device=device,
-            dtype=getattr(torch, _choices(dtype or default_dtype, ("float32", "bfloat16"), "dtype")[0]),
+            dtypes=_choices(dtype or default_dtype, ("float32", "bfloat16", AUTOCAST), "dtype"),
             shapes=[_shape(text) for text in (shapes or defaults["shapes"]).split(",")],
             batches=_numbers(batches or defaults["batches"], "batches"),
             contexts=_numbers(contexts or defaults["contexts"], "contexts"),

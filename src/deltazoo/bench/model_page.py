@@ -25,13 +25,16 @@ token mixer and in whose code runs it. Weights are random. A training step is fo
 AdamW on random tokens.
 
 Ways to train: `eager` is the default configuration, `compile` the same through `torch.compile`; `plain`, `fused-loss`
-and `recompute-...` are the configuration keys `fused_kernels: false`, `fuse_linear_cross_entropy` and `recompute`;
-`fast` is `fused-loss` with the key `liger`, `fast-recompute` is `fast` with `recompute: elementwise`. Ways to decode,
+and `recompute-...` are the runtime options `fused_kernels: false`, `fuse_linear_cross_entropy` and `recompute`;
+`fast` is `fused-loss` with `liger`, `fast-recompute` is `fast` with `recompute: elementwise`. Ways to decode,
 all greedy: `generate` is the model's method, `generate-plain` the same with `capture_step=False`, `loop` is
 `deltazoo.generate`, `loop-fast` the same with the keys of `fast`, `loop-compiled` with `compile=True` instead. On a
 GPU the steps of the loop and of our models' `generate` are CUDA graphs, on a CPU they are plain calls. Runs before
 commit `566db21` captured the steps of `generate` only with `capture_step=True`: those rows are `generate-captured`, and
 our rows `generate` of these runs are plain. What `generate` takes beyond `loop` is transformers' own loop.
+
+`no-options` keeps all logits, recomputes nothing and computes SwiGLU in plain torch, as `eager` did in runs before
+2026-11-23. The dtype `autocast` stands for float32 weights under bfloat16 autocast.
 
 The default configuration runs the fused kernels on GPUs since commit `f826b2c`. **Our rows of runs before it, `compile`
 and contexts among them, are without fused kernels**; plots name a commit that is not the newest of its section.

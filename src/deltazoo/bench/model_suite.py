@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from deltazoo.bench.model_contestants import SIZES, Contestant, contestants
 from deltazoo.bench.model_decoding import context_rows, decoding_rows, decoding_ways
 from deltazoo.bench.model_results import ModelResults, ModelRow, load_model_results
-from deltazoo.bench.model_training import OUR_WAYS, kept_rows, profile_rows, training_rows
+from deltazoo.bench.model_training import AUTOCAST, OUR_WAYS, kept_rows, profile_rows, training_rows
 from deltazoo.bench.results import describe_run
 
 __all__ = ["GROUPS", "ModelPlan", "bench_models"]
@@ -31,7 +32,8 @@ class ModelPlan:
     peers: list[str]
     groups: list[str]
     device: str
-    dtype: torch.dtype
+    dtypes: list[str]
+    """Names of torch's dtypes, or `autocast`, for training alone."""
     shapes: list[tuple[int, int]]
     """Training batches: rows and tokens per row."""
     batches: list[int]
@@ -52,14 +54,16 @@ def bench_models(
     Raises:
         ValueError: an unknown mixer or peer, or an existing file that is no result of this benchmark.
     """
+    if AUTOCAST in plan.dtypes and {"decode", "context"} & set(plan.groups):
+        raise ValueError("autocast is for training: measure train, memory or profile with it")
     results = load_model_results([out]) if out.exists() else ModelResults()
     taking_part, missing = contestants(SIZES[plan.size], plan.mixers, plan.peers, plan.device)
     run = describe_run(device=plan.device, commit=commit, command=command, missing_peers=missing)
     results.runs[run.id] = run
     for name, reason in missing.items():
         report(f"without {name}: {reason}")
-    for contestant in taking_part:
-        for row, measure, first in _measurements(plan, contestant):
+    for contestant, dtype in product(taking_part, plan.dtypes):
+        for row, measure, first in _measurements(plan, contestant, dtype):
             row = replace(row, run=run.id)
             try:
                 for found in measure(row):
@@ -77,12 +81,12 @@ def bench_models(
 
 
 def _measurements(
-    plan: ModelPlan, contestant: Contestant
+    plan: ModelPlan, contestant: Contestant, dtype: str
 ) -> Iterator[tuple[ModelRow, Callable[[ModelRow], Iterator[ModelRow]], str]]:
     """Every setting of one contestant: its row without a number, what measures it, and the number that comes first."""
-    dtype = str(plan.dtype).removeprefix("torch.")
     row = ModelRow(plan.size, contestant.model, contestant.library, "eager", dtype, "train_tok_s", 0, 0)
-    options: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype}
+    weights = torch.float32 if dtype == AUTOCAST else getattr(torch, dtype)
+    options: dict[str, Any] = {"device": plan.device, "dtype": weights}
 
     def build_for(row: ModelRow) -> Callable[[], Any]:
         return partial(contestant.build, **OUR_WAYS.get(row.way, {}))

@@ -11,18 +11,35 @@ from torch.profiler import ProfilerActivity, profile
 
 from deltazoo.bench.model_results import ModelRow
 from deltazoo.bench.stopwatch import Spread, clock_for
+from deltazoo.layers import SwiGLU
 
-__all__ = ["OUR_WAYS", "PARTS", "TRAINING_WAYS", "kept_rows", "kind_of_work", "profile_rows", "training_rows"]
+__all__ = [
+    "AUTOCAST",
+    "OUR_WAYS",
+    "PARTS",
+    "TRAINING_WAYS",
+    "kept_rows",
+    "kind_of_work",
+    "profile_rows",
+    "training_rows",
+]
+
+_NOTHING = {"liger": False, "fuse_linear_cross_entropy": False, "recompute": "none"}
 
 OUR_WAYS: dict[str, dict[str, Any]] = {
-    "plain": {"fused_kernels": False},
+    "no-options": _NOTHING,
+    "plain": {**_NOTHING, "fused_kernels": False},
     "fused-loss": {"fuse_linear_cross_entropy": True},
     "fast": {"liger": True, "fuse_linear_cross_entropy": True},
     "fast-recompute": {"liger": True, "fuse_linear_cross_entropy": True, "recompute": "elementwise"},
     "recompute-elementwise": {"recompute": "elementwise"},
     "recompute-block": {"recompute": "block"},
 }
-"""Ways that are configuration keys of our models; plain: no fusion at all, fast: every one there is."""
+"""Ways that are runtime options of our models, beside the default. no-options: as the default was before the loss was
+fused, elementwise results were recomputed and SwiGLU had a kernel; plain: no fusion at all; fast: Liger's kernels."""
+
+AUTOCAST = "autocast"
+"""The dtype of rows with float32 weights under bfloat16 autocast, as `deltazoo train` runs."""
 
 TRAINING_WAYS = ("eager", "compile", *OUR_WAYS)
 """compile: through `torch.compile`."""
@@ -125,6 +142,11 @@ class _TrainingStep:
         torch.manual_seed(0)
         with torch.device(device):
             self.model = build().to(dtype).train()
+        if row.way == "no-options":
+            for module in self.model.modules():
+                if isinstance(module, SwiGLU):
+                    module.fused = False
+        self.autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=row.dtype == AUTOCAST)
         self.forward = torch.compile(self.model) if row.way == "compile" else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         vocabulary = self.model.config.vocab_size
@@ -143,4 +165,5 @@ class _TrainingStep:
 
     def loss(self) -> torch.Tensor:
         """The forward pass."""
-        return self.forward(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+        with self.autocast:
+            return self.forward(input_ids=self.ids, labels=self.ids, use_cache=False).loss

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.layers.recompute import recomputable
+from deltazoo.ops.fused import fused_kernels_fit, fused_swiglu
 from deltazoo.ops.liger import liger_swiglu
 
 __all__ = ["SwiGLU", "default_intermediate_size"]
@@ -23,13 +24,22 @@ class SwiGLU(nn.Module):
     Args:
         hidden_size: of inputs and outputs.
         intermediate_size: default `default_intermediate_size`.
-        liger: Liger's kernel between the matrix products instead of plain torch.
+        liger: Liger's kernel between the matrix products.
+        fused: our own Triton kernel between them; None: wherever it runs, and plain torch elsewhere.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int | None = None, *, liger: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int | None = None,
+        *,
+        liger: bool = False,
+        fused: bool | None = False,
+    ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.liger = liger
+        self.fused = fused
         self.intermediate_size = intermediate_size or default_intermediate_size(hidden_size)
         self.gate_proj = nn.Linear(hidden_size, self.intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, self.intermediate_size, bias=False)
@@ -40,4 +50,8 @@ class SwiGLU(nn.Module):
         return self.down_proj(recomputable(self._product, self.gate_proj(x), self.up_proj(x)))
 
     def _product(self, gate: Tensor, up: Tensor) -> Tensor:
-        return liger_swiglu(gate, up) if self.liger else F.silu(gate) * up
+        if self.liger:
+            return liger_swiglu(gate, up)
+        if (fused_kernels_fit(gate) and gate.dtype == up.dtype) if self.fused is None else self.fused:
+            return fused_swiglu(gate, up)
+        return F.silu(gate) * up

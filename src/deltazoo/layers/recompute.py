@@ -95,6 +95,17 @@ class _Outcome(NamedTuple):
     results: tuple[Tensor, ...]
     saved: list[Tensor]
     """What autograd saved meanwhile, in that order."""
+    casts: dict[tuple[int, torch.dtype], Tensor]
+    """Results in the dtypes that autocast cast them to, by place; several matrix products read one of them."""
+
+    def result(self, place: int, dtype: torch.dtype) -> Tensor:
+        """A result as it was saved."""
+        result = self.results[place]
+        if result.dtype == dtype:
+            return result
+        if (place, dtype) not in self.casts:
+            self.casts[place, dtype] = result.to(dtype)
+        return self.casts[place, dtype]
 
 
 class _Call:
@@ -136,7 +147,7 @@ class _Call:
             if self.needs_saved:
                 return self._record(inputs)
             with torch.no_grad():
-                return _Outcome(_as_tuple(self.function(*inputs)), [])
+                return _Outcome(_as_tuple(self.function(*inputs)), [], {})
 
     def _record(self, inputs: list[Tensor]) -> _Outcome:
         saved: list[Tensor] = []
@@ -145,7 +156,7 @@ class _Call:
             results = _as_tuple(self.function(*inputs))
         if len(saved) != self.num_saved:
             raise RuntimeError(f"{self.function} saved {self.num_saved} tensors, and {len(saved)} when it ran again")
-        return _Outcome(tuple(y.detach() for y in results), saved)
+        return _Outcome(tuple(y.detach() for y in results), saved, {})
 
 
 class _OnTheWay:
@@ -185,10 +196,7 @@ class _Result:
         self.geometry = (view.shape, view.stride(), view.storage_offset())
 
     def value(self) -> Tensor:
-        result = self.call.opened().results[self.place]
-        if result.dtype != self.dtype:
-            result = result.to(self.dtype)
-        return result.as_strided(*self.geometry)
+        return self.call.opened().result(self.place, self.dtype).as_strided(*self.geometry)
 
 
 class _Recording:

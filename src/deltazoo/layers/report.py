@@ -40,6 +40,14 @@ class Generates(Protocol):
         """How it runs its steps."""
 
 
+@runtime_checkable
+class Trains(Protocol):
+    """A model that chooses how it trains."""
+
+    def describe_training(self) -> str:
+        """What it would do in a training step now, and why."""
+
+
 @dataclass(frozen=True)
 class LayerReport:
     """One delta-rule layer."""
@@ -60,9 +68,11 @@ class ModelReport:
     layers: tuple[LayerReport, ...]
     decoding: str | None = None
     """How the model's `generate` runs its steps, and why; None for what has no such method of ours."""
+    training: str | None = None
+    """How a training step computes norms, MLP and loss and what it recomputes, and why; None unless it is our model."""
 
     def __str__(self) -> str:
-        return self._table() if self.decoding is None else f"{self._table()}\n{self.decoding}"
+        return "\n".join(part for part in (self._table(), self.decoding, self.training) if part is not None)
 
     def _table(self) -> str:
         if not self.layers:
@@ -75,7 +85,8 @@ class ModelReport:
 
 
 def report(model: nn.Module) -> ModelReport:
-    """Say which backend every delta-rule layer of `model` runs where it is now, how `generate` decodes, and why.
+    """Say which backend every delta-rule layer of `model` runs where it is now, how `generate` decodes, how it
+    trains, and why.
 
     Args:
         model: a layer or anything that holds layers. Its parameters' device and dtype decide.
@@ -94,7 +105,8 @@ def report(model: nn.Module) -> ModelReport:
             layers.append(LayerReport(name or type(module).__name__, rule.variant, backend, reason))
     generators = (module for module in model.modules() if isinstance(module, Generates))
     decoding = next((module.describe_decoding() for module in generators), None)
-    return ModelReport(tuple(layers), decoding)
+    trainers = (module for module in model.modules() if isinstance(module, Trains))
+    return ModelReport(tuple(layers), decoding, next((module.describe_training() for module in trainers), None))
 
 
 def _description(module: nn.Module) -> RuleDescription | None:

@@ -12,7 +12,7 @@ from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.models.cache import CacheStates
 from deltazoo.models.configuration import DeltaRuleConfig
-from deltazoo.models.recompute import run_block
+from deltazoo.models.recompute import level_of, run_block
 from deltazoo.models.sequences import BatchSequences
 from deltazoo.models.softmax_attention import SoftmaxAttention
 from deltazoo.runtime import RuntimeOptions
@@ -49,10 +49,11 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         self.use_runtime(RuntimeOptions())
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with other `liger` and `recompute`."""
+        """Run with other `liger`, `fused_kernels` and `recompute`; the mixer is asked on its own."""
         self.recompute = options.recompute
         for module in (self.attn_norm, self.mlp_norm, self.mlp):
-            module.liger = bool(options.liger)  # type: ignore[assignment]
+            module.liger = bool(options.liger)
+        self.mlp.fused = options.fused_kernels
 
     def forward(
         self,
@@ -71,7 +72,7 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         """
         # Gradient checkpointing keeps less than any level; what is written to a cache must not be written twice.
         keeps_all = not self.training or self.gradient_checkpointing or past_key_values is not None
-        level = "none" if keeps_all else self.recompute or "none"
+        level = "none" if keeps_all else level_of(self.recompute, hidden_states.device)
         return run_block(level, self._run, hidden_states, sequences, softmax, past_key_values)
 
     def _run(

@@ -131,7 +131,7 @@ class ModelWithDeltaLayers(PreTrainedModel):
 
     def use_runtime(self, options: RuntimeOptions) -> None:
         """Remember the options of the whole model; what they act on is asked as well."""
-        self.runtime = options  # type: ignore[assignment]
+        self.runtime = options
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         # For quantisers alone: a float16 model computes its gate projections in float16 like all others.

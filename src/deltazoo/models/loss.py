@@ -7,6 +7,7 @@ Liger's kernel with the runtime option `liger`.
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,8 +15,27 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from deltazoo.ops.liger import liger_linear_cross_entropy
 from deltazoo.ops.linear_cross_entropy import IGNORED, linear_cross_entropy
+from deltazoo.ops.transforms import transforming
 
-__all__ = ["loss_without_logits"]
+__all__ = ["fuses_loss", "loss_without_logits", "obstacle_to_fused_loss"]
+
+
+def fuses_loss(model: Any) -> bool:
+    """Whether a training step of the model takes `loss_without_logits`.
+
+    If the runtime option `fuse_linear_cross_entropy` is not given: where that gives the loss and the gradients that all
+    logits would give, and nobody asks for more than gradients. Compiled code computes all logits then, since it cannot
+    leave them for later. So does a model in float64, whose loss transformers computes in float32.
+    """
+    if model.runtime.fuse_linear_cross_entropy is not None:
+        return model.runtime.fuse_linear_cross_entropy
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not transforming()
+        and obstacle_to_fused_loss(model) is None
+        and model.lm_head.weight.dtype != torch.float64
+    )
 
 
 def loss_without_logits(
@@ -39,11 +59,17 @@ def loss_without_logits(
         ValueError: the model has a loss function of its own, or a head that is more than a matrix; the labels do not
             fit the positions.
     """
-    _refuse_another_loss(model)
+    reason = obstacle_to_fused_loss(model)
+    if reason:
+        raise ValueError(
+            "fuse_linear_cross_entropy computes cross-entropy from the weight of a plain lm_head, but "
+            f"{reason}: call model.set_runtime(fuse_linear_cross_entropy=False)"
+        )
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     targets = shift_labels.reshape(-1).to(hidden_states.device)
-    summed = liger_linear_cross_entropy if model.runtime.liger else linear_cross_entropy
+    asked_for_ligers = model.runtime.liger and model.runtime.fuse_linear_cross_entropy
+    summed = liger_linear_cross_entropy if asked_for_ligers else linear_cross_entropy
     loss = summed(hidden_states.reshape(-1, hidden_states.shape[-1]), model.lm_head.weight, targets)
     if num_items_in_batch is None:
         return loss / (targets != IGNORED).sum()
@@ -52,21 +78,19 @@ def loss_without_logits(
     return loss / num_items_in_batch
 
 
-def _refuse_another_loss(model: Any) -> None:
+def obstacle_to_fused_loss(model: Any) -> str | None:
+    """Why the loss of a model is not that of `loss_without_logits`; None if it is."""
     head = model.lm_head
-    reason = None
     if model.loss_function is not ForCausalLMLoss:
-        reason = f"the model's loss_function is {model.loss_function!r}"
-    elif type(head) is not nn.Linear:
-        reason = f"lm_head is of {type(head)}"
-    elif head.bias is not None:
-        reason = "lm_head has a bias"
-    elif isinstance(head.weight, DTensor):
-        reason = "the weight of lm_head is spread over several devices"
-    elif head._forward_hooks or head._forward_pre_hooks or "forward" in head.__dict__:
-        reason = "lm_head has hooks"
-    if reason:
-        raise ValueError(
-            "fuse_linear_cross_entropy computes cross-entropy from the weight of a plain lm_head, but "
-            f"{reason}: call model.set_runtime(fuse_linear_cross_entropy=False)"
-        )
+        return f"the model's loss_function is {model.loss_function!r}"
+    if type(head) is not nn.Linear:
+        return f"lm_head is of {type(head)}"
+    if head.bias is not None:
+        return "lm_head has a bias"
+    if isinstance(head.weight, DTensor):
+        return "the weight of lm_head is spread over several devices"
+    if head._forward_hooks or head._forward_pre_hooks or "forward" in head.__dict__:
+        return "lm_head has hooks"
+    if type(head.weight) not in (nn.Parameter, Tensor):
+        return f"the weight of lm_head is of {type(head.weight)}"
+    return None

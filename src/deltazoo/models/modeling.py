@@ -5,7 +5,8 @@ checkpoints: `model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -25,10 +26,13 @@ from deltazoo.models.cache import prepare_cache
 from deltazoo.models.captured_generation import CapturedGeneration
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, refuse_undescribed
-from deltazoo.models.loss import loss_without_logits
+from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
+from deltazoo.models.loss import fuses_loss, loss_without_logits, obstacle_to_fused_loss
+from deltazoo.models.recompute import level_of
 from deltazoo.models.sequences import BatchSequences, describe_batch
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
+from deltazoo.ops.fused import fused_kernels_fit
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
@@ -69,6 +73,21 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
                     described = make_mixer(config, block.layer_idx)
                 refuse_undescribed(block.attn, described, f"{name}.attn")
 
+    def describe_training(self) -> str:
+        """What norms, MLPs and recomputation do in a training step now, and why."""
+        weight = next(module for module in self.modules() if isinstance(module, RMSNorm)).weight
+        asked, liger = self.runtime.given(), bool(self.runtime.liger)
+        fused = fused_kernels_fit(weight) if self.runtime.fused_kernels is None else self.runtime.fused_kernels
+        kernel = "Liger's kernel" if liger else "our Triton kernel" if fused else "plain torch"
+        default = f"default on {weight.device}"
+        lines = [
+            f"norms: {'Liger' if liger else 'torch'} ({_reason('liger', asked, 'Liger only when asked for')})",
+            f"MLP: {kernel} ({_reason('liger' if liger else 'fused_kernels', asked, default)})",
+            f"recomputed in training: {level_of(self.runtime.recompute, weight.device)} "
+            f"({_reason('recompute', asked, default)})",
+        ]
+        return "\n".join(lines)
+
     def prepare_cache(self, cache: Cache) -> None:
         """Make a fresh `DynamicCache` or `StaticCache` fit this model's layers, in place; ValueError if it cannot."""
         prepare_cache(cache, self.running_layer_types)
@@ -77,6 +96,22 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     def running_layer_types(self) -> list[str]:
         """Of the layers that a forward pass runs: transformers' early exit lowers `num_hidden_layers` for a while."""
         return (self.config.layer_types or [])[: self.config.num_hidden_layers]
+
+
+def _begins_no_cache_by_itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Without an explicit `use_cache`, training that recomputes begins no cache: nobody may write to one twice."""
+
+    @wraps(forward)
+    def wrapper(self: "DeltaRuleModel", *args: Any, **kwargs: Any) -> Any:
+        chosen = kwargs.get("use_cache") is not None or len(args) > _PLACE_OF_USE_CACHE
+        if self.training and not chosen and level_of(self.runtime.recompute, self.norm.weight.device) != "none":
+            kwargs["use_cache"] = False
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+_PLACE_OF_USE_CACHE = 5  # among the arguments of DeltaRuleModel.forward
 
 
 class DeltaRuleModel(DeltaRulePreTrainedModel):
@@ -101,6 +136,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         super().use_runtime(options)
         self.norm.liger = bool(options.liger)
 
+    @_begins_no_cache_by_itself
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -212,6 +248,13 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         self.post_init()
         self.set_runtime(**runtime)
 
+    def describe_training(self) -> str:
+        """As for the base model; besides, how the loss is computed."""
+        asked, obstacle = self.runtime.given(), obstacle_to_fused_loss(self)
+        way = "without the logits of all positions" if fuses_loss(self) else "from the logits of all positions"
+        reason = _reason("fuse_linear_cross_entropy", asked, obstacle or f"default in {self.lm_head.weight.dtype}")
+        return f"{super().describe_training()}\nloss in training: {way} ({reason})"
+
     @can_return_tuple
     def forward(
         self,
@@ -230,7 +273,8 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         Args:
             labels: `[B, T]` token numbers, -100 to leave one out; token t predicts label t + 1. In a packed batch the
                 first token of a document is nobody's label, so the loss is that of the documents one by one. Training
-                with `fuse_linear_cross_entropy` gives the loss and no logits.
+                computes the loss without all logits where it can (`fuse_linear_cross_entropy`); those of the output are
+                then computed when they are first read.
             logits_to_keep: how many last positions (0 = all), or which positions, get logits.
             kwargs: as for `DeltaRuleModel`; `num_items_in_batch` divides the summed loss.
         """
@@ -253,24 +297,33 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
             **kwargs,
         )
         hidden_states = _select_positions(outputs.last_hidden_state, logits_to_keep)
-        loss = logits = None
-        if labels is None or not self.training or not self.runtime.fuse_linear_cross_entropy:
+        loss: Tensor | None = None
+        logits: Tensor | LateLogits | None = None
+        fused = labels is not None and self.training and fuses_loss(self)
+        if not fused:
             logits = self.lm_head(hidden_states)
         if labels is not None:
             if sequences is not None and sequences.starts is not None:
                 labels = labels.masked_fill(sequences.starts, -100)
             targets = {"num_items_in_batch": kwargs.get("num_items_in_batch"), "shift_labels": shift_labels}
-            if logits is None:
+            if fused:
                 loss = loss_without_logits(self, hidden_states, labels, **targets)
+                if not torch.compiler.is_compiling():
+                    logits = LateLogits(hidden_states, self.lm_head.weight)
             else:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **targets)
-        return CausalLMOutputWithPast(
+        output = OutputWithLateLogits if isinstance(logits, LateLogits) else CausalLMOutputWithPast
+        return output(
             loss=loss,
-            logits=logits,
+            logits=logits,  # type: ignore[arg-type]
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def _reason(option: str, asked: Mapping[str, Any], otherwise: str) -> str:
+    return f"{option}={asked[option]!r} was asked for" if option in asked else otherwise
 
 
 def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:

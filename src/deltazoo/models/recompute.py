@@ -24,10 +24,29 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from deltazoo.layers.recompute import recomputing
 from deltazoo.ops.transforms import transforming
 
-__all__ = ["run_block"]
+__all__ = ["level_of", "run_block"]
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product")
 """Beginnings of the names of torch's operators whose results the middle level keeps under `torch.compile`."""
+
+
+def level_of(chosen: str | None, device: torch.device) -> str:
+    """The level of a training step on a device.
+
+    Unless one is chosen it is `elementwise` on a GPU, where memory is scarce, and `none` on a CPU. Hooks on saved
+    tensors that are active (offloading, checkpointing by others) are left to do their work.
+    """
+    if chosen is not None:
+        return chosen
+    if not (_recomputes_by_default(device) and torch.is_grad_enabled()):
+        return "none"
+    if not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "none"
+    return "elementwise"
+
+
+def _recomputes_by_default(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def run_block(level: str, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -52,7 +71,7 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, **kwargs: 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operator.name() if isinstance(operator, torch._ops.OpOverload) else ""
     library, _, rest = name.partition("::")
-    is_rule = library == "deltazoo" and not rest.startswith(("short_conv", "gated_rms_norm"))
+    is_rule = library == "deltazoo" and not rest.startswith(("short_conv", "gated_rms_norm", "swiglu"))
     if is_rule or (library == "aten" and rest.startswith(_PRODUCTS)):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

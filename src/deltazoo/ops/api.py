@@ -179,7 +179,7 @@ def resolve_backend(
         ValueError: an unknown name. NotImplementedError: a named backend that cannot run such a call.
     """
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(unknown_name("backend", backend, BACKENDS))
+        raise ValueError(unknown_name("backend", backend, list(BACKENDS)))
     if backend == "reference":
         return "reference", "asked for: the token loop that defines the operator"
     if backend == "chunkwise":

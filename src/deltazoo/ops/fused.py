@@ -11,7 +11,14 @@ from torch import Tensor
 from deltazoo.ops.api import _obstacle
 from deltazoo.ops.transforms import refuse_transforms, transforming
 
-__all__ = ["fused_gated_rms_norm", "fused_kernels_fit", "fused_short_conv", "fused_short_conv_step"]
+__all__ = [
+    "fused_cross_entropy_",
+    "fused_gated_rms_norm",
+    "fused_kernels_fit",
+    "fused_short_conv",
+    "fused_short_conv_step",
+    "fused_swiglu",
+]
 
 
 def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
@@ -120,6 +127,48 @@ def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, ac
     from deltazoo.ops.triton.gated_norm import gated_rms_norm
 
     return gated_rms_norm(x, gate, weight, eps, activation)
+
+
+def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, computed in float32.
+
+    Args:
+        gate, up: alike, float32, bfloat16 or float16.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
+        ValueError: tensors of two dtypes or shapes, or on two devices.
+    """
+    _require_triton(gate, up)
+    if gate.dtype != up.dtype or gate.shape != up.shape:
+        raise ValueError(
+            f"gate and up must be alike, got {gate.dtype} {tuple(gate.shape)} and {up.dtype} {tuple(up.shape)}"
+        )
+    from deltazoo.ops.triton.swiglu import swiglu
+
+    return swiglu(gate, up)
+
+
+def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """Cross-entropy of each row, with no gradient of its own: that of the sum takes the place of the logits.
+
+    Args:
+        logits: `[N, V]` contiguous, float32, bfloat16 or float16; overwritten.
+        labels: `[N]` int64; a row labelled `ignored` has loss and gradient 0.
+        ignored: see `labels`.
+
+    Returns:
+        `[N]` float32.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
+        RuntimeError: a label outside the vocabulary, on a GPU at the next synchronisation.
+    """
+    _require_triton(logits, labels)
+    torch._assert_async(((labels == ignored) | ((labels >= 0) & (labels < logits.shape[1]))).all())
+    from deltazoo.ops.triton.cross_entropy import cross_entropy_
+
+    return cross_entropy_(logits, labels, ignored)
 
 
 def _wants_gradient(past: Tensor | None) -> bool:

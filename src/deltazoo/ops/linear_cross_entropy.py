@@ -1,12 +1,17 @@
-"""Cross-entropy behind a linear map without the logits of all rows: a few rows at a time, forward and backward."""
+"""Cross-entropy behind a linear map without the logits of all rows: a few rows at a time.
+
+The forward pass computes the gradients as well, from the logits that it has at hand; the backward pass scales them.
+"""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from deltazoo.ops.fused import fused_cross_entropy_, fused_kernels_fit
 from deltazoo.ops.transforms import transforming
 
 __all__ = ["IGNORED", "linear_cross_entropy"]
@@ -14,14 +19,16 @@ __all__ = ["IGNORED", "linear_cross_entropy"]
 IGNORED = -100
 """The label of a row that does not count."""
 
-_LOGITS_AT_ONCE = 2**25
+_LOGITS_AT_ONCE = 2**26
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The sum of `-log softmax(x weight^T)[label]` over rows; any device and floating dtype.
 
-    The backward pass computes the logits of a piece again. What the pieces add to the gradient of `weight` is summed
-    in float32, so that more of them are no less accurate.
+    What the pieces add to the gradient of `weight` is summed in float32, so that more of them are no less accurate.
+    Products are in the dtype of `x` and `weight`, under autocast in its dtype. Inside `torch.compile`, transforms of
+    torch.func and forward mode, and for second derivatives, autograd does the work: the backward pass computes the
+    logits of a piece again.
 
     Args:
         x: `[N, D]`.
@@ -35,6 +42,74 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         ValueError: as many labels as rows are needed.
     """
     require_label_per_row(x, labels)
+    if torch.compiler.is_compiling() or transforming():
+        return _by_autograd(x, weight, labels)
+    recording = torch.is_grad_enabled()
+    wanted = (recording and x.requires_grad, recording and weight.requires_grad)
+    return _LinearCrossEntropy.apply(x, weight, labels, *wanted)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, x_wanted: bool, weight_wanted: bool) -> Tensor:
+        ctx.dtypes = x.dtype, weight.dtype
+        ctx.save_for_backward(x, weight, labels)
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            if torch.float64 not in ctx.dtypes:
+                x, weight = x.to(dtype), weight.to(dtype)
+        with torch.autocast(device, enabled=False):
+            loss, ctx.d_x, ctx.d_weight = _loss_and_gradients(x, weight, labels, x_wanted, weight_wanted)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # the gradients are to be differentiated
+            x, weight, labels = ctx.saved_tensors
+            wanted = [tensor for tensor, needed in zip((x, weight), ctx.needs_input_grad, strict=False) if needed]
+            found = iter(torch.autograd.grad(_by_autograd(x, weight, labels), wanted, d_loss, create_graph=True))
+            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:2]), None, None, None
+        gradients = (
+            None if gradient is None else (gradient * d_loss).to(dtype)
+            for gradient, dtype in zip((ctx.d_x, ctx.d_weight), ctx.dtypes, strict=True)
+        )
+        return *gradients, None, None, None
+
+
+def _loss_and_gradients(
+    x: Tensor, weight: Tensor, labels: Tensor, x_wanted: bool, weight_wanted: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss, its gradient for x in x's dtype and for the weight in float32 at least; None what is not wanted."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    loss = x.new_zeros((), dtype=wide)
+    d_x = torch.empty_like(x) if x_wanted else None
+    d_weight = torch.zeros_like(weight, dtype=wide) if weight_wanted else None
+    rows = max(1, _LOGITS_AT_ONCE // weight.shape[0])
+    for start in range(0, len(x), rows):
+        piece = slice(start, start + rows)
+        losses, gradient = _cross_entropy(F.linear(x[piece], weight), labels[piece], wide)
+        loss += losses.sum()
+        if d_x is not None:
+            d_x[piece] = gradient @ weight
+        if d_weight is not None:
+            d_weight += gradient.T @ x[piece]
+    return loss, d_x, d_weight
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Losses `[N]` and the gradient `[N, V]` of their sum, in the dtype of `logits`, which are overwritten."""
+    if fused_kernels_fit(logits):
+        return fused_cross_entropy_(logits, labels, IGNORED), logits
+    log_p = F.log_softmax(logits, dim=-1, dtype=wide)
+    losses = F.nll_loss(log_p, labels, ignore_index=IGNORED, reduction="none")
+    p = log_p.exp_()
+    counts = (labels != IGNORED)[:, None].to(wide)
+    p.scatter_add_(1, labels.clamp_min(0)[:, None], -counts)
+    return losses, torch.mul(p, counts, out=logits)
+
+
+def _by_autograd(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     # A view, because autocast keeps one cast of a leaf for all pieces, whose gradients would add up in half precision.
     wide_weight = weight.to(torch.promote_types(weight.dtype, torch.float32)).view_as(weight)
     rows = max(1, _LOGITS_AT_ONCE // weight.shape[0])

@@ -17,16 +17,32 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import Missed, known_miss
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention, GatedRMSNorm, LayerStates, ShortConvolution, l2_normalize, token_layout
+from deltazoo.layers import (
+    DeltaRuleAttention,
+    GatedRMSNorm,
+    LayerStates,
+    ShortConvolution,
+    SwiGLU,
+    l2_normalize,
+    token_layout,
+)
 from deltazoo.layers.short_conv import convolve_token
-from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv, fused_short_conv_step
+from deltazoo.ops.fused import (
+    fused_cross_entropy_,
+    fused_gated_rms_norm,
+    fused_kernels_fit,
+    fused_short_conv,
+    fused_short_conv_step,
+    fused_swiglu,
+)
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.triton import gated_norm, short_conv  # noqa: E402
+from deltazoo.ops.triton import cross_entropy, gated_norm, short_conv  # noqa: E402
 
 Results = dict[str, Tensor]
 
@@ -134,6 +150,50 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Product:
+    """SwiGLU and its gradients."""
+
+    name: str
+    shape: tuple[int, ...] = (3, 5, 24)
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        gate, up, d_y = (
+            (3 * torch.randn(self.shape, generator=generator)).to(self.dtype).to(device, dtype or self.dtype)
+            for _ in range(3)
+        )
+        y = SwiGLU(8, 8, fused=fused)._product(gate.requires_grad_(), up.requires_grad_())
+        d_gate, d_up = torch.autograd.grad(y, [gate, up], d_y)
+        return {"y": y.detach(), "d_gate": d_gate, "d_up": d_up}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Cross-entropy per row and the gradient of its sum."""
+
+    name: str
+    rows: int = 6
+    vocabulary: int = 37
+    most_columns: int = 4096
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        logits = (4 * torch.randn(self.rows, self.vocabulary, generator=generator)).to(self.dtype)
+        logits = logits.to(device, dtype or self.dtype)
+        labels = torch.randint(0, self.vocabulary, (self.rows,), generator=generator).to(device)
+        labels[1] = -100
+        if fused:
+            with mock.patch.object(cross_entropy, "_MOST_COLUMNS", self.most_columns):
+                cross_entropy._constants.cache_clear()
+                return {"losses": fused_cross_entropy_(logits, labels, -100), "gradient": logits}
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
+        losses = F.cross_entropy(wide, labels, reduction="none")
+        return {"losses": losses.detach(), "gradient": torch.autograd.grad(losses.sum(), wide)[0].to(logits.dtype)}
+
+
+@dataclass(frozen=True)
 class Layer:
     """A whole layer in two calls, the state handed over: a prompt, then more tokens, then one."""
 
@@ -190,13 +250,22 @@ CASES = [
     Norm("many_rows", shape=(300, 16)),
     Norm("several_blocks_per_program", shape=(700, 16), most_parts=2),
     Norm("norm_half", dtype=HALF),
+    Product("swiglu"),
+    Product("swiglu_two_programs", shape=(41, 150)),
+    Product("swiglu_half", dtype=HALF),
+    Loss("loss"),
+    Loss("loss_in_several_blocks", vocabulary=150, most_columns=32),
+    Loss("loss_half", dtype=HALF),
     Layer("gated_deltanet"),
     Layer("kda", variant="kda"),
     Layer("longhorn", variant="longhorn"),
 ]
 
 
-def judge(case: Convolution | TokenStep | Norm | Layer, results: Results) -> None:
+Case = Convolution | TokenStep | Norm | Product | Loss | Layer
+
+
+def judge(case: Case, results: Results) -> None:
     """At most twice the error of plain torch in the same dtype, or four roundings of the largest value."""
     exact, plain = case.run("cpu", fused=False, dtype=torch.float64), case.run("cpu", fused=False)
     assert results.keys() == exact.keys()
@@ -225,7 +294,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Convolution | TokenStep | Norm | Layer, interpreted: dict[str, Results]) -> None:
+def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
     judge(case, interpreted[case.name])
 
 
@@ -240,7 +309,7 @@ KNOWN_MISSES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Convolution | TokenStep | Norm | Layer) -> None:
+def test_on_the_gpu(case: Case) -> None:
     with KNOWN_MISSES.get(case.name, nullcontext()):
         judge(case, case.run("cuda", fused=True))
 
@@ -273,7 +342,7 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
     """On meta tensors: shapes, dtypes and the autograd formula, no kernel."""
 
     def run(x: Tensor, weight: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-        y = fused_short_conv(x, weight, head_dim=8)
+        y = fused_swiglu(fused_short_conv(x, weight, head_dim=8), gate)
         return fused_gated_rms_norm(y, gate, scale, 1e-5, "silu").sum()
 
     def leaf(*shape: int) -> Tensor:

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from deltazoo.ops.triton import gated_norm, launch, short_conv, short_conv_step  # noqa: E402
+from deltazoo.ops.triton import cross_entropy, gated_norm, launch, short_conv, short_conv_step, swiglu  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
@@ -57,6 +57,16 @@ def normalize(head_dim: int, silu: bool) -> None:
     gated_norm._backward(x, x, weight, 1e-5, silu, x)
 
 
+def multiply() -> None:
+    gate = empty(4, 4096, 2816)
+    swiglu._forward(gate, gate)
+    swiglu._backward(gate, gate, gate)
+
+
+def lose() -> None:
+    cross_entropy.cross_entropy_(empty(2048, 32000), empty(2048, dtype=torch.int64), -100)
+
+
 CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "conv": (4, lambda: convolve(0)),
     "conv_heads_64": (4, lambda: convolve(64)),
@@ -72,6 +82,8 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "step_without_norm": (8, lambda: step(0, 64, inplace=True)),
     "norm_silu_128": (4, lambda: normalize(128, True)),
     "norm_sigmoid_256": (4, lambda: normalize(256, False)),
+    "swiglu": (8, multiply),
+    "loss": (8, lose),
 }
 """Blocks of four warps that a multiprocessor has registers for, at least, and the call."""
 
@@ -96,7 +108,7 @@ def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile
         patch.setattr(launch, "DIRECT", False)
         patch.setattr(JITFunction, "__getitem__", record)
         CALLS[name][1]()
-    assert len(launched) == (1 if name.startswith("step") else 2)
+    assert len(launched) == (1 if name.startswith(("step", "loss")) else 2)
     for kernel, args, options in launched:
         warps = options.pop("num_warps")
         given = dict(zip(kernel.arg_names, args, strict=False)) | options

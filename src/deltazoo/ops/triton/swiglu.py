@@ -1,0 +1,102 @@
+"""`silu(gate) * up`, one pass over memory each way; the backward pass keeps nothing but the inputs."""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltazoo.ops.transforms import refuse_second_derivative
+from deltazoo.ops.triton.eager import call, eager_function
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.sigmoid import sigmoid
+
+__all__ = ["swiglu"]
+
+_ELEMENTS = 2048
+"""Elements of one program."""
+
+
+@triton.jit(do_not_specialize=["N"])
+def swiglu_forward_kernel(gate, up, y, N, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < N
+    g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + offsets, (g * sigmoid(g, gate.dtype.element_ty != tl.float32) * u).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def swiglu_backward_kernel(gate, up, d_y, d_gate, d_up, N, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < N
+    g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + offsets, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(d_y + offsets, mask=mask, other=0.0).to(tl.float32)
+    factor = sigmoid(g, gate.dtype.element_ty != tl.float32)
+    slope = factor + g * factor * (1 - factor)
+    tl.store(d_gate + offsets, (d * u * slope).to(d_gate.dtype.element_ty), mask=mask)
+    tl.store(d_up + offsets, (d * g * factor).to(d_up.dtype.element_ty), mask=mask)
+
+
+@lru_cache(maxsize=1024)
+def _constants(N: int) -> Constants:
+    return Constants(max(1, -(-N // _ELEMENTS)), N=N, BLOCK=_ELEMENTS, num_warps=8)
+
+
+def _forward(gate, up):
+    gate, up = gate.contiguous(), up.contiguous()
+    y = torch.empty_like(gate)
+    with torch.cuda.device_of(gate):
+        launch(swiglu_forward_kernel, _constants(gate.numel()), gate, up, y)
+    return y
+
+
+def _backward(gate, up, d_y):
+    gate, up, d_y = gate.contiguous(), up.contiguous(), d_y.contiguous()
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    with torch.cuda.device_of(gate):
+        launch(swiglu_backward_kernel, _constants(gate.numel()), gate, up, d_y, d_gate, d_up)
+    return d_gate, d_up
+
+
+_library = torch.library.Library("deltazoo", "FRAGMENT")
+_library.define("swiglu(Tensor gate, Tensor up) -> Tensor")
+_library.define("swiglu_backward(Tensor gate, Tensor up, Tensor d_y) -> (Tensor, Tensor)")
+_library.impl("swiglu", _forward, "CompositeExplicitAutograd")
+_library.impl("swiglu_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("deltazoo::swiglu", lib=_library)
+def _(gate, up):
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.register_fake("deltazoo::swiglu_backward", lib=_library)
+def _(gate, up, d_y):
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _operator_gradients(ctx, d_y):
+    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
+    return torch.ops.deltazoo.swiglu_backward.default(*ctx.saved_tensors, d_y)
+
+
+def _eager_gradients(ctx, d_y):
+    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
+    gate, up = ctx.saved_tensors
+    return _backward(gate, up, d_y)
+
+
+torch.library.register_autograd("deltazoo::swiglu", _operator_gradients, setup_context=_setup_context, lib=_library)
+_Eager = eager_function(_forward, _setup_context, _eager_gradients)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """See `deltazoo.ops.fused.fused_swiglu`."""
+    return call(torch.ops.deltazoo.swiglu.default, _Eager, _forward, (gate, up))
