@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -141,7 +142,9 @@ def test_editors_see_the_names_that_are_imported_when_asked_for() -> None:
     shown = {f"{node.module}.{alias.name}" for node in block.body for alias in node.names}
     functions = {f"deltazoo.{module}.{name}" for module, names in deltazoo._NAMES.items() for name in names}
     assert shown == functions | {f"deltazoo.{name}" for name in deltazoo._SUBPACKAGES}
-    assert set(deltazoo._SUBPACKAGE_OF) <= set(deltazoo.__all__)
+    assert {name for names in deltazoo._NAMES.values() for name in names} <= set(deltazoo.__all__)
+    parts = {path.parent.name for path in Path(deltazoo.__file__).parent.glob("*/__init__.py")}
+    assert set(deltazoo._SUBPACKAGES) == parts - {"cli", "variants"}  # the one runs, the other is always imported
 
 
 def test_the_nine_variants_are_registered() -> None:

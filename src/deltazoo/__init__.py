@@ -7,17 +7,18 @@ Importing the package makes their models known to transformers' Auto classes. It
 a name is imported from its module when it is first asked for.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deltazoo import spec as spec
 from deltazoo import variants as variants  # importing it registers the variants
 from deltazoo._auto_registration import expect_model_types
+from deltazoo._lazy import lazy_names
 from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants, register_variant
 
 if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo import acceleration as acceleration
     from deltazoo import bench as bench
+    from deltazoo import check as check
     from deltazoo import evaluation as evaluation
     from deltazoo import generation as generation
     from deltazoo import lab as lab
@@ -106,6 +107,7 @@ _NAMES = {
 _SUBPACKAGES = (
     "acceleration",
     "bench",
+    "check",
     "evaluation",
     "generation",
     "lab",
@@ -117,18 +119,7 @@ _SUBPACKAGES = (
 )
 """What `import deltazoo` makes available as an attribute; imported when first asked for, too."""
 
-_SUBPACKAGE_OF = {name: subpackage for subpackage, names in _NAMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGE_OF:
-        value = getattr(importlib.import_module(f"deltazoo.{_SUBPACKAGE_OF[name]}"), name)
-    elif name in _SUBPACKAGES:
-        value = importlib.import_module(f"deltazoo.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # the next access does not come here
-    return value
+__getattr__ = lazy_names(__name__, _NAMES, _SUBPACKAGES)
 
 
 def __dir__() -> list[str]:

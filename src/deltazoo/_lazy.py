@@ -6,19 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+def lazy_names(
+    package: str, modules: Mapping[str, Sequence[str]], subpackages: Sequence[str] = ()
+) -> Callable[[str], Any]:
     """The `__getattr__` of a package, so that importing it imports no torch.
 
     Args:
         package: the package's `__name__`.
         modules: module of the package -> the public names that it defines.
+        subpackages: what is an attribute of the package without an import of its own.
     """
     module_of = {name: module for module, names in modules.items() for name in names}
 
     def __getattr__(name: str) -> Any:
-        if name not in module_of:
+        if name in subpackages:
+            value: Any = importlib.import_module(f"{package}.{name}")
+        elif name in module_of:
+            value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
         setattr(sys.modules[package], name, value)  # the next access does not come here
         return value
 
