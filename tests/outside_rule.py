@@ -19,12 +19,14 @@ RULES = Path(__file__).parent / "rules"
 def forget_rules() -> Iterator[None]:
     """What is registered and loaded within is forgotten at the end, as if the process were a fresh one."""
     registered, modules = dict(spec._REGISTRY), set(sys.modules)
-    yield
-    outside = {entry.module for name, entry in spec._REGISTRY.items() if name not in registered}
-    spec._REGISTRY.clear()
-    spec._REGISTRY.update(registered)
-    for name in outside - modules:
-        sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        outside = {entry.module for name, entry in spec._REGISTRY.items() if name not in registered}
+        spec._REGISTRY.clear()
+        spec._REGISTRY.update(registered)
+        for name in outside - modules:
+            sys.modules.pop(name, None)
 
 
 @pytest.fixture

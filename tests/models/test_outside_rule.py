@@ -110,6 +110,7 @@ def test_a_model_goes_padded_packed_generating_and_through_a_checkpoint(keys: di
     assert torch.equal(generated, slow)
 
     model.save_pretrained(tmp_path)
+    assert "\nimport trapezoid  # the layers' rule" in (tmp_path / "README.md").read_text()
     again = DeltaRuleForCausalLM.from_pretrained(tmp_path)
     assert type(again.model.layers[0].attn) is type(model.model.layers[0].attn)
     assert torch.equal(again(x).logits, model(x).logits)

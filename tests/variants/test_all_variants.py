@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention, LayerStates
+from deltazoo.layers import DeltaRuleAttention, LayerStates, make_layer
 from deltazoo.spec import get_variant, list_variants
 
 HIDDEN, HEADS, HEAD_DIM, VALUE_HEADS = 24, 2, 8, 4
@@ -18,7 +18,7 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 
 def make(variant: str, dtype: torch.dtype = torch.float64, **options: object) -> DeltaRuleAttention:
     """With larger weights than a fresh model has, so that all paths carry weight."""
-    layer = DeltaRuleAttention(
+    layer = make_layer(
         variant,
         HIDDEN,
         HEADS,

@@ -94,7 +94,7 @@ def make_model_card(model: PreTrainedModel, name: str | None = None, tags: list[
         *([_variant_section(config.spec)] if config.mixer in mixers else []),
         _table(_sizes(model, mixers)),
         f"## Training data\n\n{config.training_data or 'Not recorded.'}",
-        _loading_section(auto_class, name or "PATH", has_remote_code(config)),
+        _loading_section(auto_class, name or "PATH", config.mixer_module, has_remote_code(config)),
     ]
     content = f"---\n{data.to_yaml()}\n---\n\n{_MARK.format('')}\n\n" + "\n\n".join(sections) + "\n"
     unsigned = content.replace(_MARK.format(""), "")
@@ -161,9 +161,11 @@ def _sizes(model: PreTrainedModel, mixers: Counter[str]) -> dict[str, str]:
     }
 
 
-def _loading_section(auto_class: str, name: str, remote_code: bool) -> str:
+def _loading_section(auto_class: str, name: str, rule: str | None, remote_code: bool) -> str:
     loading = f"## Use\n\nWith deltazoo, which is not on PyPI: in a checkout of it,\n\n    {INSTALL}\n\n```python\n"
     loading += "import deltazoo  # in every process that loads it: transformers alone does not know the model type\n"
+    if rule is not None:
+        loading += f"import {rule}  # the layers' rule, which does not come with deltazoo\n"
     loading += f"from transformers import {auto_class}\n\n"
     loading += f'model = {auto_class}.from_pretrained("{name}")\n```'
     if remote_code:

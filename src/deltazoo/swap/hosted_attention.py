@@ -1,6 +1,6 @@
 """A delta-rule layer with what attention layers of other models have besides: biases, norms, shared key heads."""
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,12 +117,14 @@ def hosted_class(variant: str | DeltaRuleSpec) -> type[HostedDeltaAttention]:
     return _hosted(layer_class(variant))
 
 
-@cache
+_HOSTED: dict[type[Any], type[HostedDeltaAttention]] = {DeltaRuleAttention: HostedDeltaAttention}
+
+
 def _hosted(layer: type[DeltaRuleAttention]) -> type[HostedDeltaAttention]:
-    if layer is DeltaRuleAttention:
-        return HostedDeltaAttention
-    members = {"__module__": layer.__module__, "__doc__": layer.__doc__, "made_from": layer}
-    return type(f"Hosted{layer.__name__}", (HostedDeltaAttention, layer), members)
+    if layer not in _HOSTED:
+        members = {"__module__": layer.__module__, "__doc__": layer.__doc__, "made_from": layer}
+        _HOSTED[layer] = type(f"Hosted{layer.__name__}", (HostedDeltaAttention, layer), members)
+    return _HOSTED[layer]
 
 
 def _unfilled(layer: type[DeltaRuleAttention]) -> HostedDeltaAttention:

@@ -1,0 +1,43 @@
+"""docs/new_rules.md: its file passes the check, and its commands run, on a smaller model."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from outside_rule import forget_rules
+from tiny_runs import write_text_folder
+
+from deltazoo.cli import main
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "new_rules.md").read_text(encoding="utf-8")
+SMALLER = (
+    "model.hidden_size=32 model.num_heads=2 model.head_dim=16 model.num_hidden_layers=1 model.intermediate_size=32"
+)
+SMALLER += " tokenizer.vocab_size=320 training.steps=2 training.row_length=32 training.rows_per_batch=2 data.text=text"
+SMALLER += " training.save_every=2 training.evaluate_every=2 training.log_every=1 data.validation_fraction=0.3"
+
+
+def commands() -> list[list[str]]:
+    return [shlex.split(line) for line in re.findall(r"^    deltazoo (.*)$", PAGE, re.MULTILINE)]
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = re.findall(r"^```python\n(# trapezoid.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "trapezoid.py").write_text(file)
+    write_text_folder(tmp_path / "text", bytes_per_file=1000)
+    monkeypatch.chdir(tmp_path)
+    run = set()
+    for name, *arguments in commands():
+        if name in ("swap", "lab"):  # tests/cli/test_load.py runs these
+            continue
+        smaller = [part for value in SMALLER.split() for part in ("--set", value)] if name == "train" else []
+        with forget_rules():
+            try:
+                main([name, *arguments, *smaller])
+            except SystemExit as stop:
+                assert not stop.code, (name, arguments)
+        run.add(name)
+    assert run == {"check", "show", "train", "eval", "generate"}
