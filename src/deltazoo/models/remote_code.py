@@ -2,8 +2,8 @@
 
 `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` then works in a process that has never heard of
 this package, and says how to install it where it is missing. The files hold no model code, so a checkpoint cannot
-carry a stale copy of it; a rule that does not come with the package lies beside them. They are subclasses because transformers marks the classes it finds in them as custom code,
-which ours must not become.
+carry a stale copy of it; a rule that does not come with the package lies beside them. They are subclasses because
+transformers marks the classes it finds in them as custom code, which ours must not become.
 """
 
 import json
