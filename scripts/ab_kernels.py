@@ -23,7 +23,8 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from deltazoo.bench.inputs import GATES, make_inputs
+from deltazoo.bench.choices import GATES
+from deltazoo.bench.inputs import make_inputs
 from deltazoo.bench.shapes import TABLE, Shape
 from deltazoo.bench.stopwatch import CudaStopwatch
 from deltazoo.ops import delta_rule

@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_fakes import FakeStopwatch
 
 from deltazoo.bench import suite
-from deltazoo.bench.contestants import contestants_for, parse_peers
-from deltazoo.bench.inputs import GATES, gates_of, make_inputs
+from deltazoo.bench.choices import GATES, gates_of, parse_peers
+from deltazoo.bench.contestants import contestants_for
+from deltazoo.bench.inputs import make_inputs
 from deltazoo.bench.results import Results, load_results
 from deltazoo.bench.shapes import Shape
 from deltazoo.bench.suite import DeviceLost, Plan, bench_ops

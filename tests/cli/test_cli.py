@@ -308,6 +308,9 @@ QUICK = [
     "bench --help",
     "bench ops --help",
     "bench ops --out x --device tpu",
+    "bench ops --out x --device cpu --ops gnd",
+    "bench ops --out x --device cpu --shapes lang",
+    "bench --check --backend chunk",
     "bench model --help",
 ]
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from deltazoo.bench.choices import gates_of
 from deltazoo.bench.contestants import contestants_for, our_label
-from deltazoo.bench.inputs import gates_of, make_inputs
+from deltazoo.bench.inputs import make_inputs
 from deltazoo.bench.results import Row
 from deltazoo.bench.shapes import Shape
 from deltazoo.bench.stopwatch import stopwatch_for

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from deltazoo.bench.choices import GATES, GROUPS, OPS, parse_peers
 from deltazoo.bench.model_command import model
+from deltazoo.bench.shapes import parse_shapes
 from deltazoo.device import check_device
 
 __all__ = ["app"]
 
+_BACKENDS = ("triton", "chunkwise")
 _CPU_GROUPS = ("forward", "training", "host")
 _CPU_SHAPES = "1x512x4x64x64,1x2048x4x64x64"
 
@@ -58,14 +61,18 @@ def main(
         return
     if not check:
         _fail("nothing to do: use --check or a subcommand; see --help")
+    try:
+        [name] = _choices(backend, _BACKENDS, "backend")
+        check_device(device)
+    except ValueError as error:
+        _fail(error)
+
     import torch
 
     from deltazoo.bench.selfcheck import Verdict, run_selfcheck
     from deltazoo.ops import resolve_backend
 
     try:
-        [name] = _choices(backend, ("triton", "chunkwise"), "backend")
-        check_device(device)
         resolve_backend(name, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)
     except (ValueError, RuntimeError) as error:
         _fail(error)
@@ -98,7 +105,10 @@ def ops(
     gates: Annotated[str, typer.Option(help="Out of weak,medium,strong.")] = "weak,medium,strong",
     peers: Annotated[str, typer.Option(help="Out of fla,fla-safe-gate,sdpa, or none.")] = "fla,sdpa",
     measure: Annotated[
-        str, typer.Option(help="Out of forward,training,graphs,memory,host,cold,decode; the last four need a GPU.")
+        str,
+        typer.Option(
+            help="Out of forward,training,graphs,memory,host,cold,decode; graphs, memory, cold and decode need a GPU."
+        ),
     ] = "forward,training,graphs,memory,host,cold,decode",
     precision: Annotated[str, typer.Option(help="Out of default,fast,strict: one row each.")] = "default",
     ours: Annotated[bool, typer.Option(help="Time deltazoo itself.")] = True,
@@ -120,33 +130,29 @@ def ops(
     """
     try:
         check_device(device)
-    except ValueError as error:
-        _fail(error)
-
-    from deltazoo.bench.contestants import installed_peers, our_options, parse_peers
-    from deltazoo.bench.inputs import GATES, OPS
-    from deltazoo.bench.shapes import parse_shapes
-    from deltazoo.bench.suite import GROUPS, DeviceLost, Plan, bench_ops
-    from deltazoo.bench.warm_up import warm_up_commands, warm_up_peers
-
-    try:
         precisions = _choices(precision, ("default", "fast", "strict"), "precision")
         groups, named_peers = _choices(measure, GROUPS, "measure"), parse_peers(peers)
         on_cpu = device == "cpu"
         if on_cpu:
             groups, named_peers = _possible_on_a_cpu(groups, named_peers, backend)
-        plan = Plan(
-            shapes=parse_shapes(shapes or (_CPU_SHAPES if on_cpu else "table")),
-            ops=_choices(operators, OPS, "operator"),
-            gates=_choices(gates, tuple(GATES), "gate strength"),
-            groups=groups,
-            peers=named_peers,
-            precisions=[None if name == "default" else name for name in precisions],
-            ours=ours,
-            backend=_choices(backend or ("chunkwise" if on_cpu else "triton"), ("triton", "chunkwise"), "backend")[0],
-            device=device,
-            warm_up_only=warm_up_only,
-        )
+        chosen: dict[str, Any] = {
+            "shapes": parse_shapes(shapes or (_CPU_SHAPES if on_cpu else "table")),
+            "ops": _choices(operators, OPS, "operator"),
+            "gates": _choices(gates, tuple(GATES), "gate strength"),
+            "groups": groups,
+            "peers": named_peers,
+            "precisions": [None if name == "default" else name for name in precisions],
+            "backend": _choices(backend or ("chunkwise" if on_cpu else "triton"), _BACKENDS, "backend")[0],
+        }
+    except ValueError as error:
+        _fail(error)
+
+    from deltazoo.bench.contestants import installed_peers, our_options
+    from deltazoo.bench.suite import DeviceLost, Plan, bench_ops
+    from deltazoo.bench.warm_up import warm_up_commands, warm_up_peers
+
+    try:
+        plan = Plan(**chosen, ours=ours, device=device, warm_up_only=warm_up_only)
         for one in plan.precisions:
             our_options(plan.backend, one)
         if warm_up_jobs and not resume:

@@ -6,7 +6,6 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,7 @@ from torch import Tensor
 from deltazoo.bench.inputs import Inputs
 from deltazoo.ops import delta_rule, delta_rule_step
 
-__all__ = ["PEERS", "Contestant", "contestants_for", "installed_peers", "our_label", "parse_peers", "step_contestants"]
-
-PEERS = ("fla", "fla-safe-gate", "sdpa")
-"""fla: its chunk functions as they come. fla-safe-gate: `chunk_kda(safe_gate=True)`, its faster path for gates bounded
-by -5. sdpa: `torch.nn.functional.scaled_dot_product_attention`, causal."""
+__all__ = ["Contestant", "contestants_for", "installed_peers", "our_label", "step_contestants"]
 
 _FLA = {
     "delta": ("fla.ops.delta_rule", "chunk_delta_rule", "fused_recurrent_delta_rule"),
@@ -44,17 +39,6 @@ class Contestant:
     def train_step(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """Forward, then every gradient for `inputs.d_output`."""
         return torch.autograd.grad(self.forward(inputs), inputs.leaves(self.op), inputs.d_output)
-
-
-def parse_peers(text: str) -> list[str]:
-    """Peers from a comma-separated list; `none` is the empty list. ValueError for an unknown name."""
-    names = [name for name in (part.strip() for part in text.split(",")) if name and name != "none"]
-    for name in names:
-        if name not in PEERS:
-            near = get_close_matches(name, PEERS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown peer {name!r}, expected one of {', '.join(PEERS)} or none{hint}")
-    return names
 
 
 def installed_peers(names: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltazoo.bench.choices import gates_of
 from deltazoo.bench.contestants import step_contestants
-from deltazoo.bench.inputs import Inputs, gates_of, make_inputs
+from deltazoo.bench.inputs import Inputs, make_inputs
 from deltazoo.bench.results import Row
 from deltazoo.bench.shapes import Shape
 from deltazoo.bench.stopwatch import Spread, Stopwatch

@@ -8,20 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.bench.choices import GATES
 from deltazoo.bench.shapes import Shape
 
-__all__ = ["GATES", "OPS", "Inputs", "gates_of", "make_inputs"]
-
-OPS = ("delta", "gdn", "kda", "softmax")
-"""delta: no decay. gdn: one decay per head. kda: one decay per key channel. softmax: causal attention, the baseline."""
-
-GATES = {"weak": -1e-3, "medium": -0.05, "strong": -1.0}
-"""Mean log-decay per token. Each gate is uniform between 0 and twice its mean, so strong stays above -2."""
-
-
-def gates_of(op: str) -> list[str]:
-    """The gate strengths an operator can be timed with: `none` where there is no gate."""
-    return list(GATES) if op in ("gdn", "kda") else ["none"]
+__all__ = ["Inputs", "make_inputs"]
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from deltazoo.bench import floor
+from deltazoo.bench.choices import GATES, OPS
 from deltazoo.bench.cold_start import FIRST
 from deltazoo.bench.decoding import STEP_SHAPES
-from deltazoo.bench.inputs import GATES, OPS
 from deltazoo.bench.plots import draw_plots, share_of_floor
 from deltazoo.bench.results import MEASURES, Results, Row, Run
 from deltazoo.bench.shapes import TABLE

@@ -9,20 +9,17 @@ from pathlib import Path
 
 import torch
 
+from deltazoo.bench.choices import GROUPS, OPS, gates_of
 from deltazoo.bench.cold_start import cold_start_rows
 from deltazoo.bench.contestants import Contestant, contestants_for, installed_peers
 from deltazoo.bench.decoding import decoding_rows
 from deltazoo.bench.floor import Ceilings
-from deltazoo.bench.inputs import OPS, gates_of, make_inputs
+from deltazoo.bench.inputs import make_inputs
 from deltazoo.bench.results import Results, Row, describe_run, load_results
 from deltazoo.bench.shapes import TABLE, Shape
 from deltazoo.bench.stopwatch import Spread, Stopwatch, stopwatch_for
 
-__all__ = ["GROUPS", "DeviceLost", "Plan", "bench_ops"]
-
-GROUPS = ("forward", "training", "graphs", "memory", "host", "cold", "decode")
-"""What can be measured: eager forward, eager forward and backward, CUDA graphs of what of the two was asked for, peak
-memory, host overhead, first calls in fresh processes, and decoding steps."""
+__all__ = ["DeviceLost", "Plan", "bench_ops"]
 
 _TINY_TOKENS = 64
 
