@@ -98,7 +98,7 @@ def test_models_without_our_layers_are_refused():
     [{}, {"do_sample": True}, {"num_beams": 2}, {"attention_mask": PADDED}, {"prefill_chunk_size": 3}],
     ids=lambda options: "-".join(options) or "greedy",
 )
-@pytest.mark.parametrize(("family", "layers"), [SWAPPED[i] for i in (0, 1, 3, 5, 7)])
+@pytest.mark.parametrize(("family", "layers"), [SWAPPED[i] for i in (0, 3, 6)])
 def test_generate_of_swapped_models_captures_its_step(family, layers, options, captures):
     model, ids, options = swapped(family, layers), tiny_hosts.tokens(2, 7), dict(options)
     mask = options.pop("attention_mask", torch.ones_like(ids))

@@ -83,6 +83,7 @@ class Decoder:
         self.position = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
         self.real = torch.ones(batch_size, max_length or 1, dtype=torch.long, device=model.device)
         self._forward: Callable[..., Any] = torch.compile(model, fullgraph=True) if compile else model
+        self._is_compiled = compile
         self._replay: Callable[[], object] | None = None
         self._captured: Fingerprint | None = None
         self._projections = MergedProjections(model)
@@ -202,7 +203,7 @@ class Decoder:
             changed = [*FixedTensors(self.cache).changed, self.token, self.finished, self.position]
             # Older versions of transformers have no other experts for decoding.
             with getattr(self.model, "_optimize_model_for_decode", nullcontext)():
-                self._replay = capture(self._step, changed, [self.generator])
+                self._replay = capture(self._step, changed, [self.generator], compiled=self._is_compiled)
             self._captured = Fingerprint(self.model)
         with torch.cuda.device_of(self.token):  # a graph is replayed on the current device
             self._replay()

@@ -5,10 +5,12 @@ fixed addresses, as a `StaticCache` has them; the state of a delta-rule layer ke
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
@@ -20,10 +22,20 @@ from transformers.cache_utils import (
 
 from deltazoo.models.cache import DeltaRuleCacheLayer
 
-__all__ = ["FixedTensors", "bytes_when_fixed", "capture", "check_fixed", "fixed_cache", "graphs_run_on", "move_cache"]
+__all__ = [
+    "FixedTensors",
+    "NoWaiting",
+    "bytes_when_fixed",
+    "capture",
+    "check_fixed",
+    "fixed_cache",
+    "graphs_run_on",
+    "move_cache",
+]
 
-_WARM_UP_CALLS = 2
-"""Before a capture: kernels compile, libraries allocate their workspaces."""
+_WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_select", "_unique2", "unique_dim")
+_INDEXING = ("index", "index_put", "index_put_")
+"""Where a mask is an index, its places are counted."""
 
 
 def graphs_run_on(device: torch.device) -> bool:
@@ -31,8 +43,35 @@ def graphs_run_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+class NoWaiting(TorchDispatchMode):
+    """Within this context, operations that make the host wait for a device raise RuntimeError.
+
+    A capture that meets one fails, too, but leaves torch's allocator in the middle of it.
+
+    Args:
+        device: whose tensors to watch; a CPU's for tests.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in _INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if (name in _WAITING or by_mask) and args[0].device.type == self.device.type:
+            raise RuntimeError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
 def capture(
-    step: Callable[[], None], changed: Sequence[Tensor], generators: Sequence[torch.Generator] = ()
+    step: Callable[[], None],
+    changed: Sequence[Tensor],
+    generators: Sequence[torch.Generator] = (),
+    *,
+    compiled: bool = False,
 ) -> Callable[[], object]:
     """A function that does what `step` does: on a GPU one CUDA graph of it, elsewhere `step` itself.
 
@@ -41,30 +80,38 @@ def capture(
         changed: the tensors whose values it changes and reads again. They, and the generators, come out of this call as
             they went in.
         generators: random number generators that the step draws from.
+        compiled: the step runs compiled code, which is not watched for waiting.
 
     Raises:
-        RuntimeError: from torch, if the step waits for the device, or if memory runs out.
+        RuntimeError: the step waits for the device, or memory runs out.
     """
     if changed[0].device.type != "cuda":
         return step
     with torch.cuda.device_of(changed[0]):
-        return _capture_graph(step, changed, generators).replay
+        return _capture_graph(
+            step, changed, generators, nullcontext() if compiled else NoWaiting(changed[0].device)
+        ).replay
 
 
 def _capture_graph(
-    step: Callable[[], None], changed: Sequence[Tensor], generators: Sequence[torch.Generator]
+    step: Callable[[], None],
+    changed: Sequence[Tensor],
+    generators: Sequence[torch.Generator],
+    watched: AbstractContextManager[Any],
 ) -> torch.cuda.CUDAGraph:
     before = [x.clone() for x in changed]
     random_states = [generator.get_state() for generator in generators]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(current)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP_CALLS):
+            step()  # kernels compile
+            _copy_all(before, changed)
+            with watched:
                 step()
-                _copy_all(before, changed)
-        torch.cuda.current_stream().wait_stream(stream)
+            _copy_all(before, changed)
+        current.wait_stream(stream)
         for generator, state in zip(generators, random_states, strict=True):
             generator.set_state(state)
             graph.register_generator_state(generator)
@@ -72,11 +119,14 @@ def _capture_graph(
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
     except BaseException:
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.set_stream(current)  # a capture that fails leaves its own in place
+        current.wait_stream(stream)
         _copy_all(before, changed)
+        for generator, state in zip(generators, random_states, strict=True):
+            generator.set_state(state)
         raise
     # torch zeroes the generators' offsets on the capture's stream and sets them at a replay on the current one.
-    torch.cuda.current_stream().wait_stream(stream)
+    current.wait_stream(stream)
     return graph
 
 
