@@ -135,6 +135,20 @@ def test_a_layer_class_is_registered_with_its_spec(own_registry: None) -> None:
         register_variant(replace(my_rule(), name="other"), layer=dict)
 
 
+def test_a_rule_from_outside_cannot_pass_for_one_of_the_zoo(own_registry: None) -> None:
+    """A copy of DeltaNet's spec under another name would be trained and saved as DeltaNet."""
+    with pytest.raises(ValueError, match="hub_model_type='delta_net' would load as another model"):
+        register_variant(replace(get_variant("delta_net"), name="my_rule"))
+    assert "my_rule" not in list_variants()
+
+    class MyDeltaNet(DeltaRuleAttention):
+        pass
+
+    with pytest.raises(ValueError, match="'delta_net' comes with deltazoo and has no layer class of its own"):
+        get_variant("delta_net")(MyDeltaNet)
+    assert registered_layer("delta_net") is None
+
+
 def test_the_module_of_a_rule_is_remembered(own_registry: None) -> None:
     register_variant(my_rule())
     assert registering_module("my_rule") == __name__

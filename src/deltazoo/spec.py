@@ -82,7 +82,7 @@ class DeltaRuleSpec:
     expand_v: float = 1.0
     """Value dimension over key dimension, per head, in the paper's language models."""
     hub_model_type: str | None = None
-    """`model_type` of published checkpoints; None: `delta_rule` with `mixer: <name>`."""
+    """`model_type` of published checkpoints, where deltazoo has one; None: `delta_rule` with `mixer: <name>`."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -138,6 +138,10 @@ class _Entry(NamedTuple):
     module: str
     """Name of the module that registered it."""
 
+    @property
+    def comes_with_deltazoo(self) -> bool:
+        return self.module.partition(".")[0] == "deltazoo"
+
 
 _REGISTRY: dict[str, _Entry] = {}
 
@@ -163,7 +167,8 @@ def register_variant(spec: DeltaRuleSpec, layer: type[Any] | None = None) -> Del
             of `DeltaRuleAttention`.
 
     Raises:
-        ValueError: the name is taken by a different spec, or by another layer class.
+        ValueError: the name is taken by a different spec, or by another layer class; a spec from outside deltazoo with
+            a `hub_model_type`, a layer from outside for a variant that comes with deltazoo.
         TypeError: `layer` is no subclass of `DeltaRuleAttention`.
     """
     if layer is not None and not _is_layer_class(layer):
@@ -171,13 +176,24 @@ def register_variant(spec: DeltaRuleSpec, layer: type[Any] | None = None) -> Del
             f"variant {spec.name!r}: layer must be a subclass of deltazoo.layers.DeltaRuleAttention, got {layer!r}"
         )
     module = sys._getframe(1).f_globals.get("__name__", "__main__") if layer is None else layer.__module__
-    known = _REGISTRY.setdefault(spec.name, _Entry(spec, layer, module))
+    entry = _Entry(spec, layer, module)
+    known = _REGISTRY.get(spec.name, entry)
     if known.spec != spec:
         raise ValueError(f"the variant name {spec.name!r} is taken by another spec: {known.spec}")
+    if known is entry and spec.hub_model_type is not None and not entry.comes_with_deltazoo:
+        raise ValueError(
+            f"variant {spec.name!r}: hub_model_type={spec.hub_model_type!r} would load as another model; leave it None"
+        )
     if layer is not None and known.layer is not layer:
         if known.layer is not None:
             raise ValueError(f"variant {spec.name!r} has a layer class already: {known.layer}, got {layer}")
-        _REGISTRY[spec.name] = _Entry(spec, layer, module)
+        if known.comes_with_deltazoo and not entry.comes_with_deltazoo:
+            raise ValueError(
+                f"variant {spec.name!r} comes with deltazoo and has no layer class of its own: register {layer} with a "
+                "spec of another name"
+            )
+        known = entry
+    _REGISTRY[spec.name] = known
     return spec
 
 
@@ -207,8 +223,8 @@ def registering_module(name: str) -> str | None:
     Raises:
         ValueError: no such variant.
     """
-    module = _entry(name).module
-    return None if module.partition(".")[0] == "deltazoo" else module
+    entry = _entry(name)
+    return None if entry.comes_with_deltazoo else entry.module
 
 
 def list_variants() -> list[str]:

@@ -14,6 +14,7 @@ from tiny_models import HYBRID, SIZES, tokens
 from torch.testing import assert_close
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
+import deltazoo
 from deltazoo.layers import DeltaRuleAttention, LayerStates, layer_class, make_layer, parameters_without_decay
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.ops import delta_rule
@@ -108,6 +109,11 @@ def test_a_model_goes_padded_packed_generating_and_through_a_checkpoint(keys: di
         generated = model.generate(x, max_new_tokens=6, do_sample=False)
         slow = model.generate(x, max_new_tokens=6, do_sample=False, use_cache=False)
     assert torch.equal(generated, slow)
+    for other in (
+        model.generate(x, max_new_tokens=6, do_sample=False, capture_step=True),
+        deltazoo.generate(model, x, max_new_tokens=6),
+    ):
+        assert torch.equal(other, generated)
 
     model.save_pretrained(tmp_path)
     assert "\nimport trapezoid  # the layers' rule" in (tmp_path / "README.md").read_text()
