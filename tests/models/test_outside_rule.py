@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import deltazoo
 from deltazoo.layers import DeltaRuleAttention, LayerStates, layer_class, make_layer, parameters_without_decay
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.ops import delta_rule
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_variant, register_variant
 from deltazoo.training.optimizer import parameter_groups
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
@@ -170,6 +171,18 @@ def test_a_fresh_process_needs_the_module_and_says_so(tmp_path: Path, monkeypatc
         "modeling_deltazoo.py",
         "trapezoid.py",
     }
+
+
+def test_a_rule_that_is_in_no_file_of_its_own_is_not_copied_beside_a_model(tmp_path: Path) -> None:
+    register_variant(replace(get_variant("delta_net"), name="in_a_test", hub_model_type=None))
+    model = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, mixer="in_a_test"))
+    with pytest.raises(ValueError, match="only a rule in a file of its own"):
+        model.save_pretrained(tmp_path / "model", remote_code=True)
+    assert not (tmp_path / "model").exists() and not model.config.auto_map
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="only a rule in a file of its own"):
+        deltazoo.models.export_remote_code(tmp_path / "model")
+    assert not list((tmp_path / "model").glob("*.py"))
 
 
 class ByHand(DeltaRuleAttention):

@@ -37,7 +37,7 @@ def layer_class(variant: str | DeltaRuleSpec) -> "type[DeltaRuleAttention]":
 
 
 def make_layer(
-    variant: str | DeltaRuleSpec, hidden_size: int, num_heads: int, head_dim: int, **options: Any
+    variant: str | DeltaRuleSpec, hidden_size: int, num_heads: int, head_dim: int | None = None, **options: Any
 ) -> "DeltaRuleAttention":
     """A layer of any variant, of the class registered with it; arguments as for `DeltaRuleAttention`."""
     return layer_class(variant)(variant, hidden_size, num_heads, head_dim, **options)

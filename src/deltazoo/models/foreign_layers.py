@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import DeltaRuleAttention, make_layer
 
 __all__ = ["FOREIGN_LAYERS", "ForeignLayout", "copy_into_transformers", "layer_from_transformers"]
 
@@ -129,7 +129,7 @@ def layer_from_transformers(layer: nn.Module) -> DeltaRuleAttention:
     # transformers names the sizes of key and value heads apart only where they may differ.
     num_heads: Any = getattr(layer, "num_k_heads", None) or layer.num_heads
     head_dim: Any = getattr(layer, "head_k_dim", None) or layer.head_dim
-    ours = DeltaRuleAttention(
+    ours = make_layer(
         layout.variant,
         layer.hidden_size,  # type: ignore[arg-type]
         num_heads,
