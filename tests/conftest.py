@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,6 +51,7 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return allocate_nan
 
+    _device_constructors()  # torch remembers them from the first call, which must not see ours
     for owner, name in [
         (torch, "empty"),
         (torch, "empty_like"),

@@ -32,7 +32,7 @@ class ChunkTokens:
         order = torch.tensor(sequences, dtype=torch.long)
         start = torch.tensor([starts[n] for n in sequences], dtype=torch.long)
         length = torch.tensor([lengths[n] for n in sequences], dtype=torch.long)
-        steps, tokens, first, active = [], [torch.empty(0, size, dtype=torch.long)], 0, len(sequences)
+        steps, tokens, first, active = [], [torch.zeros(0, size, dtype=torch.long)], 0, len(sequences)
         for s in range(max(chunks, default=0)):
             while chunks[active - 1] <= s:
                 active -= 1

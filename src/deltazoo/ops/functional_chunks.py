@@ -55,9 +55,8 @@ def functional_chunkwise(
             U = values[chunk] if W is None else values[chunk] - W[chunk] @ S
             outputs.append(q_in[chunk] @ S + scores[chunk] @ U)
             state = torch.cat([decay.total[chunk] * S + k_out[chunk].mT @ U, state[stop - start :]])
-        place = torch.empty(v.shape[0] * v.shape[1] + 1, dtype=torch.long, device=v.device)
-        place[tokens.tokens.flatten()] = torch.arange(tokens.tokens.numel(), device=v.device)
-        output = torch.cat(outputs).transpose(1, 2).flatten(0, 1)[place[:-1]]
+        places = tokens.tokens.flatten().argsort()[: v.shape[0] * v.shape[1]]  # of every token; padding comes last
+        output = torch.cat(outputs).transpose(1, 2).flatten(0, 1)[places]
         return output.unflatten(0, v.shape[:2]).to(v.dtype), state[tokens.order.argsort()]
 
 
