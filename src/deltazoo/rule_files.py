@@ -25,8 +25,8 @@ def load_rule_file(path: str | Path) -> list[str]:
         The names of the variants it registered.
 
     Raises:
-        ValueError: no such file, a name that another module has, or an error in the file, with its line. What such a
-            file registered before the error is forgotten.
+        ValueError: no such file, a name that another module has, or an error in the file, with its line. Variants that
+            the file registered before the error are forgotten.
     """
     path = Path(path).expanduser().resolve()
     if not path.is_file():
@@ -35,7 +35,7 @@ def load_rule_file(path: str | Path) -> list[str]:
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return _registered_by(name)
-    if loaded is not None or name in sys.stdlib_module_names or not name.isidentifier():
+    if loaded is not None or not name.isidentifier() or _importable_elsewhere(name, path):
         raise ValueError(
             f"{path} cannot be loaded as a module {name!r}: that is another module's name, or none: rename it"
         )
@@ -58,6 +58,12 @@ def load_rule_file(path: str | Path) -> list[str]:
             raise ValueError(f"{path}{where}: {type(error).__name__}: {error}") from error
         raise
     return _registered_by(name)
+
+
+def _importable_elsewhere(name: str, path: Path) -> bool:
+    """Whether `import name` means another file: it would find this one instead from then on."""
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin != str(path)
 
 
 def _registered_by(module: str) -> list[str]:

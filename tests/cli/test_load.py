@@ -93,6 +93,7 @@ def test_a_rule_is_timed_as_a_model(tmp_path: Path) -> None:
         ("broken.py", "import torch\n\nundefined\n", "broken.py, line 3: NameError: name 'undefined'"),
         ("halves.py", "def f(:\n", "SyntaxError"),
         ("random.py", "", "cannot be loaded as a module 'random'"),
+        ("antigravity.py", "", "cannot be loaded as a module 'antigravity'"),  # nobody has imported that yet
         ("my-rule.py", "", "cannot be loaded as a module 'my-rule'"),
     ],
 )
