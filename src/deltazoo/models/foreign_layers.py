@@ -136,10 +136,10 @@ def layer_from_transformers(layer: nn.Module) -> DeltaRuleAttention:
         head_dim,
         num_v_heads=getattr(layer, "num_v_heads", num_heads),
         expand_v=getattr(layer, "head_v_dim", head_dim) / head_dim,
-        conv_size=layer.conv_kernel_size,  # type: ignore[arg-type]
+        conv_size=layer.conv_kernel_size,
         allow_neg_eigval=getattr(layer, "allow_neg_eigval", False),
-        norm_eps=getattr(norm, "variance_epsilon", None) or norm.eps,  # type: ignore[arg-type]
-        layer_idx=layer.layer_idx,  # type: ignore[arg-type]
+        norm_eps=getattr(norm, "variance_epsilon", None) or norm.eps,
+        layer_idx=layer.layer_idx,
     ).to(weight.device, weight.dtype)
     shapes = {name: x.shape for name, x in ours.state_dict().items()}
     ours.load_state_dict(layout.to_ours(layer.state_dict(), shapes, ours.num_heads))
