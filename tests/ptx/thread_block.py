@@ -237,6 +237,11 @@ class ThreadBlock:
         source = np.where((source >= 0) & (source < 32), source, lane)
         self.put(a[0], self.get(a[1])[self.threads - lane + source])
 
+    def op_redux(self, rest: list[str], a: list[str]) -> None:
+        reduce = {"min": np.min, "max": np.max, "add": np.sum}[rest[1]]
+        by_warp = self.get(a[1], rest[-1]).reshape(-1, 32)
+        self.put(a[0], np.repeat(reduce(by_warp, axis=1), 32).astype(by_warp.dtype))
+
     # Memory.
 
     def op_ld(self, rest: list[str], a: list[str]) -> None:

@@ -130,8 +130,7 @@ class AcceleratedMixer:
         arguments: Any = inputs.arguments()
         if state is not None and inputs.v.shape[1] == 1 and not torch.is_grad_enabled():
             return delta_rule_step(*arguments, state=state, backend=self.deltazoo_backend)
-        precision = "strict" if _doubles_step(self) else "fast"
-        return delta_rule(*arguments, initial_state=state, backend=self.deltazoo_backend, precision=precision)
+        return delta_rule(*arguments, initial_state=state, backend=self.deltazoo_backend)
 
     def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
         norm = self.get_submodule(self.layout.norm)

@@ -407,9 +407,7 @@ class DeltaRuleAttention(Float32Parameters):
             inputs = inputs.interleave(steps)
         if one_token and past is not None:
             return self._run_steps(inputs, past.recurrent, in_place)
-        rule: Callable[..., DeltaRuleOutput] = linear_attention
-        if inputs.beta is not None:
-            rule = partial(delta_rule, precision="strict" if self.allow_neg_eigval else "fast")
+        rule: Callable[..., DeltaRuleOutput] = linear_attention if inputs.beta is None else delta_rule
         output, final_state = rule(
             *inputs.arguments(),
             initial_state=None if past is None else past.recurrent,

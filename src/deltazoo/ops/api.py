@@ -29,7 +29,8 @@ __all__ = [
     "resolve_backend",
 ]
 
-PRECISIONS = ["fast", "strict"]
+PRECISIONS = {None: None, "fast": False, "strict": True}
+"""Precision -> whether the Triton backend is strict; None: as the erase gain needs."""
 
 
 class DeltaRuleOutput(NamedTuple):
@@ -52,7 +53,7 @@ def delta_rule(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
-    precision: str = "fast",
+    precision: str | None = None,
 ) -> DeltaRuleOutput:
     """The (gated) delta rule over whole sequences.
 
@@ -71,10 +72,13 @@ def delta_rule(
         initial_state: `[N, HV, K, V]`, zero unless given; N = B, or the number of packed sequences.
         cu_seqlens: `[N + 1]` int32 or int64, boundaries of sequences packed along T with B = 1; may be empty sequences.
         backend: "triton", "chunkwise" or "reference"; None takes triton on a GPU it supports, else chunkwise.
-        precision: of the triton backend for half-precision inputs. "fast" is made for step sizes up to 1. "strict" is
-            for larger ones: there a repeated key turns the state over again and again, and the rounding of single
-            half-precision terms would grow, so the products that carry the state take two or three terms
-            (docs/kernels.md). The torch backends, and triton in float32, are strict always.
+        precision: of the triton backend for half-precision inputs. None decides on the device: a sequence is computed
+            fast up to the first chunk of 64 tokens in which the erase gain `beta * |k|^2` of some token exceeds 1
+            (1.005, to be exact: keys are rounded), and strictly from there on. Above 1 a repeated key turns the state
+            over again and again, and the rounding of single half-precision terms would grow, so the products that
+            carry the state take two or three terms (docs/kernels.md). "fast" and "strict" force one for all tokens;
+            "fast" is wrong for repeated keys with a gain near 2. The torch backends, and triton in float32, are strict
+            always.
 
     Returns:
         `DeltaRuleOutput(output, final_state)`.
@@ -108,7 +112,7 @@ def linear_attention(
 
     Arguments, results and errors as in `delta_rule`. Source: arXiv:2006.16236; with scalar decay arXiv:2405.21060.
     """
-    return _whole_sequences(q, k, v, None, log_decay, scale, initial_state, cu_seqlens, backend, "fast")
+    return _whole_sequences(q, k, v, None, log_decay, scale, initial_state, cu_seqlens, backend, None)
 
 
 def delta_rule_step(
@@ -242,10 +246,10 @@ def _whole_sequences(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     backend: str | None,
-    precision: str,
+    precision: str | None,
 ) -> DeltaRuleOutput:
     if precision not in PRECISIONS:
-        raise ValueError(unknown_name("precision", precision, PRECISIONS))
+        raise ValueError(unknown_name("precision", precision, [name for name in PRECISIONS if name is not None]))
     q, k, v, scale = _prepare(q, k, v, scale)
     check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens)
     warn_of_heads_first(q)
@@ -256,7 +260,7 @@ def _whole_sequences(
     if name == "triton":
         from deltazoo.ops.triton.autograd import triton_delta_rule
 
-        strict = precision == "strict"
+        strict = PRECISIONS[precision]
         return DeltaRuleOutput(*triton_delta_rule(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict))
     return DeltaRuleOutput(*chunkwise(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens))
 

@@ -48,7 +48,7 @@ class Call:
     K: int = 128
     V: int = 128
     decay: str = "scalar"
-    terms: int = 1  # 0 without beta, 1 fast, 3 strict
+    precision: str | None = None  # or "fast", "strict", or "linear": no beta
     dtype: torch.dtype = torch.bfloat16
     packed: bool = False
     state: bool = False
@@ -58,7 +58,9 @@ class Call:
     def __str__(self) -> str:
         flags = [name for name in ("packed", "state", "segmented") if getattr(self, name)]
         dtype = TYPES[self.dtype]
-        return "-".join([f"sm{self.arch}", f"{self.K}x{self.V}", self.decay, f"terms{self.terms}", dtype, *flags])
+        return "-".join(
+            [f"sm{self.arch}", f"{self.K}x{self.V}", self.decay, self.precision or "by_gain", dtype, *flags]
+        )
 
     def run(self) -> None:
         """Forward and backward on meta tensors: every kernel is launched, nothing is computed."""
@@ -70,11 +72,12 @@ class Call:
 
         q = empty(B, T, H, self.K, dtype=self.dtype)
         v = empty(B, T, HV, self.V, dtype=self.dtype)
-        beta = empty(B, T, HV) if self.terms else None
+        beta = None if self.precision == "linear" else empty(B, T, HV)
         log_decay = {"none": None, "scalar": empty(B, T, HV), "channel": empty(B, T, HV, self.K)}[self.decay]
         state = empty(N, HV, self.K, self.V) if self.state else None
         cu_seqlens = empty(N + 1, dtype=torch.int32) if self.packed else None
-        inputs = (q, q, v, beta, log_decay, 0.1, state, cu_seqlens, self.terms == 3)
+        strict = None if self.precision is None else self.precision == "strict"
+        inputs = (q, q, v, beta, log_decay, 0.1, state, cu_seqlens, strict)
         problem = pipeline.Problem(*inputs)
         output, final_state, *kept = pipeline.forward(problem)
         pipeline.backward(problem, pipeline.Kept(*kept), output, final_state if self.state else None)
@@ -89,7 +92,8 @@ class Launch:
 
     def __str__(self) -> str:
         keep = "(keep)" if self.arguments.get("KEEP") else "(far)" if self.arguments.get("FAR") else ""
-        return self.kernel.fn.__name__.removesuffix("_kernel") + keep
+        strict = "(strict)" if self.arguments.get("STRICT") and self.arguments.get("BY_GAIN") else ""
+        return self.kernel.fn.__name__.removesuffix("_kernel") + keep + strict
 
     def compile(self, arch: int) -> CompiledKernel:
         """As the launcher would for aligned tensors on a card of that architecture."""
@@ -201,20 +205,25 @@ def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 LARGEST = ("reverse_scan(keep)",)  # in shared memory
 REPRESENTATIVE = [
     Call(HOPPER, only=("prepare", "scan(keep)", "tail")),
+    Call(HOPPER, decay="none", only=("scan(keep)(strict)",)),
     Call(HOPPER, decay="channel", only=("prepare_channel", "tail_channel", "tail_exact(far)")),
-    Call(HOPPER, decay="channel", terms=3, packed=True, state=True, only=("prepare_channel", *LARGEST)),
-    Call(AMPERE, decay="channel", terms=3, only=LARGEST),
-    Call(ADA, decay="scalar", only=(*LARGEST, "tail")),
-    Call(BLACKWELL, 64, 64, decay="channel", terms=0, only=LARGEST),
+    Call(HOPPER, decay="channel", packed=True, state=True, only=("scan(strict)", "reverse_scan(keep)(strict)")),
+    Call(HOPPER, decay="channel", precision="strict", packed=True, state=True, only=LARGEST),
+    Call(AMPERE, decay="channel", only=("reverse_scan(keep)(strict)",)),
+    Call(ADA, decay="scalar", precision="fast", only=(*LARGEST, "tail")),
+    Call(BLACKWELL, 64, 64, decay="channel", precision="linear", only=LARGEST),
 ]
 SWEEP = [
     *(
-        Call(arch, K, V, decay, terms, segmented=True)
-        for arch, K, V, decay, terms in product(SHARED_MEMORY, (64, 128, 256), (64, 128, 256), DECAYS, (0, 1, 3))
+        Call(arch, K, V, decay, precision, segmented=True)
+        for arch, K, V, decay, precision in product(
+            SHARED_MEMORY, (64, 128, 256), (64, 128, 256), DECAYS, ("linear", None)
+        )
         if K == V or V == 128
     ),
-    *(Call(arch, K, K, d, 1, torch.float32) for arch, K, d in product(SHARED_MEMORY, (64, 128, 256), DECAYS)),
-    *(Call(arch, 256, 512, decay, 3) for arch, decay in product(SHARED_MEMORY, DECAYS)),
+    *(Call(arch, 128, 128, d, p) for arch, d, p in product(SHARED_MEMORY, DECAYS, ("fast", "strict"))),
+    *(Call(arch, K, K, d, None, torch.float32) for arch, K, d in product(SHARED_MEMORY, (64, 128, 256), DECAYS)),
+    *(Call(arch, 256, 512, decay) for arch, decay in product(SHARED_MEMORY, DECAYS)),
 ]
 
 

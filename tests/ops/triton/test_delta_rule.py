@@ -23,6 +23,7 @@ from delta_rule_cases import HARD_CASES, DeltaRuleCase, DeltaRuleInputs
 from helpers import Missed, assert_within_reference, known_miss, relative_errors, results_and_gradients
 from torch import Tensor
 
+from deltazoo.layers import nonexpansive
 from deltazoo.ops import DeltaRuleOutput, delta_rule, linear_attention
 
 pytest.importorskip("triton")
@@ -36,11 +37,11 @@ class Run:
 
     case: DeltaRuleCase
     dtype: torch.dtype = torch.float32
-    precision: str = "fast"
+    precision: str | None = None
     segmented: bool = False  # cut even short rows into segments
 
     def __str__(self) -> str:
-        flags = [self.precision] + ["segmented"] * self.segmented
+        flags = [self.precision or "by_gain"] + ["segmented"] * self.segmented
         return "-".join([self.case.name, str(self.dtype).removeprefix("torch."), *flags])
 
     def compute(self, device: str) -> dict[str, Tensor]:
@@ -91,7 +92,7 @@ INTERPRETED = [
     *(
         Run(shaped(f"{decay}_half", decay=decay, beta=0.7, keys="correlated"), torch.float16, precision)
         for decay in DECAYS
-        for precision in ("fast", "strict")
+        for precision in (None, "fast", "strict")
     ),
     *(Run(shaped(f"{decay}_resets", T=70, decay=decay, log_decay="reset")) for decay in DECAYS[1:]),
     *(Run(shaped(f"{decay}_mixed", T=70, decay=decay, log_decay="mixed"), torch.float16) for decay in DECAYS[1:]),
@@ -99,7 +100,7 @@ INTERPRETED = [
     Run(shaped("channel_wide_keys", T=70, K=136, decay="channel", log_decay="mixed"), torch.float16),
     *(Run(shaped(f"tokens_{T}", T=T, decay="channel", initial_state=True)) for T in (1, 15, 63, 64, 65)),
     *(Run(shaped(f"{decay}_packed", lengths=(1, 0, 69, 64, 3), decay=decay, initial_state=True)) for decay in DECAYS),
-    *(Run(shaped(f"same_keys_beta_{b}", keys="same", beta=b), torch.float16, "strict") for b in (0.0, 1.0, 2.0)),
+    *(Run(shaped(f"same_keys_beta_{b}", keys="same", beta=b), torch.float16) for b in (0.0, 1.0, 2.0)),
     *(
         Run(shaped(f"{decay}_cut", B=2, T=200, decay=decay, initial_state=True), segmented=True)
         for decay in DECAYS
@@ -161,7 +162,6 @@ KNOWN_MISSES = {
     ("same_keys_beta_1", torch.float16): known_miss(f"{_FAST}: d_beta is off by 3.1e-3", 4e-3),
     ("alternating_keys_beta_1", torch.bfloat16): known_miss(f"{_FAST}: d_beta is off by 3.8e-2, d_v by 2.1e-2", 5e-2),
     ("alternating_keys_beta_1", torch.float16): known_miss(f"{_FAST}: d_beta is off by 4.0e-3", 5e-3),
-    ("correlated_keys_beta_1", torch.float16): known_miss(f"{_FAST}: d_beta is off by 5.7e-3, output 2.6e-3", 7e-3),
     ("scalar_decay_20", torch.float16): known_miss(f"{_TINY}: d_initial_state is off by 7.1e-2", 9e-2),
     ("scalar_decay_50", torch.float16): known_miss(f"{_TINY}: d_initial_state is 1e-11, and comes out as zero", 1),
     ("channel_decay_20", torch.float16): known_miss(f"{_TINY}: d_initial_state is off by 8.5e-3", 1.1e-2),
@@ -179,7 +179,7 @@ ceiling; nothing else may miss its limit."""
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", HARD_CASES, ids=str)
 def test_hard_cases(case: DeltaRuleCase, dtype: torch.dtype) -> None:
-    run = Run(case, dtype, "strict" if case.repeats_keys or case.beta not in (0.0, 1.0) else "fast")
+    run = Run(case, dtype)
     with KNOWN_MISSES.get((case.name, dtype), nullcontext()):
         run.judge(run.compute("cuda"))
 
@@ -194,14 +194,16 @@ def test_head_sizes(K: int, V: int, decay: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("T", [2048, 16384])
-@pytest.mark.parametrize("keys", ["same", "alternating"])
-@pytest.mark.parametrize("beta", [1.0, 1.5, 1.8, 1.9, 1.98, 2.0])
-def test_repeated_keys(T: int, keys: str, beta: float) -> None:
-    """Where a negative-eigenvalue model lives: the same keys thousands of times, step sizes up to 2."""
+@pytest.mark.parametrize("keys", ["same", "alternating", "correlated"])
+@pytest.mark.parametrize("beta", [0.5, 1.0, 1.5, 1.9, 1.98, 2.0])
+def test_repeated_keys(T: int, keys: str, beta: float, dtype: torch.dtype) -> None:
+    """Where a negative-eigenvalue model lives: the same keys thousands of times, step sizes up to 2 / |k|^2."""
     case = shaped("repeated", T=T, H=4, K=128, V=128, keys=keys, beta=beta)
-    inputs = case.make(device="cuda", dtype=torch.bfloat16)
-    actual = results_and_gradients(delta_rule, inputs, backend="triton", precision="strict")
+    inputs = case.make(device="cuda", dtype=dtype)
+    inputs = replace(inputs, beta=nonexpansive(inputs.beta, inputs.k))
+    actual = results_and_gradients(delta_rule, inputs, backend="triton")
     exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
     assert max(relative_errors(actual, exact, inputs).values()) < 0.05
 

@@ -18,7 +18,7 @@ __all__ = ["triton_delta_rule"]
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? initial_state, "
-    "Tensor? cu_seqlens, bool strict"
+    "Tensor? cu_seqlens, bool? strict"
 )
 _library = torch.library.Library("deltazoo", "FRAGMENT")
 _KEPT = Kept._fields
@@ -31,9 +31,12 @@ _library.define(
 
 def triton_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Whole sequences on the GPU; arguments and results as in `deltazoo.ops.delta_rule`."""
+    """Whole sequences on the GPU; arguments and results as in `deltazoo.ops.delta_rule`.
+
+    `strict` is its precision: True, False for fast, or None for as each chunk's erase gain needs.
+    """
     arguments = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
     output, final, *_ = call(torch.ops.deltazoo.triton_delta_rule.default, _Eager, _launch, arguments)
     return output, final
@@ -86,7 +89,9 @@ def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):
     problem = Shapes(*sizes_of(q, v, beta, log_decay, cu_seqlens, strict))
     kept = {name: q.new_empty(0) for name in _KEPT}
     slots, C, K = problem.slots, pipeline.CHUNK, problem.K
-    kept["AP"] = q.new_empty(slots, problem.terms + 1, C, C)
+    kept["AP"] = q.new_empty(slots, problem.matrices, C, C)
+    if problem.by_gain:
+        kept["large_gain"] = q.new_empty(slots, dtype=torch.int32)
     if beta is not None:
         kept["beta"] = q.new_empty(slots, C, dtype=torch.float32)
     if log_decay is not None:

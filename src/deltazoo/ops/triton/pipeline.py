@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deltazoo.ops.triton.launch import launch
 from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
-from deltazoo.ops.triton.prepare import prepare_kernel
+from deltazoo.ops.triton.prepare import invert_kernel, prepare_kernel
 from deltazoo.ops.triton.prepare_channel import prepare_channel_kernel
 from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.segments import chain_kernel
@@ -65,6 +65,8 @@ class Prepared:
     """Keys, likewise."""
     k_out: Tensor
     """Keys; per channel with the decay to the chunk's end."""
+    large_gain: Tensor | None
+    """Where precision goes by the erase gain: which chunks need strict, int32 `[slots]`."""
     far: Tensor | None = None
     """Per channel: which chunks decay too far for one product, int32 `[slots]`."""
 
@@ -78,7 +80,8 @@ class Problem:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
-        initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool, plan: Plan | None = None,
+        initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None,
+        plan: Plan | None = None,
     ) -> None:  # fmt: skip
         if plan is None:
             sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict)
@@ -100,39 +103,48 @@ class Problem:
 def prepare(p: Problem) -> Prepared:
     """The inverse and P of every chunk; per channel also the keys and queries with the chunk's decay multiplied in."""
     plan = p.plan
-    AP = p.q.new_empty(plan.slots, plan.terms + 1, CHUNK, CHUNK)
+    AP = p.q.new_empty(plan.slots, plan.matrices, CHUNK, CHUNK)
     chunk_beta = None if p.beta is None else p.float32(plan.slots, CHUNK)
+    large_gain = p.q.new_empty(plan.slots, dtype=torch.int32) if plan.by_gain else None
+    # What strict chunks leave for their inverse; the memory is free again after this.
+    strict_L = p.float32(plan.slots, CHUNK, CHUNK) if True in plan.parts else None
     if plan.decay < 2:
         G = p.float32(plan.slots, CHUNK) if plan.decay else None
         launch(
             prepare_kernel, plan.prepare(),
-            p.q, p.k, p.beta, p.log_decay, AP, chunk_beta, G, *p.chunk_places,
+            p.q, p.k, p.beta, p.log_decay, AP, chunk_beta, G, large_gain, strict_L, *p.chunk_places,
         )  # fmt: skip
-        return Prepared(AP, chunk_beta, G, p.q, p.k, p.k)
-    G = p.float32(plan.slots, plan.K)
-    q_in, k_in, k_out = (p.q.new_empty(plan.B, plan.T, plan.HV, plan.K) for _ in range(3))
-    far = p.q.new_empty(plan.slots, dtype=torch.int32)
-    for constants in plan.prepare_channel():
-        launch(
-            prepare_channel_kernel, constants,
-            p.q, p.k, p.beta, p.log_decay, AP, chunk_beta, G, far, q_in, k_in, k_out, *p.chunk_places,
-        )  # fmt: skip
-    return Prepared(AP, chunk_beta, G, q_in, k_in, k_out, far)
+        x = Prepared(AP, chunk_beta, G, p.q, p.k, p.k, large_gain)
+    else:
+        G = p.float32(plan.slots, plan.K)
+        q_in, k_in, k_out = (p.q.new_empty(plan.B, plan.T, plan.HV, plan.K) for _ in range(3))
+        far = p.q.new_empty(plan.slots, dtype=torch.int32)
+        for constants in plan.prepare_channel():
+            launch(
+                prepare_channel_kernel, constants,
+                p.q, p.k, p.beta, p.log_decay, AP, chunk_beta, G, far, large_gain, strict_L, q_in, k_in, k_out,
+                *p.chunk_places,
+            )  # fmt: skip
+        x = Prepared(AP, chunk_beta, G, q_in, k_in, k_out, large_gain, far)
+    if strict_L is not None:
+        launch(invert_kernel, plan.invert(), large_gain, strict_L, AP)
+    return x
 
 
 def scan(p: Problem, x: Prepared, initial_state: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """Output and final states; with `keep` instead U and the states that enter the chunks."""
     plan, out = p.plan, torch.empty_like(p.v)
-    if keep:
-        states = p.v.new_empty(plan.slots, plan.V, plan.K)
-    else:
-        states = p.float32(plan.scans, plan.HV, plan.K, plan.V)
-    launch(
-        scan_kernel, plan.scan(initial_state is not None, keep),
-        x.q_in, x.k_in, x.k_out, p.v, x.beta, x.G, x.AP, out, out, states if keep else None, initial_state,
-        None if keep else states, *p.sequence_places,
-    )  # fmt: skip
-    return out, states
+    states = p.v.new_empty(plan.slots, plan.V, plan.K) if keep else None
+    final = None if keep and not plan.by_gain else p.float32(plan.scans, plan.HV, plan.K, plan.V)
+    for strict in plan.parts:
+        if strict and plan.by_gain:
+            initial_state = final  # it goes on from where the other launch stopped
+        launch(
+            scan_kernel, plan.scan(initial_state is not None, keep, strict),
+            x.q_in, x.k_in, x.k_out, p.v, x.beta, x.G, x.AP, x.large_gain, out, out, states, initial_state, final,
+            *p.sequence_places,
+        )  # fmt: skip
+    return (out, final) if states is None else (out, states)  # type: ignore[return-value]
 
 
 def scan_segments(p: Problem, x: Prepared) -> tuple[Tensor, Tensor]:
@@ -142,10 +154,12 @@ def scan_segments(p: Problem, x: Prepared) -> tuple[Tensor, Tensor]:
 
     def run(V: int, v: Tensor | None) -> Tensor:
         final = p.float32(plan.scans, plan.HV, plan.K, V)
-        launch(
-            scan_kernel, plan.scan_segment(v is None),
-            x.q_in, x.k_in, x.k_out, v, x.beta, x.G, x.AP, None, None, None, None, final, *p.sequence_places,
-        )  # fmt: skip
+        for strict in plan.parts:
+            launch(
+                scan_kernel, plan.scan_segment(v is None, strict),
+                x.q_in, x.k_in, x.k_out, v, x.beta, x.G, x.AP, x.large_gain, None, None, None,
+                final if strict and plan.by_gain else None, final, *p.sequence_places,
+            )  # fmt: skip
         return final
 
     added, transitions = run(plan.V, p.v), run(plan.K, None)
@@ -166,12 +180,14 @@ def reverse_scan(
     plan = p.plan
     Z = torch.empty_like(d_output) if keep else None
     d_states = d_output.new_empty(plan.slots, plan.V, plan.K) if keep else None
-    d_initial = p.float32(plan.scans, plan.HV, plan.K, plan.V) if initial else None
-    launch(
-        reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep),
-        x.q_in, x.k_in, x.k_out, x.beta, x.G, x.AP, d_output, Z, d_states, d_final, d_initial, *p.sequence_places,
-    )  # fmt: skip
-    return Z, d_states, d_initial
+    d_initial = p.float32(plan.scans, plan.HV, plan.K, plan.V) if initial or plan.by_gain else None
+    for strict in reversed(plan.parts):
+        launch(
+            reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep, strict),
+            x.q_in, x.k_in, x.k_out, x.beta, x.G, x.AP, x.large_gain, d_output, Z, d_states, d_final, d_initial,
+            *p.sequence_places,
+        )  # fmt: skip
+    return Z, d_states, d_initial if initial else None
 
 
 def reverse_scan_segments(
@@ -198,8 +214,8 @@ def tail(
     if plan.decay < 2:
         launch(
             tail_kernel, plan.tail(),
-            p.q, p.k, p.v, x.beta, p.log_decay, x.G, U, Z, d_output, states, d_states, dq, dk, dv, d_beta, d_log_decay,
-            *p.chunk_places,
+            p.q, p.k, p.v, x.beta, p.log_decay, x.G, x.large_gain, U, Z, d_output, states, d_states,
+            dq, dk, dv, d_beta, d_log_decay, *p.chunk_places,
         )  # fmt: skip
         return dq, dk, dv, d_beta, d_log_decay
     tensors = (
@@ -220,11 +236,11 @@ def forward(p: Problem) -> tuple[Tensor | None, ...]:
     x, plan = prepare(p), p.plan
     decayed = (x.q_in, x.k_in, x.k_out, x.far) if plan.decay == 2 else (None, None, None, None)
     if plan.segments == 1:
-        return *scan(p, x, p.initial_state, keep=False), x.AP, x.beta, x.G, *decayed, None, None
+        return *scan(p, x, p.initial_state, keep=False), x.AP, x.beta, x.G, x.large_gain, *decayed, None, None
     starts, transitions = scan_segments(p, x)
     output, final = scan(p, x, starts, keep=False)
     final = final.unflatten(0, (plan.N, plan.segments))[:, -1].contiguous()
-    return output, final, x.AP, x.beta, x.G, *decayed, starts, transitions
+    return output, final, x.AP, x.beta, x.G, x.large_gain, *decayed, starts, transitions
 
 
 class Kept(NamedTuple):
@@ -233,6 +249,8 @@ class Kept(NamedTuple):
     AP: Tensor
     beta: Tensor | None
     G: Tensor | None
+    large_gain: Tensor
+    """Where precision goes by the erase gain, as in `Prepared`."""
     q_in: Tensor
     """As `k_in` and `k_out` only per channel: otherwise the inputs serve."""
     k_in: Tensor
@@ -251,8 +269,9 @@ def backward(
     plan = p.plan
     d_output = in_pairs(d_output)
     d_final = None if d_final is None else d_final.float().contiguous()
-    decayed = kept[3:7] if plan.decay == 2 else (p.q, p.k, p.k)
-    x = Prepared(kept.AP, kept.beta, kept.G, *decayed)
+    q_in, k_in, k_out = kept[4:7] if plan.decay == 2 else (p.q, p.k, p.k)
+    large_gain = kept.large_gain if plan.by_gain else None
+    x = Prepared(kept.AP, kept.beta, kept.G, q_in, k_in, k_out, large_gain, kept.far if plan.decay == 2 else None)
     starts = p.initial_state
     if plan.segments > 1:
         starts, d_final = kept.starts, reverse_scan_segments(p, x, d_output, d_final, kept.transitions)

@@ -30,8 +30,8 @@ def segments_of(chunks: int, programs: int) -> tuple[int, int]:
 
 
 def sizes_of(
-    q: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, cu_seqlens: Tensor | None, strict: bool
-) -> tuple[torch.Size, torch.Size, bool, int, bool, int | None, bool]:
+    q: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None
+) -> tuple[torch.Size, torch.Size, bool, int, bool, int | None, bool | None]:
     """The arguments of `Shapes`."""
     decay = 0 if log_decay is None else log_decay.ndim - 2
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -47,16 +47,22 @@ class Shapes:
         decay: 0 none, 1 per head, 2 per channel.
         has_beta: with step sizes.
         sequences: how many are packed into a row; None if rows are not packed.
-        strict: precision.
+        strict: strict precision, or fast (False), or as each chunk's erase gain needs (None).
     """
 
     def __init__(
-        self, q: torch.Size, v: torch.Size, half: bool, decay: int, has_beta: bool, sequences: int | None, strict: bool
-    ) -> None:
+        self, q: torch.Size, v: torch.Size, half: bool, decay: int, has_beta: bool, sequences: int | None,
+        strict: bool | None,
+    ) -> None:  # fmt: skip
         self.B, self.T, self.H, self.K = q
         self.HV, self.V = v[2:]
-        self.half, self.decay = half, decay
-        self.terms = 0 if not has_beta else 3 if strict and half else 1
+        self.half, self.decay, self.has_beta = half, decay, has_beta
+        chooses = half and has_beta  # float32 has one precision, and without beta there is nothing to be strict about
+        self.by_gain, self.strict = chooses and strict is None, bool(chooses and strict)
+        self.parts = (False, True) if self.by_gain else (self.strict,)
+        """Whether the launches of a serial scan, in the order of the tokens, are strict."""
+        self.matrices = 2 if has_beta else 1
+        """Per chunk: A and P, or P alone."""
         self.N = self.B if sequences is None else sequences
         self.NT = -(-self.T // CHUNK) if sequences is None else self.T // CHUNK + self.N
         """Chunks per row of the batch; packed, with room for the last, partial chunk of every sequence."""
@@ -78,13 +84,18 @@ class Plan(Shapes):
     def __init__(self, *arguments) -> None:
         *sizes, self.scale, shared = arguments
         super().__init__(*sizes)
-        *_, has_beta, sequences, strict = sizes
+        *_, sequences, _ = sizes
         packed = sequences is not None
-        self.tiles = tiles_for(self.K, self.V, self.half, self.decay, self.terms, shared, self.crowded)
+        self.serial = {
+            strict: tiles_for(self.K, self.V, self.half, self.decay, self.has_beta, strict, shared, self.crowded)
+            for strict in self.parts
+        }
+        """Tiles of strict and of other launches of the serial scans."""
+        self.tiles = self.serial[self.parts[0]]
+        """Those of all other kernels do not depend on it."""
         self.precision = "tf32" if self.half else "tf32x3"
-        self.inverse_precision = "tf32" if self.half and not strict else "tf32x3"
         common = dict(
-            scale=self.scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, C=CHUNK, HAS_BETA=has_beta,
+            scale=self.scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, C=CHUNK, HAS_BETA=self.has_beta,
             PACKED=packed, PRECISION=self.precision,
         )  # fmt: skip
         self.chunks = dict(T=self.T, NT=self.NT, HV=self.HV, C=CHUNK, PACKED=packed)
@@ -92,10 +103,12 @@ class Plan(Shapes):
         self.per_chunk = dict(H=self.H, GROUPED=self.H != self.HV, **common)
         """Arguments of the kernels that run one program per chunk and value head, and read keys."""
         self.per_sequence = dict(
-            HK=self.HV if self.decay == 2 else self.H, DECAY=self.decay, TERMS=self.terms, segments=self.segments,
+            HK=self.HV if self.decay == 2 else self.H, DECAY=self.decay, BY_GAIN=self.by_gain, segments=self.segments,
             chunks=self.segment_chunks, **common,
         )  # fmt: skip
         """Arguments of the kernels that walk through a sequence."""
+        self.precisions = dict(STRICT=self.strict, BY_GAIN=self.by_gain)
+        """Of the kernels that decide per chunk."""
         self.key_tiles, self.value_tiles = -(-self.K // self.tiles.tail["BK"]), -(-self.V // self.tiles.tail["BV"])
         """Of the tail."""
 
@@ -109,9 +122,14 @@ class Plan(Shapes):
         return tiles * self.HV, self.NT, self.B
 
     def far_grid(self) -> tuple[tuple[int], dict[str, int]]:
-        """Grid of the kernel for far chunks, which are few: each program looks at some neighbours."""
+        """Grid of a kernel for few of the chunks: each program looks at some neighbours."""
         chunks = min(max(self.slots // 512, 1), 16)
         return (-(-self.slots // chunks),), dict(chunks=chunks, slots=self.slots)
+
+    @per_plan
+    def invert(self) -> Constants:
+        grid, neighbours = self.far_grid()
+        return Constants(*grid, C=CHUNK, **neighbours, **self.tiles.invert)
 
     def scan_grid(self, V: int, BV: int) -> tuple[int]:
         return (-(-V // BV) * self.HV * self.scans,)
@@ -119,8 +137,8 @@ class Plan(Shapes):
     @per_plan
     def prepare(self) -> Constants:
         return Constants(
-            *self.chunk_grid(), DECAY=self.decay, TERMS=self.terms, BK=self.tiles.BK,
-            INVERSE_PRECISION=self.inverse_precision, **self.per_chunk, **self.tiles.prepare,
+            *self.chunk_grid(), DECAY=self.decay, BK=self.tiles.BK, **self.precisions, **self.per_chunk,
+            **self.tiles.prepare,
         )  # fmt: skip
 
     @per_plan
@@ -129,28 +147,30 @@ class Plan(Shapes):
         tiles = self.tiles.channel
         return [
             Constants(
-                *self.chunk_grid(), level_tiles=tiles["BK"] // tiles["LEVEL_BK"], TERMS=self.terms, PART=part,
-                INVERSE_PRECISION=self.inverse_precision, **self.per_chunk, **tiles,
+                *self.chunk_grid(), level_tiles=tiles["BK"] // tiles["LEVEL_BK"], PART=part, **self.precisions,
+                **self.per_chunk, **tiles,
             )
             for part in ((0,) if tiles["BK"] >= self.K else (1, 2))
         ]  # fmt: skip
 
     @per_plan
-    def scan(self, initial: bool, keep: bool) -> Constants:
-        tiles = self.tiles.keep if keep else self.tiles.scan
+    def scan(self, initial: bool, keep: bool, strict: bool) -> Constants:
+        tiles = self.serial[strict].keep if keep else self.serial[strict].scan
         return Constants(
             *self.scan_grid(self.V, tiles["BV"]), V=self.V, HAS_V=True, INITIAL=int(initial), OUTPUT=not keep,
-            KEEP=keep, **self.per_sequence, **tiles,
+            KEEP=keep, STRICT=strict, **self.per_sequence, **tiles,
         )  # fmt: skip
 
     @per_plan
-    def scan_segment(self, transition: bool) -> Constants:
+    def scan_segment(self, transition: bool, strict: bool) -> Constants:
         """Of the scan for a segment's transition, or for what the segment adds to it."""
         V, initial = (self.K, 2) if transition else (self.V, 0)
-        tiles = self.tiles.keep
+        if strict and self.by_gain:
+            initial = 1  # it goes on from where the other launch stopped
+        tiles = self.serial[strict].keep
         return Constants(
             *self.scan_grid(V, tiles["BV"]), V=V, HAS_V=not transition, INITIAL=initial, OUTPUT=False, KEEP=False,
-            **self.per_sequence, **tiles,
+            STRICT=strict, **self.per_sequence, **tiles,
         )  # fmt: skip
 
     @per_plan
@@ -162,18 +182,18 @@ class Plan(Shapes):
         )  # fmt: skip
 
     @per_plan
-    def reverse_scan(self, final: bool, initial: bool, keep: bool) -> Constants:
-        tiles = self.tiles.reverse
+    def reverse_scan(self, final: bool, initial: bool, keep: bool, strict: bool) -> Constants:
+        tiles = self.serial[strict].reverse
         return Constants(
             *self.scan_grid(self.V, tiles["BV"]), V=self.V, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep,
-            **self.per_sequence, **tiles,
+            STRICT=strict, **self.per_sequence, **tiles,
         )  # fmt: skip
 
     @per_plan
     def tail(self) -> Constants:
         return Constants(
-            *self.chunk_grid(), DECAY=self.decay, TERMS=self.terms, V=self.V, key_tiles=self.key_tiles,
-            value_tiles=self.value_tiles, **self.per_chunk, **self.tiles.tail,
+            *self.chunk_grid(), DECAY=self.decay, V=self.V, key_tiles=self.key_tiles, value_tiles=self.value_tiles,
+            **self.precisions, **self.per_chunk, **self.tiles.tail,
         )  # fmt: skip
 
     @per_plan

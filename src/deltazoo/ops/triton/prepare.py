@@ -2,8 +2,10 @@
 
 One program owns one chunk of one value head. Forward substitution in float32 inside diagonal blocks of 16 tokens, then
 block substitution with small tf32 products, of three terms in strict mode: so the inverse survives repeated keys with
-any step size in [0, 2]. It is stored as one 16-bit term in fast mode and as three that sum to it in strict mode, since
-rounding it to one is what breaks chunk kernels on repeated keys with step sizes above 1 (docs/kernels.md).
+any step size in [0, 2]. It is stored as one 16-bit term in fast mode and as two that sum to it in strict mode, since
+rounding it to one is what breaks chunk kernels on repeated keys with step sizes above 1 (docs/kernels.md). The second
+term takes no memory of its own: A^T is upper triangular, and has the space below its diagonal. In fast mode that space
+is zero, so that strict kernels can read a chunk of either mode.
 
 No matrix passes through memory on the way. A warp owns 16 rows of `L`, so the diagonal block that it inverts is in its
 own registers, and rows reach the threads that need them by shuffles.
@@ -22,6 +24,9 @@ LOG2_FLOOR = tl.constexpr(-200.0)
 HALF_RANGE = tl.constexpr(6.0)
 BFLOAT_RANGE = tl.constexpr(116.0)
 FLOAT_RANGE = tl.constexpr(100.0)
+# The largest erase gain `beta |k|^2` of a chunk that fast precision is right for. Step sizes up to 1 on unit keys stay
+# below: rounding to bfloat16 makes |k|^2 at most 1.004. What lies above is measured in docs/kernels.md.
+MAX_FAST_GAIN = tl.constexpr(1.005)
 
 
 @triton.jit
@@ -47,8 +52,37 @@ def quarters(X):
 
 
 @triton.jit
-def store_inverse(L, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
-    """Store the transpose of `(I + L)^-1`, L strictly lower, as TERMS matrices that sum to it, largest first."""
+def round_evenly(x, DTYPE: tl.constexpr):
+    """Round a float32 matrix up or down to 16 bits, by a fixed pattern, so that errors of equal entries cancel in sums.
+
+    For one key with one step size A has equal entries along its diagonals. Rounded to the nearest, they are all off by
+    the same amount, and what remains of the state after a chunk is off by 64 times as much. The pattern is an additive
+    sequence modulo 1 over rows and columns, whose sums along rows, columns and diagonals stay close to their means.
+    """
+    r, c = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
+    threshold = (r * 49471 + c * 37345) & 65535
+    bits = x.to(tl.int32, bitcast=True)
+    if tl.float16 == DTYPE:  # 13 bits fewer than float32
+        bits = (bits + (threshold >> 3)) & -8192
+    else:
+        bits = (bits + threshold) & -65536
+    return bits.to(tl.float32, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def rounded(x, ROUND: tl.constexpr):
+    """x as a factor of a tf32 product, with ROUND to the nearest: else the matrix unit cuts it off, towards zero.
+
+    That adds up over equal entries, to more than the rounding of A to float16 (bfloat16 has three bits fewer).
+    """
+    if ROUND:
+        x = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def inverse(L, C: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr):
+    """The transpose of `(I + L)^-1`, L strictly lower, in float32."""
     o_c = tl.arange(0, C)
     block = (o_c // 16)[:, None]
     L0, L1, L2, L3 = quarters(L)
@@ -72,20 +106,93 @@ def store_inverse(L, A, C: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.cons
     D1, D3 = tl.split(tl.reshape(odd, [16, 16, 2]))
     D = tl.reshape(D, [C, 16])
     X0 = tl.where(block == 0, D, 0.0)
-    R = tl.dot(X0, tl.trans(L0), input_precision=PRECISION)
+    R = tl.dot(rounded(X0, ROUND), tl.trans(rounded(L0, ROUND)), input_precision=PRECISION)
     _, R1, _, _ = quarters(R)
-    X1 = tl.where(block == 1, D, 0.0) - tl.dot(R1, D1, input_precision=PRECISION)
-    R = tl.dot(X1, tl.trans(L1), R, input_precision=PRECISION)
+    X1 = tl.where(block == 1, D, 0.0) - tl.dot(rounded(R1, ROUND), rounded(D1, ROUND), input_precision=PRECISION)
+    R = tl.dot(rounded(X1, ROUND), tl.trans(rounded(L1, ROUND)), R, input_precision=PRECISION)
     _, _, R2, _ = quarters(R)
-    X2 = tl.where(block == 2, D, 0.0) - tl.dot(R2, D2, input_precision=PRECISION)
-    R = tl.dot(X2, tl.trans(L2), R, input_precision=PRECISION)
+    X2 = tl.where(block == 2, D, 0.0) - tl.dot(rounded(R2, ROUND), rounded(D2, ROUND), input_precision=PRECISION)
+    R = tl.dot(rounded(X2, ROUND), tl.trans(rounded(L2, ROUND)), R, input_precision=PRECISION)
     _, _, _, R3 = quarters(R)
-    X3 = tl.where(block == 3, D, 0.0) - tl.dot(R3, D3, input_precision=PRECISION)
-    X = side_by_side(side_by_side(X0, X1), side_by_side(X2, X3))
-    for i in tl.static_range(TERMS):
-        term = X.to(A.dtype.element_ty)
-        tl.store(A + i * C * C + o_c[:, None] * C + o_c[None, :], term)
-        X -= term.to(tl.float32)
+    X3 = tl.where(block == 3, D, 0.0) - tl.dot(rounded(R3, ROUND), rounded(D3, ROUND), input_precision=PRECISION)
+    return side_by_side(side_by_side(X0, X1), side_by_side(X2, X3))
+
+
+@triton.jit
+def store_scores(P, AP, slot, C: tl.constexpr, HAS_BETA: tl.constexpr):
+    """Store the transpose of the lower triangular P behind the space for A, if any, and zeros below it."""
+    o_c = tl.arange(0, C)
+    AP += slot * ((2 if HAS_BETA else 1) * C * C) + (C * C if HAS_BETA else 0)
+    tl.store(AP + o_c[None, :] * C + o_c[:, None], P.to(AP.dtype.element_ty))
+
+
+@triton.jit
+def store_fast(L, AP, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Store the transposed inverse in one term."""
+    o_c = tl.arange(0, C)
+    X = inverse(L, C, PRECISION, AP.dtype.element_ty == tl.float16)
+    if tl.float32 != AP.dtype.element_ty:
+        X = round_evenly(X, AP.dtype.element_ty)
+    tl.store(AP + o_c[:, None] * C + o_c[None, :], X)
+
+
+@triton.jit
+def store_strict(L, AP, C: tl.constexpr):
+    """Store the transposed inverse in two terms, the second one mirrored below the diagonal of the first."""
+    DTYPE: tl.constexpr = AP.dtype.element_ty
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    X = inverse(L, C, "tf32x3", False)
+    first = X.to(DTYPE)
+    second = round_evenly(X - first.to(tl.float32), DTYPE)
+    tl.store(AP + row * C + column, tl.where(row > column, tl.trans(second), first))
+
+
+@triton.jit
+def store_inverse(
+    L, gain, AP, large_gain, strict_L, slot,
+    C: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the transposed inverse of a chunk; or, if it is to be strict, L, which `invert_kernel` inverts.
+
+    BY_GAIN the erase gain decides, and `large_gain` tells later kernels how.
+    """
+    o_c = tl.arange(0, C)
+    o_cc = slot * (C * C) + o_c[:, None] * C + o_c[None, :]
+    AP += slot * (2 * C * C)
+    if BY_GAIN:
+        large = gain > MAX_FAST_GAIN
+        tl.store(large_gain + slot, large.to(tl.int32))
+        if large:
+            tl.store(strict_L + o_cc, L)
+        else:
+            store_fast(L, AP, C, PRECISION)
+    elif STRICT:
+        tl.store(strict_L + o_cc, L)
+    else:
+        store_fast(L, AP, C, PRECISION)
+
+
+@triton.jit(do_not_specialize=["chunks", "slots"])
+def invert_kernel(large_gain, strict_L, AP, chunks, slots, C: tl.constexpr):
+    """Store the strict inverse of those among up to 16 neighbouring `chunks`, of `slots` in all, with a large gain.
+
+    Without `large_gain` of all of them. A kernel of its own, since this takes more registers than the rest of the
+    preparation has (docs/log.md). Grid (programs,).
+    """
+    start, o, o_c = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16), tl.arange(0, C)
+    count = tl.minimum(slots - start, chunks).to(tl.int32)
+    if large_gain is not None:
+        large = tl.load(large_gain + start + o, mask=o < count, other=0)
+        if tl.max(large, 0) == 0:
+            return
+    for i in tl.range(0, count, num_stages=1):
+        slot = start + i
+        if large_gain is None or tl.load(large_gain + slot) != 0:
+            L = tl.load(strict_L + slot * (C * C) + o_c[:, None] * C + o_c[None, :])
+            # Added to a product, of zeros, L is spread over the threads as `inverse` wants it.
+            none = tl.zeros([C, 16], dtype=AP.dtype.element_ty)
+            L = tl.dot(none, tl.trans(none), L)
+            store_strict(L, AP + slot * (2 * C * C), C)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
@@ -97,6 +204,8 @@ def prepare_kernel(
     AP,
     chunk_beta,
     G,
+    large_gain,
+    strict_L,
     cu_seqlens,
     chunk_sequence,
     chunk_offsets,
@@ -110,21 +219,23 @@ def prepare_kernel(
     C: tl.constexpr,
     DECAY: tl.constexpr,
     HAS_BETA: tl.constexpr,
-    TERMS: tl.constexpr,
+    STRICT: tl.constexpr,
+    BY_GAIN: tl.constexpr,
     GROUPED: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
-    INVERSE_PRECISION: tl.constexpr,
 ):
     """A, P, step sizes and cumulative log2-decay G of one chunk; no decay or one per head. Grid (HV, NT, B)."""
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+    slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
     if rows <= 0:
+        if BY_GAIN:
+            tl.store(large_gain + slot, 0)
         return
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_c, m_ck = o_c < rows, (o_c < rows)[:, None] & (o_k < K)[None, :]
     below, above = o_c[:, None] > o_c[None, :], o_c[:, None] < o_c[None, :]
-    slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
     base = (first * H + key_head(i_h, H, HV, GROUPED)) * K
     o_qk = o_c[:, None] * (H * K) + o_k[None, :]
     b_k = tl.load(k + base + o_qk, mask=m_ck, other=0.0)
@@ -139,15 +250,15 @@ def prepare_kernel(
         tl.store(G + slot * C + o_c, b_G)
         D = tl.exp2(b_G[:, None] - b_G[None, :])  # infinite above the diagonal, perhaps
         P *= D
-    P = tl.where(above, 0.0, P).to(AP.dtype.element_ty)
-    AP += slot * ((TERMS + 1) * C * C)
-    tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], P)
+    store_scores(tl.where(above, 0.0, P), AP, slot, C, HAS_BETA)
     if HAS_BETA:
         tl.store(chunk_beta + slot * C + o_c, b_beta)
-        L = b_beta[:, None] * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        L, gain = b_beta[:, None] * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION), 0.0
+        if BY_GAIN:
+            gain = tl.max(tl.max(tl.where(above | below, 0.0, L), 1), 0)
         if DECAY == 1:
             L *= D
-        store_inverse(tl.where(below, L, 0.0), AP, C, TERMS, INVERSE_PRECISION)
+        store_inverse(tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, C, STRICT, BY_GAIN, PRECISION)
 
 
 @triton.jit

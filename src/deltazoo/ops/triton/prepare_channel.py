@@ -25,6 +25,7 @@ from deltazoo.ops.triton.prepare import (
     log2_decay,
     masked_sum,
     store_inverse,
+    store_scores,
     three_terms,
 )
 
@@ -76,7 +77,10 @@ def add_levels(
     b_k_out = b_k * tl.exp2(masked_sum(o_c[None, :] > o_c[:, None], g1, g2, g3))
     tl.store(k_out + o_gk, b_k_out.to(DTYPE), mask=m_ck)
     b_qk = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-    b_P += tl.where((o_c[:, None] == o_c[None, :]) & (direct == 0), b_qk[:, None], 0.0)
+    diagonal = (o_c[:, None] == o_c[None, :]) & (direct == 0)
+    b_P += tl.where(diagonal, b_qk[:, None], 0.0)
+    if HAS_BETA:  # for the erase gain
+        b_N += tl.where(diagonal, tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)[:, None], 0.0)
     for level in tl.range(6, num_stages=1):
         f = level_factor(g1, g2, g3, o_c, level)
         pairs = level_mask(o_c, level) & (direct == 0)
@@ -96,6 +100,8 @@ def prepare_chunk(
     AP,
     chunk_beta,
     G,
+    large_gain,
+    strict_L,
     q_in,
     k_in,
     k_out,
@@ -114,10 +120,10 @@ def prepare_chunk(
     C: tl.constexpr,
     FAR: tl.constexpr,
     HAS_BETA: tl.constexpr,
-    TERMS: tl.constexpr,
+    STRICT: tl.constexpr,
+    BY_GAIN: tl.constexpr,
     GROUPED: tl.constexpr,
     PRECISION: tl.constexpr,
-    INVERSE_PRECISION: tl.constexpr,
 ):
     """All that the kernel below makes of one chunk. Without FAR it stops where it sees a far chunk, and says so."""
     DTYPE: tl.constexpr = q.dtype.element_ty
@@ -189,13 +195,13 @@ def prepare_chunk(
         else:
             b_P += P
             b_N += N
-    b_P = tl.where(diagonal | below, b_P * scale, 0.0).to(AP.dtype.element_ty)
-    AP += slot * ((TERMS + 1) * C * C)
-    tl.store(AP + TERMS * C * C + o_c[None, :] * C + o_c[:, None], b_P)
+    store_scores(tl.where(diagonal | below, b_P * scale, 0.0), AP, slot, C, HAS_BETA)
     if HAS_BETA:
         tl.store(chunk_beta + slot * C + o_c, b_beta)
-        L = tl.where(below, b_beta[:, None] * b_N, 0.0)
-        store_inverse(L, AP, C, TERMS, INVERSE_PRECISION)
+        L, gain = b_beta[:, None] * b_N, 0.0
+        if BY_GAIN:
+            gain = tl.max(tl.max(tl.where(diagonal, L, 0.0), 1), 0)
+        store_inverse(tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, C, STRICT, BY_GAIN, PRECISION)
     return False
 
 
@@ -209,6 +215,8 @@ def prepare_channel_kernel(
     chunk_beta,
     G,
     far,
+    large_gain,
+    strict_L,
     q_in,
     k_in,
     k_out,
@@ -227,11 +235,11 @@ def prepare_channel_kernel(
     RUNS: tl.constexpr,
     C: tl.constexpr,
     HAS_BETA: tl.constexpr,
-    TERMS: tl.constexpr,
+    STRICT: tl.constexpr,
+    BY_GAIN: tl.constexpr,
     GROUPED: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
-    INVERSE_PRECISION: tl.constexpr,
     PART: tl.constexpr,
 ):
     """A, P, step sizes, the chunk's log2-decay G, q and k with the decay multiplied in, and whether the chunk is far.
@@ -247,10 +255,12 @@ def prepare_channel_kernel(
     else:
         if rows <= 0:
             tl.store(far + slot, 0)
+            if BY_GAIN:
+                tl.store(large_gain + slot, 0)
             return
         is_far = prepare_chunk(
-            q, k, beta, log_decay, AP, chunk_beta, G, q_in, k_in, k_out, slot, first, rows, i_h, scale, 0, H, HV, K,
-            BK, BK, RUNS, C, False, HAS_BETA, TERMS, GROUPED, PRECISION, INVERSE_PRECISION,
+            q, k, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first, rows, i_h,
+            scale, 0, H, HV, K, BK, BK, RUNS, C, False, HAS_BETA, STRICT, BY_GAIN, GROUPED, PRECISION,
         )  # fmt: skip
         tl.store(far + slot, is_far.to(tl.int32))
         if PART == 1:
@@ -258,6 +268,6 @@ def prepare_channel_kernel(
     if is_far:
         tl.debug_barrier()  # other threads may have stored some of what is stored now
         prepare_chunk(
-            q, k, beta, log_decay, AP, chunk_beta, G, q_in, k_in, k_out, slot, first, rows, i_h, scale,
-            level_tiles, H, HV, K, BK, LEVEL_BK, RUNS, C, True, HAS_BETA, TERMS, GROUPED, PRECISION, INVERSE_PRECISION,
+            q, k, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first, rows, i_h,
+            scale, level_tiles, H, HV, K, BK, LEVEL_BK, RUNS, C, True, HAS_BETA, STRICT, BY_GAIN, GROUPED, PRECISION,
         )  # fmt: skip

@@ -14,25 +14,48 @@ from deltazoo.ops.triton.layout import sequence_bounds
 
 
 @triton.jit
-def times_terms(x, a, a_mid, a_lo, TERMS: tl.constexpr, PRECISION: tl.constexpr):
-    """`x @ (a + a_mid + a_lo)` for float32 x: x as one term, or as two in strict mode (TERMS = 3)."""
+def times_terms(x, a, a_rest, STRICT: tl.constexpr, PRECISION: tl.constexpr):
+    """`x @ (a + a_rest)` for float32 x: x as one term, or as two in strict mode."""
     hi = x.to(a.dtype)
     out = tl.dot(hi, a, input_precision=PRECISION)
-    if TERMS > 1:
-        out = tl.dot(hi, a_mid, out)
-        out = tl.dot(hi, a_lo, out)
+    if STRICT:
+        out = tl.dot(hi, a_rest, out)
         out = tl.dot((x - hi.to(tl.float32)).to(a.dtype), a, out)
     return out
 
 
 @triton.jit
-def add_product(S, u, k, TERMS: tl.constexpr, PRECISION: tl.constexpr):
+def add_product(S, u, k, STRICT: tl.constexpr, PRECISION: tl.constexpr):
     """`S + u @ k` for float32 u: as one term, or as two in strict mode."""
     hi = u.to(k.dtype)
     S = tl.dot(hi, k, S, input_precision=PRECISION)
-    if TERMS > 1:
+    if STRICT:
         S = tl.dot((u - hi.to(tl.float32)).to(k.dtype), k, S)
     return S
+
+
+@triton.jit
+def two_terms(X, C: tl.constexpr):
+    """The two terms of an inverse as `prepare` packs them: an upper triangle, and one mirrored below the diagonal."""
+    o_c = tl.arange(0, C)
+    upper = o_c[:, None] <= o_c[None, :]
+    return tl.where(upper, X, 0.0).to(X.dtype), tl.trans(tl.where(upper, 0.0, X).to(X.dtype))
+
+
+@triton.jit
+def first_large(large_gain, slot, NC, HV):
+    """The first of a sequence's NC chunks with a large erase gain; NC if there is none.
+
+    Blocks of 32, of which every warp has a copy, leave the result in a register that all threads share, so that
+    addresses made of it are as cheap as if it were an argument.
+    """
+    o = tl.arange(0, 32)
+    first = NC
+    for start in tl.range(0, NC, 32, num_stages=1):
+        chunk = start + o
+        large = tl.load(large_gain + slot + chunk.to(tl.int64) * HV, mask=chunk < NC, other=0)
+        first = tl.minimum(first, tl.min(tl.where(large != 0, chunk, NC), 0))
+    return first
 
 
 @triton.jit
@@ -81,6 +104,7 @@ def scan_kernel(
     beta,
     G,
     AP,
+    large_gain,
     output,
     U_out,
     states,
@@ -102,7 +126,8 @@ def scan_kernel(
     C: tl.constexpr,
     DECAY: tl.constexpr,
     HAS_BETA: tl.constexpr,
-    TERMS: tl.constexpr,
+    STRICT: tl.constexpr,
+    BY_GAIN: tl.constexpr,
     INITIAL: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_V: tl.constexpr,
@@ -115,7 +140,9 @@ def scan_kernel(
     """One value head of one sequence or segment, BV value channels: the final state; with OUTPUT the output; with KEEP
     the states entering each chunk and the corrections U, which the backward pass needs. It starts from zero, a given
     state (INITIAL = 1) or the identity (2). Without HAS_V the values are zero. HK heads of q and k. With AHEAD values
-    are fetched a chunk ahead by hand, into registers, which leaves shared memory to the rest. Grid (V / BV * HV * N).
+    are fetched a chunk ahead by hand, into registers, which leaves shared memory to the rest. BY_GAIN a launch does the
+    chunks up to the first one with a large erase gain, and leaves its state in `final_state`; with STRICT it does the
+    others, if there are any, and starts from there. Grid (V / BV * HV * N).
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -126,9 +153,20 @@ def scan_kernel(
     m_v = i_v * BV + o_v < V
     # Scalar bases advance by chunk; the offsets of a tile fit 32 bits and never change.
     slot = chunk * HV + i_h
+    begin, end = 0, tl.cdiv(length, C)
+    if BY_GAIN:
+        large = first_large(large_gain, slot, end, HV)
+        if STRICT:
+            if large >= end:
+                return
+            begin = large
+        else:
+            handed_on = large < end
+            end = large
     qk_base = (first * HK + i_h // (HV // HK)) * K
     v_base = (first * HV + i_h) * V
-    AP += slot * ((TERMS + 1) * C * C)
+    MATRICES: tl.constexpr = 2 if HAS_BETA else 1
+    AP += slot * (MATRICES * C * C)
     o_qk = o_c[:, None] * (HK * K) + o_k[None, :]
     o_vc = i_v * BV + o_v[:, None] + o_c[None, :] * (HV * V)
     o_cc = o_c[:, None] * C + o_c[None, :]
@@ -145,12 +183,13 @@ def scan_kernel(
             S += (tl.zeros([BV, BK], dtype=tl.float32),)
 
     if HAS_V and AHEAD:
-        next_v = fetch_values(v, v_base, i_v, length, HV * V, V, BV, C)
-    for i_t in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
+        start = tl.cast(begin, tl.int64) * C
+        next_v = fetch_values(v, v_base + start * (HV * V), i_v, length - begin * C, HV * V, V, BV, C)
+    for i_t in tl.range(begin, end, num_stages=STAGES):
         i_slot = slot + tl.cast(i_t, tl.int64) * HV
         step = tl.cast(i_t, tl.int64) * C
         rows = length - i_t * C
-        p_AP = AP + step * (HV * C * (TERMS + 1))
+        p_AP = AP + step * (HV * C * MATRICES)
         m_c = o_c < rows
         m_vc = m_v[:, None] & m_c[None, :]
         if HAS_V:
@@ -188,20 +227,19 @@ def scan_kernel(
         if HAS_BETA:
             b_beta = tl.load(beta + i_slot * C + o_c)
             A = tl.load(p_AP + o_cc)
-            if TERMS > 1:
-                A_mid = tl.load(p_AP + C * C + o_cc)
-                A_lo = tl.load(p_AP + 2 * C * C + o_cc)
+            if STRICT:
+                A, A_rest = two_terms(A, C)
             else:
-                A_mid, A_lo = A, A
+                A_rest = A
             if DECAY == 1:
                 Y *= tl.exp2(b_G)[None, :]
-            U = times_terms(b_beta[None, :] * (b_v - Y), A, A_mid, A_lo, TERMS, PRECISION)
+            U = times_terms(b_beta[None, :] * (b_v - Y), A, A_rest, STRICT, PRECISION)
         else:
             U = b_v
         if KEEP:
             tl.store(U_out + v_base + step * (HV * V) + o_vc, U.to(U_out.dtype.element_ty), mask=m_vc)
         if OUTPUT:
-            P = tl.load(p_AP + TERMS * C * C + o_cc)
+            P = tl.load(p_AP + (MATRICES - 1) * C * C + o_cc)
             if DECAY == 1:
                 O *= (scale * tl.exp2(b_G))[None, :]
             else:
@@ -218,10 +256,12 @@ def scan_kernel(
             if DECAY == 2:
                 m_k = tile * BK + o_k < K
                 kept *= tl.exp2(tl.load(G + i_slot * K + tile * BK + o_k, mask=m_k, other=0.0))[None, :]
-            S += (finished(add_product(kept, U, keys[tile], TERMS, PRECISION), WAIT),)
-    if final_state is not None:
+            S += (finished(add_product(kept, U, keys[tile], STRICT, PRECISION), WAIT),)
+    if final_state is not None and not (KEEP and STRICT):
         for tile in tl.static_range(NK):
             m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
+            if KEEP:  # nobody reads it unless the chunks that follow are left to STRICT
+                m_state = m_state & handed_on
             tl.store(final_state + o_state + tile * BK * V, S[tile], mask=m_state)
 
 
@@ -233,6 +273,7 @@ def reverse_scan_kernel(
     beta,
     G,
     AP,
+    large_gain,
     d_output,
     Z_out,
     d_states,
@@ -254,7 +295,8 @@ def reverse_scan_kernel(
     C: tl.constexpr,
     DECAY: tl.constexpr,
     HAS_BETA: tl.constexpr,
-    TERMS: tl.constexpr,
+    STRICT: tl.constexpr,
+    BY_GAIN: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     PACKED: tl.constexpr,
@@ -267,7 +309,9 @@ def reverse_scan_kernel(
 
         dU = P^T dO + k_out dS,   Z = A^T dU,   dS' = total o dS + scale q_in^T dO - k_in^T (beta o Z)
 
-    with KEEP storing dS and Z (without beta: Z = dU) of every chunk. Grid (V / BV * HV * N)."""
+    with KEEP storing dS and Z (without beta: Z = dU) of every chunk. BY_GAIN the launch with STRICT comes first and
+    does the chunks from the last one to the first with a large erase gain; the other one goes on from what that leaves
+    in `d_initial`. Grid (V / BV * HV * N)."""
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
     WAIT: tl.constexpr = NK > 1 and DECAY == 0
@@ -276,9 +320,22 @@ def reverse_scan_kernel(
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     m_v = i_v * BV + o_v < V
     slot = chunk * HV + i_h
+    stop = tl.cdiv(length, C)
+    NC = stop
+    if BY_GAIN:
+        large = first_large(large_gain, slot, stop, HV)
+        handed_on = large < stop
+        if STRICT:
+            if large >= stop:
+                return
+            NC = stop - large
+        else:
+            stop = large
+            NC = large
     qk_base = (first * HK + i_h // (HV // HK)) * K
     v_base = (first * HV + i_h) * V
-    AP += slot * ((TERMS + 1) * C * C)
+    MATRICES: tl.constexpr = 2 if HAS_BETA else 1
+    AP += slot * (MATRICES * C * C)
     o_qk = o_c[:, None] * (HK * K) + o_k[None, :]
     o_vc = i_v * BV + o_v[:, None] + o_c[None, :] * (HV * V)
     o_cc = o_c[:, None] * C + o_c[None, :]
@@ -286,23 +343,25 @@ def reverse_scan_kernel(
     o_state = (i_n.to(tl.int64) * HV + i_h) * (K * V) + i_v * BV + o_v[:, None] + o_k[None, :] * V
     dS = ()
     for tile in tl.static_range(NK):
+        m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
+        gradient = tl.zeros([BV, BK], dtype=tl.float32)
+        if BY_GAIN and not STRICT:
+            gradient = tl.load(d_initial + o_state + tile * BK * V, mask=m_state & handed_on, other=0.0)
+            m_state = m_state & (handed_on == 0)
         if HAS_FINAL:
-            m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
-            dS += (tl.load(d_final + o_state + tile * BK * V, mask=m_state, other=0.0),)
-        else:
-            dS += (tl.zeros([BV, BK], dtype=tl.float32),)
+            gradient += tl.load(d_final + o_state + tile * BK * V, mask=m_state, other=0.0)
+        dS += (gradient,)
 
-    NC = tl.cdiv(length, C)
     if AHEAD:
-        last = tl.maximum(NC - 1, 0)
+        last = tl.maximum(stop - 1, 0)
         p_last = v_base + last.to(tl.int64) * (C * HV * V)
         next_dO = fetch_values(d_output, p_last, i_v, length - last * C, HV * V, V, BV, C)
     for i in tl.range(0, NC, num_stages=STAGES):
-        i_t = NC - 1 - i
+        i_t = stop - 1 - i
         i_slot = slot + tl.cast(i_t, tl.int64) * HV
         step = tl.cast(i_t, tl.int64) * C
         rows = length - i_t * C
-        p_AP = AP + step * (HV * C * (TERMS + 1))
+        p_AP = AP + step * (HV * C * MATRICES)
         m_c = o_c < rows
         m_vc = m_v[:, None] & m_c[None, :]
         if not AHEAD:
@@ -311,7 +370,7 @@ def reverse_scan_kernel(
         if AHEAD:
             before = tl.where(i_t > 0, C, 0)
             next_dO = fetch_values(d_output, v_base + (step - C) * (HV * V), i_v, before, HV * V, V, BV, C)
-        P = tl.load(p_AP + TERMS * C * C + o_cc)
+        P = tl.load(p_AP + (MATRICES - 1) * C * C + o_cc)
         if DECAY == 1:
             b_G = tl.load(G + i_slot * C + o_c)
             g_last = tl.load(G + i_slot * C + C - 1)
@@ -335,13 +394,12 @@ def reverse_scan_kernel(
             dO = (b_dO.to(tl.float32) * scale).to(b_dO.dtype)
         if HAS_BETA:
             b_beta = tl.load(beta + i_slot * C + o_c)
-            A = tl.trans(tl.load(p_AP + o_cc))
-            if TERMS > 1:
-                A_mid = tl.trans(tl.load(p_AP + C * C + o_cc))
-                A_lo = tl.trans(tl.load(p_AP + 2 * C * C + o_cc))
+            A = tl.load(p_AP + o_cc)
+            if STRICT:
+                A, A_rest = two_terms(A, C)
             else:
-                A_mid, A_lo = A, A
-            Z = times_terms(dU, A, A_mid, A_lo, TERMS, PRECISION)
+                A_rest = A
+            Z = times_terms(dU, tl.trans(A), tl.trans(A_rest), STRICT, PRECISION)
             if DECAY == 1:
                 dX = Z * (-b_beta * tl.exp2(b_G))[None, :]
             else:
@@ -367,9 +425,9 @@ def reverse_scan_kernel(
                     b_k_in = tl.load(k_in + qk_tile + o_qk, mask=m_qk, other=0.0)
                 else:
                     b_k_in = keys[tile]
-                kept = finished(add_product(kept, dX, b_k_in, TERMS, PRECISION), WAIT)
+                kept = finished(add_product(kept, dX, b_k_in, STRICT, PRECISION), WAIT)
             dS += (kept,)
-    if HAS_INITIAL:
+    if HAS_INITIAL or (BY_GAIN and STRICT):
         for tile in tl.static_range(NK):
             m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
             tl.store(d_initial + o_state + tile * BK * V, dS[tile], mask=m_state)

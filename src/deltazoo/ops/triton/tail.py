@@ -65,6 +65,20 @@ def score_gradients(
 
 
 @triton.jit
+def store_step_gradient(d_beta, b_beta, b_ZU, m_c):
+    """Stores d_beta of the tokens of a chunk with a step size: `<z, u> / beta`, from the products `Z U^T`.
+
+    Returns which tokens these are. d_beta is also `<z, v> + <k, row>`, but with nearly parallel keys that is a sum of
+    many terms that cancel, while the correction u has only been rounded. Step sizes near zero leave no u.
+    """
+    o = tl.arange(0, b_ZU.shape[0])
+    large = b_beta > 0.0625
+    diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_ZU, 0.0), 1)
+    tl.store(d_beta, diagonal / tl.where(large, b_beta, 1.0), mask=m_c & large)
+    return large
+
+
+@triton.jit
 def partial_overlap(b_S, b_dS):
     """<S, dS> of a tile in 128 sums: along rows of eight elements, and over rows far apart, which one thread holds."""
     BV: tl.constexpr = b_S.shape[0]
@@ -98,10 +112,25 @@ def decay_between(written, read, unseen):
 
 
 @triton.jit
-def in_two_terms(x, DTYPE: tl.constexpr):
-    """A float32 tile as a 16-bit operand, and what that leaves out."""
-    rounded = x.to(DTYPE)
-    return rounded, (x - rounded.to(tl.float32)).to(DTYPE)
+def decay_gradient_of_the_rest(
+    k, b_dL, b_beta, o_qk, m_c, key_tiles, K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
+):
+    """What rounding dL to 16 bits leaves out of the gradient of a chunk's cumulative log-decay.
+
+    The gradient of a weak decay is a small difference of large sums, so strict adds this. Of the products with the keys
+    only those of keys with each other are needed.
+    """
+    C: tl.constexpr = m_c.shape[0]
+    DTYPE: tl.constexpr = k.dtype.element_ty
+    o_k = tl.arange(0, BK)
+    N = tl.zeros([C, C], dtype=tl.float32)
+    for i_k in tl.range(0, key_tiles, num_stages=1):
+        b_k = tl.load(k + i_k * BK + o_qk, mask=m_c[:, None] & (i_k * BK + o_k < K)[None, :], other=0.0)
+        N = tl.dot(b_k, tl.trans(b_k), N, input_precision=PRECISION) + 0.0  # waits, as in `score_gradients`
+    rows = (b_dL - b_dL.to(DTYPE).to(tl.float32)) * N
+    scaled = b_beta[:, None] * b_dL
+    columns = (scaled - scaled.to(DTYPE).to(tl.float32)) * N
+    return b_beta * tl.sum(rows, 1) - tl.sum(columns, 0)
 
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "T", "NT", "H", "HV"])
@@ -112,6 +141,7 @@ def tail_kernel(
     beta,
     log_decay,
     G,
+    large_gain,
     U,
     Z,
     d_output,
@@ -139,7 +169,8 @@ def tail_kernel(
     C: tl.constexpr,
     DECAY: tl.constexpr,
     HAS_BETA: tl.constexpr,
-    TERMS: tl.constexpr,
+    STRICT: tl.constexpr,
+    BY_GAIN: tl.constexpr,
     GROUPED: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -193,17 +224,22 @@ def tail_kernel(
         W_P_columns = tl.where(below, 0.0, b_dP * scale).to(DTYPE)
     else:
         W_P_columns = tl.trans(W_P)
+    if DECAY == 1:
+        b_dG, b_last = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
     if HAS_BETA:
+        stored = store_step_gradient(d_beta + o_gate, b_beta, b_dL, m_c)
         b_dL = tl.where(below, -b_dL, 0.0)
-        # Gradients of a weak decay and of beta are small differences of such sums: strict takes a second term.
-        W_L, W_rest = in_two_terms(b_dL, DTYPE)
-        W_L_beta, W_rest_beta = in_two_terms(b_beta[:, None] * b_dL, DTYPE)
+        if DECAY == 1 and BY_GAIN:
+            if tl.load(large_gain + slot) != 0:
+                b_dG += decay_gradient_of_the_rest(k, b_dL, b_beta, o_qk, m_c, key_tiles, K, BK, PRECISION)
+        elif DECAY == 1 and STRICT:
+            b_dG += decay_gradient_of_the_rest(k, b_dL, b_beta, o_qk, m_c, key_tiles, K, BK, PRECISION)
+        W_L, W_L_beta = b_dL.to(DTYPE), (b_beta[:, None] * b_dL).to(DTYPE)
 
     b_overlap = partial_overlap(tl.zeros([BV, BK], dtype=tl.float32), tl.zeros([BV, BK], dtype=tl.float32))
     if DECAY == 1:
         g_last = tl.load(G + slot * C + C - 1)
         entry, exit = tl.exp2(b_G)[:, None], tl.exp2(g_last - b_G)[:, None]
-        b_dG, b_last = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
 
     for i_k in tl.range(0, key_tiles, num_stages=STAGES if WHOLE else 1):
         m_k = i_k * BK + o_k < K
@@ -242,9 +278,6 @@ def tail_kernel(
             # Row terms of dL and of the state's share both enter as `beta o row`; their products with k make d_beta.
             b_row = tl.dot(W_L, b_k, -b_row, input_precision=PRECISION)
             b_dk = tl.dot(tl.trans(W_L_beta), b_k, b_dk, input_precision=PRECISION)
-            if TERMS > 1:
-                b_row = tl.dot(W_rest, b_k, b_row)
-                b_dk = tl.dot(tl.trans(W_rest_beta), b_k, b_dk)
             k_row = tl.sum(b_k.to(tl.float32) * b_row, 1)
             b_dbeta += k_row
         if DECAY == 1:
@@ -256,7 +289,7 @@ def tail_kernel(
         tl.store(dk + i_k * BK + o_dk, b_dk.to(dk.dtype.element_ty), mask=m_ck)
 
     if HAS_BETA:
-        tl.store(d_beta + o_gate, b_dbeta, mask=m_c)
+        tl.store(d_beta + o_gate, b_dbeta, mask=m_c & (stored == 0))
     if DECAY == 1:
         last = tl.sum(b_last, 0) + tl.exp2(g_last) * tl.sum(tl.sum(b_overlap, 1), 0)
         b_dG += tl.where(o_c == C - 1, last, 0.0)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from deltazoo.ops.triton.layout import chunk_bounds, key_head
 from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E
-from deltazoo.ops.triton.tail import load_values, score_gradients
+from deltazoo.ops.triton.tail import load_values, score_gradients, store_step_gradient
 
 
 @triton.jit
@@ -103,6 +103,8 @@ def tail_channel_kernel(
     diagonal = tl.load(P_diagonal + slot * C + o_c)[:, None]
     W_P = tl.where(below, b_dP, 0.0).to(DTYPE)
     W_P_columns = tl.trans(W_P)
+    if HAS_BETA:
+        stored = store_step_gradient(d_beta + first * HV + i_h + o_c * HV, b_beta, b_dL, m_c)
     W_L = tl.where(below, -b_dL, 0.0).to(DTYPE)
     W_L_columns = tl.trans(W_L)
     later = tl.where(above, 0.0, 1.0).to(DTYPE)
@@ -179,4 +181,4 @@ def tail_channel_kernel(
         tl.store(d_log_decay + i_k * BK + o_dk, b_dg, mask=m_ck)
 
     if HAS_BETA:
-        tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=m_c)
+        tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=m_c & (stored == 0))

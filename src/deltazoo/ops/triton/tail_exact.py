@@ -9,7 +9,7 @@ import triton.language as tl
 
 from deltazoo.ops.triton.layout import chunk_bounds, key_head
 from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E, level_mask, three_terms, undo_decay
-from deltazoo.ops.triton.tail import score_gradients
+from deltazoo.ops.triton.tail import score_gradients, store_step_gradient
 from deltazoo.ops.triton.tail_channel import two_terms
 
 
@@ -23,6 +23,7 @@ def pair_gradients(
     W,
     P_diagonal,
     dv,
+    d_beta,
     slot,
     first,
     rows,
@@ -37,7 +38,9 @@ def pair_gradients(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Stores the gradients of the scores of one chunk, and dv; the values' part of d_beta.
+    """Stores the gradients of the scores of one chunk, dv, and d_beta of some tokens.
+
+    Returns the values' part of d_beta, and which tokens have theirs already.
 
     W holds the strictly lower parts of dP, with the scale, and (with beta) dL; `P_diagonal` the diagonal of dP.
     """
@@ -45,7 +48,7 @@ def pair_gradients(
     m_c = o_c < rows
     values = (first * HV + i_h) * V
     o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
-    b_beta = tl.load(beta + slot * C + o_c) if HAS_BETA else o_c
+    b_beta, stored = tl.load(beta + slot * C + o_c) if HAS_BETA else o_c, m_c
     _, _, _, b_dP, b_dL, b_dbeta = score_gradients(
         v + values, dv + values, d_output + values, U + values, Z + values, b_beta, o_cv, o_v, m_c, value_tiles, V, BV,
         False, HAS_BETA, PRECISION, STAGES,
@@ -58,9 +61,10 @@ def pair_gradients(
     tl.store(W + o_cc, tl.where(below, b_dP, 0.0).to(W.dtype.element_ty))
     tl.store(P_diagonal + o_c, tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_dP, 0.0), 1))
     if HAS_BETA:
+        stored = store_step_gradient(d_beta + first * HV + i_h + o_c * HV, b_beta, b_dL, m_c)
         tl.store(W + C * C + o_cc, tl.where(below, -b_dL, 0.0).to(W.dtype.element_ty))
     tl.debug_barrier()
-    return b_dbeta
+    return b_dbeta, stored
 
 
 @triton.jit
@@ -290,9 +294,9 @@ def tail_exact_kernel(
         i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
         first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
         if rows > 0 and tl.load(far + slot) == FAR:
-            b_dbeta = pair_gradients(
-                v, beta, U, Z, d_output, W, P_diagonal, dv, slot, first, rows, i_h, scale, value_tiles, HV, V, BV, C,
-                HAS_BETA, PRECISION, STAGES,
+            b_dbeta, stored = pair_gradients(
+                v, beta, U, Z, d_output, W, P_diagonal, dv, d_beta, slot, first, rows, i_h, scale, value_tiles, HV, V,
+                BV, C, HAS_BETA, PRECISION, STAGES,
             )  # fmt: skip
             for i_k in tl.range(0, key_tiles, num_stages=1):
                 b_dbeta += tail_tile(
@@ -301,4 +305,4 @@ def tail_exact_kernel(
                     PRECISION, STAGES,
                 )  # fmt: skip
             if HAS_BETA:
-                tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=o_c < rows)
+                tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=(o_c < rows) & (stored == 0))

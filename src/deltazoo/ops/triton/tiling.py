@@ -21,6 +21,7 @@ class Tiles(NamedTuple):
     BK: int
     """All key channels, as a power of two."""
     prepare: dict[str, int]
+    invert: dict[str, int]
     channel: dict[str, int]
     chain: dict[str, int]
     scan: dict[str, int]
@@ -48,13 +49,16 @@ def shared_memory(device: torch.device) -> int:
 
 
 @lru_cache
-def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = HOPPER, crowded: bool = True) -> Tiles:
+def tiles_for(
+    K: int, V: int, half: bool, decay: int, has_beta: bool, strict: bool, shared: int = HOPPER, crowded: bool = True
+) -> Tiles:
     """Tiles for head sizes K and V.
 
     Args:
         half: inputs are bfloat16 or float16, otherwise float32.
         decay: 0 none, 1 per head, 2 per channel.
-        terms: matrices that store the inverse: 0 without beta, 1 fast, 3 strict.
+        has_beta: with step sizes.
+        strict: the serial scans take the inverse in two terms.
         shared: the card's shared memory per thread block, in bytes (`shared_memory`).
         crowded: there are more scans than half the multiprocessors, so that wide tiles fill the card too.
     """
@@ -62,7 +66,7 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
     BV = min(64, max(16, 1 << (V - 1).bit_length()))
     # Tiles of 64 key channels spill, except where the products read them from shared memory.
     tile = dict(BK=min(BK, 64 if half and decay < 2 and shared >= HOPPER else 32))
-    prepare = _options(4, 1)
+    prepare, invert = _options(4, 1), _options(2, 1)
     # 64 elements in the registers of every thread, and channels side by side in 16-byte pieces
     channel = prepare | dict(BK=min(BK, 128 if half else 32))
     channel |= dict(RUNS=min((1024 if half else 512) // channel["BK"], 32), LEVEL_BK=min(BK, 32))
@@ -76,8 +80,8 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         tail = _options(4, 1, min(BV, 32)) | tile
-        return Tiles(BK, prepare, channel, chain, serial, serial, reverse, tail, tail)
-    output, keep, reverse = _serial(BK, BV, V, decay, terms, shared, crowded)
+        return Tiles(BK, prepare, invert, channel, chain, serial, serial, reverse, tail, tail)
+    output, keep, reverse = _serial(BK, BV, V, decay, has_beta, strict, shared, crowded)
     tail = _options(4, 2, BV) | tile
     if shared >= HOPPER:
         tail = _options(4, 3, BV) | tile
@@ -85,33 +89,35 @@ def tiles_for(K: int, V: int, half: bool, decay: int, terms: int, shared: int = 
             # Without decay a third stage, at 128 value channels, would leave room for one program instead of two.
             tail = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(BK=min(BK, 32))
     tail_exact = _options(4, 3, min(BV, 32)) | dict(BK=min(BK, 32))
-    return Tiles(BK, prepare, channel, chain, output, keep, reverse, tail, tail_exact)
+    return Tiles(BK, prepare, invert, channel, chain, output, keep, reverse, tail, tail_exact)
 
 
 def _serial(
-    BK: int, BV: int, V: int, decay: int, terms: int, shared: int, crowded: bool
+    BK: int, BV: int, V: int, decay: int, has_beta: bool, strict: bool, shared: int, crowded: bool
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """The scan for the output, the one that keeps states, and the reverse scan, for 16-bit inputs."""
-    keys = (2 if decay == 2 and terms else 1) * CHUNK * BK * 2  # bytes of one chunk's keys
-    A, P, q = terms * CHUNK * CHUNK * 2, CHUNK * CHUNK * 2, CHUNK * BK * 2
+    keys = (2 if decay == 2 and has_beta else 1) * CHUNK * BK * 2  # bytes of one chunk's keys
+    A, P, q = has_beta * CHUNK * CHUNK * 2, CHUNK * CHUNK * 2, CHUNK * BK * 2
+    split = 2 * A if strict else 0  # the two terms of A, unpacked
     if shared < HOPPER:  # older matrix units read all operands from registers: the warps share them out
         if BK == 256:
             serial = _scan_options(4 if shared < 160_000 else 8, 1, min(BV, 32), BK)
         else:
-            large = decay == 2 or terms == 3
+            large = decay == 2 or strict
             serial = _scan_options(8 if BV == 64 else 4, 1 if large and shared < 160_000 else 2, BV, BK)
         return serial, serial, serial
     return (
-        _hopper_scan(BK, BV, V, keys + A + P + q, 0, crowded),
-        _hopper_scan(BK, BV, V, keys + A, 2, crowded),
-        _hopper_scan(BK, BV, V, keys + A + P + q, 2, crowded, largest=64 if decay else 128),
+        _hopper_scan(BK, BV, V, keys + A + P + q, split, 0, crowded),
+        _hopper_scan(BK, BV, V, keys + A, split, 2, crowded),
+        _hopper_scan(BK, BV, V, keys + A + P + q, split, 2, crowded, largest=64 if decay else 128),
     )
 
 
 def _hopper_scan(
-    BK: int, BV: int, V: int, operands: int, kept: int, crowded: bool, largest: int = 128
+    BK: int, BV: int, V: int, operands: int, single: int, kept: int, crowded: bool, largest: int = 128
 ) -> dict[str, int]:
-    """One of the scans, given the bytes of a chunk's operands, and of each state element that it stores on the way.
+    """One of the scans, given the bytes of a chunk's operands, of those made of them on the way, of which there is a
+    single copy, and of each state element that it stores.
 
     With three stages the next chunk is copied while this one is worked on; with two, every chunk waits for memory. The
     state is held in tiles of up to 128 key channels, or of `largest`, which takes fewer registers.
@@ -120,7 +126,7 @@ def _hopper_scan(
     BV = 128 if wide else BV
     for stages, tile in ((3, BK if largest >= BK else 64), (3, min(BK, 64)), (2, min(BK, 64))):
         values = 0 if wide else 4 * CHUNK * BV  # fetched into registers, or twice into shared memory
-        if stages * operands + values + kept * BV * tile + 6 * 1024 <= HOPPER:
+        if stages * operands + single + values + kept * BV * tile + 6 * 1024 <= HOPPER:
             # Eight warps, one program per multiprocessor, only with tiles of 128 value channels: over 64, Triton 3.6
             # has miscompiled them on Hopper (docs/log.md).
             return _scan_options(8 if wide else 4, stages, BV, tile, ahead=wide)
