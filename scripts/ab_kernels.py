@@ -88,8 +88,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "tail_exact(far)": {"2 warps": tile(num_warps=2)},
 }
 WRITTEN = {
-    "prepare": ("AP", "chunk_beta", "G"),
-    "prepare_channel": ("AP", "chunk_beta", "G", "far", "q_in", "k_in", "k_out"),
+    "prepare": ("AP", "chunk_beta", "G", "strict_L"),
+    "prepare_channel": ("AP", "chunk_beta", "G", "far", "strict_L", "q_in", "k_in", "k_out"),
     "scan": ("output", "final_state"),
     "scan(keep)": ("U_out", "states"),
     "reverse_scan(keep)": ("Z_out", "d_states", "d_initial"),
@@ -175,16 +175,17 @@ def launches_of(shape: Shape, op: str, gates: str, precision: str) -> dict[str, 
 
 def in_float32(launch: Launch, shape: Shape) -> dict[str, Any]:
     """Changes that make a launch of a scan or the tail compute in float32 from the same inputs."""
-    tiles = tiles_for(shape.K, shape.V, False, launch.arguments.get("DECAY", 2), 1)
+    tiles = tiles_for(shape.K, shape.V, False, launch.arguments.get("DECAY", 2), has_beta=True, strict=False)
     tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor)}
     changes: dict[str, Any] = {name: x.float() for name, x in tensors.items() if x.is_floating_point()}
     options = {"tail": tiles.tail, "tail_channel": tiles.tail}
     options |= {"reverse_scan(keep)": tiles.reverse, "scan(keep)": tiles.keep}
-    if "AP" in changes and launch.arguments["TERMS"] == 3:  # the sum of the three is the inverse
-        AP = launch.arguments["AP"].float()
-        changes["AP"] = torch.stack([AP[:, :3].sum(1), AP[:, 3]], 1)
-    terms = dict(TERMS=1) if "TERMS" in launch.arguments else {}
-    return changes | options.get(launch.name, tiles.scan) | dict(PRECISION="tf32x3") | terms
+    strict = launch.arguments.get("STRICT", False)
+    if "AP" in changes and strict:  # below the diagonal is the inverse's second term, mirrored
+        A, P = changes["AP"].unbind(1)
+        changes["AP"] = torch.stack([A.triu() + A.tril(-1).mT, P], 1)
+    fast = dict(STRICT=False) if strict else {}
+    return changes | options.get(launch.name, tiles.scan) | dict(PRECISION="tf32x3") | fast
 
 
 def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -34,12 +34,12 @@ class Call:
     T: int = 150
     HV: int = 2
     dtype: str = "bfloat16"
-    precision: str = "fast"
+    precision: str | None = None
     lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         packed = f" packed {self.lengths}" if self.lengths else f" T{self.T}"
-        return f"{self.decay} {self.K}x{self.V}{packed} HV{self.HV} {self.dtype} {self.precision}"
+        return f"{self.decay} {self.K}x{self.V}{packed} HV{self.HV} {self.dtype} {self.precision or ''}".strip()
 
     def run(self) -> None:
         """Forward and backward with an initial state, two key heads."""

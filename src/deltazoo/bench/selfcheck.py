@@ -9,7 +9,6 @@ of their own: they compile side by side, and a kernel that breaks its process le
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -119,16 +118,12 @@ def cases() -> list[Case]:
         found += [step, replace(step, B=1, HV=8), replace(step, B=64, K=64, V=64), replace(step, K=96, V=33)]
         if decay != "none":
             found += [replace(plain, mean_log_decay=mean) for mean in (-1e-4, -5.0, -25.0)]
-        hard = replace(plain, T=600, precision="strict" if _has_precision() else None, mean_log_decay=-1e-3)
+        hard = replace(plain, T=600, mean_log_decay=-1e-3)
         found += [
             replace(hard, keys=keys, beta=beta)
             for keys, beta in (("repeated", 1.5), ("repeated", 2.0), ("alternating", 1.9), ("correlated", 2.0))
         ]
     return found
-
-
-def _has_precision() -> bool:
-    return "precision" in inspect.signature(delta_rule).parameters
 
 
 def run_selfcheck(

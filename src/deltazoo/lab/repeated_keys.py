@@ -29,7 +29,7 @@ def measure_repeated_keys(device: str, *, tokens: int, dim: int = 128) -> dict[s
     """Relative errors of the output against the chunk form in float64 on the same inputs, beta from 1 to 2.
 
     Args:
-        device: on a GPU the kernels are measured in both precisions, and flash-linear-attention's where installed.
+        device: on a GPU the kernels are measured in every precision, and flash-linear-attention's where installed.
         tokens: length of the sequences, 16 heads of K = V = `dim` each; the CPU takes two heads.
         dim: channels of keys and values.
 
@@ -99,7 +99,7 @@ def _forms(dtype: torch.dtype, dim: int, device: str) -> dict[str, Callable[[Inp
     kernels = (
         backend == "triton" and dtype != torch.float32
     )  # where precision matters, and peers have something to show
-    precisions: list[str | None] = ["fast", "strict"] if kernels else [None]
+    precisions: list[str | None] = [None, "fast", "strict"] if kernels else [None]
     peers = installed_peers(["fla"])[0] if kernels else []
     found = contestants_for("delta", backend=backend, precisions=precisions, peers=peers)
     names = [*(f"{backend} {precision}" if precision else backend for precision in precisions), *peers]
