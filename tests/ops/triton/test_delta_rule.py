@@ -100,7 +100,8 @@ INTERPRETED = [
     Run(shaped("channel_wide_keys", T=70, K=136, decay="channel", log_decay="mixed"), torch.float16),
     *(Run(shaped(f"tokens_{T}", T=T, decay="channel", initial_state=True)) for T in (1, 15, 63, 64, 65)),
     *(Run(shaped(f"{decay}_packed", lengths=(1, 0, 69, 64, 3), decay=decay, initial_state=True)) for decay in DECAYS),
-    *(Run(shaped(f"same_keys_beta_{b}", keys="same", beta=b), torch.float16) for b in (0.0, 1.0, 2.0)),
+    *(Run(shaped(f"same_keys_beta_{b}", keys="same", beta=b), torch.float16, "strict") for b in (0.0, 1.0, 2.0)),
+    Run(shaped("same_keys_beta_2.0", keys="same", beta=2.0), torch.float16),
     *(
         Run(shaped(f"{decay}_cut", B=2, T=200, decay=decay, initial_state=True), segmented=True)
         for decay in DECAYS
