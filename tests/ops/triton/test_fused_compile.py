@@ -123,10 +123,22 @@ def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile
         aligned = {
             (kernel.arg_names.index(n),): [["tt.divisibility", 16]]
             for n, x in values.items()
-            if isinstance(x, Tensor) or n == "C"
+            if isinstance(x, Tensor) or is_specialized(kernel, n) and isinstance(x, int) and x % 16 == 0
         }
         source = ASTSource(kernel, signature, constants, aligned)
         yield triton.compile(source, target=HOPPER, options={"num_warps": warps})
+
+
+def is_specialized(kernel: JITFunction, name: str) -> bool:
+    """Whether Triton looks at an argument's value and compiles anew for multiples of 16."""
+    parameter = kernel.params[kernel.arg_names.index(name)]
+    return not parameter.is_constexpr and not parameter.do_not_specialize
+
+
+def test_swiglu_reads_and_writes_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for compiled in compile_call("swiglu", monkeypatch):
+        accesses = re.findall(r"(?:ld|st)\.global\S*", compiled.asm["ptx"])
+        assert accesses and all(".v4.b32" in access for access in accesses), (compiled.name, accesses)
 
 
 @pytest.mark.parametrize("name", CALLS)
