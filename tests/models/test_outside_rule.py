@@ -217,8 +217,10 @@ def test_parallel_plans_name_what_the_layer_declares() -> None:
 
 
 def test_tensor_parallelism_refuses_what_a_layer_does_not_declare() -> None:
-    layer = outside_layer()
+    layer, two_ranks = outside_layer(), SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
+    with pytest.raises(ValueError, match="shares log_clock among heads: needs transformers 5.17"):
+        ALL_PARALLEL_STYLES["delta_rule_heads"].validate_module(layer, two_ranks)
     layer.extra = torch.nn.Parameter(torch.zeros(4))
     style = ALL_PARALLEL_STYLES["delta_rule_heads"]
     with pytest.raises(ValueError, match="TrapezoidAttention does not say in tensor_parallel how 'extra' is divided"):
-        style.install_forward(layer, SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0))
+        style.install_forward(layer, two_ranks)

@@ -51,8 +51,10 @@ class DividedHeads(TensorParallelLayer):
         return True
 
     def validate_module(self, module: nn.Module, device_mesh: Any, layer_name: str = "") -> None:
-        """Refuse heads that do not divide (transformers before 5.17)."""
+        """Refuse heads that do not divide, and parameters that heads share (transformers before 5.17)."""
         _check_heads(module, device_mesh.size())
+        if shared := _whole_parameters(module):  # that interface divides every parameter of the layer
+            raise ValueError(f"{type(module).__name__} shares {', '.join(shared)} among heads: needs transformers 5.17")
 
     def prepare_module_tp(self, module: nn.Module, device_mesh: Any, **kwargs: Any) -> None:
         """Give the module its share (transformers before 5.17)."""
