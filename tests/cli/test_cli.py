@@ -237,6 +237,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(run: Path, tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells have background jobs ignore it
     )
     assert process.stderr is not None
     while not (line := process.stderr.readline()).startswith("step"):

@@ -102,7 +102,8 @@ def test_a_file_that_cannot_be_loaded_says_why(
 ) -> None:
     (tmp_path / name).write_text(text)
     assert call("list", "--load", str(tmp_path / name)) == 1
-    assert message in " ".join(capsys.readouterr().err.split())
+    said = "".join(capsys.readouterr().err.split())  # a long path is wrapped anywhere
+    assert "".join(message.split()) in said
 
 
 def test_what_a_broken_file_registered_is_forgotten(tmp_path: Path) -> None:

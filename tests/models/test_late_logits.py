@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import convert_to_fp32
 from tiny_models import tiny_model, tokens
 from torch import Tensor, nn
@@ -134,7 +136,15 @@ def test_under_autocast_they_have_the_dtype_that_they_would_have_had(products: l
     assert single.dtype == torch.float32 and torch.equal(single, wanted.float())
 
 
-def test_under_accelerate_with_mixed_precision(products: list[int]) -> None:
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps the precision of the first `Accelerator` or `Trainer` for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_under_accelerate_with_mixed_precision(products: list[int], fresh_accelerate: None) -> None:
     model, accelerator = trained(), Accelerator(mixed_precision="bf16", cpu=True)
     output = accelerator.prepare(model)(input_ids=IDS, labels=IDS)
     assert isinstance(output, OutputWithLateLogits) and not products

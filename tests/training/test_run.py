@@ -279,6 +279,15 @@ def test_a_configuration_of_somebody_else_is_not_overwritten(text: Path, tmp_pat
     assert (tmp_path / "config.yaml").read_text() == "my: own"
 
 
+@pytest.fixture
+def signals_heard() -> Iterator[None]:
+    """Shells start background jobs with SIGINT ignored, and what is ignored stays so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("signals_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_a_checkpoint_that_the_run_goes_on_from(
     text: Path, tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
@@ -298,6 +307,7 @@ def test_a_signal_saves_a_checkpoint_that_the_run_goes_on_from(
     assert list(losses(resumed.log_history)) == [2, 3, 4, 6, 8, 9], "what was trained is also logged"
 
 
+@pytest.mark.usefixtures("signals_heard")
 def test_a_second_signal_ends_the_run_at_once(text: Path, tmp_path: Path) -> None:
     def twice() -> None:
         signal.raise_signal(signal.SIGINT)

@@ -159,17 +159,17 @@ _FAST = "fast precision, keys that repeat and step sizes of 1"
 _TINY = "what strong decays make of gradients is below what float16 operands hold"
 _TF32 = "three TF32 products are not one of float32"
 KNOWN_MISSES = {
-    ("same_keys_beta_1", torch.bfloat16): known_miss(f"{_FAST}: d_beta is off by 4.1e-2, d_v by 2.6e-2", 5e-2),
-    ("same_keys_beta_1", torch.float16): known_miss(f"{_FAST}: d_beta is off by 3.1e-3", 4e-3),
-    ("alternating_keys_beta_1", torch.bfloat16): known_miss(f"{_FAST}: d_beta is off by 3.8e-2, d_v by 2.1e-2", 5e-2),
-    ("alternating_keys_beta_1", torch.float16): known_miss(f"{_FAST}: d_beta is off by 4.0e-3", 5e-3),
+    ("same_keys_beta_1", torch.bfloat16): known_miss(f"{_FAST}: d_beta and d_v are off by 1.6e-2", 2e-2),
+    ("same_keys_beta_1", torch.float16): known_miss(f"{_FAST}: d_beta is off by 5.4e-3", 7e-3),
+    ("alternating_keys_beta_1", torch.bfloat16): known_miss(f"{_FAST}: d_beta and d_v are off by 1.6e-2", 2.1e-2),
+    ("alternating_keys_beta_1", torch.float16): known_miss(f"{_FAST}: d_beta is off by 3.6e-3", 5e-3),
     ("scalar_decay_20", torch.float16): known_miss(f"{_TINY}: d_initial_state is off by 7.1e-2", 9e-2),
     ("scalar_decay_50", torch.float16): known_miss(f"{_TINY}: d_initial_state is 1e-11, and comes out as zero", 1),
     ("channel_decay_20", torch.float16): known_miss(f"{_TINY}: d_initial_state is off by 8.5e-3", 1.1e-2),
     ("channel_decay_50", torch.float16): known_miss(f"{_TINY}: d_initial_state comes out as zero", 1),
     ("scalar_decay_1", torch.float32): known_miss(f"{_TF32}: the output is off by 6.3e-7, torch by 9.7e-8", 8e-7),
     ("scalar_decay_20", torch.float32): known_miss(f"{_TF32}: d_initial_state is off by 7.5e-7, torch by 6.3e-8", 1e-6),
-    ("channel_decay_1", torch.float32): known_miss(f"{_TF32}: off by 5.2e-7, torch by 1.0e-7", 7e-7),
+    ("channel_decay_1", torch.float32): known_miss(f"{_TF32}: the output is off by 8.6e-7, torch by 1.0e-7", 1.1e-6),
     ("same_keys_beta_1.98", torch.float32): known_miss(f"{_TF32}: off by 1.14e-4", 1.5e-4),
 }
 """What an H200 missed its limit by (benchmarks/results/gpu_checks_h200.txt), and a quarter more, rounded up, as a

@@ -191,7 +191,10 @@ def grid() -> list[tuple[DeltaRuleCase, torch.dtype]]:
 KNOWN_MISSES = {
     "192x16-T64-H1-groups1-none-float32": known_miss(
         "three TF32 products are not one of float32: 6.5e-7 where torch has 1.7e-7", at_most=9e-7
-    )
+    ),
+    "16x512-T64-H1-groups8-none-bfloat16": known_miss(
+        "the inverse is rounded evenly, not to the nearest: d_initial_state is off by 8.2e-3 for 7.8e-3", at_most=1.1e-2
+    ),
 }
 """What an H200 missed its limit by (benchmarks/results/gpu_checks_h200.txt), and a quarter more as a ceiling."""
 
