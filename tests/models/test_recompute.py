@@ -231,7 +231,7 @@ def test_what_is_kept_around_kernels(monkeypatch):
     add = saving_its_inputs([0, 0])
     monkeypatch.setattr(layers.norm, "liger_rms_norm", lambda x, weight, eps: like_first(x, weight))
     monkeypatch.setattr(layers.norm, "liger_add_rms_norm", lambda x, residual, weight, eps: add(x, residual, weight))
-    monkeypatch.setattr(layers.norm.RMSNorm, "_normalize", lambda self, x, weight: like_first(x, weight))
+    monkeypatch.setattr(layers.norm, "fused_rms_norm", lambda x, weight, eps, dtype: like_first(x, weight))
     monkeypatch.setattr(layers.mlp, "liger_swiglu", like_first)
     monkeypatch.setattr(layers.short_conv, "fused_short_conv", lambda x, weight, *_, **__: like_first(x, weight))
 
@@ -283,6 +283,17 @@ def interpreted_gradients():
             model = tiny_model(case, recompute=level, fused_kernels=True, backend="chunkwise").train()
             _, gradients = loss_and_gradients(model, ids, **kwargs)
             yield f"{case} {level}", gradients
+    for level in LEVELS[:2]:
+        model = tiny_model("gated_deltanet", recompute=level, fused_kernels=True, backend="chunkwise").train()
+        outputs = []
+        for norm in (model.model.layers[0].attn_norm, model.model.layers[0].mlp_norm, model.model.norm):
+            norm.register_forward_hook(lambda norm, inputs, y: outputs.extend(y if isinstance(y, tuple) else [y]))
+        with torch.autocast("cpu", torch.bfloat16):
+            _, gradients = loss_and_gradients(model, ids)
+        written = [y.dtype for y in outputs]
+        # The norms that feed linear maps write what those would cast to; the residual stream and the end stay.
+        assert written == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32], written
+        yield f"autocast {level}", gradients
 
 
 def test_gradients_through_fused_kernels_are_the_same(tmp_path):
@@ -295,8 +306,8 @@ def test_gradients_through_fused_kernels_are_the_same(tmp_path):
     }
     subprocess.run([sys.executable, "-W", "ignore", __file__, str(path)], env=environment, check=True, timeout=300)
     gradients = torch.load(path)
-    assert len(gradients) == 4
-    for case in ("gated_deltanet", "hybrid"):
+    assert len(gradients) == 6
+    for case in ("gated_deltanet", "hybrid", "autocast"):
         torch.testing.assert_close(gradients[f"{case} elementwise"], gradients[f"{case} none"], rtol=0, atol=0)
 
 

@@ -31,10 +31,11 @@ def runtime_of(model):
     block = model.model.layers[0]
     convolutions = [block.attn.q_conv1d.fused, block.attn.v_conv1d.fused, block.attn.o_norm.fused]
     ligers = [block.attn_norm.liger, block.mlp_norm.liger, block.mlp.liger, model.model.norm.liger]
-    return block.attn.backend, convolutions, ligers, model.runtime.fuse_linear_cross_entropy, block.recompute
+    norms = [block.attn_norm.fused, block.mlp_norm.fused, block.mlp.fused, model.model.norm.fused]
+    return block.attn.backend, convolutions + norms, ligers, model.runtime.fuse_linear_cross_entropy, block.recompute
 
 
-ON = ("triton", [True] * 3, [True] * 4, True, "block")
+ON = ("triton", [True] * 7, [True] * 4, True, "block")
 
 
 def test_every_option_reaches_what_it_acts_on_however_it_is_given(tmp_path):
@@ -142,9 +143,11 @@ def test_unknown_names_and_values_are_refused_and_change_nothing():
 
 def test_an_option_without_anything_to_act_on_is_refused():
     bare = tiny_model("delta_net", use_short_conv=False)
-    with pytest.raises(ValueError, match="neither a convolution nor an output gate"):
+    bare.model.layers[1].attn.o_norm = deltazoo.layers.GatedRMSNorm(8, activation=torch.tanh)
+    with pytest.raises(ValueError, match="the fused kernel has no activation"):
         bare.set_runtime(backend="reference", fused_kernels=True)
     assert bare.runtime == RuntimeOptions() and bare.model.layers[0].attn.backend is None
+    assert bare.model.layers[0].attn.o_norm.fused is None
     swapped = tiny_host("llama")
     deltazoo.swap_attention(swapped, "delta_net")
     for model in (bare.model, AutoModelForSequenceClassification.from_config(bare.config), swapped):
@@ -183,10 +186,12 @@ def test_other_options_give_the_same_logits():
 def test_the_report_says_how_a_model_trains_and_why():
     model = tiny_model("hybrid").train()
     text = deltazoo.report(model).training
-    assert "recomputed in training: none (default on cpu)" in text and "norms: torch" in text
+    assert "recomputed in training: none (default on cpu)" in text and "norms: plain torch (default on cpu)" in text
     assert "MLP: plain torch (default on cpu)" in text
     assert "loss in training: without the logits of all positions (default in torch.float32)" in text
-    model.set_runtime(recompute="block", fuse_linear_cross_entropy=False, liger=True)
+    model.set_runtime(fused_kernels=True)
+    assert "norms: our Triton kernel (fused_kernels=True was asked for)" in deltazoo.report(model).training
+    model.set_runtime(recompute="block", fuse_linear_cross_entropy=False, liger=True, fused_kernels=None)
     text = str(deltazoo.report(model))
     assert "recomputed in training: block (recompute='block' was asked for)" in text and "norms: Liger" in text
     assert "from the logits of all positions (fuse_linear_cross_entropy=False was asked for)" in text

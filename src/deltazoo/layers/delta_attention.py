@@ -74,7 +74,7 @@ class DeltaRuleAttention(Float32Parameters):
         initializer_range: standard deviation of the linear weights.
         layer_idx: the layer's place in `past_key_values`.
         backend: of the operator: None, "triton", "chunkwise" or "reference".
-        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, and for the gated norm (`deltazoo.ops.fused`);
+        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, and for the output norm (`deltazoo.ops.fused`);
             None takes them wherever they run, plain torch elsewhere.
 
     Raises:
@@ -192,7 +192,6 @@ class DeltaRuleAttention(Float32Parameters):
             raise ValueError("neg_eigval='erase' acts only with allow_neg_eigval=True")
         if self.allow_neg_eigval and not self.spec.corrects:
             raise ValueError(f"variant {name!r} has no correction term, so allow_neg_eigval=True cannot act")
-        self._check_fused(self.fused_kernels)
         if beta_bias and not self.spec.corrects:
             raise ValueError(f"variant {name!r} has no step size, so beta_bias=True cannot act")
         if self.decay_lower_bound is not None and self.spec.decay == "none":
@@ -205,20 +204,15 @@ class DeltaRuleAttention(Float32Parameters):
                 f"{name!r} has the decay gate {choice_name(self.spec.decay_gate)!r}"
             )
 
-    def _check_fused(self, fused_kernels: bool | None) -> None:
-        if fused_kernels and not self.conv_size and self.spec.output_gate == "none":
-            raise ValueError("there is neither a convolution nor an output gate, so fused_kernels=True cannot act")
-
     def _unit_heads(self, normalize: bool) -> int:
         """Channels per head that the convolution divides by their norm; a rotation after it keeps the norm."""
         return self.head_k_dim if normalize else 0
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with other `backend` and `fused_kernels`; ValueError if there is nothing that kernels could fuse."""
-        self._check_fused(options.fused_kernels)
+        """Run with other `backend` and `fused_kernels`; ValueError if an activation has no kernel."""
         self.backend, self.fused_kernels = options.backend, options.fused_kernels
         for child in self.children():
-            if isinstance(child, (ShortConvolution, GatedRMSNorm)):
+            if isinstance(child, (ShortConvolution, RMSNorm)):
                 child.set_fused(options.fused_kernels)
 
     def _make_decay_gate(self) -> None:
@@ -238,7 +232,7 @@ class DeltaRuleAttention(Float32Parameters):
 
     def _make_output_gate(self, norm_eps: float) -> None:
         if self.spec.output_gate == "none":
-            self.o_norm: RMSNorm = RMSNorm(self.head_v_dim, norm_eps)
+            self.o_norm: RMSNorm = RMSNorm(self.head_v_dim, norm_eps, fused=self.fused_kernels)
             return
         value_dim = self.num_v_heads * self.head_v_dim
         self.g_proj: nn.Module = (

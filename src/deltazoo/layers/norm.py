@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 from deltazoo.layers.recompute import recomputable
 from deltazoo.ops.choices import function_of
-from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit
+from deltazoo.ops.fused import (
+    MOST_NORM_COLUMNS,
+    fused_add_rms_norm,
+    fused_gated_rms_norm,
+    fused_kernels_fit,
+    fused_rms_norm,
+)
 from deltazoo.ops.liger import liger_add_rms_norm, liger_rms_norm
 
 __all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize"]
@@ -35,14 +41,38 @@ class RMSNorm(nn.Module):
         dim: of the last axis.
         eps: added to the mean square.
         liger: Liger's kernels instead of plain torch.
+        fused: one Triton kernel each way instead of plain torch, the addition of a residual included; None: wherever
+            it runs.
+        feeds_linear: only linear maps read the result. Under autocast the Triton kernel then writes it in the dtype
+            that each of them would cast it to.
     """
 
-    def __init__(self, dim: int, eps: float = 1e-5, *, liger: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        *,
+        liger: bool = False,
+        fused: bool | None = False,
+        feeds_linear: bool = False,
+    ) -> None:
         super().__init__()
         self.dim = dim
         self.eps = eps
         self.liger = liger
+        self.fused = fused
+        self.feeds_linear = feeds_linear
         self.weight = nn.Parameter(torch.ones(dim))
+
+    def set_fused(self, fused: bool | None) -> None:
+        """Choose between the Triton kernel and plain torch."""
+        self.fused = fused
+
+    def takes_kernel(self, x: Tensor) -> bool:
+        """Whether our Triton kernel is to normalise x."""
+        if self.fused is None:
+            return not self.liger and self.dim <= MOST_NORM_COLUMNS and fused_kernels_fit(x)
+        return self.fused and not self.liger
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x `[..., dim]`; with a residual, its sum with x, and return that sum as well."""
@@ -53,6 +83,8 @@ class RMSNorm(nn.Module):
     def _add_and_normalize(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         if self.liger:
             return liger_add_rms_norm(x, residual, weight, self.eps)
+        if self.takes_kernel(x) and (self.fused or fused_kernels_fit(residual)):
+            return fused_add_rms_norm(x, residual, weight, self.eps, self._autocast_dtype(x))
         total = residual + x
         return self._normalize_once(total, weight), total
 
@@ -60,9 +92,16 @@ class RMSNorm(nn.Module):
         """In x's dtype. On a GPU torch's kernel computes in float32 inside and keeps no float32 copy of x."""
         if self.liger:
             return liger_rms_norm(x, weight, self.eps)
+        if self.takes_kernel(x):
+            return fused_rms_norm(x, weight, self.eps, self._autocast_dtype(x))
         if x.is_cuda and x.dtype == weight.dtype:
             return F.rms_norm(x, (self.dim,), weight, self.eps)
         return self._normalize(x, weight).to(x.dtype)
+
+    def _autocast_dtype(self, x: Tensor) -> torch.dtype | None:
+        if not self.feeds_linear or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+            return None
+        return torch.get_autocast_dtype(x.device.type)
 
     def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = at_least_float32(x)

@@ -42,9 +42,9 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
     def __init__(self, config: DeltaRuleConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, feeds_linear=True)
         self.attn = make_mixer(config, layer_idx)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, feeds_linear=True)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.use_runtime(RuntimeOptions())
 
@@ -53,7 +53,7 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         self.recompute = options.recompute
         for module in (self.attn_norm, self.mlp_norm, self.mlp):
             module.liger = bool(options.liger)
-        self.mlp.fused = options.fused_kernels
+            module.fused = options.fused_kernels
 
     def forward(
         self,

@@ -75,14 +75,19 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
 
     def describe_training(self) -> str:
         """What norms, MLPs and recomputation do in a training step now, and why."""
-        weight = next(module for module in self.modules() if isinstance(module, RMSNorm)).weight
+        norm = next(module for module in self.modules() if isinstance(module, DeltaRuleBlock)).mlp_norm
+        weight = norm.weight
         asked, liger = self.runtime.given(), bool(self.runtime.liger)
         fused = fused_kernels_fit(weight) if self.runtime.fused_kernels is None else self.runtime.fused_kernels
-        kernel = "Liger's kernel" if liger else "our Triton kernel" if fused else "plain torch"
+        norm_kernel, mlp_kernel = (
+            "Liger's kernel" if liger else "our Triton kernel" if ours else "plain torch"
+            for ours in (norm.takes_kernel(weight), fused)
+        )
         default = f"default on {weight.device}"
+        reason = _reason("liger" if liger else "fused_kernels", asked, default)
         lines = [
-            f"norms: {'Liger' if liger else 'torch'} ({_reason('liger', asked, 'Liger only when asked for')})",
-            f"MLP: {kernel} ({_reason('liger' if liger else 'fused_kernels', asked, default)})",
+            f"norms: {norm_kernel} ({reason})",
+            f"MLP: {mlp_kernel} ({reason})",
             f"recomputed in training: {level_of(self.runtime.recompute, weight.device)} "
             f"({_reason('recompute', asked, default)})",
         ]
@@ -132,8 +137,9 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         self.set_runtime(**runtime)
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with another `liger` in the last norm, too."""
+        """Run with other `liger` and `fused_kernels` in the last norm, too."""
         super().use_runtime(options)
+        self.norm.fused = options.fused_kernels
         self.norm.liger = bool(options.liger)
 
     @_begins_no_cache_by_itself

@@ -12,13 +12,19 @@ from deltazoo.ops.api import _obstacle
 from deltazoo.ops.transforms import refuse_transforms, transforming
 
 __all__ = [
+    "MOST_NORM_COLUMNS",
+    "fused_add_rms_norm",
     "fused_cross_entropy_",
     "fused_gated_rms_norm",
     "fused_kernels_fit",
+    "fused_rms_norm",
     "fused_short_conv",
     "fused_short_conv_step",
     "fused_swiglu",
 ]
+
+MOST_NORM_COLUMNS = 8192
+"""The longest axis that the kernels of RMSNorm take: a program holds whole rows, and more would not fit registers."""
 
 
 def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
@@ -129,6 +135,55 @@ def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, ac
     return gated_rms_norm(x, gate, weight, eps, activation)
 
 
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """`x / sqrt(mean x^2 + eps) * weight` over the last axis, computed in float32.
+
+    Args:
+        x: `[..., D]` float32, bfloat16 or float16, D at most `MOST_NORM_COLUMNS`.
+        weight: `[D]`.
+        eps: added to the mean square.
+        dtype: of the result; None: x's.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, another dtype, or a longer axis.
+        ValueError: tensors on several devices.
+    """
+    _require_triton(x, weight)
+    _require_columns(x)
+    from deltazoo.ops.triton.rms_norm import rms_norm
+
+    return rms_norm(x, weight, eps, dtype or x.dtype)
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`fused_rms_norm` of `x + residual`, and that sum, in one pass.
+
+    Args:
+        x, residual: of one shape `[..., D]`, each float32, bfloat16 or float16, D at most `MOST_NORM_COLUMNS`.
+        weight: `[D]`.
+        eps: added to the mean square.
+        dtype: of the norm; None: that of the sum.
+
+    Returns:
+        The norm, and the sum in the dtype that torch gives it.
+
+    Raises:
+        NotImplementedError: see `fused_rms_norm`.
+        ValueError: tensors of two shapes or on several devices.
+    """
+    _require_triton(x, residual, weight)
+    _require_columns(x)
+    if x.shape != residual.shape:
+        raise ValueError(f"x and residual must have one shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
+    if residual.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise NotImplementedError(f"fused kernels take float32, bfloat16 and float16, not {residual.dtype}")
+    from deltazoo.ops.triton.rms_norm import add_rms_norm
+
+    return add_rms_norm(x, residual, weight, eps, dtype or torch.promote_types(x.dtype, residual.dtype))
+
+
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, computed in float32.
 
@@ -173,6 +228,13 @@ def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor
 
 def _wants_gradient(past: Tensor | None) -> bool:
     return past is not None and past.requires_grad and torch.is_grad_enabled()
+
+
+def _require_columns(x: Tensor) -> None:
+    if x.shape[-1] > MOST_NORM_COLUMNS:
+        raise NotImplementedError(
+            f"the fused norm takes rows of up to {MOST_NORM_COLUMNS}, not {x.shape[-1]}: leave fused_kernels off"
+        )
 
 
 def _require_triton(x: Tensor, *others: Tensor | None) -> None:

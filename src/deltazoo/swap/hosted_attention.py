@@ -69,7 +69,7 @@ class HostedDeltaAttention(DeltaRuleAttention):
             self.g_proj = nn.Linear(hidden_size, self.o_proj.in_features)
         if qk_norm is not None:
             dims = (head_dim, head_dim) if qk_norm == "head" else (widths["q"], widths["k"])
-            self.q_norm, self.k_norm = (RMSNorm(dim, qk_norm_eps) for dim in dims)
+            self.q_norm, self.k_norm = (RMSNorm(dim, qk_norm_eps, fused=self.fused_kernels) for dim in dims)
         self.init_parameters()
 
     def _check_host_options(self, gate_bias: bool) -> None:

@@ -25,6 +25,7 @@ from deltazoo.layers import (
     DeltaRuleAttention,
     GatedRMSNorm,
     LayerStates,
+    RMSNorm,
     ShortConvolution,
     SwiGLU,
     l2_normalize,
@@ -32,9 +33,11 @@ from deltazoo.layers import (
 )
 from deltazoo.layers.short_conv import convolve_token
 from deltazoo.ops.fused import (
+    fused_add_rms_norm,
     fused_cross_entropy_,
     fused_gated_rms_norm,
     fused_kernels_fit,
+    fused_rms_norm,
     fused_short_conv,
     fused_short_conv_step,
     fused_swiglu,
@@ -42,7 +45,7 @@ from deltazoo.ops.fused import (
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.triton import cross_entropy, gated_norm, short_conv  # noqa: E402
+from deltazoo.ops.triton import cross_entropy, gated_norm, rms_norm, short_conv  # noqa: E402
 
 Results = dict[str, Tensor]
 
@@ -150,6 +153,38 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class PlainNorm:
+    """One call of the plain norm with its gradients, of a sum in two dtypes too; both results have gradients then."""
+
+    name: str
+    shape: tuple[int, ...] = (3, 7, 24)
+    residual: torch.dtype | None = None
+    most_parts: int = 512
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, given: torch.dtype | None = None) -> Tensor:
+            given = given or self.dtype
+            return torch.randn(shape, generator=generator).to(given).to(device, dtype or given)
+
+        module = RMSNorm(self.shape[-1], fused=fused)
+        module.weight = torch.nn.Parameter(draw(self.shape[-1], given=self.residual))
+        x = draw(*self.shape).requires_grad_()
+        inputs: dict[str, Tensor] = {"x": x, "weight": module.weight}
+        if self.residual is None:
+            outputs = {"y": module(x)}
+        else:
+            inputs["residual"] = draw(*self.shape, given=self.residual).requires_grad_()
+            outputs = dict(zip(("y", "total"), module(x, inputs["residual"]), strict=True))
+        upstream = [draw(*y.shape, given=self.residual) for y in outputs.values()]
+        with mock.patch.object(rms_norm, "_MOST_PARTS", self.most_parts):
+            gradients = torch.autograd.grad(list(outputs.values()), list(inputs.values()), upstream)
+        return {name: y.detach() for name, y in outputs.items()} | dict(zip(inputs, gradients, strict=True))
+
+
+@dataclass(frozen=True)
 class Product:
     """SwiGLU and its gradients."""
 
@@ -250,6 +285,14 @@ CASES = [
     Norm("many_rows", shape=(300, 16)),
     Norm("several_blocks_per_program", shape=(700, 16), most_parts=2),
     Norm("norm_half", dtype=HALF),
+    PlainNorm("plain_norm"),
+    PlainNorm("plain_norm_odd", shape=(3, 7, 37), residual=torch.float32),
+    PlainNorm("plain_norm_one_row", shape=(1, 1, 3000), residual=torch.float32),
+    PlainNorm("plain_norm_several_blocks_per_program", shape=(333, 16), most_parts=2, residual=torch.float32),
+    PlainNorm("plain_norm_half", dtype=HALF),
+    PlainNorm("plain_norm_half_sum", shape=(131, 24), dtype=HALF, residual=HALF),
+    PlainNorm("plain_norm_half_beside_float32", dtype=HALF, residual=torch.float32),
+    PlainNorm("plain_norm_float32_beside_half", residual=HALF),
     Product("swiglu"),
     Product("swiglu_two_programs", shape=(41, 150)),
     Product("swiglu_half", dtype=HALF),
@@ -262,7 +305,7 @@ CASES = [
 ]
 
 
-Case = Convolution | TokenStep | Norm | Product | Loss | Layer
+Case = Convolution | TokenStep | Norm | PlainNorm | Product | Loss | Layer
 
 
 def judge(case: Case, results: Results) -> None:
@@ -332,7 +375,9 @@ def test_by_default_a_state_that_wants_a_gradient_gets_it() -> None:
 
 @pytest.mark.gpu
 def test_repeated_calls_give_the_same_bits() -> None:
-    for case in (Convolution("large", T=1000, channels=256, unit_heads=64), Norm("large", shape=(4000, 128))):
+    convolution = Convolution("large", T=1000, channels=256, unit_heads=64)
+    plain_norm = PlainNorm("large", shape=(4000, 1024), residual=torch.float32)
+    for case in (convolution, Norm("large", shape=(4000, 128)), plain_norm):
         first, *others = (case.run("cuda", fused=True) for _ in range(5))
         assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
@@ -353,6 +398,26 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
     assert output.dtype == torch.bfloat16
     if not fake:
         gradients = torch.autograd.grad(output, inputs)
+        assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in inputs]
+
+
+@pytest.mark.parametrize("fake", [True, False], ids=["fake", "autograd"])
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+def test_the_plain_norm_compiles_without_a_graph_break(stream: torch.dtype, fake: bool) -> None:
+    """On meta tensors, and with the dtypes of a model under autocast."""
+
+    def run(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y, total = fused_add_rms_norm(x, residual, weight, 1e-5, torch.bfloat16)
+        return fused_rms_norm(y, weight, 1e-5), total
+
+    def leaf(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, device="meta", dtype=dtype, requires_grad=not fake)
+
+    inputs = leaf(2, 20, 24, dtype=torch.bfloat16), leaf(2, 20, 24, dtype=stream), leaf(24, dtype=torch.float32)
+    y, total = torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
+    assert (y.dtype, total.dtype) == (torch.bfloat16, stream)
+    if not fake:
+        gradients = torch.autograd.grad(y.float().sum() + total.float().sum(), inputs)
         assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in inputs]
 
 
@@ -378,6 +443,32 @@ class TestRefusals:
             ShortConvolution(4, fused=True)(torch.randn(1, 3, 4))
         with pytest.raises(NotImplementedError, match="not on cpu"):
             GatedRMSNorm(4, fused=True)(torch.randn(1, 3, 4), torch.randn(1, 3, 4))
+
+    @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs on a CPU")
+    def test_a_norm_on_a_cpu(self) -> None:
+        with pytest.raises(NotImplementedError, match="not on cpu"):
+            RMSNorm(4, fused=True)(torch.randn(1, 3, 4))
+        with pytest.raises(NotImplementedError, match="not on cpu"):
+            RMSNorm(4, fused=True)(torch.randn(1, 3, 4), torch.randn(1, 3, 4))
+
+    def test_a_norm_of_other_shapes_and_dtypes(self) -> None:
+        long, x = torch.empty(1, 8193, device="meta"), torch.empty(2, 3, 4, device="meta")
+        with pytest.raises(NotImplementedError, match="rows of up to 8192, not 8193"):
+            fused_rms_norm(long, long[0], 1e-5)
+        with pytest.raises(ValueError, match=r"one shape, got \(2, 3, 4\) and \(2, 1, 4\)"):
+            fused_add_rms_norm(x, x[:, :1], x[0, 0], 1e-5)
+        with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
+            fused_add_rms_norm(x, x.double(), x[0, 0], 1e-5)
+        with pytest.raises(ValueError, match="of one device, got meta and cpu"):
+            fused_add_rms_norm(x, torch.empty(2, 3, 4), x[0, 0], 1e-5)
+
+    def test_a_second_derivative_of_a_norm(self) -> None:
+        x = torch.empty(2, 4, device="meta", requires_grad=True)
+        with mock.patch.object(rms_norm, "launch"):
+            results = fused_rms_norm(x, x[0], 1e-5), fused_add_rms_norm(x, x, x[0], 1e-5)[0]
+        for y in results:
+            with pytest.raises(NotImplementedError, match="no second derivative"):
+                torch.autograd.grad(y.sum(), x, create_graph=True)
 
     def test_float64(self) -> None:
         with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
@@ -411,10 +502,6 @@ class TestRefusals:
     def test_an_activation_it_has_not(self) -> None:
         with pytest.raises(ValueError, match="activation='identity' cannot act"):
             ShortConvolution(4, activation="identity", fused=True)
-
-    def test_a_layer_with_nothing_to_fuse(self) -> None:
-        with pytest.raises(ValueError, match="fused_kernels=True cannot act"):
-            DeltaRuleAttention("delta_net", 16, 2, 8, use_short_conv=False, fused_kernels=True)
 
 
 def test_unit_heads_in_plain_torch() -> None:

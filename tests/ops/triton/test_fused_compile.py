@@ -22,7 +22,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from deltazoo.ops.triton import cross_entropy, gated_norm, launch, short_conv, short_conv_step, swiglu  # noqa: E402
+from deltazoo.ops.fused import MOST_NORM_COLUMNS  # noqa: E402
+from deltazoo.ops.triton import (  # noqa: E402
+    cross_entropy,
+    gated_norm,
+    launch,
+    rms_norm,
+    short_conv,
+    short_conv_step,
+    swiglu,
+)
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
@@ -57,6 +66,17 @@ def normalize(head_dim: int, silu: bool) -> None:
     gated_norm._backward(x, x, weight, 1e-5, silu, x)
 
 
+def normalize_plainly(D: int, stream: torch.dtype | None = None) -> None:
+    """What blocks do: without a residual, or with one in this dtype; the norm in bfloat16."""
+    x, weight = empty(4, 4096, D), empty(D, dtype=stream or torch.bfloat16)
+    if stream is None:
+        rms_norm._forward(x, weight, 1e-5, x.dtype)
+        rms_norm._backward(x, weight, 1e-5, x, None, x.dtype)
+    else:
+        y, total = rms_norm._add_forward(x, empty(4, 4096, D, dtype=stream), weight, 1e-5, x.dtype)
+        rms_norm._backward(total, weight, 1e-5, y, total, x.dtype)
+
+
 def multiply() -> None:
     gate = empty(4, 4096, 2816)
     swiglu._forward(gate, gate)
@@ -82,6 +102,13 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "step_without_norm": (8, lambda: step(0, 64, inplace=True)),
     "norm_silu_128": (4, lambda: normalize(128, True)),
     "norm_sigmoid_256": (4, lambda: normalize(256, False)),
+    "plain_norm_128": (8, lambda: normalize_plainly(128)),
+    "plain_norm_1024": (8, lambda: normalize_plainly(1024)),
+    "plain_norm_2048": (8, lambda: normalize_plainly(2048)),
+    "plain_norm_sum_1024": (8, lambda: normalize_plainly(1024, torch.bfloat16)),
+    "plain_norm_sum_2048": (8, lambda: normalize_plainly(2048, torch.bfloat16)),
+    "plain_norm_autocast_1024": (8, lambda: normalize_plainly(1024, torch.float32)),
+    "plain_norm_longest": (4, lambda: normalize_plainly(MOST_NORM_COLUMNS, torch.float32)),
     "swiglu": (8, multiply),
     "loss": (8, lose),
 }
@@ -135,10 +162,16 @@ def is_specialized(kernel: JITFunction, name: str) -> bool:
     return not parameter.is_constexpr and not parameter.do_not_specialize
 
 
-def test_swiglu_reads_and_writes_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for compiled in compile_call("swiglu", monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["swiglu", *(f"plain_norm_{case}" for case in ("1024", "2048", "sum_1024", "sum_2048", "autocast_1024"))]
+)
+def test_reads_and_writes_16_bytes_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for compiled in compile_call(name, monkeypatch):
         accesses = re.findall(r"(?:ld|st)\.global\S*", compiled.asm["ptx"])
-        assert accesses and all(".v4.b32" in access for access in accesses), (compiled.name, accesses)
+        narrow = [access for access in accesses if ".v4.b32" not in access]
+        # 1024 weights in bfloat16 are 8 bytes for each of 256 threads.
+        allowed = ["ld.global.v2.b32"] if name in ("plain_norm_1024", "plain_norm_sum_1024") else []
+        assert accesses and narrow == allowed, (compiled.name, accesses)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -1,0 +1,209 @@
+"""RMSNorm, alone or of a sum that comes out as well, one pass over memory each way.
+
+    total = x + residual,      y = total / sqrt(mean total^2 + eps) * w
+
+The backward pass keeps the sum (without a residual, the input) and the weight.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltazoo.ops.transforms import refuse_second_derivative
+from deltazoo.ops.triton.eager import call, eager_function
+from deltazoo.ops.triton.launch import Constants, launch
+
+__all__ = ["add_rms_norm", "rms_norm"]
+
+_ELEMENTS = 2048
+"""Elements that a program works on at a time: 16 bytes of bfloat16 for each of its threads."""
+
+_MOST_PARTS = 512
+"""Programs of the backward pass, each with its part of the weight's gradient: four per multiprocessor of an H100."""
+
+
+@triton.jit(do_not_specialize=["R", "eps"])
+def rms_norm_forward_kernel(x, residual, weight, y, total, R, eps, D: tl.constexpr, BR: tl.constexpr,
+                            BD: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    columns = tl.arange(0, BD)
+    column_mask = columns < D
+    mask = (rows < R)[:, None] & column_mask[None, :]
+    offsets = rows[:, None] * D + columns[None, :]
+    a = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        a += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+        rounded = a.to(total.dtype.element_ty)  # the norm of what the residual stream will hold
+        tl.store(total + offsets, rounded, mask=mask)
+        a = rounded.to(tl.float32)
+    w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
+    tl.store(y + offsets, (a * inverse * w[None, :]).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["R", "eps"])
+def rms_norm_backward_kernel(total, weight, d_y, d_sum, d_total, d_x, d_weight, R, eps, D: tl.constexpr,
+                             BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    columns = tl.arange(0, BD)
+    column_mask = columns < D
+    w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
+    sums = tl.zeros([BR, BD], tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+        rows = block * BR + tl.arange(0, BR).to(tl.int64)
+        mask = (rows < R)[:, None] & column_mask[None, :]
+        offsets = rows[:, None] * D + columns[None, :]
+        a = tl.load(total + offsets, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(d_y + offsets, mask=mask, other=0.0).to(tl.float32)
+        if d_sum is not None:
+            added = tl.load(d_sum + offsets, mask=mask, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
+        normal = a * inverse
+        sums += d * normal
+        d *= w[None, :]
+        d = inverse * (d - normal * (tl.sum(d * normal, axis=1) / D)[:, None])
+        if d_sum is not None:
+            d += added
+        tl.store(d_total + offsets, d.to(d_total.dtype.element_ty), mask=mask)
+        if d_x is not None:
+            tl.store(d_x + offsets, d.to(d_x.dtype.element_ty), mask=mask)
+    tl.store(d_weight + tl.program_id(0) * D + columns, tl.sum(sums, axis=0), mask=column_mask)
+
+
+@lru_cache(maxsize=1024)
+def _constants(R: int, D: int, eps: float, most: int | None = None) -> Constants:
+    """For R rows of D elements, and `most` programs if there are more blocks of rows."""
+    block = 1 << (D - 1).bit_length()
+    rows = max(1, _ELEMENTS // block)
+    programs = max(1, -(-R // rows))
+    programs = programs if most is None else min(programs, most)
+    warps = 8 if block <= 4096 else 16
+    return Constants(programs, R=R, eps=eps, D=D, BR=rows, BD=block, num_warps=warps)
+
+
+def _forward(x, weight, eps, dtype):
+    x, weight = x.contiguous(), weight.contiguous()
+    y = torch.empty_like(x, dtype=dtype)
+    D = x.shape[-1]
+    with torch.cuda.device_of(x):
+        launch(rms_norm_forward_kernel, _constants(x.numel() // D, D, eps), x, None, weight, y, None)
+    return y
+
+
+def _add_forward(x, residual, weight, eps, dtype):
+    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    y = torch.empty_like(x, dtype=dtype)
+    D = x.shape[-1]
+    with torch.cuda.device_of(x):
+        launch(rms_norm_forward_kernel, _constants(x.numel() // D, D, eps), x, residual, weight, y, total)
+    return y, total
+
+
+def _backward(total, weight, eps, d_y, d_sum, dtype):
+    """Gradients of the sum, the same again in `dtype` (empty if that is the sum's own), and of the weight."""
+    total, weight, d_y = total.contiguous(), weight.contiguous(), d_y.contiguous()
+    d_sum = None if d_sum is None else d_sum.contiguous()
+    d_total = torch.empty_like(total)
+    d_x = None if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
+    D = total.shape[-1]
+    constants = _constants(total.numel() // D, D, eps, _MOST_PARTS)
+    parts = total.new_empty(*constants.grid, D, dtype=torch.float32)
+    with torch.cuda.device_of(total):
+        launch(rms_norm_backward_kernel, constants, total, weight, d_y, d_sum, d_total, d_x, parts)
+    return d_total, total.new_empty(0, dtype=dtype) if d_x is None else d_x, parts.sum(0).to(weight.dtype)
+
+
+_library = torch.library.Library("deltazoo", "FRAGMENT")
+_library.define("rms_norm(Tensor x, Tensor weight, float eps, ScalarType dtype) -> Tensor")
+_library.define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, ScalarType dtype) -> (Tensor, Tensor)"
+)
+_library.define(
+    "rms_norm_backward(Tensor total, Tensor weight, float eps, Tensor d_y, Tensor? d_sum, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.impl("rms_norm", _forward, "CompositeExplicitAutograd")
+_library.impl("add_rms_norm", _add_forward, "CompositeExplicitAutograd")
+_library.impl("rms_norm_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("deltazoo::rms_norm", lib=_library)
+def _(x, weight, eps, dtype):
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@torch.library.register_fake("deltazoo::add_rms_norm", lib=_library)
+def _(x, residual, weight, eps, dtype):
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    return x.new_empty(x.shape, dtype=dtype), total
+
+
+@torch.library.register_fake("deltazoo::rms_norm_backward", lib=_library)
+def _(total, weight, eps, d_y, d_sum, dtype):
+    d_x = total.new_empty(0 if dtype == total.dtype else total.shape, dtype=dtype)
+    return total.new_empty(total.shape), d_x, weight.new_empty(weight.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, ctx.eps, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _add_setup_context(ctx, inputs, output):
+    x, residual, weight, ctx.eps, _ = inputs
+    ctx.dtypes = x.dtype, residual.dtype
+    ctx.save_for_backward(output[1], weight)
+
+
+def _gradients(backward, ctx, d_y):
+    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
+    x, weight = ctx.saved_tensors
+    d_x, _, d_weight = backward(x, weight, ctx.eps, d_y, None, x.dtype)
+    return d_x, d_weight, None, None
+
+
+def _add_gradients(backward, ctx, d_y, d_sum):
+    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
+    total, weight = ctx.saved_tensors
+    dtype, residual_dtype = ctx.dtypes
+    d_total, d_x, d_weight = backward(total, weight, ctx.eps, d_y, d_sum, dtype)
+    d_x = d_total if dtype == total.dtype else d_x
+    return d_x, d_total.to(residual_dtype), d_weight, None, None
+
+
+def _operator_gradients(ctx, d_y):
+    return _gradients(torch.ops.deltazoo.rms_norm_backward.default, ctx, d_y)
+
+
+def _eager_gradients(ctx, d_y):
+    return _gradients(_backward, ctx, d_y)
+
+
+def _add_operator_gradients(ctx, d_y, d_sum):
+    return _add_gradients(torch.ops.deltazoo.rms_norm_backward.default, ctx, d_y, d_sum)
+
+
+def _add_eager_gradients(ctx, d_y, d_sum):
+    return _add_gradients(_backward, ctx, d_y, d_sum)
+
+
+torch.library.register_autograd("deltazoo::rms_norm", _operator_gradients, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd(
+    "deltazoo::add_rms_norm", _add_operator_gradients, setup_context=_add_setup_context, lib=_library
+)
+_Eager = eager_function(_forward, _setup_context, _eager_gradients)
+_AddEager = eager_function(_add_forward, _add_setup_context, _add_eager_gradients)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """See `deltazoo.ops.fused.fused_rms_norm`."""
+    return call(torch.ops.deltazoo.rms_norm.default, _Eager, _forward, (x, weight, eps, dtype))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `deltazoo.ops.fused.fused_add_rms_norm`."""
+    arguments = (x, residual, weight, eps, dtype)
+    return call(torch.ops.deltazoo.add_rms_norm.default, _AddEager, _add_forward, arguments)
