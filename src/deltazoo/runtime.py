@@ -24,7 +24,8 @@ class RuntimeOptions:
         backend: of the operator of the linear layers, see `deltazoo.ops.delta_rule`. A named one that cannot run raises
             when the model runs.
         fused_kernels: Triton kernels around the operator of the linear layers, for norms, with the residual that comes
-            before them, and for SwiGLU, see `deltazoo.ops.fused`. None: wherever they run, and plain torch elsewhere; True: on NVIDIA GPUs only; False: nowhere.
+            before them, and for SwiGLU, see `deltazoo.ops.fused`. None: wherever they run, and plain torch elsewhere;
+            True: on NVIDIA GPUs only; False: nowhere.
         liger: Liger's kernels for norms, with the residual that comes before them, for SwiGLU, and with
             `fuse_linear_cross_entropy` for the loss. True: on GPUs only, and the package (the extra `fast`) is needed.
         fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see

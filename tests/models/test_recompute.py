@@ -275,6 +275,10 @@ def test_compiles_in_one_graph():
     torch._dynamo.reset()
 
 
+def remember_results(outputs, module, inputs, results):
+    outputs.extend(results if isinstance(results, tuple) else [results])
+
+
 def interpreted_gradients():
     """Of models with fused kernels at two levels, in this process's interpreter."""
     ids, kwargs = tokens(1, 12), {"cu_seqlens": torch.tensor([0, 5, 12])}
@@ -287,7 +291,7 @@ def interpreted_gradients():
         model = tiny_model("gated_deltanet", recompute=level, fused_kernels=True, backend="chunkwise").train()
         outputs = []
         for norm in (model.model.layers[0].attn_norm, model.model.layers[0].mlp_norm, model.model.norm):
-            norm.register_forward_hook(lambda norm, inputs, y: outputs.extend(y if isinstance(y, tuple) else [y]))
+            norm.register_forward_hook(partial(remember_results, outputs))
         with torch.autocast("cpu", torch.bfloat16):
             _, gradients = loss_and_gradients(model, ids)
         written = [y.dtype for y in outputs]
