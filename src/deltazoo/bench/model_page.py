@@ -33,8 +33,8 @@ GPU the steps of the loop and of our models' `generate` are CUDA graphs, on a CP
 commit `566db21` captured the steps of `generate` only with `capture_step=True`: those rows are `generate-captured`, and
 our rows `generate` of these runs are plain. What `generate` takes beyond `loop` is transformers' own loop.
 
-`no-options` keeps all logits, recomputes nothing and computes SwiGLU in plain torch, as `eager` did in runs before
-2026-11-23. The dtype `autocast` stands for float32 weights under bfloat16 autocast.
+`no-options` keeps all logits, recomputes nothing and computes SwiGLU and norms in plain torch, as `eager`
+did in runs before 2026-11-23. The dtype `autocast` stands for float32 weights under bfloat16 autocast.
 
 The default configuration runs the fused kernels on GPUs since commit `f826b2c`. **Our rows of runs before it, `compile`
 and contexts among them, are without fused kernels**; plots name a commit that is not the newest of its section.

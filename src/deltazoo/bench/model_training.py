@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from deltazoo.bench.model_results import ModelRow
 from deltazoo.bench.stopwatch import Spread, clock_for
-from deltazoo.layers import SwiGLU
+from deltazoo.layers import RMSNorm, SwiGLU
 
 __all__ = [
     "AUTOCAST",
@@ -36,7 +36,8 @@ OUR_WAYS: dict[str, dict[str, Any]] = {
     "recompute-block": {"recompute": "block"},
 }
 """Ways that are runtime options of our models, beside the default. no-options: as the default was before the loss was
-fused, elementwise results were recomputed and SwiGLU had a kernel; plain: no fusion at all; fast: Liger's kernels."""
+fused, elementwise results were recomputed, and SwiGLU and norms had kernels; plain: no fusion at all; fast: Liger's
+kernels."""
 
 AUTOCAST = "autocast"
 """The dtype of rows with float32 weights under bfloat16 autocast, as `deltazoo train` runs."""
@@ -144,7 +145,7 @@ class _TrainingStep:
             self.model = build().to(dtype).train()
         if row.way == "no-options":
             for module in self.model.modules():
-                if isinstance(module, SwiGLU):
+                if isinstance(module, SwiGLU) or type(module) is RMSNorm:
                     module.fused = False
         self.autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=row.dtype == AUTOCAST)
         self.forward = torch.compile(self.model) if row.way == "compile" else self.model
