@@ -111,7 +111,7 @@ def report(run: Path, figures: dict, sampling_speed: float, on_gpu: bool) -> int
         f"deltazoo eval {run} --primed   [dim]# lets xz read the training text first, as the model did[/]",
         "deltazoo list",
         f"deltazoo train quickstart_{size} --set model.mixer=kda --output runs/kda",
-        f"deltazoo train quickstart_{size} --set data.text=FOLDER --output runs/mine",
+        "deltazoo train --text FOLDER",
     ):
         console.print(f"  .venv/bin/{command}", highlight=False, soft_wrap=True)
     return 0
