@@ -192,6 +192,8 @@ def test_heads_share_the_width_unless_told_otherwise() -> None:
     for layer in (layers.GatedDeltaNet(HIDDEN, 4), DeltaRuleAttention("gated_deltanet", HIDDEN, num_heads=4)):
         assert (layer.head_k_dim, layer.head_v_dim) == (8, 16)
         assert layer(tokens()).shape == (2, 9, HIDDEN)
+    with pytest.raises(ValueError, match="num_heads must be at least 1, got -4"):
+        layers.GatedDeltaNet(HIDDEN, -4)
     with pytest.raises(ValueError, match="^GatedDeltaNet takes.*hidden_size=32 is no multiple of num_heads=5: pass"):
         layers.GatedDeltaNet(HIDDEN, 5)
     with pytest.raises(TypeError, match=r"^DeltaRuleAttention.__init__\(\) missing .* 'num_heads'"):

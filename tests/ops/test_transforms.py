@@ -133,6 +133,28 @@ def test_second_derivatives() -> None:
     torch.testing.assert_close(*hessians)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay", "initial_state"])
+def test_second_derivative_in_one_argument(name: str) -> None:
+    """The final state does not depend on q."""
+    inputs = CASES[2].make()
+    leaf, direction = inputs.leaves()[name], along(inputs)[name]
+
+    def second(backend: str) -> Any:
+        function = function_of(inputs, backend=backend)
+        return torch.autograd.functional.jvp(lambda x: function({name: x})[0], leaf, direction)
+
+    torch.testing.assert_close(second("chunkwise"), second("reference"))
+
+
+def test_batched_gradients_are_refused() -> None:
+    inputs = CASES[2].make()
+    q = inputs.q.requires_grad_()
+    output = function_of(inputs, backend="chunkwise")({"q": q})[0]
+    directions = torch.randn(3, *output.shape, dtype=output.dtype)
+    with pytest.raises(NotImplementedError, match="no batched backward pass"):
+        torch.autograd.grad(output, q, directions, is_grads_batched=True)
+
+
 def test_second_derivative_where_all_arguments_are_one_tensor() -> None:
     x = torch.randn(1, 20, 1, 3, dtype=torch.float64, requires_grad=True)
     beta = torch.rand(1, 20, 1, dtype=torch.float64) / 4

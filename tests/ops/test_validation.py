@@ -240,6 +240,12 @@ def test_boundaries_as_a_list_are_refused(backend: str) -> None:
         delta_rule(**inputs, backend=backend)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay", "initial_state"])
+def test_what_is_no_tensor_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a tensor, got float"):
+        delta_rule(**arguments(**{name: 0.5}))
+
+
 def test_no_step_size_is_refused() -> None:
     """It computed linear attention."""
     x, state = torch.randn(1, 1, 2, 4), zeros(1, 2, 4, 4)

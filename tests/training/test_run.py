@@ -255,6 +255,7 @@ def test_nothing_to_resume_is_said(text: Path, tmp_path: Path) -> None:
         ("tokenizer", {"kind": "pretrained", "vocab_size": None, "path": "./nowhere"}),
         ("model", {"hiden_size": 32}),
         ("model", {"num_v_heads": 3}),
+        ("model", {"hidden_size": "abc"}),
     ],
 )
 def test_what_cannot_be_trained_leaves_nothing_behind(

@@ -165,7 +165,9 @@ class DeltaRuleAttention(Float32Parameters):
         """
 
     def _default_head_dim(self) -> int:
-        if self.num_heads < 1 or self.hidden_size % self.num_heads:
+        if self.num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, got {self.num_heads}")
+        if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"{type(self).__name__} takes head_dim = hidden_size / num_heads unless given, but hidden_size="
                 f"{self.hidden_size} is no multiple of num_heads={self.num_heads}: pass head_dim"

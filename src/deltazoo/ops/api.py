@@ -14,6 +14,7 @@ from deltazoo.ops.transforms import refuse_transforms, transforming
 from deltazoo.ops.validation import (
     check_shapes,
     check_step_shapes,
+    check_tensor,
     check_tensor_values,
     unknown_name,
     warn_of_heads_first,
@@ -229,6 +230,8 @@ def _is_installed(module: str) -> bool:
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
     device = v.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)

@@ -244,7 +244,15 @@ def _autograd(ctx, d_output, d_final, *_):
         return _differentiable_gradients(ctx, d_output, d_final)
     q, k, v, beta, log_decay, initial_state, cu_seqlens, *kept = ctx.saved_tensors
     inputs = (q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens)
-    grads = iter(_backward(*inputs, *kept, d_output, d_final))
+    try:
+        grads = iter(_backward(*inputs, *kept, d_output, d_final))
+    except RuntimeError as error:
+        if "Batching rule" not in str(error):
+            raise
+        raise NotImplementedError(
+            "chunkwise has no batched backward pass (is_grads_batched=True, vectorize=True): use torch.func.vmap over "
+            "torch.func.vjp, which it has"
+        ) from error
     dq, dk, dv = next(grads), next(grads), next(grads)
     dbeta, dlog_decay = (None if x is None else next(grads) for x in (beta, log_decay))
     d_initial = None if initial_state is None else next(grads)
@@ -259,7 +267,10 @@ def _differentiable_gradients(ctx, d_output, d_final):
     q, k, v, beta, log_decay, initial_state = given
     results = functional_chunkwise(q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens)
     wanted = [x for x in given if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(results, wanted, (d_output, d_final), create_graph=True, materialize_grads=True))
+    # The final state does not depend on q.
+    recorded = [(y, d) for y, d in zip(results, (d_output, d_final), strict=True) if y.requires_grad]
+    outputs, gradients = zip(*recorded, strict=True)
+    found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, materialize_grads=True))
     grads = [next(found) if x is not None and x.requires_grad else None for x in given]
     return *grads[:5], None, grads[5], None
 

@@ -82,6 +82,8 @@ def check_shapes(
     cu_seqlens: Tensor | None,
 ) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit the contract of `delta_rule`; TypeError for a list."""
+    for name, x in (("beta", beta), ("log_decay", log_decay), ("initial_state", initial_state)):
+        check_tensor(name, x)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions [B, T, heads, channels], got shape {tuple(x.shape)}")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
@@ -22,18 +23,21 @@ def build_model(
         runtime: how the model runs; its own choice unless given.
 
     Raises:
-        ValueError: an unknown variant or key, or sizes that do not fit together.
+        ValueError: an unknown variant or key, a value of the wrong type, or sizes that do not fit together.
     """
     keys = dict(section)
     spec = get_variant(keys.pop("mixer"))
     if spec.hub_model_type is None:
         keys["mixer"] = spec.name
-    config = AutoConfig.for_model(
-        spec.hub_model_type or "delta_rule",
-        vocab_size=len(tokenizer),
-        bos_token_id=begin_id(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **keys,
-    )
+    try:
+        config = AutoConfig.for_model(
+            spec.hub_model_type or "delta_rule",
+            vocab_size=len(tokenizer),
+            bos_token_id=begin_id(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **keys,
+        )
+    except StrictDataclassError as error:  # a value of the wrong type
+        raise ValueError(f"model: {str(error).splitlines()[-1].strip()}") from error
     return AutoModelForCausalLM.from_config(config, **(runtime or RuntimeOptions()).given())
