@@ -312,6 +312,13 @@ class _OneState:
         self.state = state
 
 
+def _is_used(layer: Any) -> bool:
+    """Whether a layer of a cache, of any kind, holds something."""
+    marks = ("is_initialized", "is_conv_states_initialized", "is_recurrent_states_initialized")
+    values = [getattr(layer, mark, False) for mark in marks]  # newer versions of transformers mark each state
+    return any(any(value.values()) if isinstance(value, dict) else value is True for value in values)
+
+
 def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
     """Put a `DeltaRuleCacheLayer` at every linear layer's place of a fresh cache, in place; a prepared one stays.
 
@@ -326,6 +333,9 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
         raise ValueError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}")
     if not cache.layers and cache.layer_class_to_replicate is not None:
         cache.layers.extend(cache.layer_class_to_replicate() for _ in layer_types)
+    beyond = cache.layers[len(layer_types) :]  # transformers 5.14 makes a layer per entry of config.layer_types
+    if not any(_is_used(layer) for layer in beyond):
+        del cache.layers[len(layer_types) :]
     if len(cache.layers) != len(layer_types):
         raise ValueError(
             f"the cache has {len(cache.layers)} layers and the model {len(layer_types)}: it belongs to another model"
