@@ -198,7 +198,7 @@ def register_variant(spec: DeltaRuleSpec, layer: type[Any] | None = None) -> Del
 
 
 def _is_layer_class(layer: object) -> bool:
-    # By name: whoever has such a class has imported torch, and this module must not.
+    # By name: a program with such a class has imported torch, and this module must not.
     names = (f"{base.__module__}.{base.__qualname__}" for base in getattr(layer, "__mro__", ()))
     return "deltazoo.layers.delta_attention.DeltaRuleAttention" in names
 

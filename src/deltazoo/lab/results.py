@@ -20,7 +20,7 @@ from deltazoo.lab.train import Outcome, Score
 
 __all__ = ["Environment", "Record", "ResultFile", "read_records"]
 
-# `models` has the softmax attention that arms are compared with.
+# `models` has the softmax attention that rules are compared with.
 _DECISIVE = ("ops", "layers", "variants", "models", "spec.py", "runtime.py")
 _DECISIVE_IN_LAB = ("tasks", "arms.py", "network.py", "recipe.py", "task.py", "train.py")
 

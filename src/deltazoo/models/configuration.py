@@ -206,7 +206,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
         offer_lora_targets(self.model_type)
         values = super().to_dict()
-        # Numbers to whoever finds these keys, PEFT among them.
+        # Code that finds these keys, such as PEFT, reads them as numbers.
         missing = [key for key in ("num_attention_heads", "num_key_value_heads") if values[key] is None]
         return {key: value for key, value in values.items() if key not in missing}
 
