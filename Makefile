@@ -20,7 +20,7 @@ test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-oldest: $(OLDEST)/.installed  ## models, training, swapping, recipes on the oldest supported transformers and its kin
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/models tests/training tests/swap tests/acceleration tests/docs $(ARGS)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/models tests/generation tests/distributed tests/interop tests/workbench/train tests/swap tests/docs $(ARGS)
 
 compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for cards that are not here (registers, shared memory), and run on a model of one
 	$(BIN)/python -m pytest -n 2 -m sweep $(ARGS)

@@ -23,13 +23,13 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from deltazoo.bench.choices import GATES
-from deltazoo.bench.inputs import make_inputs
-from deltazoo.bench.shapes import TABLE, Shape
-from deltazoo.bench.stopwatch import CudaStopwatch
 from deltazoo.ops import delta_rule
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.tiling import tiles_for
+from deltazoo.workbench.bench.choices import GATES
+from deltazoo.workbench.bench.inputs import make_inputs
+from deltazoo.workbench.bench.shapes import TABLE, Shape
+from deltazoo.workbench.bench.stopwatch import CudaStopwatch
 
 
 def tile(stages: int | None = None, **options: Any) -> dict[str, Any]:

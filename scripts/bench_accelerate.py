@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import deltazoo
-from deltazoo.bench.results import describe_run
-from deltazoo.bench.stopwatch import Stopwatch, stopwatch_for
+from deltazoo.workbench.bench.results import describe_run
+from deltazoo.workbench.bench.stopwatch import Stopwatch, stopwatch_for
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]

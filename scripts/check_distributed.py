@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
+from deltazoo.distributed.data_parallel import fully_shard_model
 from deltazoo.layers import parameters_without_decay
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
-from deltazoo.models.data_parallel import fully_shard_model
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "head_dim": 32, "num_hidden_layers": 2, "intermediate_size": 128}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}

@@ -29,19 +29,19 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
-from deltazoo.bench.results import describe_run
-from deltazoo.evaluation.long_context import measure_decoding
-from deltazoo.evaluation.recall import cut_passages, probe_copying, probe_recall
 from deltazoo.swap import swap_attention
-from deltazoo.swap.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
-from deltazoo.swap.conversion_config import STAGES, FineTuningConfig, load_conversion
-from deltazoo.swap.ranking import rank_layers
-from deltazoo.training.config import TokenizerConfig
-from deltazoo.training.corpus import read_corpus
-from deltazoo.training.packing import spread
-from deltazoo.training.run import has_saved
-from deltazoo.training.text import open_text
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.workbench.bench.results import describe_run
+from deltazoo.workbench.convert.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
+from deltazoo.workbench.convert.conversion_config import STAGES, FineTuningConfig, load_conversion
+from deltazoo.workbench.convert.ranking import rank_layers
+from deltazoo.workbench.evaluate.long_context import measure_decoding
+from deltazoo.workbench.evaluate.recall import cut_passages, probe_copying, probe_recall
+from deltazoo.workbench.train.config import TokenizerConfig
+from deltazoo.workbench.train.corpus import read_corpus
+from deltazoo.workbench.train.packing import spread
+from deltazoo.workbench.train.run import has_saved
+from deltazoo.workbench.train.text import open_text
+from deltazoo.workbench.train.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARE_OF_TOKENS = 0.1

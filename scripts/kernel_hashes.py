@@ -31,7 +31,10 @@ import test_fused_compile as fused  # noqa: E402
 import test_recurrent_compile as decoding  # noqa: E402
 
 CALLS = [
-    *(chunks.Call(decay=decay, terms=terms) for decay, terms in product(chunks.DECAYS, (0, 1, 3))),
+    *(
+        chunks.Call(decay=decay, precision=precision)
+        for decay, precision in product(chunks.DECAYS, (None, "fast", "strict"))
+    ),
     *(chunks.Call(decay=decay, packed=True, state=True) for decay in chunks.DECAYS),
     *(chunks.Call(decay=decay, segmented=True) for decay in chunks.DECAYS),
     *(chunks.Call(K=64, V=64, decay=decay, dtype=torch.float16) for decay in chunks.DECAYS),

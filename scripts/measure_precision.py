@@ -32,12 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from deltazoo.bench.inputs import Inputs, make_inputs
-from deltazoo.bench.results import describe_run
-from deltazoo.bench.shapes import Shape
-from deltazoo.bench.stopwatch import CudaStopwatch
 from deltazoo.layers import nonexpansive
 from deltazoo.ops import delta_rule
+from deltazoo.workbench.bench.inputs import Inputs, make_inputs
+from deltazoo.workbench.bench.results import describe_run
+from deltazoo.workbench.bench.shapes import Shape
+from deltazoo.workbench.bench.stopwatch import CudaStopwatch
 
 PRECISIONS: dict[str, str | None] = {"default": None, "fast": "fast", "strict": "strict"}
 SHAPES = {"train": Shape(8, 4096, 16, 128, 128), "long": Shape(1, 32768, 16, 128, 128)}

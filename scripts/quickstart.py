@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 
-from deltazoo.bench.results import describe_run
-from deltazoo.training.run import has_saved
+from deltazoo.workbench.bench.results import describe_run
+from deltazoo.workbench.train.run import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()
@@ -67,7 +67,7 @@ def main() -> int:
 def deltazoo(*arguments: str) -> None:
     """Run a deltazoo command as a user would; its bars and tables go to this terminal."""
     console.print(f"\n[bold]$ deltazoo {' '.join(arguments)}[/]", highlight=False)
-    ended = subprocess.run([sys.executable, "-m", "deltazoo.cli", *arguments], env=environment())
+    ended = subprocess.run([sys.executable, "-m", "deltazoo", *arguments], env=environment())
     if ended.returncode:
         sys.exit(ended.returncode)
 

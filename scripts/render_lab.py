@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from deltazoo.lab.measurements import read_measurements
-from deltazoo.lab.report import write_page
-from deltazoo.lab.results import Record, read_records
-from deltazoo.lab.selection import select
-from deltazoo.lab.suites import SUITES
+from deltazoo.workbench.lab.measurements import read_measurements
+from deltazoo.workbench.lab.report import write_page
+from deltazoo.workbench.lab.results import Record, read_records
+from deltazoo.workbench.lab.selection import select
+from deltazoo.workbench.lab.suites import SUITES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from deltazoo.bench.model_page import write_model_page
-from deltazoo.bench.model_results import load_model_results
+from deltazoo.workbench.bench.model_page import write_model_page
+from deltazoo.workbench.bench.model_results import load_model_results
 
 ROOT = Path(__file__).resolve().parent.parent
 

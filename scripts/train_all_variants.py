@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import deltazoo
-from deltazoo.training import load_config, train
+from deltazoo.workbench.train import load_config, train
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "variants_50_steps.json"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.acceleration.layouts import MIXER_LAYOUTS
+from deltazoo.interop.accelerate.layouts import MIXER_LAYOUTS
 
 VOCAB = 61
 COMMON: dict[str, Any] = {

@@ -11,32 +11,30 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "deltazoo"
 
-# Every part of the package, lowest first, with the parts it may import besides itself.
+LIBRARY = ("runtime", "ops", "spec", "layers", "variants", "interop", "generation", "distributed", "models", "swap")
+
+# Every part of the library, lowest first, with the parts it may import besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "_lazy": set(),
-    "device": set(),
     "runtime": set(),
     "ops": {"runtime"},
     "spec": {"runtime", "ops"},
     "rule_files": {"spec"},
     "layers": {"runtime", "ops", "spec"},
     "variants": {"runtime", "ops", "spec", "layers"},
-    "models": {"runtime", "ops", "spec", "layers", "variants", "_auto_registration"},
-    "acceleration": {"runtime", "ops", "spec", "layers", "variants"},
-    "generation": {"runtime", "ops", "spec", "layers", "variants", "models"},
-    "bench": {
-        *("device", "rule_files", "runtime", "ops", "spec", "layers", "variants"),
-        *("models", "generation", "acceleration", "swap"),
+    "_auto_registration": {"spec"},
+    "interop": {"_lazy", "runtime", "ops", "spec", "layers", "variants"},
+    "generation": {"runtime", "ops", "spec", "layers", "variants"},
+    "distributed": {"runtime", "ops", "spec", "layers", "variants"},
+    "models": {
+        *("runtime", "ops", "spec", "layers", "variants", "_auto_registration"),
+        *("interop", "generation", "distributed"),
     },
-    "swap": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "models", "training", "_auto_registration"},
-    "training": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "models"},
-    "evaluation": {"_lazy", "device", "runtime", "ops", "spec", "layers", "variants", "models", "training"},
-    "check": {"ops", "spec", "layers", "variants", "models", "swap"},
-    "lab": {"runtime", "rule_files", "ops", "spec", "layers", "variants", "models", "bench", "training", "evaluation"},
+    "swap": {*("_lazy", "_auto_registration"), *LIBRARY},
 }
-MAY_IMPORT["_auto_registration"] = {"spec"}
-MAY_IMPORT["cli"] = {*MAY_IMPORT}
-MAY_IMPORT["__init__"] = {*MAY_IMPORT}
+# The workbench and the root of the package may import everything; nothing above imports the workbench.
+for above in ("workbench", "__init__", "__main__"):
+    MAY_IMPORT[above] = {*MAY_IMPORT}
 
 # What the lower parts may take from outside; the rest may use every declared dependency.
 OUTSIDE: dict[str, set[str]] = {
@@ -83,7 +81,7 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
         elif root in sys.stdlib_module_names or not root:
             continue
         elif root == "triton":
-            if parts[1:3] != ["ops", "triton"] and part != "bench":
+            if parts[1:3] not in (["ops", "triton"], ["workbench", "bench"]):
                 found.add(f"{module} imports triton; only deltazoo.ops.triton and the benchmarks may")
         elif part in OUTSIDE and root not in OUTSIDE[part]:
             found.add(f"{module} imports {root}; {part} may use {', '.join(sorted(OUTSIDE[part]))} alone")
@@ -129,8 +127,8 @@ def test_no_drawer_for_odds_and_ends() -> None:
         ("deltazoo.layers.norm", "import deltazoo"),
         ("deltazoo.layers.norm", "from transformers import PreTrainedModel"),
         ("deltazoo.variants.kda", "import deltazoo.models"),
-        ("deltazoo.models.modeling", "from deltazoo.training import train"),
-        ("deltazoo.training.run", "from deltazoo.cli import main"),
+        ("deltazoo.models.modeling", "from deltazoo.workbench.train import train"),
+        ("deltazoo.swap.surgery", "from deltazoo.workbench.train import train"),
         ("deltazoo.models.modeling", "import triton.language as tl"),
     ],
 )

@@ -6,8 +6,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from deltazoo.training.config import RunConfig
-from deltazoo.training.strict import from_mapping
+from deltazoo.workbench.train.config import RunConfig
+from deltazoo.workbench.train.strict import from_mapping
 
 FILES = (
     "abc.py bisect.py contextlib.py copy.py dis.py fnmatch.py functools.py heapq.py keyword.py opcode.py operator.py "

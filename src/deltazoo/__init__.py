@@ -16,20 +16,17 @@ from deltazoo._lazy import lazy_names
 from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants, register_variant
 
 if TYPE_CHECKING:  # the names below, for editors and type checkers
-    from deltazoo import acceleration as acceleration
-    from deltazoo import bench as bench
-    from deltazoo import check as check
-    from deltazoo import evaluation as evaluation
+    from deltazoo import distributed as distributed
     from deltazoo import generation as generation
-    from deltazoo import lab as lab
+    from deltazoo import interop as interop
     from deltazoo import layers as layers
     from deltazoo import models as models
     from deltazoo import ops as ops
     from deltazoo import swap as swap
-    from deltazoo import training as training
-    from deltazoo.acceleration import accelerate as accelerate
-    from deltazoo.acceleration import restore as restore
+    from deltazoo import workbench as workbench
     from deltazoo.generation import generate as generate
+    from deltazoo.interop.accelerate import accelerate as accelerate
+    from deltazoo.interop.accelerate import restore as restore
     from deltazoo.layers import EFLA as EFLA
     from deltazoo.layers import DeltaNet as DeltaNet
     from deltazoo.layers import DeltaRuleAttention as DeltaRuleAttention
@@ -84,8 +81,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _NAMES = {
-    "acceleration": ("accelerate", "restore"),
     "generation": ("generate",),
+    "interop.accelerate": ("accelerate", "restore"),
     "layers": (
         "EFLA",
         "DeltaNet",
@@ -105,17 +102,14 @@ _NAMES = {
 """Public names by the subpackage that each is imported from when it is first asked for."""
 
 _SUBPACKAGES = (
-    "acceleration",
-    "bench",
-    "check",
-    "evaluation",
+    "distributed",
     "generation",
-    "lab",
+    "interop",
     "layers",
     "models",
     "ops",
     "swap",
-    "training",
+    "workbench",
 )
 """What `import deltazoo` makes available as an attribute; imported when first asked for, too."""
 

@@ -10,7 +10,7 @@ import pytest
 from outside_rule import forget_rules
 from tiny_runs import write_text_folder
 
-from deltazoo.cli import main
+from deltazoo.workbench.cli import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "new_rules.md").read_text(encoding="utf-8")
 SMALLER = (
@@ -31,7 +31,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     run = set()
     for name, *arguments in commands():
-        if name in ("swap", "lab"):  # tests/cli/test_load.py runs these
+        if name in ("swap", "lab"):  # tests/workbench/cli/test_load.py runs these
             continue
         smaller = [part for value in SMALLER.split() for part in ("--set", value)] if name == "train" else []
         with forget_rules():

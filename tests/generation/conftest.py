@@ -1,8 +1,7 @@
 import pytest
 
-from deltazoo.generation import decoder
-from deltazoo.models import capture_conditions, captured_generation
-from deltazoo.models.step_capture import NoWaiting
+from deltazoo.generation import capture_conditions, captured_generation, decoder
+from deltazoo.generation.step_capture import NoWaiting
 from deltazoo.ops import api
 
 

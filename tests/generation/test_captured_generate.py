@@ -17,8 +17,8 @@ from transformers import CompileConfig, DynamicCache, LogitsProcessorList, Stati
 from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
-from deltazoo.models import captured_generation
-from deltazoo.models.step_capture import FixedTensors
+from deltazoo.generation import captured_generation
+from deltazoo.generation.step_capture import FixedTensors
 
 WAYS = {
     "greedy": {"do_sample": False},

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltazoo
 from deltazoo.generation import Decoder
+from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.models import DeltaRuleForCausalLM
-from deltazoo.models.merged_projections import MergedProjections
 
 SOME = [*FEW, "kda", "grouped_values", "micro_steps", "tied", "hybrid_kda", "softmax_only"]
 

@@ -20,7 +20,7 @@ from deltazoo.layers import DeltaRuleAttention, LayerStates, layer_class, make_l
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.ops import delta_rule
 from deltazoo.spec import get_variant, register_variant
-from deltazoo.training.optimizer import parameter_groups
+from deltazoo.workbench.train.optimizer import parameter_groups
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
 EXACT: dict[str, float] = {"rtol": 0, "atol": 1e-12}

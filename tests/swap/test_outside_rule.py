@@ -20,11 +20,11 @@ import deltazoo
 from deltazoo.layers import DeltaRuleAttention, layer_class, parameters_without_decay
 from deltazoo.spec import DeltaRuleSpec, get_variant, register_variant
 from deltazoo.swap import swapped_layers
-from deltazoo.swap.conversion import convert
-from deltazoo.swap.conversion_config import ConversionConfig
-from deltazoo.training.config import TokenizerConfig
-from deltazoo.training.strict import from_mapping
-from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.workbench.convert.conversion import convert
+from deltazoo.workbench.convert.conversion_config import ConversionConfig
+from deltazoo.workbench.train.config import TokenizerConfig
+from deltazoo.workbench.train.strict import from_mapping
+from deltazoo.workbench.train.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
 

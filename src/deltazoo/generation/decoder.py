@@ -17,12 +17,13 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
+from deltazoo.generation.capture_conditions import Fingerprint
+from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.generation.sampling import Sampling
+from deltazoo.generation.step_capture import FixedTensors, capture, fixed_cache
+from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.report import RunsDeltaRule
-from deltazoo.models.capture_conditions import Fingerprint
-from deltazoo.models.delta_layers import ModelWithDeltaLayers
-from deltazoo.models.merged_projections import MergedProjections
-from deltazoo.models.step_capture import FixedTensors, capture, fixed_cache
 
 __all__ = ["Decoder", "generate"]
 
@@ -285,7 +286,7 @@ def generate(
 
 def _check_model(model: Any) -> None:
     layers = model.modules() if isinstance(model, nn.Module) and isinstance(model, GenerationMixin) else ()
-    if not any(isinstance(layer, ModelWithDeltaLayers | RunsDeltaRule) for layer in layers):
+    if not any(isinstance(layer, CapturedGeneration | DeltaRuleAttention | RunsDeltaRule) for layer in layers):
         raise ValueError(
             "the loop is for causal language models with our delta-rule layers (deltazoo.swap_attention puts them in, "
             f"deltazoo.accelerate makes them of transformers' own), got {type(model).__name__}: use its generate"

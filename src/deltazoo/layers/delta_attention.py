@@ -83,6 +83,16 @@ class DeltaRuleAttention(Float32Parameters):
     """
 
     float32_parameters = ("A_log", "dt_bias")
+    input_projections: ClassVar[tuple[str, ...]] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "g_proj",
+        "f_proj",
+        "a_proj",
+        "b_proj",
+    )
+    """Linear maps that read the layer's input, which decoding may compute as one; short ones last, for alignment."""
     tensor_parallel: ClassVar[Mapping[str, Literal["heads", "whole"]]] = {}
     """For tensor parallelism: what a subclass has besides, a parameter or a linear map by its name, and whether its
     rows belong to heads, in their order ("heads"), or all heads share it ("whole")."""

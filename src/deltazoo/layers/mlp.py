@@ -1,5 +1,7 @@
 """The feed-forward block between mixers."""
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,6 +29,8 @@ class SwiGLU(nn.Module):
         liger: Liger's kernel between the matrix products.
         fused: our own Triton kernel between them; None: wherever it runs, and plain torch elsewhere.
     """
+
+    input_projections: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """HuggingFace models: configurations, classes per Hub type, and their registration with the Auto classes."""
 
+from deltazoo.generation.cache import DeltaRuleCacheLayer, prepare_cache
 from deltazoo.models.auto import load_fla_checkpoint, model_types, register_auto_classes
-from deltazoo.models.cache import DeltaRuleCacheLayer, prepare_cache
 from deltazoo.models.configuration import (
     DeltaNetConfig,
     DeltaRuleConfig,

@@ -18,8 +18,8 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from deltazoo._auto_registration import fulfil
+from deltazoo.interop.fla_checkpoints import modernize_state_dict
 from deltazoo.models import configuration, modeling, named
-from deltazoo.models.checkpoint import modernize_state_dict
 
 __all__ = ["config_class_of", "load_fla_checkpoint", "model_types", "register_auto_classes"]
 

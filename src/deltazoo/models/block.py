@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from deltazoo.generation.cache import CacheStates
 from deltazoo.layers import make_layer
 from deltazoo.layers.layout import PaddedLayout
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
-from deltazoo.models.cache import CacheStates
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.recompute import level_of, run_block
 from deltazoo.models.sequences import BatchSequences

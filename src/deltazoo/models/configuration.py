@@ -17,11 +17,11 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
+from deltazoo.distributed.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
+from deltazoo.interop.fla_checkpoints import add_fla_keys, translate_fla_config, without_runtime_options
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.adapters import offer_lora_targets
-from deltazoo.models.checkpoint import add_fla_keys, translate_fla_config, without_runtime_options
 from deltazoo.models.outside_rules import module_of_variant
-from deltazoo.models.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.models.remote_code import AutoMapConfig
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.spec import DeltaRuleSpec, get_variant
@@ -213,7 +213,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
         """How tensor parallelism divides the weights of the base model."""
-        return tensor_parallel_plan(self)
+        has_linear_layers = "linear_attention" in (self.layer_types or ())
+        return tensor_parallel_plan(self.spec if has_linear_layers else None, self.mixer_kwargs)
 
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, plan: dict[str, str]) -> None:

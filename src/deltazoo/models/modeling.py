@@ -19,11 +19,11 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-import deltazoo.models.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
+import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
+from deltazoo.generation.cache import prepare_cache
+from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
-from deltazoo.models.cache import prepare_cache
-from deltazoo.models.captured_generation import CapturedGeneration
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, refuse_undescribed
 from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits

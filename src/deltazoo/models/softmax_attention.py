@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -64,6 +64,7 @@ class SoftmaxAttention(nn.Module):
     """
 
     is_causal = True
+    input_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: DeltaRuleConfig, layer_idx: int) -> None:
         super().__init__()
@@ -77,6 +78,10 @@ class SoftmaxAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
+
+    def head_counts(self) -> dict[str, int]:
+        """The number of heads that tensor parallelism divides, by its name in the configuration."""
+        return {"num_key_value_heads": self.k_proj.out_features // self.head_dim}
 
     def forward(
         self,

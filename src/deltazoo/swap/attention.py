@@ -6,9 +6,9 @@ from typing import Any, Self
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from deltazoo.generation.cache import CacheStates, prepare_cache_layer
 from deltazoo.layers.layout import PaddedLayout
 from deltazoo.layers.rotary import Rotary
-from deltazoo.models.cache import CacheStates, prepare_cache_layer
 from deltazoo.models.sequences import BatchSequences
 from deltazoo.swap.hosted_attention import HostedDeltaAttention
 from deltazoo.swap.hosts import Host

@@ -29,10 +29,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from deltazoo._auto_registration import SWAPPED_PREFIX
+from deltazoo.generation.cache import prepare_cache_layer
+from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.interop.fla_checkpoints import without_runtime_options
 from deltazoo.models.adapters import offer_lora_targets
-from deltazoo.models.cache import prepare_cache_layer
-from deltazoo.models.captured_generation import CapturedGeneration
-from deltazoo.models.checkpoint import without_runtime_options
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates, refuse_undescribed
 from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.models.remote_code import AutoMapConfig

@@ -1,5 +1,0 @@
-"""transformers' own delta-rule models on our operators: `accelerate` and `restore`."""
-
-from deltazoo.acceleration.switch import accelerate, restore
-
-__all__ = ["accelerate", "restore"]

@@ -1,5 +1,0 @@
-"""The ``deltazoo`` command. One file of ``deltazoo.cli.commands`` is one command."""
-
-from deltazoo.cli.app import main
-
-__all__ = ["main"]

@@ -1,5 +1,0 @@
-"""``python -m deltazoo.cli`` is ``deltazoo``."""
-
-from deltazoo.cli.app import main
-
-main()

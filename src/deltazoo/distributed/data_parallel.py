@@ -1,0 +1,36 @@
+"""FSDP2 for our models: what is gathered together when parameters do not all have one dtype."""
+
+from typing import Any
+
+from torch.distributed.fsdp import fully_shard
+from transformers.modeling_utils import PreTrainedModel
+
+from deltazoo.layers import DeltaRuleAttention
+
+__all__ = ["fully_shard_model"]
+
+
+def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    """Shard a model with `torch.distributed.fsdp.fully_shard`, block by block, with gate parameters in float32.
+
+    FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
+    parameters that a layer keeps in float32 (`A_log`, `dt_bias`) form a group of their own that is never cast.
+    accelerate and Trainer, which would put all of a block into one group, leave a model alone that is sharded already.
+
+    Args:
+        model: one of ours or a swapped one; changed in place.
+        options: of `fully_shard`, such as `mesh`, `mp_policy` and `offload_policy`.
+
+    Returns:
+        The model.
+    """
+    gate_options = {name: value for name, value in options.items() if name != "mp_policy"}
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    for layer in [module for module in model.modules() if isinstance(module, DeltaRuleAttention)]:
+        if layer.kept_in_float32():
+            fully_shard(list(layer.children()), **options)
+            fully_shard(layer, **gate_options)
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model

@@ -1,0 +1,87 @@
+"""Which module goes where when a model is spread over several devices: the plans transformers reads from a config.
+
+A tensor-parallel plan names a style for every module whose weights are divided; `tensor_parallel` has the styles that
+transformers lacks. A plan lists only what the model has, so it is made from the configuration.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deltazoo.layers import DeltaRuleAttention, layer_class, make_layer
+from deltazoo.spec import DeltaRuleSpec
+
+__all__ = ["FSDP_PLAN", "PIPELINE_PLAN", "tensor_parallel_plan"]
+
+PIPELINE_PLAN: dict[str, Any] = {
+    "embeddings": (["input_ids"], ["inputs_embeds"]),
+    "layers": (["hidden_states", "sequences"], ["hidden_states"]),
+    "norm": (["hidden_states"], ["hidden_states"]),
+}
+"""Inputs and outputs of each stage."""
+
+FSDP_PLAN: dict[Any, str] = {
+    "embeddings": "free_full_weight",
+    "layers.*": "free_full_weight",
+    "norm": "keep_full_weight",
+}
+"""What FSDP2 gathers together, per module of the base model, and whether it frees it after the forward pass; models of
+half precision add their gates (`deltazoo.models.delta_layers.declare_gates`)."""
+
+
+def tensor_parallel_plan(spec: DeltaRuleSpec | None, options: Mapping[str, Any]) -> dict[str, str]:
+    """Style per module of the base model: heads divided in both kinds of mixers, channels in the MLPs.
+
+    Args:
+        spec: of the linear layers; None: the model has none.
+        options: of `make_layer`, for such a layer.
+
+    Softmax layers call their projections what linear layers call theirs, so the entries hold for both.
+    """
+    mixer: dict[str, str] = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+    if spec is not None:
+        mixer |= _gates(spec, options)
+    plan = {"embeddings": "embedding_rowwise"} | {f"layers.*.attn.{name}": style for name, style in mixer.items()}
+    # In this order: transformers before 5.17 takes the first entry that a parameter's name begins with.
+    plan |= {"layers.*.attn_norm": "delta_rule_whole", "layers.*.attn": "delta_rule_heads"}
+    plan |= {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    return plan
+
+
+def _mixer(options: Mapping[str, Any]) -> DeltaRuleAttention:
+    """A linear layer of the model without memory behind its parameters."""
+    with torch.device("meta"):
+        return make_layer(**options)
+
+
+def _gates(spec: DeltaRuleSpec, options: Mapping[str, Any]) -> dict[str, str]:
+    gates = {"o_norm": "delta_rule_shared_norm"}
+    if spec.corrects:
+        gates["b_proj"] = "colwise"
+    if spec.decay == "scalar":
+        gates["a_proj"] = "colwise"
+    elif spec.decay == "channel":
+        gates |= _low_rank("f_proj")
+    if spec.output_gate == "full":
+        gates["g_proj"] = "colwise"
+    elif spec.output_gate == "low_rank":
+        gates |= _low_rank("g_proj")
+    return gates | _declared(spec, options)
+
+
+def _declared(spec: DeltaRuleSpec, options: Mapping[str, Any]) -> dict[str, str]:
+    """Modules that the layer class of a variant has besides. Parameters among them are up to the style of the layer."""
+    declared = layer_class(spec).tensor_parallel
+    modules = dict(_mixer(options).named_children()) if declared else {}
+    styles = {"heads": "colwise", "whole": "delta_rule_shared_norm"}
+    return {name: styles[division] for name, division in declared.items() if name in modules}
+
+
+def _low_rank(name: str) -> dict[str, str]:
+    # A plan cannot tell the two halves of a sequence apart. Both are divided and gathered; the layer takes its heads.
+    return {f"{name}.*": "colwise_gather_output"}

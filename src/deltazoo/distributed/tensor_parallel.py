@@ -1,0 +1,210 @@
+"""Tensor parallelism by heads: a rank's mixer is the mixer of its share of the heads.
+
+transformers divides linear maps; the styles here divide what else belongs to heads: the taps of the convolutions, decay
+rates and step biases, and the counts of heads, so that the layer runs the rule on its own heads without knowing of the
+others. The output norm, which all heads share, collects its gradient from all ranks.
+
+The interface changed with transformers 5.17, from hooks and plain tensors to DTensors; the classes answer to both.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+
+from deltazoo.layers import DeltaRuleAttention, ShortConvolution
+
+__all__ = ["DividedHeads", "SharedNorm", "Whole"]
+
+
+# What every delta-rule layer may have, and the plan or the styles here divide.
+_DIVIDED = frozenset(
+    {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d"}
+    | {f"{name}_proj" for name in ("q", "k", "v", "o", "b", "a", "f", "g")}
+)
+
+
+class DividedHeads(TensorParallelLayer):
+    """Style of a mixer as a whole, linear or softmax; its projections have styles of their own."""
+
+    device_mesh: Any
+    rank: Any
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        """Give the module its share (transformers from 5.17)."""
+        _check_heads(module, mesh.size())
+        if isinstance(module, DeltaRuleAttention):
+            for owner in (module, *_convolutions(module)):
+                for name, parameter in list(owner.named_parameters(recurse=False)):
+                    if name not in _whole_parameters(owner):
+                        _divide_rows(owner, name, parameter, mesh)
+                super().install_forward(owner, mesh)
+            _take_share(module, mesh)
+        return module
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        """In the forward pass a module sees its rank's part of its parameters."""
+        return True
+
+    def validate_module(self, module: nn.Module, device_mesh: Any, layer_name: str = "") -> None:
+        """Refuse heads that do not divide, and parameters that heads share (transformers before 5.17)."""
+        _check_heads(module, device_mesh.size())
+        if shared := _whole_parameters(module):  # that interface divides every parameter of the layer
+            raise ValueError(f"{type(module).__name__} shares {', '.join(shared)} among heads: needs transformers 5.17")
+
+    def prepare_module_tp(self, module: nn.Module, device_mesh: Any, **kwargs: Any) -> None:
+        """Give the module its share (transformers before 5.17)."""
+        if isinstance(module, DeltaRuleAttention):
+            _take_share(module, device_mesh)
+
+    def shard_tensor(self, param: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None) -> Tensor:
+        """This rank's rows of a tensor in a checkpoint (transformers before 5.17)."""
+        rows = self.get_expected_sharded_shape(param.shape if isinstance(param, Tensor) else param.get_shape())[0]
+        return param[self.rank * rows : (self.rank + 1) * rows].to(device=device, dtype=dtype)
+
+    def get_expected_sharded_shape(self, full_shape: Any) -> tuple[int, ...]:
+        """Shape of this rank's rows (transformers before 5.17)."""
+        return full_shape[0] // self.device_mesh.size(), *full_shape[1:]
+
+
+class Whole(TensorParallelLayer):
+    """Style of a module that every rank has whole; its input and its gradients are the same everywhere."""
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        """Nothing to do (transformers from 5.17)."""
+        return module
+
+    def prepare_module_tp(self, module: nn.Module, device_mesh: Any, **kwargs: Any) -> None:
+        """Nothing to do (transformers before 5.17)."""
+
+    def shard_tensor(self, param: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None) -> Tensor:
+        """All of it (transformers before 5.17)."""
+        return param[...].to(device=device, dtype=dtype)
+
+
+class SharedNorm(Whole):
+    """Style of the norm that all heads share: every rank has the whole weight, and its gradient is the sum of theirs.
+
+    transformers' own style for this sums what has accumulated, after every backward pass anew, which is wrong with
+    gradient accumulation.
+    """
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        """Hook the module (transformers from 5.17)."""
+        self.prepare_module_tp(module, mesh)
+        return module
+
+    def prepare_module_tp(self, module: nn.Module, device_mesh: Any, **kwargs: Any) -> None:
+        """Hook the module (transformers before 5.17)."""
+        module.register_forward_pre_hook(_SumGradients(device_mesh))
+
+
+class _SumGradients:
+    """Forward pre-hook that sees to it that the gradients of the module's parameters are summed over the ranks.
+
+    Loading a checkpoint replaces parameters after the hook was made, so it looks at them when they are used.
+
+    Args:
+        mesh: the ranks.
+        names: of the parameters; all of the module's own unless given.
+    """
+
+    def __init__(self, mesh: Any, names: Sequence[str] | None = None) -> None:
+        self.mesh = mesh
+        self.names = names
+        self.hooked: dict[str, nn.Parameter] = {}
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if self.names is not None and name not in self.names:
+                continue
+            if torch.is_grad_enabled() and parameter.requires_grad and self.hooked.get(name) is not parameter:
+                parameter.register_hook(self._sum)
+                self.hooked[name] = parameter
+
+    def _sum(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # another parameter's gradient may share it
+        dist.all_reduce(gradient, group=self.mesh.get_group())
+        return gradient
+
+
+@runtime_checkable
+class HasHeads(Protocol):
+    """A mixer of another kind that divides by heads."""
+
+    def head_counts(self) -> dict[str, int]:
+        """Numbers that the ranks must divide, by their names in the configuration."""
+
+
+def _check_heads(module: nn.Module, ranks: int) -> None:
+    if isinstance(module, DeltaRuleAttention):
+        counts = {"num_heads": module.num_heads}
+        if module.num_micro_steps > 1:
+            raise ValueError(
+                f"tensor parallelism needs num_micro_steps=1, got {module.num_micro_steps}: keys of several steps lie "
+                "in one matrix, which transformers would divide between the steps instead of between the heads"
+            )
+        _check_declared(module)
+    elif isinstance(module, HasHeads):
+        counts = module.head_counts()
+    else:
+        raise TypeError(f"delta_rule_heads is a style for the mixers of deltazoo, got {type(module).__name__}")
+    for name, count in counts.items():
+        if count % ranks:
+            raise ValueError(
+                f"tensor parallelism divides heads: {name}={count} of layer {module.layer_idx} is no multiple of the "
+                f"{ranks} ranks"
+            )
+
+
+def _check_declared(mixer: DeltaRuleAttention) -> None:
+    """Refuse parameters and modules of a subclass that do not say whether they belong to heads."""
+    own = [name for name, _ in mixer.named_parameters(recurse=False)]
+    own += [name for name, child in mixer.named_children() if any(True for _ in child.parameters())]
+    for name in own:
+        if name not in _DIVIDED and name not in mixer.tensor_parallel:
+            raise ValueError(
+                f'{type(mixer).__name__} does not say in tensor_parallel how {name!r} is divided: "heads" if its rows '
+                'belong to heads, "whole" if all heads share it'
+            )
+
+
+def _whole_parameters(module: nn.Module) -> list[str]:
+    """The layer's own parameters that all its heads share."""
+    declared = module.tensor_parallel if isinstance(module, DeltaRuleAttention) else {}
+    return [name for name, division in declared.items() if division == "whole" and name in module._parameters]
+
+
+def _convolutions(mixer: DeltaRuleAttention) -> list[ShortConvolution]:
+    return [child for child in mixer.children() if isinstance(child, ShortConvolution)]
+
+
+def _divide_rows(owner: nn.Module, name: str, parameter: nn.Parameter, mesh: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rows = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+    owner._parameters[name] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+
+
+def _take_share(mixer: DeltaRuleAttention, mesh: Any) -> None:
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    mixer.num_heads //= ranks
+    mixer.num_v_heads //= ranks
+    for convolution in _convolutions(mixer):
+        convolution.channels //= ranks
+    if shared := _whole_parameters(mixer):
+        mixer.register_forward_pre_hook(_SumGradients(mesh, shared))
+    for gate in ("f_proj", "g_proj"):
+        if isinstance(getattr(mixer, gate, None), nn.Sequential):
+            # Its output comes for all heads, see parallel_plans.
+            mixer.get_submodule(gate).register_forward_hook(lambda _, __, x: x.chunk(ranks, dim=-1)[rank])
+
+
+_STYLES = {"delta_rule_heads": DividedHeads(), "delta_rule_shared_norm": SharedNorm(), "delta_rule_whole": Whole()}
+for _name, _style in _STYLES.items():
+    ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]
+if hasattr(ALL_PARALLEL_STYLES, "register_plan_to_weight_dim"):
+    ALL_PARALLEL_STYLES.register_plan_to_weight_dim("delta_rule_heads", 0)  # how saving puts the shares together

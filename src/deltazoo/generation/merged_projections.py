@@ -1,0 +1,176 @@
+"""Linear maps of one input as one matrix product, for decoding.
+
+A token step multiplies one row, or a handful, by every weight, so the number of products counts as much as their size.
+`MergedProjections` lays the weights of maps that read the same input (queries, keys, values and gates of a mixer, gate
+and up of an MLP) one below the other in memory, and within `active()` the first of them multiplies by all at once.
+
+    q_proj(x) -> x [Wq; Wk; Wv; Wb]^T -> q | k | v | b,      k_proj(x) -> k,      v_proj(x) -> v,      b_proj(x) -> b
+
+Modules, parameters and state-dict keys stay what they are; only where the numbers lie changes, and there they stay: no
+weight exists twice, and an update in place acts on both. To torch each parameter has a storage of its own, which
+happens to begin where another ends. Views of one storage would not do: what saves models takes them for duplicates.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import compress
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+__all__ = ["MergedProjections"]
+
+
+class MergedProjections:
+    """The linear maps of a model that may run together.
+
+    Left to run one by one, with the same results: anything but a plain `nn.Linear` (quantised, adapted, divided among
+    devices, parametrised, with hooks), weights whose memory others have a part in, and dtypes of their own, such as
+    gate projections kept in float32 in a half-precision model. Results of a merged product differ from those of its
+    parts by rounding alone.
+
+    Args:
+        model: whose parameters are laid out anew, at the price of memory for one layer's maps while it happens.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self._products: list[_JointProduct] = []
+        for layer in model.modules():
+            groups: dict[object, list[nn.Linear]] = {}
+            for linear in _readers(layer):
+                if all(uses[id(p)] == 1 for p in linear.parameters()):
+                    weight = linear.weight
+                    kind = weight.dtype, weight.device, linear.in_features, linear.bias is None
+                    groups.setdefault(kind, []).append(linear)
+            self._products += [_joint_product(linears) for linears in groups.values() if _can_merge(linears)]
+        # Made once, since compiled code recognises the functions it was made with.
+        self._forwards = [product.forwards() for product in self._products]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run merged maps together within this context, where no gradients are recorded.
+
+        Maps whose parameters have been replaced or moved since the merging, or their forward passes (by a hook of
+        accelerate, say), run one by one.
+        """
+        current = [product.is_current() for product in self._products]
+        for product, forwards in compress(zip(self._products, self._forwards, strict=True), current):
+            product.attach(forwards)
+        try:
+            yield
+        finally:
+            for product in compress(self._products, current):
+                product.detach()
+
+
+class _JointProduct:
+    """Several linear maps as one; each hands out its piece when it is called with what the first was called with."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self.linears = linears
+        self.sizes = [linear.out_features for linear in linears]
+        stacks = zip(*(linear.parameters() for linear in linears), strict=True)
+        self.weight, *biases = (_in_one_block(stack) for stack in stacks)
+        self.bias = biases[0] if biases else None
+        self._places = [
+            (linear._parameters, name, p.data_ptr()) for linear in linears for name, p in linear.named_parameters()
+        ]
+        self._ready: tuple[Tensor | None, list[Tensor | None]] = (None, [])
+
+    def is_current(self) -> bool:
+        """Whether the modules' parameters still lie in the block, and nothing stands in for their forward passes."""
+        if any("forward" in vars(linear) for linear in self.linears):
+            return False
+        parameters = ((owner[name], place) for owner, name, place in self._places)
+        return all(p is not None and p.data_ptr() == place for p, place in parameters)
+
+    def forwards(self) -> list[Callable[[Tensor], Tensor]]:
+        """What the modules call to take their results from here."""
+        return [partial(self._piece, place) for place in range(len(self.linears))]
+
+    def attach(self, forwards: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        """Let the modules call these, made by `forwards`."""
+        for linear, forward in zip(self.linears, forwards, strict=True):
+            vars(linear)["forward"] = forward
+
+    def detach(self) -> None:
+        """Let the modules compute on their own again."""
+        for linear in self.linears:
+            vars(linear).pop("forward", None)
+        self._ready = (None, [])
+
+    def _piece(self, place: int, x: Tensor) -> Tensor:
+        # Another thread may train the model, or decode with it, at the same time: it asks for gradients, or with
+        # another input.
+        if place == 0 and not torch.is_grad_enabled():
+            self._ready = (x, list(self._multiply(x)))
+        source, pieces = self._ready
+        piece = pieces[place] if source is x and not torch.is_grad_enabled() else None
+        if piece is None:
+            return nn.Linear.forward(self.linears[place], x)
+        pieces[place] = None  # each is given once: a second call may come with other values in the same tensor
+        if all(left is None for left in pieces):
+            self._ready = (None, [])
+        return piece
+
+    def _multiply(self, x: Tensor) -> Sequence[Tensor]:
+        if x.shape[0] > 1 and self.bias is None and len(set(self.sizes)) == 1:
+            # Rows of one product would hold the pieces side by side, and kernels that want them dense would copy them.
+            # Maps of one size make a batch of products, whose results are dense.
+            weights = self.weight.unflatten(0, (len(self.sizes), -1))
+            rows = x.flatten(0, -2).expand(len(self.sizes), -1, -1)
+            return torch.bmm(rows, weights.mT).unflatten(1, x.shape[:-1]).unbind()
+        return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+
+
+def _readers(layer: nn.Module) -> list[nn.Linear]:
+    """The linear maps that a layer applies to its input, as far as they are plain."""
+    maps = (getattr(layer, name, None) for name in getattr(layer, "input_projections", ()))
+    first = (x[0] if isinstance(x, nn.Sequential) else x for x in maps)  # of the two halves of a low-rank map
+    return [x for x in first if type(x) is nn.Linear and _is_plain(x)]
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    hooks = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
+    return not hooks and all(
+        type(p) is nn.Parameter and p.device.type != "meta" and p.is_contiguous() and not p.is_inference()
+        for p in linear.parameters()
+    )
+
+
+def _can_merge(linears: Sequence[nn.Linear]) -> bool:
+    return len(linears) > 1 and all(_owns_memory(p) for linear in linears for p in linear.parameters())
+
+
+def _owns_memory(x: Tensor) -> bool:
+    """Whether nothing else lies in its storage, such as an optimiser's flat buffer, and no other process sees it."""
+    return x.untyped_storage().nbytes() == x.nbytes and (x.is_cuda or not x.is_shared())
+
+
+_products: WeakValueDictionary[tuple[int, ...], _JointProduct] = WeakValueDictionary()
+"""By the identities of their maps. Captured steps know where weights lie, so one that is in use is not made again."""
+
+
+def _joint_product(linears: Sequence[nn.Linear]) -> _JointProduct:
+    """The product of these maps that is in use already, or a new one."""
+    key = tuple(map(id, linears))
+    product = _products.get(key)
+    if product is None or not product.is_current():
+        product = _products[key] = _JointProduct(linears)
+    return product
+
+
+def _in_one_block(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Stack parameters along their first axis, and let them lie in the result."""
+    # Tensors made in inference mode could never be trained again.
+    with torch.inference_mode(False), torch.no_grad():
+        block = torch.cat([p.detach() for p in parameters])
+        for parameter, part in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
+            parameter.data = from_dlpack(to_dlpack(part))  # a storage of its own in the same memory, which it keeps
+    return block

@@ -1,0 +1,199 @@
+"""A delta-rule layer of transformers that keeps its modules and weights and computes with `deltazoo.ops`.
+
+The class of a layer becomes a subclass of its own, with another `forward`: nothing is copied, and taking the class back
+undoes it. Subclasses are found by name in this module, so that accelerated models can be pickled.
+"""
+
+import importlib
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from deltazoo.interop.accelerate.cache import keep_states, stored_states
+from deltazoo.interop.accelerate.layouts import MIXER_LAYOUTS, MixerLayout, Projections, layout_of
+from deltazoo.interop.accelerate.packing import EXPLICIT_PACKING, PLACES, has_explicit_packing
+from deltazoo.layers.layout import PaddedLayout
+from deltazoo.layers.norm import at_least_float32, l2_normalize
+from deltazoo.layers.report import RuleDescription
+from deltazoo.layers.rule import RuleInputs, effective_step
+from deltazoo.layers.short_conv import depthwise_sum
+from deltazoo.ops import DeltaRuleOutput, delta_rule, delta_rule_step
+from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv
+from deltazoo.spec import get_variant
+
+__all__ = ["AcceleratedMixer", "accelerated_class", "rule_of"]
+
+_PREFIX = "Accelerated"
+
+
+class AcceleratedMixer:
+    """What the accelerated subclass of every layer class adds to it."""
+
+    original: ClassVar[type[nn.Module]]
+    """The class of transformers."""
+    layout: ClassVar[MixerLayout]
+    deltazoo_backend: str | None = None
+    """Of the operator: None, "triton", "chunkwise" or "reference"."""
+    deltazoo_fused_kernels: bool | None = None
+    """One Triton kernel for the convolution, one for the gated norm."""
+
+    @force_accelerate_hooks("conv1d")
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Mix the tokens, with the arguments and the cache of the layer this one was.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            cache_params: the model's cache; the layer finds and leaves its state there as its original does.
+            attention_mask: `[B, T]` for these tokens, nonzero = real. Padding may lie anywhere: it leaves no trace in
+                other positions, and comes out as zeros.
+            kwargs: what else the decoder layer hands on; only the place of each token in its document is read.
+
+        Returns:
+            `[B, T, hidden_size]`.
+
+        Raises:
+            ValueError: packed documents that the model around the layer did not describe.
+        """
+        places = kwargs.get(PLACES)
+        if places is None and has_explicit_packing(kwargs):
+            raise ValueError(
+                f"{type(self).__name__} was given packed documents ({', '.join(EXPLICIT_PACKING)}) that no accelerated "
+                "model around it has described: call the whole model"
+            )
+        # A single token is never padding, and a mask of one column says nothing.
+        padding = None
+        if attention_mask is not None and hidden_states.shape[1] > 1:
+            padding = PaddedLayout.from_mask(attention_mask)
+            hidden_states = padding.compact(hidden_states)
+
+        projections = self.layout.project(self, hidden_states)
+        conv_state = recurrent_state = None
+        if cache_params is not None:
+            conv_state, recurrent_state = stored_states(cache_params, self.layer_idx, self.conv_kernel_size)
+        qkv, window = self._convolve(projections.qkv, conv_state, padding, places)
+        inputs = self._rule_inputs(qkv, projections)
+        if padding is not None:
+            inputs = inputs.silence(padding.real)
+        if places is not None:
+            inputs = _forget_at_starts(inputs, places)
+        output, new_state = self._run_rule(inputs, recurrent_state)
+        if cache_params is not None:
+            keep_states(cache_params, self.layer_idx, projections.qkv, window, new_state)
+
+        output = self._norm_and_gate(output, projections.output_gate)
+        output = self.get_submodule(self.layout.output)(output.flatten(2))
+        return output if padding is None else padding.restore(output)
+
+    def _convolve(
+        self: Any, qkv: Tensor, state: Tensor | None, padding: PaddedLayout | None, places: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, taps, C]`."""
+        taps = self.conv_kernel_size
+        past = qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2]) if state is None else state.transpose(1, 2).to(qkv.dtype)
+        if padding is None and places is None and self._fuses(qkv, state):
+            before = None if state is None else past[:, 1:].transpose(1, 2)
+            window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
+            return fused_short_conv(qkv, self.conv1d.weight[:, 0], before), window
+        history = torch.cat([past, qkv], dim=1)
+        if padding is None:
+            window = history[:, -taps:]
+        else:
+            index = padding.lengths + torch.arange(taps, device=qkv.device)
+            window = history.gather(1, index[..., None].expand(-1, -1, qkv.shape[2]))
+        return F.silu(depthwise_sum(history[:, 1:], self.conv1d.weight, places)).to(qkv.dtype), window
+
+    def _rule_inputs(self: Any, qkv: Tensor, projections: Projections) -> RuleInputs:
+        key_dim, value_dim = _head_dims(self)
+        value_width = projections.output_gate.shape[2] * value_dim
+        key_width = (qkv.shape[-1] - value_width) // 2
+        q, k, v = qkv.split([key_width, key_width, value_width], dim=-1)
+        q, k = (l2_normalize(x.unflatten(-1, (-1, key_dim))) for x in (q, k))
+        beta = effective_step(
+            get_variant(self.layout.variant),
+            torch.sigmoid(at_least_float32(projections.step_gate)),
+            k,
+            allow_neg_eigval=_doubles_step(self),
+        )
+        return RuleInputs(q, k, v.unflatten(-1, (-1, value_dim)), beta, projections.log_decay)
+
+    def _run_rule(self: Any, inputs: RuleInputs, state: Tensor | None) -> DeltaRuleOutput:
+        arguments: Any = inputs.arguments()
+        if state is not None and inputs.v.shape[1] == 1 and not torch.is_grad_enabled():
+            return delta_rule_step(*arguments, state=state, backend=self.deltazoo_backend)
+        return delta_rule(*arguments, initial_state=state, backend=self.deltazoo_backend)
+
+    def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
+        norm = self.get_submodule(self.layout.norm)
+        activation = getattr(norm, "activation", "silu")  # older versions know no other
+        if not (self._fuses(output) and activation in ("silu", "sigmoid") and _is_plain(norm, self.original)):
+            return norm(output, gate)
+        return fused_gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation)
+
+    def _fuses(self: Any, x: Tensor, state: Tensor | None = None) -> bool:
+        wanted = self.deltazoo_fused_kernels
+        return fused_kernels_fit(x, state) if wanted is None else wanted
+
+    def describe_rule(self: Any) -> RuleDescription:
+        """What the layer asks of the operator, for `deltazoo.report`."""
+        return rule_of(self, self.layout, self.deltazoo_backend)
+
+
+def rule_of(layer: Any, layout: MixerLayout, backend: str | None) -> RuleDescription:
+    """What a layer of that layout, accelerated or not, asks of the operator."""
+    norm = layer.get_submodule(layout.norm)  # never quantised
+    # Where weights are offloaded, a hook of accelerate knows where the layer will run.
+    device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)
+    device = norm.weight.device if device is None else torch.device(device)
+    key_dim, value_dim = _head_dims(layer)
+    return RuleDescription(layout.variant, backend, device, norm.weight.dtype, key_dim, value_dim)
+
+
+def _is_plain(norm: nn.Module, original: type[nn.Module]) -> bool:
+    """Whether calling the norm does no more than the layer's model wrote: no adapter, no hook, not FLA's norm."""
+    hooks = norm._forward_pre_hooks or norm._forward_hooks or "forward" in vars(norm)
+    return not hooks and type(norm).__module__ == original.__module__
+
+
+def _head_dims(layer: Any) -> tuple[int, int]:
+    """K and V; transformers names them apart only where they may differ."""
+    if hasattr(layer, "head_k_dim"):
+        return layer.head_k_dim, layer.head_v_dim
+    return layer.head_dim, layer.head_dim
+
+
+def _doubles_step(layer: Any) -> bool:
+    return getattr(layer, "allow_neg_eigval", False)
+
+
+def _forget_at_starts(inputs: RuleInputs, places: Tensor) -> RuleInputs:
+    """Begin every document with an empty state: a log-decay of -inf is a sequence boundary, and has no gradient."""
+    log_decay: Any = inputs.log_decay
+    starts = (places == 0).reshape(*places.shape, *[1] * (log_decay.ndim - 2))
+    return inputs._replace(log_decay=log_decay.masked_fill(starts, -torch.inf))
+
+
+def accelerated_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The accelerated subclass of a layer class in `MIXER_LAYOUTS`, always the same one."""
+    name = _PREFIX + original.__name__
+    if name not in globals():
+        members = {"__module__": __name__, "original": original, "layout": layout_of(original)}
+        globals()[name] = type(name, (AcceleratedMixer, original), members)
+    return globals()[name]
+
+
+def __getattr__(name: str) -> Any:
+    layout = MIXER_LAYOUTS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+    if layout is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modeling = importlib.import_module(f"transformers.models.{layout.family}.modeling_{layout.family}")
+    return accelerated_class(getattr(modeling, name.removeprefix(_PREFIX)))

@@ -1,0 +1,153 @@
+"""`accelerate` and `restore`: check everything first, then give layers their accelerated class, or take it back."""
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from deltazoo.interop.accelerate.layouts import MIXER_LAYOUTS, MixerLayout, layout_of
+from deltazoo.interop.accelerate.mixer import AcceleratedMixer, accelerated_class, rule_of
+from deltazoo.interop.accelerate.packing import describe_documents
+from deltazoo.layers.report import ModelReport, RuleDescription, report
+from deltazoo.ops import resolve_backend
+
+__all__ = ["accelerate", "restore"]
+
+
+def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: bool | None = None) -> ModelReport:
+    """Run the delta-rule layers of a transformers model on `deltazoo.ops`, in place.
+
+    Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
+    models of the same class are not touched. Projections and gates still run as the model's modules, so adapters and
+    quantised layers act. Besides the rule, the short convolution is ours, and with fused kernels the gated norm, unless
+    it has an adapter or hooks. Differences to the original, but for rounding:
+
+    * Packed documents are kept apart in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` or
+      `position_ids` that start again. They fill no cache.
+    * Padding leaves no trace in other positions wherever it lies, and comes out of these layers as zeros.
+
+    Call it before the model is wrapped (DDP, FSDP); adapters and hooks of accelerate may be there or come later. A
+    second call changes the backend.
+
+    Args:
+        model: any transformers model, or a module that holds one.
+        backend: of the operator: None takes triton where it can run and chunkwise elsewhere.
+        fused_kernels: Triton kernels for the convolution (of rows without padding or packing) and for the gated norm,
+            as in `deltazoo.ops.fused`: True, on NVIDIA GPUs only; None, wherever they run; False, nowhere.
+
+    Returns:
+        What `deltazoo.report(model)` says: the backend of each layer, and why.
+
+    Raises:
+        ValueError: no layer that is known, or one that cannot be accelerated; the model is untouched then.
+        NotImplementedError: the named backend, or the fused kernels, cannot run a layer.
+    """
+    found = [(module, layout, name) for name, module in model.named_modules() if (layout := _layout(module))]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no delta-rule layer of transformers; known: {_known_layers()}")
+    bases = [_base_model(model, name) for _, _, name in found]
+    for module, layout, name in found:
+        _check(module, layout, name, backend, fused_kernels)
+
+    for module, _, _ in found:
+        if not isinstance(module, AcceleratedMixer):
+            _become(module, accelerated_class(type(module)))
+        module.deltazoo_backend = backend
+        module.deltazoo_fused_kernels = fused_kernels
+    for base in bases:
+        if describe_documents not in base._forward_pre_hooks.values():
+            base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)
+    return report(model)
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `accelerate` exactly.
+
+    Args:
+        model: as given to `accelerate`, or a copy of it.
+
+    Raises:
+        ValueError: nothing in it is accelerated.
+    """
+    accelerated = [module for module in model.modules() if isinstance(module, AcceleratedMixer)]
+    if not accelerated:
+        raise ValueError(f"{type(model).__name__} has no accelerated layer to restore")
+    for module in accelerated:
+        del module.deltazoo_backend, module.deltazoo_fused_kernels
+        _become(module, module.original)
+    for base in model.modules():
+        for key, hook in list(base._forward_pre_hooks.items()):
+            if hook is describe_documents:
+                del base._forward_pre_hooks[key]
+                del base._forward_pre_hooks_with_kwargs[key]
+
+
+def _layout(module: nn.Module) -> MixerLayout | None:
+    return module.layout if isinstance(module, AcceleratedMixer) else layout_of(type(module))
+
+
+def _known_layers() -> str:
+    return ", ".join(f"{layout.family} ({name})" for name, layout in MIXER_LAYOUTS.items())
+
+
+def _base_model(model: nn.Module, name: str) -> PreTrainedModel:
+    """The innermost transformers model around a layer: the one whose forward knows the whole batch."""
+    for path in _ancestors(name):
+        ancestor = model.get_submodule(path)
+        if isinstance(ancestor, PreTrainedModel):
+            return ancestor
+    raise ValueError(
+        f"{name or type(model).__name__} lies in no transformers model: accelerate the model that holds it"
+    )
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _check(module: Any, layout: MixerLayout, name: str, backend: str | None, fused_kernels: bool | None) -> None:
+    if not hasattr(module, "conv1d"):
+        raise ValueError(
+            f"{name}: transformers {transformers.__version__} arranges {type(module).__name__} in a way of its own "
+            "(separate convolutions, another cache); accelerating it needs a newer version"
+        )
+    if module.activation not in ("silu", "swish"):
+        raise ValueError(f"{name}: our convolution uses SiLU, but the layer has activation {module.activation!r}")
+    if module.conv1d.bias is not None:
+        raise ValueError(f"{name}: our convolution has no bias, but the layer's has one")
+    own = module.__dict__.get("forward")
+    if own is not None and not _is_own_forward(module, own) and not hasattr(module, "_hf_hook"):
+        raise ValueError(f"{name}: its forward has been replaced by {own!r}, which accelerating would undo")
+    rule = rule_of(module, layout, backend)
+    _resolve(rule, backend)
+    if fused_kernels:
+        best, reason = _resolve(rule, None)
+        if best != "triton":
+            raise NotImplementedError(f"{name}: the fused kernels run where the triton backend does, but {reason}")
+
+
+def _resolve(rule: RuleDescription, backend: str | None) -> tuple[str, str]:
+    return resolve_backend(
+        backend,
+        device=rule.device,
+        dtype=rule.dtype,
+        head_k_dim=rule.head_k_dim,
+        head_v_dim=rule.head_v_dim,
+    )
+
+
+def _become(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change the class of a module, and of the methods that hooks of accelerate keep of it."""
+    kept = [key for key in ("forward", "_old_forward") if _is_own_forward(module, module.__dict__.get(key))]
+    module.__class__ = cls
+    for key in kept:
+        module.__dict__[key] = module.__class__.forward.__get__(module)
+
+
+def _is_own_forward(module: nn.Module, method: Any) -> bool:
+    return isinstance(method, MethodType) and method.__func__ is type(module).forward

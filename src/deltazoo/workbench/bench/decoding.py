@@ -1,0 +1,63 @@
+"""Decoding speed: one token against a float32 state; a CUDA graph of many such steps, each with its own state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.workbench.bench.choices import gates_of
+from deltazoo.workbench.bench.contestants import step_contestants
+from deltazoo.workbench.bench.inputs import Inputs, make_inputs
+from deltazoo.workbench.bench.results import Row
+from deltazoo.workbench.bench.shapes import Shape
+from deltazoo.workbench.bench.stopwatch import Spread, Stopwatch
+
+__all__ = ["STEP_SHAPES", "decoding_rows"]
+
+STEP_SHAPES = {"step-64": Shape(64, 1, 16, 128, 128), "step-1": Shape(1, 1, 16, 128, 128)}
+
+_STEPS = 16
+"""Steps per graph: the states of 64 sequences then exceed every L2 cache, and the launch of the graph hardly counts."""
+
+
+def decoding_rows(op: str, *, backend: str | None, peers: list[str], device: str, stopwatch: Stopwatch) -> list[Row]:
+    """`step_us` and `step_tb_s` of every library for a full and a single-sequence batch, with medium gates.
+
+    Ours takes part only if a backend is given.
+    """
+    gates = "medium" if "medium" in gates_of(op) else "none"
+    rows = []
+    for shape in STEP_SHAPES.values():
+        for library, step in step_contestants(op, backend=backend, peers=peers).items():
+            row = Row(str(shape), op, gates, library, "step_us", value=None)
+            try:
+                time = _step_time(shape, op, gates, step, device, stopwatch)
+            except Exception as error:  # peers and kernels under test may raise anything
+                rows += [row.failed(error), replace(row, measure="step_tb_s").failed(error)]
+                continue
+            state_bytes = 2 * 4 * shape.B * shape.H * shape.K * shape.V
+            rows += [row.measured(time), replace(row, measure="step_tb_s").measured(state_bytes / time.median / 1e6)]
+    return rows
+
+
+def _step_time(
+    shape: Shape, op: str, gates: str, step: Callable[[Inputs, Tensor], Any], device: str, stopwatch: Stopwatch
+) -> Spread:
+    inputs = make_inputs(shape, op, gates, device=device)
+    # A generator of its own: a graph capture that failed earlier leaves the default one unusable.
+    generator = torch.Generator(device).manual_seed(1)
+    size = (shape.B, shape.H, shape.K, shape.V)
+    states = [torch.randn(size, generator=generator, device=device) for _ in range(_STEPS)]
+
+    @torch.no_grad()
+    def steps() -> None:
+        for state in states:
+            step(inputs, state)
+
+    total = stopwatch.graph_milliseconds(steps)
+    per_step = 1e3 / _STEPS
+    return Spread(total.median * per_step, total.low * per_step, total.high * per_step, total.count)

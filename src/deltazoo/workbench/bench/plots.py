@@ -1,0 +1,93 @@
+"""Plots of the sweep over sequence lengths. Colour tells the library, marker and dash the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deltazoo.workbench.bench.floor import Ceilings, floor_ms
+from deltazoo.workbench.bench.results import Results, Row
+from deltazoo.workbench.bench.shapes import SWEEP, Shape
+
+__all__ = ["draw_plots", "share_of_floor"]
+
+# Okabe and Ito's palette, distinguishable with every common colour vision deficiency.
+_COLOURS = {"deltazoo": "#0072B2", "fla": "#D55E00", "sdpa": "#000000", "fla-safe-gate": "#E69F00"}
+_OTHER_COLOURS = ("#009E73", "#CC79A7", "#56B4E9")
+_STYLES = {"delta": ("o", "-"), "gdn": ("s", "--"), "kda": ("^", "-."), "softmax": ("x", ":")}
+
+
+def share_of_floor(results: Results, row: Row) -> float | None:
+    """Floor over measured time, with the ceilings measured in the row's run; None without them or without a value."""
+    run = results.runs[row.run]
+    if row.value is None or row.op == "softmax" or run.copy_tb_s is None or run.matmul_tflop_s is None:
+        return None
+    ceilings = Ceilings(run.copy_tb_s, run.matmul_tflop_s)
+    shape, backward = Shape.parse(row.shape), "backward" in row.measure
+    return floor_ms(shape, row.op, backward=backward, ceilings=ceilings) / row.value
+
+
+def draw_plots(results: Results, folder: Path) -> dict[str, Path]:
+    """Draws `time`, `share` and `memory`, each if at least two lengths were measured; returns the PNG files by name."""
+    passes = {"forward_ms": "forward", "forward_backward_ms": "forward and backward"}
+    wanted: dict[str, tuple[dict[str, str], str, Callable[[Row], float | None]]] = {
+        "time": (passes, "milliseconds", lambda row: row.value),
+        "share": (passes, "percent of the hardware floor's speed", lambda row: _percent(share_of_floor(results, row))),
+        "memory": ({"peak_mib": "forward and backward"}, "MiB above the inputs", lambda row: row.value),
+    }
+    drawn = {}
+    for name, (panels, label, value_of) in wanted.items():
+        lines = {measure: _lines(results, measure, value_of) for measure in panels}
+        if any(len(points) > 1 for panel in lines.values() for points in panel.values()):
+            drawn[name] = folder / f"{name}.png"
+            _draw(drawn[name], panels, lines, label, logarithmic=name != "share")
+    return drawn
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+_Lines = dict[tuple[str, str], list[tuple[int, float]]]
+
+
+def _lines(results: Results, measure: str, value_of: Callable[[Row], float | None]) -> _Lines:
+    """`{(library, op): [(T, value), ...]}` over the sweep, gates medium where there are gates."""
+    lines: _Lines = {}
+    for shape in SWEEP:
+        for row in results.rows.values():
+            if (row.shape, row.measure) == (str(shape), measure) and row.gates in ("none", "medium"):
+                value = value_of(row)
+                if value is not None:
+                    lines.setdefault((row.library, row.op), []).append((shape.T, value))
+    return dict(sorted(lines.items()))
+
+
+def _draw(path: Path, panels: dict[str, str], lines: dict[str, _Lines], label: str, *, logarithmic: bool) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0 * len(panels), 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    others = {name for panel in lines.values() for name, _ in panel if name not in _COLOURS}
+    colours = {**_COLOURS, **dict(zip(sorted(others), _OTHER_COLOURS * len(others), strict=False))}
+    axes: Any = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (measure, title) in zip(axes, panels.items(), strict=True):
+        for (library, op), points in lines[measure].items():
+            marker, dash = _STYLES[op]
+            name = library if op == "softmax" else f"{library} {op}"
+            axis.plot(*zip(*points, strict=True), color=colours[library], marker=marker, linestyle=dash, label=name)
+        axis.set_xscale("log", base=2)
+        ticks = [shape.T for shape in SWEEP]
+        axis.set_xticks(ticks, [f"{T // 1024}k" if T >= 1024 else str(T) for T in ticks])
+        if logarithmic:
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
+        axis.set(title=title, xlabel="tokens T (one sequence, 16 heads, K = V = 128)", ylabel=label)
+        axis.grid(True, which="major", alpha=0.3)
+        if lines[measure]:
+            axis.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,274 @@
+"""Are the kernels right on this machine? A short comparison of a backend with the chunk form in float64.
+
+Compilers have produced wrong code for kernels of this kind, silently and only on some GPUs. Such code is wrong by far
+more than rounding, so the bounds here are generous: a few rounding errors of the input type, and 0.05 where one key
+comes back over and over with a step size near 2, which amplifies rounding in any chunk form. Every configuration is
+also run twice and must give the same bits, because a race gives itself away that way. Groups of cases run in processes
+of their own: they compile side by side, and a kernel that breaks its process leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltazoo.ops import delta_rule, delta_rule_step
+
+__all__ = ["Case", "Verdict", "cases", "check_case", "run_selfcheck"]
+
+_TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 8 * 2**-11, torch.float32: 1e-4}
+_HARD_TOLERANCE = 0.05
+_COMMAND = ["-m", "deltazoo.workbench.bench.selfcheck"]
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TOLERANCE}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `beta` None draws step sizes in (0, 1); `lengths` packs sequences into one row.
+
+    `step` is a call of `delta_rule_step`, T = 1 with a state and without gradients.
+    """
+
+    decay: str
+    K: int
+    V: int
+    dtype: str = "bfloat16"
+    B: int = 2
+    T: int = 150
+    H: int = 2
+    HV: int = 2
+    keys: str = "random"
+    beta: float | None = None
+    mean_log_decay: float = -0.05
+    lengths: tuple[int, ...] = ()
+    initial_state: bool = False
+    precision: str | None = None
+    step: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error, in the root-mean-square sense, that passes."""
+        return _TOLERANCE[_DTYPES[self.dtype]] if self.keys == "random" else _HARD_TOLERANCE
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Cases of one group need mostly the same kernels."""
+        return self.decay, self.K, self.V, self.dtype, self.precision
+
+    def __str__(self) -> str:
+        parts = ["step", f"{self.decay} decay"] if self.step else [f"{self.decay} decay"]
+        parts += [f"B{self.B} T{self.T} H{self.H}/{self.HV} K{self.K} V{self.V}", self.dtype]
+        parts += [f"{self.keys} keys"] if self.keys != "random" else []
+        parts += [f"beta {self.beta:g}"] if self.beta is not None else []
+        parts += [f"mean log-decay {self.mean_log_decay:g}"] if self.mean_log_decay != Case.mean_log_decay else []
+        parts += [f"packed {self.lengths}"] if self.lengths else []
+        parts += ["initial state"] if self.initial_state else []
+        parts += [self.precision] if self.precision else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst tensor of a case: its relative error against float64, or what went wrong instead."""
+
+    case: str
+    tensor: str
+    error: float
+    tolerance: float
+    message: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """False for NaN, too."""
+        return self.message is None and self.error <= self.tolerance
+
+
+def cases() -> list[Case]:
+    """Every decay kind, head size, type and launch layout that has kernels of its own, on easy and hard inputs."""
+    found: list[Case] = []
+    for decay in ("none", "scalar", "channel"):
+        plain = Case(decay, 128, 128)
+        found += [
+            plain,
+            replace(plain, B=8, H=16, HV=16, T=130),  # as many programs as fill a GPU
+            replace(plain, B=1, T=4160),  # few heads, long: split sequences
+            replace(plain, HV=4, initial_state=True),
+            replace(plain, B=1, T=300, lengths=(70, 0, 1, 229), initial_state=True),
+            replace(plain, T=1, initial_state=True),  # without a state the decay has no gradient to compare
+            Case(decay, 64, 64),
+            Case(decay, 64, 64, B=8, H=16, HV=16),
+            Case(decay, 16, 24, T=80),
+            Case(decay, 96, 33, T=100),
+            Case(decay, 96, 97, T=100),
+            Case(decay, 256, 512, T=100),
+            Case(decay, 128, 128, dtype="float16"),
+            Case(decay, 64, 64, dtype="float32"),
+        ]
+        step = replace(plain, T=1, initial_state=True, step=True)
+        found += [step, replace(step, B=1, HV=8), replace(step, B=64, K=64, V=64), replace(step, K=96, V=33)]
+        if decay != "none":
+            found += [replace(plain, mean_log_decay=mean) for mean in (-1e-4, -5.0, -25.0)]
+        hard = replace(plain, T=600, mean_log_decay=-1e-3)
+        found += [
+            replace(hard, keys=keys, beta=beta)
+            for keys, beta in (("repeated", 1.5), ("repeated", 2.0), ("alternating", 1.9), ("correlated", 2.0))
+        ]
+    return found
+
+
+def run_selfcheck(
+    *, backend: str, device: str, jobs: int, selected: list[Case] | None = None, report: Callable[[Verdict], None]
+) -> list[Verdict]:
+    """Checks every case and reports each verdict as it comes.
+
+    Args:
+        backend, device: what to check, and where.
+        jobs: processes at a time; 0 runs everything in this process.
+        selected: other cases than `cases()`.
+        report: receives the verdicts.
+
+    Returns:
+        the verdicts, group by group.
+    """
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases() if selected is None else selected:
+        groups.setdefault(case.group, []).append(case)
+    if jobs == 0:
+        batches: Iterator[list[Verdict]] = ([judge(c, backend, device) for c in group] for group in groups.values())
+        return [verdict for batch in batches for verdict in _reported(batch, report)]
+    with ThreadPoolExecutor(jobs) as pool:
+        batches = pool.map(lambda group: _in_own_process(group, backend, device), groups.values())
+        return [verdict for batch in batches for verdict in _reported(batch, report)]
+
+
+def _reported(batch: list[Verdict], report: Callable[[Verdict], None]) -> list[Verdict]:
+    for verdict in batch:
+        report(verdict)
+    return batch
+
+
+def judge(case: Case, backend: str, device: str) -> Verdict:
+    """The verdict on one case; an exception is a failure with its message."""
+    try:
+        errors = check_case(case, backend, device)
+    except Exception as error:  # a broken kernel may raise anything
+        lines = str(error).strip().splitlines()
+        message = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        return Verdict(str(case), "-", float("inf"), case.tolerance, message)
+    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
+    return Verdict(str(case), worst, errors[worst], case.tolerance)
+
+
+def check_case(case: Case, backend: str, device: str) -> dict[str, float]:
+    """Relative errors of the output, the final state and every gradient against float64 on the same rounded inputs.
+
+    `repeat` is 0 if a second run gave the same bits, else infinity.
+    """
+    inputs, cu_seqlens, d_output, d_state = _make(case, device)
+    options: dict[str, Any] = {"step": case.step} if case.step else {"step": False, "cu_seqlens": cu_seqlens}
+    precision: dict[str, Any] = {} if case.precision is None else {"precision": case.precision}
+    actual = _results(inputs, d_output, d_state, backend=backend, **options, **precision)
+    again = _results(inputs, d_output, d_state, backend=backend, **options, **precision)
+    exact_inputs = {name: None if tensor is None else tensor.double() for name, tensor in inputs.items()}
+    exact = _results(exact_inputs, d_output.double(), d_state.double(), backend="chunkwise", **options)
+    errors = {name: _relative_error(actual[name], exact[name]) for name in exact}
+    same = all(torch.equal(actual[name], again[name]) for name in actual)
+    return {**errors, "repeat": 0.0 if same else float("inf")}
+
+
+def _make(case: Case, device: str) -> tuple[dict[str, Tensor | None], Tensor | None, Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = _DTYPES[case.dtype]
+    B, T, H, HV, K, V = case.B, case.T, case.H, case.HV, case.K, case.V
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    keys = normal(B, T, H, K)
+    if case.keys == "repeated":
+        keys = keys[:, :1].expand(B, T, H, K)
+    elif case.keys == "alternating":
+        keys = keys[:, torch.arange(T, device=device) % 2]
+    elif case.keys == "correlated":
+        keys = 0.9**0.5 * keys[:, :1] + 0.1**0.5 * keys
+    elif case.keys != "random":
+        raise ValueError(f"unknown kind of keys {case.keys!r}, expected random, repeated, alternating or correlated")
+    log_decay = None
+    if case.decay != "none":
+        size = (B, T, HV, K) if case.decay == "channel" else (B, T, HV)
+        log_decay = 2 * case.mean_log_decay * torch.rand(size, generator=generator, device=device)
+        if case.keys == "random" and T > 1:
+            log_decay[:, T // 2] = -torch.inf  # everything before is forgotten
+    beta = normal(B, T, HV).sigmoid() if case.beta is None else torch.full((B, T, HV), case.beta, device=device)
+    N = len(case.lengths) or B
+    cu_seqlens = None
+    if case.lengths:
+        cu_seqlens = torch.tensor([0, *case.lengths], device=device).cumsum(0)
+    inputs = {
+        "q": F.normalize(normal(B, T, H, K), dim=-1).to(dtype),
+        "k": F.normalize(keys, dim=-1).to(dtype),
+        "v": normal(B, T, HV, V).to(dtype),
+        "beta": beta,
+        "log_decay": log_decay,
+        "initial_state": normal(N, HV, K, V) if case.initial_state else None,
+    }
+    return inputs, cu_seqlens, normal(B, T, HV, V).to(dtype), normal(N, HV, K, V)
+
+
+def _results(
+    inputs: dict[str, Tensor | None], d_output: Tensor, d_state: Tensor, *, step: bool, **options: Any
+) -> dict[str, Tensor]:
+    if step:
+        state = inputs["initial_state"]
+        arguments = {name: tensor for name, tensor in inputs.items() if name != "initial_state"}
+        with torch.no_grad():
+            output, state = delta_rule_step(**arguments, state=state, **options)  # type: ignore[arg-type]
+        return {"output": output, "final_state": state}
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items() if tensor is not None}
+    output, state = delta_rule(**{**inputs, **leaves}, **options)  # type: ignore[arg-type]
+    gradients = torch.autograd.grad([output, state], list(leaves.values()), [d_output.to(output.dtype), d_state])
+    named = {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {"output": output.detach(), "final_state": state.detach(), **named}
+
+
+def _relative_error(actual: Tensor, exact: Tensor) -> float:
+    size = exact.norm().item()
+    error = (actual.double() - exact).norm().item()
+    return error / size if size > 0 else error
+
+
+def _in_own_process(group: list[Case], backend: str, device: str) -> list[Verdict]:
+    done = subprocess.run(
+        [sys.executable, *_COMMAND, backend, device],
+        input=json.dumps([asdict(case) for case in group]),
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    verdicts = [Verdict(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    lost = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    missing = [Verdict(str(case), "-", float("inf"), case.tolerance, lost) for case in group[len(verdicts) :]]
+    return verdicts + missing
+
+
+def main() -> None:
+    """Judges the cases that arrive as JSON on standard input; one JSON line per verdict."""
+    backend, device = sys.argv[1:]
+    for content in json.load(sys.stdin):
+        case = Case(**{**content, "lengths": tuple(content["lengths"])})
+        print(json.dumps(asdict(judge(case, backend, device))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The operator benchmark: every contestant on every shape and gate, in one process, saved after each of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from deltazoo.workbench.bench.choices import GROUPS, OPS, gates_of
+from deltazoo.workbench.bench.cold_start import cold_start_rows
+from deltazoo.workbench.bench.contestants import Contestant, contestants_for, installed_peers
+from deltazoo.workbench.bench.decoding import decoding_rows
+from deltazoo.workbench.bench.floor import Ceilings
+from deltazoo.workbench.bench.inputs import make_inputs
+from deltazoo.workbench.bench.results import Results, Row, describe_run, load_results
+from deltazoo.workbench.bench.shapes import TABLE, Shape
+from deltazoo.workbench.bench.stopwatch import Spread, Stopwatch, stopwatch_for
+
+__all__ = ["DeviceLost", "Plan", "bench_ops"]
+
+_TINY_TOKENS = 64
+
+
+class DeviceLost(RuntimeError):
+    """A kernel broke the CUDA context: nothing more can be measured in this process."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure; see the command line for the meaning of each."""
+
+    shapes: list[Shape] = field(default_factory=lambda: list(TABLE.values()))
+    ops: list[str] = field(default_factory=lambda: list(OPS))
+    gates: list[str] = field(default_factory=lambda: ["weak", "medium", "strong"])
+    groups: list[str] = field(default_factory=lambda: list(GROUPS))
+    peers: list[str] = field(default_factory=lambda: ["fla", "sdpa"])
+    precisions: list[str | None] = field(default_factory=lambda: [None])
+    ours: bool = True
+    backend: str = "triton"
+    device: str = "cuda"
+    warm_up_only: bool = False
+
+    def contestants(self) -> Iterator[tuple[Shape, str, str, Contestant]]:
+        """Shape by shape, so that rivals are timed next to each other."""
+        for shape in self.shapes:
+            for op in self.ops:
+                rivals = contestants_for(
+                    op, backend=self.backend, precisions=self.precisions if self.ours else [], peers=self.peers
+                )
+                for gates in gates_of(op):
+                    if gates == "none" or gates in self.gates:
+                        for contestant in rivals:
+                            yield shape, op, gates, contestant
+
+
+def bench_ops(
+    plan: Plan,
+    out: Path,
+    *,
+    commit: str | None = None,
+    command: list[str] | None = None,
+    resume: bool = False,
+    stopwatch: Stopwatch | None = None,
+    report: Callable[[str], None] = print,
+) -> Results:
+    """Measures a plan and writes `out` after every contestant; rows already in `out` are kept or replaced.
+
+    Args:
+        plan: what to measure.
+        out: the JSON result file.
+        commit, command: for the record; see `describe_run`.
+        resume: leave out contestants that have rows in `out`, those that failed too.
+        stopwatch: the clock, chosen by device unless given.
+        report: receives one line per contestant.
+
+    Returns:
+        everything in `out`.
+
+    Raises:
+        ValueError: a plan that cannot be measured at all. DeviceLost: after saving what there was.
+    """
+    stopwatch = stopwatch or stopwatch_for(plan.device)
+    peers, missing = installed_peers(plan.peers)
+    plan = replace(plan, peers=peers)
+    for name, reason in missing.items():
+        report(f"{name}: not measured, {reason}")
+    results = load_results([out]) if out.exists() and not plan.warm_up_only else Results()
+    done: set[tuple[str, ...]] = set()
+    if resume:
+        done = {row.key[:4] for row in results.rows.values()} | {(row.measure, row.op) for row in results.rows.values()}
+    on_gpu = torch.device(plan.device).type == "cuda"
+    ceilings = measure_ceilings(stopwatch) if on_gpu and not plan.warm_up_only else None
+    run = describe_run(
+        device=plan.device,
+        commit=commit,
+        command=command or [],
+        missing_peers=missing,
+        copy_tb_s=ceilings and ceilings.copy_tb_s,
+        matmul_tflop_s=ceilings and ceilings.matmul_tflop_s,
+    )
+    results.runs[run.id] = run
+
+    def keep(rows: list[Row]) -> None:
+        for row in rows:
+            results.add(replace(row, run=run.id))
+        if not plan.warm_up_only:
+            results.save(out)
+        for start in dict.fromkeys(row.key[:4] for row in rows):
+            report(_line([row for row in rows if row.key[:4] == start]))
+        if any(row.error for row in rows):
+            _check_device(stopwatch)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    for shape, op, gates, contestant in plan.contestants():
+        if (str(shape), op, gates, contestant.library) not in done:
+            try:
+                rows = _contestant_rows(plan, shape, op, gates, contestant, stopwatch)
+            except torch.OutOfMemoryError as error:  # not even the inputs fit
+                rows = [Row(str(shape), op, gates, contestant.library, "forward_ms", value=None).failed(error)]
+            keep(rows)
+    for op in plan.ops:
+        if op == "softmax" or plan.warm_up_only:
+            continue
+        if "decode" in plan.groups and ("step_us", op) not in done:
+            backend = plan.backend if plan.ours else None
+            keep(decoding_rows(op, backend=backend, peers=peers, device=plan.device, stopwatch=stopwatch))
+        if "cold" in plan.groups and plan.ours and ("cold_first_call_s", op) not in done:
+            keep(cold_start_rows(op, backend=plan.backend, device=plan.device))
+    return results
+
+
+def measure_ceilings(stopwatch: Stopwatch) -> Ceilings:
+    """What a 2 GiB copy and an 8192-cubed bf16 product reach on this GPU."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    copy_ms = stopwatch.milliseconds(lambda: target.copy_(source)).median
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16).unbind()
+    matmul_ms = stopwatch.milliseconds(lambda: a @ b).median
+    return Ceilings(copy_tb_s=2 * 2**31 / copy_ms / 1e9, matmul_tflop_s=2 * 8192**3 / matmul_ms / 1e9)
+
+
+def _contestant_rows(
+    plan: Plan, shape: Shape, op: str, gates: str, contestant: Contestant, stopwatch: Stopwatch
+) -> list[Row]:
+    """Everything about one contestant on one shape; what fails leaves its error as a row."""
+    rows: list[Row] = []
+
+    def record(measure: str, measurement: Callable[[], Spread | float]) -> str | None:
+        row = Row(str(shape), op, gates, contestant.library, measure, value=None)
+        try:
+            rows.append(row.measured(measurement()))
+        except Exception as error:  # peers and kernels under test may raise anything
+            rows.append(row.failed(error))
+        return rows[-1].error
+
+    def record_pass(
+        first_call: str, call: Callable[[], object], measures: dict[str, Callable[[], Spread | float]]
+    ) -> None:
+        # A peer may run forward and refuse to train: each pass stands on its own, and a refusal shows in every measure.
+        refusal = record(first_call, lambda: _seconds(call, stopwatch)) if measures else None
+        for measure, measurement in measures.items():
+            if refusal is not None:
+                rows.append(replace(rows[-1], measure=measure))
+            elif not plan.warm_up_only:
+                record(measure, measurement)
+
+    inputs = make_inputs(shape, op, gates, device=plan.device)
+    tiny = make_inputs(replace(shape, B=1, T=_TINY_TOKENS), op, gates, device=plan.device)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return contestant.forward(inputs)
+
+    def training() -> object:
+        return contestant.train_step(inputs)
+
+    def host_without_gradient() -> Spread:
+        with torch.no_grad():
+            return stopwatch.host_microseconds(lambda: contestant.forward(tiny))
+
+    forward_measures: dict[str, tuple[set[str], Callable[[], Spread | float]]] = {
+        "forward_ms": ({"forward"}, lambda: stopwatch.milliseconds(forward)),
+        "forward_graph_ms": ({"forward", "graphs"}, lambda: stopwatch.graph_milliseconds(forward)),
+        "host_forward_us": ({"host"}, host_without_gradient),
+        "host_forward_grad_us": ({"host"}, lambda: stopwatch.host_microseconds(lambda: contestant.forward(tiny))),
+    }
+    training_measures: dict[str, tuple[set[str], Callable[[], Spread | float]]] = {
+        "forward_backward_ms": ({"training"}, lambda: stopwatch.milliseconds(training)),
+        "forward_backward_graph_ms": ({"training", "graphs"}, lambda: stopwatch.graph_milliseconds(training)),
+        "peak_mib": ({"memory"}, lambda: stopwatch.peak_mib(training)),
+    }
+    for first_call, call, measures in (
+        ("first_forward_s", forward, forward_measures),
+        ("first_training_s", training, training_measures),
+    ):
+        wanted = {name: measurement for name, (groups, measurement) in measures.items() if groups <= set(plan.groups)}
+        record_pass(first_call, call, wanted)
+    return rows
+
+
+def _seconds(call: Callable[[], object], stopwatch: Stopwatch) -> float:
+    start = time.perf_counter()
+    call()
+    stopwatch.wait()
+    return time.perf_counter() - start
+
+
+_SHORT = {
+    "forward_ms": "fwd",
+    "forward_graph_ms": "graph",
+    "forward_backward_ms": "f+b",
+    "forward_backward_graph_ms": "graph",
+    "peak_mib": "MiB",
+    "first_forward_s": "first",
+    "first_training_s": "first",
+    "host_forward_us": "host",
+    "host_forward_grad_us": "grad",
+    "step_us": "us",
+    "step_tb_s": "TB/s",
+}
+
+
+def _line(rows: list[Row]) -> str:
+    """One line for the log; each distinct error once."""
+    first = rows[0]
+    cells = [f"{_SHORT.get(row.measure, row.measure)} {row.value:.4g}" for row in rows if row.value is not None]
+    errors = [f"FAILED {error}" for error in dict.fromkeys(row.error for row in rows if row.error)]
+    head = f"{first.shape:<20} {first.op:<7} {first.gates:<6} {first.library:<13}"
+    return f"{head} {'  '.join(cells + errors)}"
+
+
+def _check_device(stopwatch: Stopwatch) -> None:
+    try:
+        stopwatch.wait()
+        if torch.cuda.is_available():
+            torch.ones(1, device="cuda").sum().item()
+    except RuntimeError as error:
+        raise DeviceLost(f"the GPU no longer answers this process ({error})") from error

@@ -1,0 +1,80 @@
+"""What the kernels are meant to reach on an H200, and the verdict on a measured value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deltazoo.workbench.bench.cold_start import FIRST
+from deltazoo.workbench.bench.decoding import STEP_SHAPES
+from deltazoo.workbench.bench.results import Results, Row
+from deltazoo.workbench.bench.shapes import TABLE
+
+__all__ = ["TARGETS", "Target", "verdict"]
+
+_SHAPES = {**TABLE, **STEP_SHAPES, "first": FIRST}
+_DELTA, _ALL = ("delta", "gdn"), ("delta", "gdn", "kda")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on a measure of the operators `ops` at the shape called `shape`.
+
+    `bound` is in the unit of the measure, or a factor on the measured value of the library `relative_to`. Values must
+    not exceed it, except for rates (`at_least`).
+    """
+
+    shape: str
+    ops: tuple[str, ...]
+    measure: str
+    bound: float
+    relative_to: str | None = None
+    at_least: bool = False
+
+    def limit(self, results: Results, row: Row) -> float | None:
+        """The bound in the measure's unit; None if the library it refers to was not measured."""
+        if self.relative_to is None:
+            return self.bound
+        peer = results.find(row.shape, row.op, row.gates, self.relative_to, self.measure)
+        return None if peer is None or peer.value is None else self.bound * peer.value
+
+    def applies_to(self, row: Row) -> bool:
+        """Whether a row is about what the target is about, whoever was measured."""
+        return (row.shape, row.measure) == (str(_SHAPES[self.shape]), self.measure) and row.op in self.ops
+
+
+def verdict(value: float, limit: float, at_least: bool = False) -> str:
+    """`met`, or by how many percent of the limit it was missed."""
+    if value >= limit if at_least else value <= limit:
+        return "met"
+    if limit == 0:
+        return f"missed: {value:.0f} instead of none"
+    return f"missed by {abs(value / limit - 1):.0%}"
+
+
+def _targets() -> Iterator[Target]:
+    yield Target("train", _DELTA, "forward_ms", 0.36)
+    yield Target("train", _DELTA, "forward_backward_ms", 1.40)
+    yield Target("train", ("kda",), "forward_ms", 0.60)
+    yield Target("train", ("kda",), "forward_backward_ms", 2.6)
+    yield Target("long", _DELTA, "forward_ms", 0.60)
+    yield Target("long", _DELTA, "forward_backward_ms", 2.0)
+    yield Target("long", ("kda",), "forward_ms", 0.95)
+    yield Target("long", ("kda",), "forward_backward_ms", 3.6)
+    yield Target("small", _ALL, "forward_ms", 0.20)
+    yield Target("small", _ALL, "forward_graph_ms", 0.09)
+    yield Target("small", _ALL, "forward_backward_ms", 0.60)
+    yield Target("small", _ALL, "forward_backward_graph_ms", 0.35)
+    for measure in ("forward_ms", "forward_backward_ms"):
+        yield Target("narrow", _ALL, measure, 1 / 2, relative_to="fla")
+        yield Target("wide", _ALL, measure, 1 / 1.5, relative_to="fla")
+    for shape in TABLE:
+        yield Target(shape, _ALL, "peak_mib", 1.0, relative_to="fla")
+        yield Target(shape, _ALL, "host_forward_us", 1 / 4, relative_to="fla")
+    yield Target("first", _ALL, "cold_first_call_s", 15.0)
+    yield Target("first", _ALL, "new_kernels", 0)
+    yield Target("step-64", _ALL, "step_tb_s", 3.2, at_least=True)
+    yield Target("step-1", _ALL, "step_us", 10.0)
+
+
+TARGETS = list(_targets())

@@ -1,0 +1,51 @@
+"""Peers that tune themselves compile hundreds of kernels first: do that in parallel processes before the run.
+
+Only compiled kernels are left behind. Which of them is fastest must be found with the GPU idle otherwise, so the
+processes leave no tuning results; the measuring process tunes again, without the wait for the compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+
+from deltazoo.workbench.bench.shapes import Shape
+
+__all__ = ["warm_up_commands", "warm_up_peers"]
+
+
+def warm_up_commands(shapes: list[Shape], ops: list[str], peers: list[str], device: str) -> list[list[str]]:
+    """One command per operator, peer and set of head sizes; sizes that compile nothing new are reduced or left out."""
+    # A batch of one may be compiled separately, as 1 is a constant of its own to Triton; longer sequences are not.
+    small = dict.fromkeys(replace(shape, B=min(shape.B, 2), T=min(shape.T, 1024)) for shape in shapes)
+    options = ["--warm-up-only", "--no-ours", "--gates", "medium", "--measure", "forward,training"]
+    return [
+        [sys.executable, "-m", "deltazoo.workbench.bench", "ops", "--out", os.devnull, "--device", device, *options]
+        + ["--shapes", str(shape), "--ops", op, "--peers", peer]
+        for shape in small
+        for op in ops
+        if op != "softmax"
+        for peer in peers
+        if peer.startswith("fla") and (peer == "fla" or op == "kda")
+    ]
+
+
+def warm_up_peers(commands: list[list[str]], jobs: int, report: Callable[[str], None]) -> None:
+    """Runs the commands, `jobs` at a time; one that fails is reported and otherwise left to the run itself."""
+    package_root = str(Path(__file__).parents[3])
+    search_path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": search_path, "FLA_CACHE_RESULTS": "0"}
+
+    def run(command: list[str]) -> str:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+        return lines[0] if lines and done.returncode == 0 else " ".join([f"status {done.returncode}", *lines[-1:]])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in as_completed(pool.submit(run, command) for command in commands):
+            report(f"warmed up  {future.result()}")

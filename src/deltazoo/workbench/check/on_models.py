@@ -1,0 +1,102 @@
+"""Checks of whole models of a few thousand parameters: with a cache, through a checkpoint, swapped into a Llama."""
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
+from deltazoo.swap import swap_attention
+from deltazoo.workbench.check.on_layers import difference
+
+__all__ = ["same_after_reload", "same_generated", "swaps"]
+
+_SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
+_PURE: dict[str, Any] = {"num_hidden_layers": 2, "num_heads": 2, "head_dim": 16}
+_HYBRID = {**_PURE, "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4}
+
+
+def _model(variant: str, **keys: Any) -> DeltaRuleForCausalLM:
+    return _perturbed(DeltaRuleForCausalLM(DeltaRuleConfig(mixer=variant, **_SIZES, **keys)))
+
+
+def _perturbed(model: Any) -> Any:
+    """With some effect of every parameter, in float64, in evaluation mode."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.double().eval()
+
+
+def _ids() -> Tensor:
+    return torch.randint(1, 61, (2, 12))
+
+
+def same_generated(variant: str) -> str | None:
+    """Logits of tokens fed one by one through a cache against a pass over all, in a pure and a hybrid model."""
+    for kind, keys in (("", _PURE), ("hybrid ", _HYBRID)):
+        model, ids = _model(variant, **keys), _ids()
+        with torch.no_grad():
+            if found := difference(_with_cache(model, ids), model(ids).logits):
+                return f"a {kind}model's logits with a cache differ from those without, {found}"
+            made = [model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=cache) for cache in (True, False)]
+            if not torch.equal(*made):
+                return f"a {kind}model generates other tokens with a cache than without"
+    return None
+
+
+def _with_cache(model: Any, ids: Tensor) -> Tensor:
+    first = model(ids[:, :5], use_cache=True)
+    logits, cache = [first.logits], first.past_key_values
+    logits += [model(token, past_key_values=cache).logits for token in ids[:, 5:].split(1, dim=1)]
+    return torch.cat(logits, dim=1)
+
+
+def same_after_reload(variant: str) -> str | None:
+    """Logits of a model that went through `save_pretrained` and `from_pretrained`, pure and hybrid."""
+    for keys in (_PURE, _HYBRID):
+        if problem := _through_a_checkpoint(_model(variant, **keys)):
+            return problem
+    return None
+
+
+def _through_a_checkpoint(model: Any) -> str | None:
+    ids = _ids()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        again = _quietly(lambda: (model.save_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder))[1])
+        found = difference(again.double()(ids).logits, model(ids).logits)
+    if found is None:
+        return None
+    return (
+        f"a model that was saved and loaded gives other logits, {found}: something that decides the layer's results is "
+        "neither a parameter nor in the configuration"
+    )
+
+
+def _quietly(function: Callable[[], Any]) -> Any:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return function()
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def swaps(variant: str) -> str | None:
+    """`swap_attention` into a Llama: finite, with a cache as without, and through a checkpoint."""
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **_SIZES)
+    model: Any = LlamaForCausalLM(config)
+    swap_attention(model, variant, [0])
+    model, ids = _perturbed(model), _ids()
+    with torch.no_grad():
+        logits = model(ids).logits
+        if not logits.isfinite().all():
+            return "the swapped model's logits are not finite"
+        if found := difference(_with_cache(model, ids), logits):
+            return f"the swapped model's logits with a cache differ from those without, {found}"
+    return _through_a_checkpoint(model)

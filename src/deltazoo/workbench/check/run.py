@@ -1,0 +1,63 @@
+"""Runs the checks of a rule one after another and says what each found."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from deltazoo.spec import get_variant
+from deltazoo.workbench.check.on_layers import (
+    parameters_are_filled_and_act,
+    same_decoded,
+    same_gradients_as_finite_differences,
+    same_in_chunks_as_by_definition,
+    same_packed,
+    same_padded,
+    sees_no_future,
+    state_does_not_expand,
+)
+from deltazoo.workbench.check.on_models import same_after_reload, same_generated, swaps
+
+__all__ = ["CHECKS", "Finding", "check_rule"]
+
+CHECKS: dict[str, Callable[[str], str | None]] = {
+    "every parameter is filled and acts": parameters_are_filled_and_act,
+    "no token reads the future": sees_no_future,
+    "the state does not expand": state_does_not_expand,
+    "chunk form = definition": same_in_chunks_as_by_definition,
+    "gradients = finite differences": same_gradients_as_finite_differences,
+    "decoding = training": same_decoded,
+    "padded = alone": same_padded,
+    "packed = alone": same_packed,
+    "generation with a cache = without": same_generated,
+    "reloaded = saved": same_after_reload,
+    "swapped into a Llama": swaps,
+}
+"""What is checked, in this order: title -> function from a variant's name to what is wrong with it, None if nothing."""
+
+
+class Finding(NamedTuple):
+    """What one check found."""
+
+    title: str
+    problem: str | None
+    """What is wrong, in a sentence or two; None: the rule passes."""
+
+
+def check_rule(variant: str) -> Iterator[Finding]:
+    """Check a registered variant; findings come as they are made.
+
+    Args:
+        variant: its name.
+
+    Raises:
+        ValueError: no such variant.
+    """
+    get_variant(variant)
+    for title, check in CHECKS.items():
+        torch.manual_seed(0)
+        try:
+            problem = check(variant)
+        except Exception as error:  # a rule under test may raise anything
+            problem = f"raised {type(error).__name__}: {error}"
+        yield Finding(title, problem)

@@ -1,0 +1,5 @@
+"""The ``deltazoo`` command. One file of ``deltazoo.workbench.cli.commands`` is one command."""
+
+from deltazoo.workbench.cli.app import main
+
+__all__ = ["main"]

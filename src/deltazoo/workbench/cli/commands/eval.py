@@ -1,0 +1,63 @@
+"""``deltazoo eval PATH``: bits per byte and perplexity on held-out text, beside the baselines."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deltazoo.rule_files import LoadOption
+
+_EXAMPLE = (
+    "Examples: [bold]deltazoo eval runs/quickstart[/], "
+    "[bold]deltazoo eval runs/quickstart --text my_texts --json score.json[/]"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("eval", epilog=_EXAMPLE)(evaluate)
+
+
+def evaluate(
+    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    text: Annotated[
+        str | None,
+        typer.Option(help="Score all of this text (as data.text in a configuration), not the run's held-out part."),
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")] = "text",
+    max_bytes: Annotated[int | None, typer.Option(min=1, help="Stop reading --text after this many bytes.")] = None,
+    primed: Annotated[bool, typer.Option(help="Also measure xz after it has read the training text.")] = False,
+    json_file: Annotated[str | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    load: LoadOption = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+) -> None:
+    """Score a model on text it was not trained on, beside gzip, xz and an order-2 byte model."""
+    from deltazoo.workbench.cli.evaluation import choose_documents, write_json
+    from deltazoo.workbench.cli.render import comparison_table, facts_table
+    from deltazoo.workbench.device import check_device
+
+    if device is not None:
+        check_device(device)
+    documents = choose_documents(path, text, text_field, max_bytes)
+    from deltazoo.workbench.evaluate import score_documents
+    from deltazoo.workbench.evaluate.comparison import baselines
+    from deltazoo.workbench.evaluate.loading import load_checkpoint
+
+    model, tokenizer = load_checkpoint(path, device)
+    score = score_documents(model, tokenizer, documents.held_out)
+    others = baselines(documents.train, documents.held_out, primed=primed)
+    variant = getattr(model.config, "mixer", model.config.model_type)
+    name = f"{variant}, {model.num_parameters() / 1e6:.1f} M"
+    console = Console()
+    console.print(comparison_table(name, score, others))
+    console.print(
+        facts_table(
+            {
+                "text": documents.description,
+                "perplexity": f"{score.perplexity:.2f} per token of this tokenizer ({len(tokenizer)} entries)",
+                "speed": f"{score.tokens_per_second:,.0f} tokens/s",
+            }
+        )
+    )
+    if json_file:
+        write_json(json_file, path, documents.description, score, others)

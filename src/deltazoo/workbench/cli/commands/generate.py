@@ -1,0 +1,72 @@
+"""``deltazoo generate PATH --prompt ...``: sample from a checkpoint."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from deltazoo.rule_files import LoadOption
+
+_EXAMPLE = 'Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]'
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("generate", epilog=_EXAMPLE)(generate)
+
+
+def generate(
+    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Keep this many of the likeliest tokens.")] = None,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Keep the likeliest tokens of this mass.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the prompt per forward pass; all at once by default.")
+    ] = None,
+    compile_step: Annotated[
+        bool, typer.Option("--compile", help="Compile the step first: a wait of up to a minute, then faster tokens.")
+    ] = False,
+    load: LoadOption = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+) -> None:
+    """Continue a prompt; the text appears as it is made."""
+    import time
+
+    from deltazoo.workbench.device import check_device
+    from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
+
+    if device is not None:
+        check_device(device)
+    path = resolve_checkpoint(path)
+
+    from transformers import TextStreamer, set_seed
+
+    from deltazoo.generation import generate as continue_prompt
+    from deltazoo.models import DeltaRuleForCausalLM
+    from deltazoo.workbench.evaluate.loading import load_checkpoint
+
+    errors = Console(stderr=True)
+    with errors.status(f"loading {path}"):
+        model, tokenizer = load_checkpoint(path, device)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature > 0 else {}
+    options: dict[str, Any]
+    began = time.perf_counter()
+    if isinstance(model, DeltaRuleForCausalLM):
+        options = {"seed": seed, "prefill_chunk": prefill_chunk, "compile": compile_step}
+        output = continue_prompt(
+            model, **inputs, **sampling, **options, max_new_tokens=max_new_tokens, streamer=streamer
+        )
+    else:
+        if compile_step:
+            raise ValueError(f"--compile acts on delta-rule models, not on {type(model).__name__}")
+        set_seed(seed)
+        options = {"do_sample": temperature > 0, "prefill_chunk_size": prefill_chunk, "max_new_tokens": max_new_tokens}
+        output = model.generate(**inputs, **sampling, **options, streamer=streamer)  # type: ignore[operator]
+    seconds = time.perf_counter() - began
+    made = output.shape[1] - inputs["input_ids"].shape[1]
+    errors.print(f"{made} tokens in {seconds:.1f} s: {made / seconds:.0f} tokens/s", style="dim", highlight=False)

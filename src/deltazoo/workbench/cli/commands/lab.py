@@ -1,0 +1,92 @@
+"""``deltazoo lab``: the papers' claims, tried on small models of every variant side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltazoo.rule_files import LoadOption, load_rule_file
+
+_EXAMPLE = (
+    "Examples: [bold]deltazoo lab[/] (three minutes on two CPU cores), "
+    "[bold]deltazoo lab --suite full --device cuda --workers 12[/] (on all GPUs), "
+    "[bold]deltazoo lab --only parity --variants kda+neg,softmax[/], [bold]deltazoo lab --load my_task.py[/]"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("lab", epilog=_EXAMPLE)(lab)
+
+
+def lab(
+    suite: Annotated[str, typer.Option(help="mini or full.")] = "mini",
+    only: Annotated[str, typer.Option(help="Tasks, experiments or claims, comma separated; all unless given.")] = "",
+    variants: Annotated[
+        str,
+        typer.Option(help="Arms instead of each experiment's own: variant[+option...], comma separated, or softmax."),
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for results and page [default: runs/lab_SUITE].")] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu; cuda, which spreads the workers over all GPUs; or one of them: cuda:1.")
+    ] = "cpu",
+    workers: Annotated[int, typer.Option(min=1, help="Processes; several share one GPU.")] = 2,
+    load: LoadOption = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead of the recipes'.")] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(min=1, help="Stop after so many seconds, cheap experiments first; the same command goes on."),
+    ] = None,
+    measure: Annotated[bool, typer.Option(help="Also measure numerics and complexity.")] = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results in --out.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Commit to record; read from git unless given.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="Say what there is to run, and stop.")] = False,
+) -> None:
+    """Train small models of every variant on tasks that tell them apart, and write a page with pictures."""
+    from rich.console import Console
+
+    from deltazoo.workbench.device import check_device
+
+    check_device(device)
+
+    from deltazoo.workbench.lab.measurements import run_measurements
+    from deltazoo.workbench.lab.report import listing, verdict_table, write_page
+    from deltazoo.workbench.lab.results import Environment, ResultFile, read_records
+    from deltazoo.workbench.lab.runner import Plan, run_suite
+    from deltazoo.workbench.lab.selection import select
+
+    console = Console()
+    load = load or []
+    loaded = [variant for path in load for variant in load_rule_file(path)]
+    selection = select(suite, only=_names(only), arms=_names(variants), further_arms=loaded, steps=steps)
+    if show:
+        console.print(listing(selection))
+        return
+    folder = out or Path("runs") / f"lab_{suite}"
+    path = folder / "results.jsonl"
+    if fresh:
+        path.unlink(missing_ok=True)
+        for earlier in folder.glob("*.json"):
+            earlier.unlink()
+    results = ResultFile(path, suite, Environment.here(device, commit, load))
+    plan = Plan(device=device, workers=workers, time_limit=time_limit, load=tuple(load))
+
+    def report(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    try:
+        missing = run_suite(selection.experiments, selection.claims, results, plan, report)
+    finally:
+        console.print(f"results in {path}")
+    if missing:
+        console.print(f"[bold]{missing} runs are missing: give the same command again to go on[/]")
+        return
+    measured = run_measurements(folder, suite, results.environment, device, report) if measure else {}
+    records = read_records(path)
+    page = write_page(folder / "lab.md", {suite: (selection, records, measured)})
+    console.print(verdict_table(selection, records, measured))
+    console.print(f"page and pictures: {page}")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,0 +1,46 @@
+"""``deltazoo show VARIANT``: one variant in full."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deltazoo.rule_files import LoadOption
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("show", epilog="Example: [bold]deltazoo show gated_deltanet[/]")(show)
+
+
+def show(
+    variant: Annotated[str, typer.Argument(help="Name of a variant; see deltazoo list.")],
+    load: LoadOption = None,
+) -> None:
+    """Show a variant: equation, paper, choices, and the configurations that train it."""
+    from deltazoo.spec import choice_name, get_variant
+    from deltazoo.workbench.cli.presets import presets
+    from deltazoo.workbench.cli.render import facts_table
+    from deltazoo.workbench.train.config import load_config
+
+    spec = get_variant(variant)
+    trained_by = [name for name, path in presets().items() if load_config(path).model["mixer"] == spec.name]
+    value_heads = f"{spec.head_dim} for keys, {spec.expand_v:g} times that for values"
+    facts = {
+        "variant": spec.name,
+        "in one sentence": spec.summary,
+        "update": spec.equation,
+        "paper": spec.paper,
+        "step size": choice_name(spec.step_size),
+        "decay": spec.decay,
+        "normalised": ", ".join(n for n, on in (("q", spec.normalize_q), ("k", spec.normalize_k)) if on) or "nothing",
+        # A function of a user's own is bounded to the larger interval.
+        "eigenvalues": "[-1, 1]" if spec.allow_neg_eigval or callable(spec.step_size) else "[0, 1]",
+        "output gate": f"{spec.output_gate}, {choice_name(spec.gate_activation)}"
+        if spec.output_gate != "none"
+        else "none",
+        "head size": value_heads,
+        "model_type": spec.hub_model_type or f"delta_rule with mixer: {spec.name}",
+        "configurations": ", ".join(trained_by) or "none",
+    }
+    Console().print(facts_table(facts))

@@ -1,0 +1,151 @@
+"""``deltazoo swap PATH``: delta-rule layers in the attention slots of a transformers model, and training them in."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from deltazoo.rule_files import LoadOption
+
+_EXAMPLE = (
+    "Examples: [bold]deltazoo swap my_llama --variant kda --layers 3:1 --dry-run[/], "
+    "[bold]deltazoo swap my_llama --variant kda --rank --text my_texts --output runs/rank[/], "
+    "[bold]deltazoo swap my_llama --variant kda --layers best:8 --train recipe.yaml --output runs/kda[/]"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("swap", epilog=_EXAMPLE)(swap)
+
+
+def swap(
+    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    variant: Annotated[str, typer.Option(help="What to swap for; see deltazoo list.")],
+    layers: Annotated[
+        str, typer.Option(help="all, numbers (0,2,5), delta-rule to softmax layers (3:1), or best:K of a ranking.")
+    ] = "all",
+    init: Annotated[str, typer.Option(help="transfer copies the host's weights, random starts afresh.")] = "transfer",
+    rope: Annotated[bool, typer.Option(help="Keep the host's rotary embedding of queries and keys.")] = True,
+    qk_norm: Annotated[bool, typer.Option(help="Keep the host's norms of queries and keys.")] = True,
+    grouped: Annotated[bool, typer.Option(help="Keep keys and values of grouped-query attention shared.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only report what would happen.")] = False,
+    rank: Annotated[bool, typer.Option(help="Only measure how much each layer alone is missed, on --text.")] = False,
+    text: Annotated[
+        str | None, typer.Option(help="Text to rank on (as data.text in a configuration); default: that of --train.")
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")] = "text",
+    rank_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the text to rank on, at most.")] = 16384,
+    train: Annotated[
+        str | None, typer.Option(help="Convert afterwards: a YAML file, or swap_cpu and the like.")
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value of --train; may be repeated.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on with the conversion in --output.")] = False,
+    output: Annotated[str | None, typer.Option(help="Folder for the model, the ranking and the conversion.")] = None,
+    load: LoadOption = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+) -> None:
+    """Replace softmax attention by delta-rule layers; rank the layers before, train them in afterwards."""
+    from pathlib import Path
+
+    from deltazoo.spec import get_variant
+    from deltazoo.workbench.cli.layer_choice import best_count, parse_layers
+    from deltazoo.workbench.cli.presets import find_config
+    from deltazoo.workbench.cli.render import facts_table
+    from deltazoo.workbench.convert.conversion_config import STAGES, load_conversion
+    from deltazoo.workbench.device import check_device
+    from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
+    from deltazoo.workbench.train.config import DataConfig
+    from deltazoo.workbench.train.progress import say
+
+    get_variant(variant)
+    chosen = parse_layers(layers)
+    best = best_count(chosen)
+    ranks = rank or best is not None
+    _refuse_without_effect(
+        {
+            "--train acts on a swap, not with --dry-run or --rank": bool(train) and (dry_run or rank),
+            "--set and --resume act with --train only": train is None and bool(override or resume),
+            "--text, --text-field and --rank-tokens act with --rank and --layers best:K only": not ranks
+            and (text is not None or text_field != "text" or rank_tokens != 16384),
+            "--rank measures every layer alone: leave out --layers and --dry-run": rank
+            and (layers != "all" or dry_run),
+        }
+    )
+    if output is None and not (dry_run or rank):
+        raise ValueError("say with --output where the swapped model goes, or look first with --dry-run")
+    recipe = None
+    if train is not None:
+        recipe = load_conversion(find_config(train, conversions=True), [*(override or []), f"output={output}"])
+    if ranks and text is None and recipe is None:
+        raise ValueError("ranking the layers needs a text: name one with --text")
+    folder = None if output is None else Path(output)
+    if device is not None:
+        check_device(device)
+    path = resolve_checkpoint(path)
+
+    # Only now what imports torch: a mistyped argument is answered at once.
+    from deltazoo.swap import swap_attention
+    from deltazoo.workbench.cli.swapping import (
+        conversion_table,
+        ranking_rows,
+        ranking_table,
+        save_ranking,
+        save_swapped,
+    )
+    from deltazoo.workbench.convert.conversion import convert
+    from deltazoo.workbench.convert.pictures import draw_conversion
+    from deltazoo.workbench.convert.ranking import rank_layers
+    from deltazoo.workbench.evaluate.loading import load_checkpoint, load_model
+    from deltazoo.workbench.train.run import check_run, has_saved
+
+    if recipe is not None and folder is not None:
+        check_run(recipe, folder, resume, load=load_conversion, stages=STAGES)
+    options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
+    console = Console()
+    # Only a text needs the tokenizer, or a model that is saved.
+    model, tokenizer = (load_model(path, device), None) if dry_run and not ranks else load_checkpoint(path, device)
+    if recipe is not None:
+        model.float()  # small updates would be lost in 16-bit parameters
+    if ranks:
+        assert tokenizer is not None
+        data = recipe.data if text is None and recipe else DataConfig(text=str(text), text_field=text_field)
+        rows = ranking_rows(model, tokenizer, data, held_out=text is None, max_tokens=rank_tokens)
+        ranking = rank_layers(model, variant, rows, **options)
+        console.print(ranking_table(ranking))
+        chosen = chosen if best is None else ranking.best(best)
+        if folder is not None:
+            marked = [] if isinstance(chosen, str) else chosen
+            console.print(facts_table({"picture": str(save_ranking(ranking, folder, marked))}))
+    if rank:
+        return
+
+    report = swap_attention(model, variant, layers=chosen, dry_run=dry_run, keep_teacher=bool(recipe), **options)
+    console.print(report)
+    if dry_run or folder is None or tokenizer is None:
+        return
+    facts: dict[str, str] = {}
+    if recipe is None:
+        facts["model"] = str(save_swapped(model, tokenizer, folder))
+    else:
+        try:
+            result = convert(model, tokenizer, recipe, resume=resume)
+        except KeyboardInterrupt as stop:
+            saved = has_saved(folder, STAGES)
+            say("stopped; the same command with --resume goes on" if saved else "stopped before anything was saved")
+            raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
+        console.print(conversion_table(result))
+        facts["model"] = str(result.model_path)
+        histories = {name: stage.history for name, stage in result.stages.items()}
+        title = f"{variant} in {len(report.layers)} of {report.num_layers} attention slots of {path}"
+        facts["loss curves"] = str(draw_conversion(folder / "loss.png", histories, result.scores, title))
+    facts["next"] = f'deltazoo generate {facts["model"]} --prompt "def "'
+    console.print(facts_table(facts))
+
+
+def _refuse_without_effect(rules: dict[str, bool]) -> None:
+    for message, broken in rules.items():
+        if broken:
+            raise ValueError(message)

@@ -1,0 +1,134 @@
+"""``deltazoo train``: one training run, from a preset or a YAML file, on the user's own text if one is named."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from deltazoo.rule_files import LoadOption
+
+if TYPE_CHECKING:
+    from deltazoo.workbench.train import RunConfig, TrainingResult
+
+_EXAMPLE = (
+    "Examples: [bold]deltazoo train --text my_texts[/] (a file or folder; the run goes to runs/my_texts), "
+    "[bold]deltazoo train kda_340m --set training.steps=1000 --output runs/mine[/], "
+    "[bold]deltazoo train runs/mine --resume --set training.steps=2000[/]"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("train", epilog=_EXAMPLE)(train_model)
+
+
+def train_model(
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            help="A YAML file, the name of a preset (see deltazoo show), or the folder of a run. "
+            "With --text, the quickstart of this machine unless given."
+        ),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Text to learn from: a file, a folder, or a Hub data set (data.text).")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Go on from the latest checkpoint; with more training.steps, beyond the end.")
+    ] = False,
+    output: Annotated[str | None, typer.Option(help="Folder of the run, in place of the configuration's.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value; replaces one value; may be repeated.")
+    ] = None,
+    load: LoadOption = None,
+) -> None:
+    """Train a model, save it with its tokenizer, and draw its loss curve.
+
+    Ctrl-C saves a checkpoint before it stops.
+    """
+    run = _configuration(config, text, output, list(override or []))
+
+    from accelerate import PartialState
+    from torch import distributed
+
+    from deltazoo.workbench.train import train
+
+    try:
+        result = train(run, resume=resume)
+    except KeyboardInterrupt as stop:
+        if PartialState().is_main_process:
+            _say_how_to_go_on(Path(run.output))
+        raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
+    is_main_process = PartialState().is_main_process
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()  # its threads, if they outlive it, can abort the process as it exits
+    if is_main_process:
+        _show(run, result)
+
+
+def _configuration(name: str | None, text: str | None, output: str | None, overrides: list[str]) -> "RunConfig":
+    """What to train; checked without torch, as far as that goes.
+
+    Raises:
+        ValueError: neither a configuration nor a text is named, or there is no such thing.
+    """
+    from deltazoo.workbench.cli.presets import find_config
+    from deltazoo.workbench.train.config import DataConfig, load_config
+    from deltazoo.workbench.train.text import open_text
+
+    if name is None and text is None:
+        raise ValueError("name a configuration, or a text with --text; deltazoo train --help has examples")
+    if text is not None:
+        overrides = [f"data.text={json.dumps(text)}", *overrides]  # JSON: a string whatever its characters
+    if output is None and name is not None and Path(name).is_dir():
+        output = name
+    elif output is None and name is None and text is not None:
+        output = f"runs/{Path(text).stem or 'text'}"
+    if output is not None:
+        overrides = [*overrides, f"output={json.dumps(output)}"]
+    if name is None:
+        open_text(DataConfig(text=str(text)))  # before torch is asked for a GPU
+        name = _quickstart()
+    run = load_config(find_config(name), overrides)
+    open_text(run.data)
+    return run
+
+
+def _quickstart() -> str:
+    import torch
+
+    return "quickstart_gpu" if torch.cuda.is_available() else "quickstart_cpu"
+
+
+def _say_how_to_go_on(folder: Path) -> None:
+    from deltazoo.workbench.train.checkpoint import checkpoints
+    from deltazoo.workbench.train.progress import say
+
+    saved = checkpoints(folder)
+    if saved:
+        say(f"stopped; saved in {saved[-1]}. To go on: deltazoo train {shlex.quote(str(folder))} --resume")
+    else:
+        say("stopped before anything was saved")
+
+
+def _show(run: "RunConfig", result: "TrainingResult") -> None:
+    from deltazoo.workbench.cli.render import facts_table
+    from deltazoo.workbench.evaluate.loss_curve import draw_loss_curve
+
+    title = f"{run.model['mixer']}, {result.num_parameters / 1e6:.1f} M parameters, {result.corpus.description}"
+    picture = draw_loss_curve(result.log_history, Path(run.output) / "loss.png", title, result.tokens_per_step)
+    last = [entry for entry in result.log_history if "eval_loss" in entry][-1]
+    facts = {
+        "model": str(result.model_path),
+        "parameters": f"{result.num_parameters:,}",
+        "device": f"{result.device}, {result.precision}",
+        "training": f"{result.seconds:,.0f} s, {result.tokens_per_second:,.0f} tokens/s",
+        "held-out loss": f"{last['eval_loss']:.3f} nats per token, {last['eval_bits_per_byte']:.3f} bits per byte",
+        "loss curve": str(picture),
+        "next": f"deltazoo eval {run.output}",
+        "": f'deltazoo generate {run.output} --prompt "def "',
+    }
+    Console().print(facts_table(facts))

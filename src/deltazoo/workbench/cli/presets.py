@@ -1,0 +1,37 @@
+"""The configurations that come with the project: in a checkout beside the sources, in a wheel inside the package."""
+
+from pathlib import Path
+
+from deltazoo.workbench.train.config import RUN_CONFIG
+from deltazoo.workbench.train.strict import unknown_name
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
+
+
+_CONVERSION = "swap_"  # the names of conversion recipes begin with it
+
+
+def presets(*, conversions: bool = False) -> dict[str, Path]:
+    """Name and file of every training configuration, or of every conversion recipe, that ships with the project."""
+    folder = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+    found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {name: path for name, path in found.items() if name.startswith(_CONVERSION) == conversions}
+
+
+def find_config(name: str, *, conversions: bool = False) -> Path:
+    """The file that ``name`` means: a path, the folder of a run, or a configuration that ships with the project.
+
+    Raises:
+        ValueError: none of them; names the nearest.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    if Path(name).is_dir():
+        if not (Path(name) / RUN_CONFIG).is_file():
+            raise ValueError(f"the folder {name!r} holds no run: it has no {RUN_CONFIG}")
+        return Path(name) / RUN_CONFIG
+    known = presets(conversions=conversions)
+    if name in known:
+        return known[name]
+    raise ValueError(f"there is no file {name!r}, and it names no preset: {unknown_name('preset', name, known)}")

@@ -1,0 +1,305 @@
+"""Training a swapped model in: the stages one after another, each resumable, scored before and after."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from deltazoo.swap.surgery import swapped_layers
+from deltazoo.workbench.convert.conversion_config import (
+    STAGES,
+    ConversionConfig,
+    DistillationConfig,
+    StageConfig,
+    load_conversion,
+)
+from deltazoo.workbench.convert.stages import (
+    AlignmentTrainer,
+    DistillationTrainer,
+    FineTuningTrainer,
+    choose_trained_parameters,
+    original_of,
+)
+from deltazoo.workbench.train.checkpoint import checkpoints, whole_or_not_at_all, write_whole
+from deltazoo.workbench.train.config import MODEL_CONFIG, DataConfig, RunConfig, save_config
+from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
+from deltazoo.workbench.train.packing import collate_side_by_side, pack_in_order, spread
+from deltazoo.workbench.train.progress import console
+from deltazoo.workbench.train.run import (
+    begin_run,
+    check_run,
+    device_name,
+    enable_gradient_checkpointing,
+    encode_training,
+    one_progress_bar,
+    refuse_other_text,
+    training_rows,
+)
+from deltazoo.workbench.train.text import open_text
+from deltazoo.workbench.train.tokenizer import encode_documents
+from deltazoo.workbench.train.trainer import PackedTrainer, training_arguments
+from deltazoo.workbench.train.validation import score_rows
+
+__all__ = ["ConversionResult", "ConversionText", "StageResult", "convert", "read_stage", "run_stage", "stage_as_run"]
+
+_RESULT, _SCORES, _SWAP = "result.json", "scores.json", "swap.json"
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a finished stage leaves.
+
+    Attributes:
+        history: the Trainer's log entries, also those before a resume.
+        tokens: training tokens read.
+        seconds: wall-clock time of training in the process that finished it, without validation and saving.
+        tokens_per_second: training tokens over ``seconds``, in that process.
+        trained_parameters: how many parameters the stage trained.
+        device: where it ran, for a person.
+    """
+
+    history: list[dict[str, Any]]
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    trained_parameters: int
+    device: str
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What a finished conversion leaves.
+
+    Attributes:
+        model_path: folder for ``AutoModelForCausalLM.from_pretrained``, with the tokenizer.
+        scores: held-out bits per byte: ``original``, ``transfer`` (swapped, before the first stage), and after each
+            stage under its name; all in rows of the longest that a stage reads.
+        stages: per stage, in order.
+    """
+
+    model_path: Path
+    scores: dict[str, float]
+    stages: dict[str, StageResult]
+
+
+class ConversionText:
+    """The text of a conversion, tokenized for one model."""
+
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.data, self.tokenizer = data, tokenizer
+        self.source = open_text(data)
+        self.corpus = read_corpus(self.source, data, train_sample_bytes=DEFAULT_TOKENIZER_SAMPLE)
+
+    @cached_property
+    def training(self) -> list[np.ndarray] | None:
+        """Token ids of the training documents; None for a stream."""
+        return None if self.data.streaming else encode_training(self.tokenizer, self.corpus)
+
+    @cached_property
+    def validation(self) -> list[np.ndarray]:
+        """Token ids of the held-out documents."""
+        return encode_documents(self.tokenizer, self.corpus.validation, "tokenizing the held-out text")
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the held-out text."""
+        return self.corpus.validation_bytes / sum(len(ids) - 1 for ids in self.validation)
+
+    def validation_rows(self, row_length: int) -> list[dict[str, np.ndarray]]:
+        """All of the held-out text in rows."""
+        return pack_in_order(self.validation, row_length)
+
+    def bits_per_byte(self, model: PreTrainedModel, stage: StageConfig) -> float:
+        """Of the held-out text, all its rows, each row with no context but its own."""
+        rows = self.validation_rows(stage.row_length)
+        nats, tokens = score_rows(model, rows, stage.rows_per_batch, collate_side_by_side)
+        return nats / tokens / math.log(2) / self.bytes_per_token
+
+
+def convert(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: ConversionConfig,
+    *,
+    resume: bool = False,
+    text: ConversionText | None = None,
+) -> ConversionResult:
+    """Train a freshly swapped model through the configured stages.
+
+    Args:
+        model: swapped with ``keep_teacher=True`` and not trained since: the originals are taken from it. The first
+            stage trains it in place; the result is what is on disk.
+        tokenizer: the model's own.
+        config: stages, text and folder.
+        resume: go on where the run in ``config.output`` stopped; without one there, start from the beginning.
+        text: ``config.data`` already read with this tokenizer, where several conversions share it.
+
+    Raises:
+        ValueError: the model is not swapped or kept no teachers, there is more than one process, the folder holds a run
+            and ``resume`` is false, or swap, configuration or text are others than the run began with.
+        TrainingDiverged: a loss became NaN or infinite.
+        SaveError: the disk is full; what was saved before is whole.
+    """
+    layers = swapped_layers(model)
+    if not layers or any(layer.teacher is None for layer in layers.values()):
+        raise ValueError(
+            "convert needs a model whose attention was swapped with keep_teacher=True: the stages learn from the "
+            f"original, and {type(model).__name__} has {'no swapped layer' if not layers else 'not kept it'}"
+        )
+    if model.dtype != torch.float32:
+        raise ValueError(
+            f"the model's parameters are {model.dtype}, in which small updates are lost: load it with "
+            "dtype=torch.float32 (bf16 products are a matter of the stage's precision)"
+        )
+    if text is not None and text.data != config.data:
+        raise ValueError(f"text was read from {text.data}, and the recipe asks for {config.data}")
+    folder = Path(config.output)
+    first = config.stages[0]
+    longest = max(config.stages, key=lambda stage: stage.row_length)  # one length of rows, or scores say nothing
+    variant = next(iter(layers.values())).delta.spec.name
+    arguments = training_arguments(stage_as_run(first, variant, config, folder))
+    if arguments.world_size > 1:
+        raise ValueError(f"a conversion runs in one process, and this is one of {arguments.world_size}")
+    device: Any = arguments.device
+    check_run(config, folder, resume, load=load_conversion, stages=STAGES)
+    text = text or ConversionText(config.data, tokenizer)
+    swap = {"model_type": model.config.model_type, "layers": model.config.delta_layers}
+    if resume:
+        refuse_other_text(text.corpus, folder, config.data)
+        _refuse_other_swap(swap, folder / _SWAP)
+    else:
+        (folder / _SCORES).unlink(missing_ok=True)  # of a run that saved nothing else
+    begin_run(config, folder, text.corpus)
+    _write(folder / _SWAP, swap)
+    scores = _Scores(folder / _SCORES)
+    original = original_of(model).to(device)
+    if "transfer" not in scores.values:
+        scores.note("original", text.bits_per_byte(original, longest))
+        scores.note("transfer", text.bits_per_byte(model.to(device), longest))
+    results = {}
+    for stage in config.stages:
+        run = stage_as_run(stage, variant, config, folder)
+        path = _model_path(stage, config, folder)
+        if not ((Path(run.output) / _RESULT).is_file() and path.is_dir()):
+            run_stage(model, text, stage, run, original, path)
+        results[stage.section] = read_stage(Path(run.output))
+        # Also after an unbroken stage: so a resumed run goes on from the very same weights.
+        with one_progress_bar():
+            runtime = model.runtime.given()  # type: ignore[union-attr, operator]
+            model = AutoModelForCausalLM.from_pretrained(path, **runtime).to(device)
+        if stage.section not in scores.values:
+            scores.note(stage.section, text.bits_per_byte(model, longest))
+    return ConversionResult(folder / "model", scores.values, results)
+
+
+def run_stage(
+    model: PreTrainedModel,
+    text: ConversionText,
+    stage: StageConfig,
+    run: RunConfig,
+    original: PreTrainedModel | None = None,
+    model_path: Path | None = None,
+) -> None:
+    """Train one stage, or go on from its latest checkpoint; leaves its result in the run's folder.
+
+    Args:
+        model: trained in place.
+        text: what it reads.
+        stage: which loss, and how.
+        run: the stage as a run, see ``StageConfig.as_run``.
+        original: whom to distil from; only for that stage.
+        model_path: where the trained model goes; ``model`` in the run's folder unless given.
+    """
+    folder = Path(run.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    choose_trained_parameters(model, stage)
+    if stage.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    trainer = _trainer(model, text, stage, run, original)
+    latest = checkpoints(folder)[-1:]
+    begun = f"going on from {latest[0]}" if latest else f"{stage.steps} steps"
+    console.print(f"[bold]{stage.section}[/]: {begun}", highlight=False)
+    with one_progress_bar():
+        trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
+        with whole_or_not_at_all(model_path or folder / "model") as staging:
+            trainer.save_model(str(staging))
+            save_config(run, staging / MODEL_CONFIG)
+    monitor = trainer.monitor
+    result = StageResult(
+        history=trainer.state.log_history,
+        tokens=stage.steps * monitor.tokens_per_step,
+        seconds=monitor.seconds,
+        tokens_per_second=monitor.tokens_per_second,
+        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        device=device_name(trainer.args.device),
+    )
+    _write(folder / _RESULT, asdict(result))
+
+
+def read_stage(folder: Path) -> StageResult:
+    """The result of a finished stage."""
+    return StageResult(**json.loads((folder / _RESULT).read_text(encoding="utf-8")))
+
+
+def _trainer(
+    model: PreTrainedModel, text: ConversionText, stage: StageConfig, run: RunConfig, original: PreTrainedModel | None
+) -> PackedTrainer:
+    arguments = training_arguments(run)
+    set_seed(run.seed)
+    given: dict[str, Any] = {
+        "model": model,
+        "tokenizer": text.tokenizer,
+        "config": run,
+        "arguments": arguments,
+        "train_rows": training_rows(run, text.source, text.corpus, text.tokenizer, arguments.world_size, text.training),
+        "validation_rows": spread(text.validation_rows(stage.row_length), stage.evaluation_rows),
+        "bytes_per_token": text.bytes_per_token,
+        "collate_rows": collate_side_by_side,
+    }
+    if stage.section == "align":
+        return AlignmentTrainer(**given)
+    if isinstance(stage, DistillationConfig):
+        assert original is not None
+        return DistillationTrainer(**given, original=original, text_weight=stage.text_weight)
+    return FineTuningTrainer(**given)
+
+
+def stage_as_run(stage: StageConfig, mixer: str, config: ConversionConfig, folder: Path) -> RunConfig:
+    """A stage as a run below the conversion's folder; each stage reads the documents in an order of its own."""
+    place = STAGES.index(stage.section)
+    tokenizer = _model_path(stage, config, folder)
+    return stage.as_run(folder / stage.section, mixer, tokenizer, config.data, seed=config.seed + place)
+
+
+def _model_path(stage: StageConfig, config: ConversionConfig, folder: Path) -> Path:
+    """The finished model lies on top, where ``deltazoo eval`` looks for it; those of earlier stages below."""
+    return (folder if stage is config.stages[-1] else folder / stage.section) / "model"
+
+
+class _Scores:
+    """Held-out scores on disk, so that a resumed run need not measure them again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.values: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def note(self, name: str, bits: float) -> None:
+        self.values[name] = bits
+        _write(self._path, self.values)
+        console.print(f"[bold]{name}[/]: {bits:.3f} held-out bits per byte", highlight=False)
+
+
+def _refuse_other_swap(swap: dict[str, Any], written: Path) -> None:
+    """A run goes on with the swap that it began with."""
+    if json.loads(written.read_text(encoding="utf-8")) != json.loads(json.dumps(swap)):
+        raise ValueError(f"the run in {written.parent} began with another swap: see {written}")
+
+
+def _write(path: Path, values: Any) -> None:
+    write_whole(path, json.dumps(values, indent=1))

@@ -1,0 +1,150 @@
+"""The conversion recipe as one YAML file: three stages, each optional, unknown keys refused."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from deltazoo.workbench.train.config import DataConfig, OptimizationConfig, RunConfig, TokenizerConfig, load_as
+
+__all__ = [
+    "STAGES",
+    "AlignmentConfig",
+    "ConversionConfig",
+    "DistillationConfig",
+    "FineTuningConfig",
+    "StageConfig",
+    "load_conversion",
+]
+
+Trained = Literal["swapped", "all"]
+STAGES = ("align", "distill", "finetune")
+"""Names of the stages, in their order."""
+
+
+@dataclass(frozen=True)
+class StageConfig(OptimizationConfig):
+    """One stage: an :class:`OptimizationConfig`, and what it trains.
+
+    Attributes:
+        section: the stage's name: its section of the file and its folder of the run.
+        trains: ``swapped`` trains the new layers alone, ``all`` the whole model.
+    """
+
+    section: ClassVar[str] = "stage"
+
+    trains: Trained = "all"
+
+    def as_run(self, output: Path, variant: str, tokenizer: Path, data: DataConfig, seed: int) -> RunConfig:
+        """The stage as a run that :mod:`deltazoo.workbench.train` understands."""
+        keys = [key.name for key in dataclasses.fields(OptimizationConfig)]
+        return RunConfig(
+            output=str(output),
+            model={"mixer": variant},
+            training=OptimizationConfig(**{key: getattr(self, key) for key in keys}),
+            tokenizer=TokenizerConfig(kind="pretrained", path=str(tokenizer)),
+            data=data,
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True)
+class AlignmentConfig(StageConfig):
+    """Each new layer learns the output of the attention it replaces, on that attention's inputs.
+
+    Attributes:
+        section: ``align``.
+        trains: ``swapped``; there is nothing else to train.
+    """
+
+    section: ClassVar[str] = "align"
+
+    trains: Trained = "swapped"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot act on layers that learn one by one."""
+        super().__post_init__()
+        if self.trains != "swapped":
+            raise ValueError(f"align.trains must be 'swapped': no gradient reaches other layers, got {self.trains!r}")
+        for name in ("compile", "gradient_checkpointing"):
+            if getattr(self, name):
+                raise ValueError(f"align.{name} has no meaning: each layer's loss is taken inside the forward pass")
+
+
+@dataclass(frozen=True)
+class DistillationConfig(StageConfig):
+    """The model learns the original's predictions: Kullback-Leibler divergence at temperature 1, token by token.
+
+    Attributes:
+        section: ``distill``.
+        text_weight: of the cross-entropy on the text itself, which is added to the divergence.
+    """
+
+    section: ClassVar[str] = "distill"
+
+    text_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse a weight that would have the model unlearn the text."""
+        super().__post_init__()
+        if not 0.0 <= self.text_weight < math.inf:
+            raise ValueError(f"distill.text_weight must be finite and not negative, got {self.text_weight}")
+
+
+@dataclass(frozen=True)
+class FineTuningConfig(StageConfig):
+    """The model learns the text itself.
+
+    Attributes:
+        section: ``finetune``.
+    """
+
+    section: ClassVar[str] = "finetune"
+
+
+@dataclass(frozen=True)
+class ConversionConfig:
+    """How a model whose attention was swapped is trained.
+
+    Attributes:
+        output: folder of the run: a folder per stage, the finished model, the scores, the loss curves.
+        align: see :class:`AlignmentConfig`; absent: left out, as each of the following.
+        distill: see :class:`DistillationConfig`.
+        finetune: see :class:`FineTuningConfig`.
+        data: the text of all stages; see :class:`~deltazoo.workbench.train.config.DataConfig`.
+        seed: order of the documents; each stage has another.
+    """
+
+    output: str
+    align: AlignmentConfig | None = None
+    distill: DistillationConfig | None = None
+    finetune: FineTuningConfig | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that there is something to do."""
+        if not self.stages:
+            raise ValueError("none of the stages align, distill and finetune is configured: name at least one")
+
+    @property
+    def stages(self) -> list[StageConfig]:
+        """The stages that are configured, in the order in which they run."""
+        return [stage for stage in (self.align, self.distill, self.finetune) if stage is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain lists and dictionaries, every default written out."""
+        values = dataclasses.asdict(self)
+        for stage in self.stages:
+            values[stage.section]["betas"] = list(stage.betas)
+        return values
+
+
+def load_conversion(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> ConversionConfig:
+    """Read a YAML file into a :class:`ConversionConfig`; ``overrides`` are ``section.key=value`` strings.
+
+    Raises:
+        ValueError: no such file, not YAML, an unknown key, or a value out of range.
+    """
+    return load_as(ConversionConfig, path, overrides)

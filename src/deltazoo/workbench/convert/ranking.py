@@ -1,0 +1,95 @@
+"""Which layers lose least when their attention is swapped: one at a time, after transfer, on the user's own text."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from deltazoo.swap.hosts import attention_slots, host_of
+from deltazoo.swap.surgery import swap_attention, unswap_attention
+from deltazoo.workbench.train.packing import collate_side_by_side
+from deltazoo.workbench.train.progress import track
+from deltazoo.workbench.train.validation import score_rows
+
+__all__ = ["LayerScore", "Ranking", "rank_layers"]
+
+
+@dataclass(frozen=True)
+class LayerScore:
+    """A model with one layer swapped: ``loss`` in nats per token, ``rise`` above the model as it was."""
+
+    layer: int
+    loss: float
+    rise: float
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How much each layer matters.
+
+    Attributes:
+        variant: what the layers were swapped for.
+        loss: of the model as it was, in nats per token.
+        tokens: how many were predicted.
+        layers: one entry per layer, in the model's order.
+    """
+
+    variant: str
+    loss: float
+    tokens: int
+    layers: tuple[LayerScore, ...]
+
+    def best(self, count: int) -> list[int]:
+        """The ``count`` layers whose swap raises the loss least, in the model's order.
+
+        Raises:
+            ValueError: the model has no so many layers.
+        """
+        if not 1 <= count <= len(self.layers):
+            raise ValueError(f"best:{count} asks for {count} of {len(self.layers)} layers")
+        # A loss that is not a number is as bad as can be.
+        ordered = sorted(self.layers, key=lambda score: (math.isnan(score.rise), score.rise, score.layer))
+        return sorted(score.layer for score in ordered[:count])
+
+
+def rank_layers(
+    model: PreTrainedModel,
+    variant: str,
+    rows: Sequence[dict[str, np.ndarray]],
+    *,
+    rows_at_once: int = 8,
+    **options: Any,
+) -> Ranking:
+    """Swap each layer alone, measure the loss, put the original back.
+
+    Args:
+        model: not swapped yet; afterwards it is as before.
+        variant: what to swap for.
+        rows: packed rows of text, as ``deltazoo.workbench.train.packing.pack_in_order`` makes them.
+        rows_at_once: rows in one forward pass.
+        options: further ones of ``swap_attention``, ``init`` among them.
+
+    Raises:
+        ValueError: there is no text, or the model cannot be swapped.
+    """
+    if not rows:
+        raise ValueError("there is no text to rank the layers on")
+    num_layers = len(attention_slots(model, host_of(model.config)))
+
+    def loss() -> tuple[float, int]:
+        nats, tokens = score_rows(model, rows, rows_at_once, collate_side_by_side)
+        return nats / tokens, tokens
+
+    before, tokens = loss()
+    scores = []
+    for layer in track(range(num_layers), "ranking the layers", total=num_layers):
+        swap_attention(model, variant, layers=[layer], keep_teacher=True, **options)
+        try:
+            after, _ = loss()
+        finally:
+            unswap_attention(model)
+        scores.append(LayerScore(layer, after, after - before))
+    return Ranking(variant, before, tokens, tuple(scores))

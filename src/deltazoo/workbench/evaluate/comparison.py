@@ -1,0 +1,49 @@
+"""A model beside the baselines, all measured on the same held-out bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deltazoo.workbench.evaluate.baselines import ByteContextModel, gzip_bits_per_byte, xz_bits_per_byte
+from deltazoo.workbench.train.progress import console
+from deltazoo.workbench.train.text import Document
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One line of the comparison.
+
+    Attributes:
+        name: as a person knows it.
+        bits_per_byte: on the held-out documents.
+        has_seen: the text it knew beforehand.
+    """
+
+    name: str
+    bits_per_byte: float
+    has_seen: str
+
+
+def baselines(train: Sequence[Document], held_out: Sequence[Document], *, primed: bool = False) -> list[Baseline]:
+    """Measure the baselines.
+
+    Args:
+        train: training documents; empty if unknown, and then only the compressors are measured.
+        held_out: what is scored. The compressors get the documents one behind the other in this order.
+        primed: also measure xz after it has read the training text (seconds per 10 MB).
+    """
+    pieces = [document.text.encode() for document in held_out]
+    data = b"".join(pieces)
+    nothing, everything = "nothing", "the training text"
+    with console.status("measuring the baselines"):
+        found = [
+            Baseline("gzip -9", gzip_bits_per_byte(data), nothing),
+            Baseline("xz -9", xz_bits_per_byte(data), nothing),
+        ]
+        if train:
+            known = [document.text.encode() for document in train]
+            if primed:
+                found.append(Baseline("xz -9, primed", xz_bits_per_byte(data, b"".join(known)), everything))
+            found.append(
+                Baseline("order-2 byte model", ByteContextModel(2).fit(known).bits_per_byte(pieces), everything)
+            )
+    return found

@@ -1,0 +1,43 @@
+"""A checkpoint from disk or the Hub, checked to be one model and its own tokenizer."""
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
+from deltazoo.workbench.device import check_device
+from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
+from deltazoo.workbench.evaluate.score import check_vocabulary
+
+
+def load_checkpoint(path: str, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model, ready for inference, and its tokenizer.
+
+    Args:
+        path: see :func:`resolve_checkpoint`.
+        device: such as ``cuda:0`` or ``cpu``; by default the first GPU if there is one.
+
+    Raises:
+        ValueError: no checkpoint or no tokenizer there, damaged files, no such device, or a tokenizer of another model.
+    """
+    model = load_model(path, device)
+    path = resolve_checkpoint(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:  # transformers lists file formats instead of saying that there is no file
+        raise ValueError(f"{path} holds a model, but no tokenizer that transformers can load: save it there") from error
+    check_vocabulary(model, tokenizer)
+    return model, tokenizer
+
+
+def load_model(path: str, device: str | None = None) -> PreTrainedModel:
+    """The model of :func:`load_checkpoint` alone."""
+    path = resolve_checkpoint(path)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path)
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {path} are damaged or incomplete: {error}") from error
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    return model.eval()

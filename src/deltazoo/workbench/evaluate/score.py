@@ -1,0 +1,135 @@
+"""How well a causal language model predicts held-out documents, each from its first byte to its last."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from deltazoo.workbench.train.corpus import num_bytes
+from deltazoo.workbench.train.packing import collate
+from deltazoo.workbench.train.progress import track
+from deltazoo.workbench.train.text import Document
+from deltazoo.workbench.train.tokenizer import encode_documents
+from deltazoo.workbench.train.validation import as_trained, nats_of, packed_nats
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the documents cost.
+
+    Attributes:
+        nats: negative log-likelihood of all tokens after the beginning token, natural log, in total.
+        tokens: how many tokens that were.
+        bytes: UTF-8 bytes of the documents.
+        documents: how many documents.
+        seconds: wall-clock time of the forward passes.
+    """
+
+    nats: float
+    tokens: int
+    bytes: int
+    documents: int
+    seconds: float
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable across tokenizers, and with compressors."""
+        return self.nats / math.log(2) / self.bytes
+
+    @property
+    def perplexity(self) -> float:
+        """Per token: comparable only between models with the same tokenizer."""
+        return math.exp(self.nats / self.tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of the scoring itself."""
+        return self.tokens / self.seconds
+
+
+@torch.no_grad()
+def score_documents(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    *,
+    tokens_at_once: int = 8192,
+) -> Score:
+    """Score every document from its start, the beginning token in front of it; none is truncated.
+
+    Documents are packed to ``tokens_at_once`` tokens where the model can keep packed documents apart, and go one by
+    one otherwise. A longer document is read piece by piece, the model's state carried from one piece to the next.
+
+    Raises:
+        ValueError: nothing to score, or the tokenizer has more entries than the model.
+    """
+    check_vocabulary(model, tokenizer)
+    if not documents:
+        raise ValueError("there is no document to score")
+    encoded = encode_documents(tokenizer, documents, "tokenizing held-out text")
+    was_training = model.training
+    model.eval()
+    began = time.perf_counter()
+    nats = 0.0
+    for group in track(_groups(encoded, tokens_at_once if packs_documents(model) else 0), "scoring held-out text"):
+        nats += _score_packed(model, group) if len(group) > 1 else _score_alone(model, group[0], tokens_at_once)
+    seconds = time.perf_counter() - began
+    model.train(was_training)
+    return Score(
+        nats=nats,
+        tokens=sum(len(ids) - 1 for ids in encoded),
+        bytes=sum(num_bytes(document) for document in documents),
+        documents=len(documents),
+        seconds=seconds,
+    )
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the tokenizer can give a token that the model has no embedding for."""
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} entries, the checkpoint's vocabulary only {model.config.vocab_size}: "
+            "they do not belong together"
+        )
+
+
+def packs_documents(model: PreTrainedModel) -> bool:
+    """Whether the model restarts its state where ``cu_seqlens`` says so; other models would let documents leak."""
+    from deltazoo.models import DeltaRuleConfig
+
+    return isinstance(model.config, DeltaRuleConfig)
+
+
+def _groups(encoded: Sequence[np.ndarray], tokens_at_once: int) -> list[list[np.ndarray]]:
+    """Neighbours that fit together into ``tokens_at_once``."""
+    groups: list[list[np.ndarray]] = []
+    size = 0
+    for ids in sorted(encoded, key=len):
+        if not groups or size + len(ids) > tokens_at_once:
+            groups.append([])
+            size = 0
+        groups[-1].append(ids)
+        size += len(ids)
+    return groups
+
+
+def _score_packed(model: PreTrainedModel, group: Sequence[np.ndarray]) -> float:
+    start = np.zeros(1, dtype=np.int64)
+    return packed_nats(model, collate([{"input_ids": ids.astype(np.int64), "starts": start} for ids in group]))
+
+
+def _score_alone(model: PreTrainedModel, ids: np.ndarray, tokens_at_once: int) -> float:
+    tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)
+    cache, nats = None, 0.0
+    for first in range(0, len(tokens) - 1, tokens_at_once):
+        piece = tokens[first : first + tokens_at_once]
+        whole = first == 0 and len(tokens) - 1 <= tokens_at_once
+        outputs = as_trained(model)(input_ids=piece[None], past_key_values=cache, use_cache=not whole)
+        cache = outputs.past_key_values
+        targets = tokens[first + 1 : first + 1 + len(piece)]
+        nats += nats_of(outputs.logits[0, : len(targets)], targets)
+    return nats

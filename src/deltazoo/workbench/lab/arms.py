@@ -1,0 +1,113 @@
+"""Arms: a variant by name plus options, written in one word such as `kda+neg` or `delta_net+neg+x2`."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deltazoo import variants as variants  # importing it registers the variants
+from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants
+from deltazoo.workbench.lab.task import unknown
+
+__all__ = ["OPTIONS", "SOFTMAX", "Arm", "label_of", "parse_arm"]
+
+SOFTMAX = "softmax"
+
+_TITLES = {
+    "linear_attention": "linear attention",
+    "mamba2_style": "decay only (Mamba2 style)",
+    "delta_net": "DeltaNet",
+    "neg_delta_net": "DeltaNet [-1,1]",
+    "gated_deltanet": "Gated DeltaNet",
+    "neg_gated_deltanet": "Gated DeltaNet [-1,1]",
+    "efla": "EFLA",
+    "longhorn": "Longhorn step",
+    "kda": "KDA",
+    SOFTMAX: "softmax attention",
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One contestant.
+
+    Attributes:
+        name: as written.
+        spec: its variant, changed where an option says so; None for softmax attention.
+        options: further arguments of `DeltaRuleAttention`.
+    """
+
+    name: str
+    spec: DeltaRuleSpec | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name for a person."""
+        return label_of(self.name)
+
+
+_Option = Callable[[DeltaRuleSpec, dict[str, Any]], DeltaRuleSpec]
+
+
+def _set(**options: Any) -> _Option:
+    def act(spec: DeltaRuleSpec, chosen: dict[str, Any]) -> DeltaRuleSpec:
+        chosen.update(options)
+        return spec
+
+    return act
+
+
+def _spec(**changes: Any) -> _Option:
+    def act(spec: DeltaRuleSpec, chosen: dict[str, Any]) -> DeltaRuleSpec:
+        changed = replace(spec, **changes)
+        if changed == spec:
+            raise ValueError(
+                f"variant {spec.name!r} is so already: {', '.join(f'{k}={v!r}' for k, v in changes.items())}"
+            )
+        return changed
+
+    return act
+
+
+OPTIONS: dict[str, tuple[str, _Option]] = {
+    "neg": ("[-1,1]", _set(allow_neg_eigval=True)),
+    "erase": ("[-1,1] erase only", _set(allow_neg_eigval=True, neg_eigval="erase")),
+    "raw-key": ("raw key", _spec(normalize_k=False)),
+    "unit-key": ("unit key", _spec(normalize_k=True)),
+    "scalar-decay": ("scalar decay", _spec(decay="scalar")),
+    "channel-decay": ("channel decay", _spec(decay="channel")),
+    "slow-decay": ("decay from ~1", _spec(dt_range=(1e-6, 1e-4))),
+    "bounded-decay": ("bounded decay", _set(decay_lower_bound=-5.0)),
+    "x2": ("2 steps", _set(num_micro_steps=2)),
+    "x3": ("3 steps", _set(num_micro_steps=3)),
+    "x4": ("4 steps", _set(num_micro_steps=4)),
+}
+"""Option -> how it reads on the page, and what it does."""
+
+
+def parse_arm(name: str) -> Arm:
+    """The arm that `variant[+option...]` names, or "softmax".
+
+    Raises:
+        ValueError: an unknown variant or option, or one that changes nothing.
+    """
+    variant, *options = re.split(r"\+", name)
+    if variant == SOFTMAX:
+        if options:
+            raise ValueError(f"arm {name!r}: softmax attention takes no options")
+        return Arm(name, None)
+    if variant not in list_variants():
+        raise ValueError(unknown("variant", variant, [*list_variants(), SOFTMAX]))
+    spec, chosen = get_variant(variant), dict[str, Any]()
+    for option in options:
+        if option not in OPTIONS:
+            raise ValueError(f"arm {name!r}: {unknown('option', option, list(OPTIONS))}")
+        spec = OPTIONS[option][1](spec, chosen)
+    return Arm(name, spec, chosen)
+
+
+def label_of(name: str) -> str:
+    """An arm's name for a person: `kda+neg` -> "KDA [-1,1]"."""
+    variant, *options = name.split("+")
+    return ", ".join([_TITLES.get(variant, variant), *(OPTIONS[option][0] for option in options)]).replace(", [", " [")

@@ -1,0 +1,136 @@
+"""An experiment: one task, one recipe, several arms; and the runs it consists of."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from deltazoo.workbench.lab.arms import parse_arm
+from deltazoo.workbench.lab.recipe import Recipe
+from deltazoo.workbench.lab.task import Task
+
+__all__ = ["Experiment", "Run", "list_experiments", "register_experiment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One arm, one learning rate, one seed."""
+
+    experiment: str
+    task: Task
+    arm: str
+    recipe: Recipe
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """What tells the runs of a suite apart."""
+        return f"{self.experiment} {self.arm} lr={self.recipe.learning_rate:g} seed={self.seed}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that was decided about the run; equal fingerprints mean the same numbers are due."""
+        arm = parse_arm(self.arm)
+        decided = {
+            "task": [type(self.task).__name__, asdict(self.task)],
+            "recipe": asdict(self.recipe),
+            "spec": None if arm.spec is None else asdict(arm.spec),
+            "options": arm.options,
+            "seed": self.seed,
+        }
+        text = json.dumps(decided, sort_keys=True, default=_name_of_function)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def cost(self) -> float:
+        """Rough relative duration: every step costs the same launches, and then what it moves through memory."""
+        recipe = self.recipe
+        moved = recipe.batch_size * sum(recipe.train_lengths) / 2 * recipe.hidden_size
+        return recipe.steps * recipe.num_layers * (1 + moved / 3e6)
+
+
+def _name_of_function(value: Any) -> str:
+    """Of a step size or gate that a spec holds; what the function computes is a matter of `results.code_digest`."""
+    if not hasattr(value, "__qualname__"):
+        raise TypeError(f"a run is decided by plain values and named functions, got {value!r}")
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What is compared.
+
+    Attributes:
+        name: in result files and for `--only`.
+        task, recipe: the same for all arms.
+        arms: by name, see `deltazoo.workbench.lab.arms`.
+        rates: learning rates of arms that do not use the recipe's.
+        seeds: run at first; spare_seeds: run too when a claim on the experiment fails.
+        suites: where an experiment that belongs to no claim runs: "mini", "full".
+    """
+
+    name: str
+    task: Task
+    recipe: Recipe
+    arms: tuple[str, ...]
+    rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0,)
+    spare_seeds: tuple[int, ...] = ()
+    suites: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.task.check_length(self.recipe.train_lengths[0])
+        for arm in self.arms:
+            parse_arm(arm)
+        if strangers := self.rates.keys() - set(self.arms):
+            raise ValueError(
+                f"experiment {self.name!r} has learning rates for {sorted(strangers)}, which it does not run"
+            )
+
+    def runs(self, *, spare: bool = False) -> list[Run]:
+        """Every run, those of the spare seeds too if asked."""
+        return [
+            Run(
+                experiment=self.name,
+                task=self.task,
+                arm=arm,
+                recipe=replace(self.recipe, learning_rate=rate),
+                seed=seed,
+            )
+            for arm in self.arms
+            for rate in self.rates.get(arm, (self.recipe.learning_rate,))
+            for seed in (*self.seeds, *(self.spare_seeds if spare else ()))
+        ]
+
+    def with_arms(self, arms: tuple[str, ...]) -> "Experiment":
+        """The same comparison between other arms."""
+        return replace(self, arms=arms, rates={arm: rates for arm, rates in self.rates.items() if arm in arms})
+
+    def with_steps(self, steps: int) -> "Experiment":
+        """The same comparison, shorter or longer."""
+        return replace(self, recipe=replace(self.recipe, steps=steps))
+
+
+_EXPERIMENTS: dict[str, Experiment] = {}
+
+
+def register_experiment(experiment: Experiment) -> Experiment:
+    """Make an experiment part of the suites it names, beside those of the claims.
+
+    Raises:
+        ValueError: it names no suite, or its name is taken.
+    """
+    if not experiment.suites or set(experiment.suites) - {"mini", "full"}:
+        raise ValueError(
+            f"experiment {experiment.name!r} must say in which suites it runs ('mini', 'full'), got {experiment.suites}"
+        )
+    known = _EXPERIMENTS.setdefault(experiment.name, experiment)
+    if known != experiment:
+        raise ValueError(f"the experiment name {experiment.name!r} is taken by another experiment")
+    return experiment
+
+
+def list_experiments(suite: str) -> list[Experiment]:
+    """The registered experiments of a suite."""
+    return [experiment for experiment in _EXPERIMENTS.values() if suite in experiment.suites]

@@ -1,0 +1,341 @@
+"""Pictures: colour tells the variant, marker and dash its options; chance and training lengths are drawn."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from deltazoo.workbench.lab.arms import label_of, parse_arm
+from deltazoo.workbench.lab.experiment import Experiment
+from deltazoo.workbench.lab.repeated_keys import BOUNDS
+from deltazoo.workbench.lab.results import Record
+
+__all__ = ["draw_complexity", "draw_curves", "draw_experiment", "draw_numerics"]
+
+# Okabe and Ito's palette, distinguishable with every common colour vision deficiency, and two greys.
+_COLOURS = {
+    "delta_net": "#0072B2",
+    "neg_delta_net": "#0072B2",
+    "gated_deltanet": "#009E73",
+    "neg_gated_deltanet": "#009E73",
+    "kda": "#D55E00",
+    "efla": "#CC79A7",
+    "longhorn": "#56B4E9",
+    "mamba2_style": "#E69F00",
+    "linear_attention": "#8C8C8C",
+    "softmax": "#000000",
+}
+_SPARE = ("#882255", "#999933", "#44AA99")
+_DASHES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+_FORM_STYLES = {
+    "token loop": ("#8C8C8C", "s"),
+    "parallel scan": ("#D55E00", "X"),
+    "chunkwise": ("#0072B2", "o"),
+    "triton": ("#009E73", "D"),
+    "softmax": ("#000000", "^"),
+}
+
+
+def draw_experiment(path: Path, experiment: Experiment, records: Iterable[Record]) -> Path | None:
+    """Score against test length or condition: the median of seeds as a line, every seed as a faint mark.
+
+    Returns:
+        The file, or None if there are no results.
+    """
+    found = [record for record in records if record.experiment == experiment.name]
+    if not found:
+        return None
+    conditions = [str(condition) for condition in experiment.recipe.test]
+    lengths = all(isinstance(condition, int) for condition in experiment.recipe.test)
+    figure, axes = _figure(1, width=9.6, height=4.2)
+    axis = axes[0]
+    groups = _groups(found)
+    if lengths and len(conditions) > 1:
+        _lines(axis, groups, conditions, [float(condition) for condition in conditions], experiment)
+        _length_axis(axis, experiment)
+    elif len(conditions) > 1:
+        _lines(axis, groups, conditions, [float(place) for place in range(len(conditions))], experiment)
+        axis.set_xticks(range(len(conditions)), [condition.replace(" ", "\n") for condition in conditions])
+    else:
+        _dots(axis, groups, conditions[0], experiment)
+    single = len(conditions) == 1
+    _score_axis(axis, experiment, horizontal=single)
+    axis.set_title(f"{experiment.task.title} ({experiment.name})", loc="left", pad=18)
+    if not single:
+        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return _save(figure, path)
+
+
+def draw_curves(path: Path, experiments: Sequence[Experiment], records: Iterable[Record]) -> Path | None:
+    """Training accuracy against step, one panel per experiment."""
+    records = list(records)
+    panels = [(e, [r for r in records if r.experiment == e.name]) for e in experiments]
+    panels = [(experiment, found) for experiment, found in panels if found]
+    if not panels:
+        return None
+    figure, axes = _figure(len(panels), width=4.4 * len(panels) + 2.4, height=4.0)
+    for axis, (experiment, found) in zip(axes, panels, strict=True):
+        for group, members in _groups(found).items():
+            style = _style(group, list(_groups(found)))
+            style.pop("marker")
+            for record in members:
+                axis.plot(*list(zip(*record.curve, strict=True))[::2], **style, label=_label(group, found))
+        axis.set(xlabel="training step", title=f"{experiment.task.title}")
+        _score_axis(axis, experiment, horizontal=False)
+        axis.set_ylabel("training accuracy")
+    handles, labels = axes[-1].get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    figure.legend(unique.values(), unique.keys(), loc="outside right center", fontsize=8, frameon=False)
+    return _save(figure, path)
+
+
+def draw_numerics(path: Path, measured: dict[str, Any]) -> Path:
+    """State norm at beta 2 with and without the guard; error on repeated keys; bfloat16 errors."""
+    figure, axes = _figure(3, width=14.5, height=4.2)
+    norms = measured["state_norm"]
+    for name, label, colour, marker in (
+        ("unguarded", "longest of 4,096 keys, no guard", "#D55E00", "X"),
+        ("random keys", "random keys, no guard", "#8C8C8C", "s"),
+        ("guarded", "longest of 4,096 keys, guarded", "#0072B2", "o"),
+    ):
+        axes[0].plot(norms["tokens"], norms[name], color=colour, marker=marker, markevery=8, label=label)
+    axes[0].set(
+        yscale="log", xlabel="tokens", ylabel="norm of the state over its start", title="beta = 2, bfloat16 keys"
+    )
+    _draw_repeated_keys(axes[1], measured["repeated_keys"])
+    for rule, colour in (("delta", "#0072B2"), ("scalar decay", "#009E73"), ("channel decay", "#D55E00")):
+        rows = [row for row in measured["bf16"] if row["rule"] == rule]
+        for form, dash, marker in (("loop", ":", "s"), ("chunk", "-", "o")):
+            name = "token loop" if form == "loop" else measured["backend"]
+            axes[2].plot(
+                [row["tokens"] for row in rows],
+                [row[form] for row in rows],
+                color=colour,
+                linestyle=dash,
+                marker=marker,
+                fillstyle="none" if form == "loop" else "full",
+                label=f"{rule}, {name}",
+            )
+    axes[2].set(xlabel="tokens", ylabel="relative error against float64", title="bfloat16 inputs and outputs")
+    axes[2].set_xscale("log", base=2)
+    axes[2].set_ylim(bottom=0, top=1.15 * max(max(row["loop"], row["chunk"]) for row in measured["bf16"]))
+    for axis in axes:
+        axis.legend(fontsize=8, frameon=False)
+    return _save(figure, path)
+
+
+def _draw_repeated_keys(axis: Any, measured: dict[str, Any]) -> None:
+    """Error against beta, bfloat16, worse of the two patterns; a cross on the upper edge where it is not finite."""
+    rows = [row for row in measured["rows"] if row["dtype"] == "bfloat16"]
+    looks = {"token loop": ("#8C8C8C", "s"), "fla": ("#D55E00", "X"), "triton fast": ("#E69F00", "^")}
+    for who in dict.fromkeys(row["who"] for row in rows):
+        colour, marker = looks.get(who, ("#0072B2", "o"))
+        worst: dict[float, float] = {}
+        for row in (row for row in rows if row["who"] == who):
+            worst[row["beta"]] = max(worst.get(row["beta"], 0.0), math.inf if row["error"] is None else row["error"])
+        finite = {beta: error for beta, error in worst.items() if math.isfinite(error)}
+        axis.plot(finite.keys(), finite.values(), color=colour, marker=marker, label=who)
+        lost = [beta for beta in worst if beta not in finite]
+        edge = axis.get_xaxis_transform()
+        axis.plot(
+            lost, [0.98] * len(lost), "x", color=colour, transform=edge, label=f"{who}, not finite" if lost else None
+        )
+    axis.set(
+        yscale="log",
+        xlabel="beta",
+        ylabel="relative error against float64",
+        title=f"one key, or two in turn, {measured['tokens']:,} times, bfloat16",
+    )
+    bound = BOUNDS["bfloat16"]
+    axis.axhline(bound, color="black", linestyle=":", linewidth=1, label="wanted at most")
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, bound / 100), max(high, bound * 2))
+
+
+def draw_complexity(path: Path, measured: dict[str, Any]) -> Path:
+    """Time and memory against length, with the operation counts beside; time against chunk size and head dimension."""
+    has_memory = any(row["bytes"] for row in measured["length"])
+    titles = ["length", "flops", *(["bytes"] if has_memory else []), "chunk", "head_dim"]
+    figure, axes = _figure(len(titles), width=4.6 * len(titles), height=4.2)
+    for axis, title in zip(axes, titles, strict=True):
+        if title == "chunk":
+            rows = measured["chunk"]
+            axis.plot(
+                [r["chunk"] for r in rows],
+                [1e3 * r["seconds"] for r in rows],
+                color="#0072B2",
+                marker="o",
+                label="measured",
+            )
+            best = min(r["seconds"] / r["flops"] for r in rows)
+            axis.plot(
+                [r["chunk"] for r in rows],
+                [1e3 * best * r["flops"] for r in rows],
+                color="#8C8C8C",
+                linestyle=":",
+                label="operations at the best rate seen",
+            )
+            axis.set(xlabel="chunk size", ylabel="milliseconds", title="chunkwise torch, 4,096 tokens")
+        else:
+            key = "dim" if title == "head_dim" else "tokens"
+            value = {"flops": "flops", "bytes": "bytes"}.get(title, "seconds")
+            source = measured["head_dim"] if title == "head_dim" else measured["length"]
+            for form in dict.fromkeys(row["form"] for row in source):
+                colour, marker = _FORM_STYLES[form]
+                rows = [row for row in source if row["form"] == form]
+                axis.plot([r[key] for r in rows], [r[value] for r in rows], color=colour, marker=marker, label=form)
+            axis.set(
+                xlabel="head dimension (2,048 tokens)" if title == "head_dim" else "tokens (4 heads of 64)",
+                ylabel={"flops": "operations", "bytes": "peak memory, bytes"}.get(title, "seconds"),
+                title={
+                    "length": "time, forward",
+                    "flops": "operations, forward",
+                    "bytes": "memory, forward",
+                    "head_dim": "time, forward",
+                }[title],
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.legend(fontsize=8, frameon=False)
+    return _save(figure, path)
+
+
+_Group = tuple[str, float]
+
+
+def _groups(records: Sequence[Record]) -> dict[_Group, list[Record]]:
+    """Records by arm and learning rate."""
+    groups: dict[_Group, list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.arm, record.learning_rate), []).append(record)
+    return groups
+
+
+def _label(group: _Group, records: Sequence[Record]) -> str:
+    several = len({record.learning_rate for record in records}) > 1
+    return f"{label_of(group[0])}, lr {group[1]:g}" if several else label_of(group[0])
+
+
+def _style(group: _Group, groups: Sequence[_Group]) -> dict[str, Any]:
+    variant = group[0].split("+")[0]
+    strangers = sorted({g[0].split("+")[0] for g in groups} - _COLOURS.keys())
+    colour = _COLOURS.get(variant) or _SPARE[strangers.index(variant) % len(_SPARE)]
+    siblings = [
+        g
+        for g in groups
+        if (_COLOURS.get(g[0].split("+")[0]) or g[0].split("+")[0]) == (_COLOURS.get(variant) or variant)
+    ]
+    arm = parse_arm(group[0])
+    negative = arm.spec is not None and (arm.options.get("allow_neg_eigval") or arm.spec.allow_neg_eigval)
+    place = siblings.index(group)
+    return {
+        "color": colour,
+        "marker": _MARKERS[list(groups).index(group) % len(_MARKERS)],
+        "linestyle": _DASHES[place % len(_DASHES)],
+        "markerfacecolor": colour if negative or len(siblings) == 1 else "white",
+    }
+
+
+def _lines(
+    axis: Any, groups: dict[_Group, list[Record]], conditions: list[str], places: list[float], e: Experiment
+) -> None:
+    records = [record for members in groups.values() for record in members]
+    for group, members in groups.items():
+        style = _style(group, list(groups))
+        if not all(isinstance(condition, int) for condition in e.recipe.test):
+            style["linestyle"] = ""  # conditions of different kinds have nothing between them
+        values = [[_value(record, condition, e) for record in members] for condition in conditions]
+        axis.plot(places, [median(v) for v in values], **style, label=_label(group, records))
+        if len(members) > 1:
+            for place, several in zip(places, values, strict=True):
+                axis.plot([place] * len(several), several, color=style["color"], marker="_", linestyle="", alpha=0.5)
+
+
+def _dots(axis: Any, groups: dict[_Group, list[Record]], condition: str, e: Experiment) -> None:
+    records = [record for members in groups.values() for record in members]
+    names = [_label(group, records) for group in groups]
+    for place, (group, members) in enumerate(groups.items()):
+        values = [_value(record, condition, e) for record in members]
+        colour = _style(group, list(groups))["color"]
+        axis.barh(place, median(values), color=colour, alpha=0.85, height=0.6)
+        axis.plot(values, [place] * len(values), color="black", marker="|", linestyle="")
+        axis.annotate(f" {median(values):.2f}", (max(values), place), va="center", fontsize=9)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel(f"accuracy at {condition} {e.task.length_is}")
+
+
+def _value(record: Record, condition: str, experiment: Experiment) -> float:
+    return getattr(record.scores[condition], experiment.task.metric)
+
+
+def _length_axis(axis: Any, experiment: Experiment) -> None:
+    low, high = experiment.recipe.train_lengths
+    ticks = [condition for condition in experiment.recipe.test if isinstance(condition, int)]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axis.minorticks_off()
+    left = min(ticks) / 1.25
+    axis.set_xlim(left, max(ticks) * 1.15)
+    if high > left:
+        start = max(left, low)
+        if low == high:
+            axis.axvline(high, color="#000000", alpha=0.12, lw=6)
+        else:
+            axis.axvspan(start, high, color="#000000", alpha=0.06, lw=0)
+        axis.annotate(
+            "training length" if low == high else "training lengths",
+            (start * 1.02, 1.01),
+            xycoords=("data", "axes fraction"),
+            fontsize=8,
+            color="#555555",
+            ha="center" if low == high else "left",
+        )
+    axis.set_xlabel(f"test length ({experiment.task.length_is})")
+
+
+def _score_axis(axis: Any, experiment: Experiment, *, horizontal: bool) -> None:
+    if experiment.task.metric == "bits":
+        axis.set_ylabel("bits per byte (lower is better)")
+        return
+    chance = experiment.task.chance
+    line = axis.axvline if horizontal else axis.axhline
+    line(chance, color="#555555", linestyle=(0, (1, 1)), lw=1)
+    if horizontal:
+        axis.set_xlim(0, 1.08)
+        axis.annotate(
+            "chance", (chance, 1.01), xycoords=("data", "axes fraction"), fontsize=8, color="#555555", ha="center"
+        )
+    else:
+        axis.set_ylim(0, 1.04)
+        axis.set_ylabel("accuracy")
+        axis.annotate(
+            "chance",
+            (0.995, chance + 0.012),
+            xycoords=("axes fraction", "data"),
+            fontsize=8,
+            color="#555555",
+            ha="right",
+        )
+
+
+def _figure(panels: int, *, width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for axis in axes:
+        axis.grid(True, alpha=0.25)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    return path

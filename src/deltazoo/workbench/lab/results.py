@@ -1,0 +1,244 @@
+"""Result files: one JSON line per run, appended as soon as it is done, so that a killed suite goes on where it was."""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltazoo import __version__
+from deltazoo.workbench.lab.experiment import Run
+from deltazoo.workbench.lab.train import Outcome, Score
+
+__all__ = ["Environment", "Record", "ResultFile", "read_records"]
+
+# `models` has the softmax attention that rules are compared with.
+_DECISIVE = ("ops", "layers", "variants", "models", "spec.py", "runtime.py")
+_DECISIVE_IN_LAB = ("tasks", "arms.py", "network.py", "recipe.py", "task.py", "train.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Machine and versions of a run."""
+
+    device: str
+    torch: str
+    triton: str | None
+    version: str
+    commit: str
+    code: str
+    """Hash of the source files that can change a result, those that a user loads among them."""
+    transformers: str | None = None
+    """Softmax attention runs in it; None in results from before this was kept."""
+
+    @classmethod
+    def here(cls, device: str, commit: str | None = None, load: Sequence[Path] = ()) -> "Environment":
+        """Of this process. `commit` is read from git unless given; `load` are the files that a user loads."""
+        on_gpu = torch.device(device).type == "cuda"
+        return cls(
+            device=torch.cuda.get_device_name(device) if on_gpu else f"CPU, {_processor()}",
+            torch=torch.__version__,
+            triton=_version_of("triton"),
+            version=__version__,
+            commit=commit or _commit(),
+            code=code_digest(tuple(load)),
+            transformers=_version_of("transformers"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One line of a result file."""
+
+    suite: str
+    experiment: str
+    task: str
+    arm: str
+    seed: int
+    learning_rate: float
+    steps: int
+    parameters: int
+    scores: dict[str, Score]
+    curve: list[tuple[int, float, float]]
+    seconds: float
+    cpu_seconds: float
+    fingerprint: str
+    environment: Environment
+    precision: str = "float32"
+    device: str = "cpu"
+    """Which of the machine's devices."""
+    started: float | None = None
+    """Seconds since the epoch; None in results from before this was kept."""
+
+    @classmethod
+    def of(cls, suite: str, run: Run, outcome: Outcome, environment: Environment) -> "Record":
+        """What a run reached."""
+        return cls(
+            suite=suite,
+            experiment=run.experiment,
+            task=run.task.name,
+            arm=run.arm,
+            seed=run.seed,
+            learning_rate=run.recipe.learning_rate,
+            steps=run.recipe.steps,
+            fingerprint=run.fingerprint,
+            precision=run.recipe.precision,
+            environment=environment,
+            **{field.name: getattr(outcome, field.name) for field in fields(Outcome)},
+        )
+
+    @property
+    def key(self) -> str:
+        """As `Run.key`."""
+        return f"{self.experiment} {self.arm} lr={self.learning_rate:g} seed={self.seed}"
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> "Record":
+        """Back from a line."""
+        content: dict[str, Any] = json.loads(line)
+        content["scores"] = {condition: Score(**score) for condition, score in content["scores"].items()}
+        content["curve"] = [tuple(point) for point in content["curve"]]
+        content["environment"] = Environment(**content["environment"])
+        return cls(**content)
+
+
+def read_records(path: Path) -> list[Record]:
+    """All complete lines of a result file; a last line cut short by a killed run is left out.
+
+    Raises:
+        ValueError: a line that is not a result, with its number.
+    """
+    records = []
+    for number, line in enumerate(_complete_lines(path), start=1):
+        try:
+            records.append(Record.from_json(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is not a result of this version of the lab: {error}") from error
+    return records
+
+
+def _complete_lines(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+class ResultFile:
+    """The results of one suite, being made.
+
+    Args:
+        path: of the JSON lines; need not exist.
+        suite: its name.
+        environment: of the runs to come.
+
+    Raises:
+        ValueError: the file holds results of other code, another device or other versions.
+    """
+
+    def __init__(self, path: Path, suite: str, environment: Environment) -> None:
+        self.path, self.suite, self.environment = path, suite, environment
+        self.records: dict[str, Record] = {}
+        if path.exists():
+            for record in read_records(path):
+                self._check(record)
+                self.records[record.key] = record
+            lines = _complete_lines(path)
+            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+    def _check(self, record: Record) -> None:
+        advice = "give another --out, or --fresh to start over"
+        if record.suite != self.suite:
+            raise ValueError(f"{self.path} holds results of the suite {record.suite!r}, not {self.suite!r}: {advice}")
+        for name in ("version", "code", "torch", "triton", "transformers", "device"):
+            theirs, ours = getattr(record.environment, name), getattr(self.environment, name)
+            if theirs != ours:
+                what = "source files" if name == "code" else name
+                raise ValueError(
+                    f"{self.path} holds results of other {what} ({theirs}, now {ours}; commit "
+                    f"{record.environment.commit}), which do not mix: {advice}"
+                )
+
+    def has(self, run: Run) -> bool:
+        """Whether the run is done.
+
+        Raises:
+            ValueError: it was done with another recipe.
+        """
+        record = self.records.get(run.key)
+        if record is not None and record.fingerprint != run.fingerprint:
+            raise ValueError(
+                f"{self.path} holds a result of {run.key} under another recipe (or other options): "
+                "give another --out, or --fresh to start over"
+            )
+        return record is not None
+
+    def add(self, run: Run, outcome: Outcome) -> Record:
+        """Keep a result; it is on disk when this returns."""
+        record = Record.of(self.suite, run, outcome, self.environment)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(record.to_json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.records[run.key] = record
+        return record
+
+
+@cache
+def code_digest(load: tuple[Path, ...] = ()) -> str:
+    """Hash of the files that can change a result: of the package, and those that a user loads."""
+    package = Path(__file__).resolve().parents[2]
+    digest = hashlib.blake2b(digest_size=8)
+    for path in decisive_files():
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(path.resolve() for path in load):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def decisive_files() -> list[Path]:
+    """The Python files of the package that can change a result."""
+    package = Path(__file__).resolve().parents[2]
+    roots = [*(package / name for name in _DECISIVE), *(package / "lab" / name for name in _DECISIVE_IN_LAB)]
+    return sorted(path for root in roots for path in ([root] if root.is_file() else root.rglob("*.py")))
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,68 @@
+"""Which experiments a command asks for, and a clear word when there are none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from deltazoo.workbench.lab.arms import parse_arm
+from deltazoo.workbench.lab.claims import Claim
+from deltazoo.workbench.lab.experiment import Experiment, list_experiments
+from deltazoo.workbench.lab.suites import get_suite
+from deltazoo.workbench.lab.task import unknown
+
+__all__ = ["Selection", "select"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is run, and the claims that can be judged by it."""
+
+    experiments: tuple[Experiment, ...]
+    claims: tuple[Claim, ...]
+
+
+def select(
+    suite: str,
+    *,
+    only: Sequence[str] = (),
+    arms: Sequence[str] = (),
+    further_arms: Sequence[str] = (),
+    steps: int | None = None,
+) -> Selection:
+    """Choose experiments of a suite.
+
+    Args:
+        suite: "mini" or "full".
+        only: names of experiments, tasks or claims; all of the suite if empty.
+        arms: run these instead of each experiment's own.
+        further_arms: run these besides.
+        steps: train so many steps instead of the recipe's.
+
+    Raises:
+        ValueError: an unknown suite, name or arm.
+    """
+    claims = get_suite(suite)
+    known = {experiment.name: experiment for claim in claims for experiment in claim.experiments}
+    known |= {experiment.name: experiment for experiment in list_experiments(suite)}
+    chosen = dict(known) if not only else {}
+    for name in only:
+        of_claim = {e.name for claim in claims if claim.name == name for e in claim.experiments}
+        found = [e for e in known.values() if name in (e.name, e.task.name) or e.name in of_claim]
+        if not found:
+            names = [*known, *(e.task.name for e in known.values()), *(claim.name for claim in claims)]
+            raise ValueError(unknown(f"task in the suite {suite!r}:", name, list(dict.fromkeys(names))))
+        chosen |= {experiment.name: experiment for experiment in found}
+    for arm in arms:
+        parse_arm(arm)
+    experiments = []
+    for experiment in chosen.values():
+        wanted = tuple(arms) or experiment.arms
+        extra = tuple(arm for arm in further_arms if arm not in wanted)
+        changed = experiment.with_arms((*wanted, *extra))
+        experiments.append(changed if steps is None else changed.with_steps(steps))
+    by_name = {experiment.name: experiment for experiment in experiments}
+    judged = tuple(
+        replace(claim, experiments=tuple(by_name[e.name] for e in claim.experiments))
+        for claim in claims
+        if all(e.name in by_name for e in claim.experiments)
+    )
+    return Selection(tuple(experiments), judged)

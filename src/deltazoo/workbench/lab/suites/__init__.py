@@ -1,0 +1,21 @@
+"""The two suites: `mini` for two CPU cores and three minutes, `full` for one large GPU."""
+
+from deltazoo.workbench.lab.claims import Claim
+from deltazoo.workbench.lab.suites.full import FULL
+from deltazoo.workbench.lab.suites.mini import MINI
+from deltazoo.workbench.lab.task import unknown
+
+__all__ = ["SUITES", "get_suite"]
+
+SUITES: dict[str, tuple[Claim, ...]] = {"mini": MINI, "full": FULL}
+
+
+def get_suite(name: str) -> tuple[Claim, ...]:
+    """The claims of a suite.
+
+    Raises:
+        ValueError: no such suite.
+    """
+    if name not in SUITES:
+        raise ValueError(unknown("suite", name, list(SUITES)))
+    return SUITES[name]

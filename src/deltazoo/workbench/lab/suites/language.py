@@ -1,0 +1,85 @@
+"""Full suite: a small language model, and how far beyond its training length it holds."""
+
+from deltazoo.workbench.lab.claims import Check, Claim, Scores, gap
+from deltazoo.workbench.lab.experiment import Experiment
+from deltazoo.workbench.lab.recipe import Recipe
+from deltazoo.workbench.lab.tasks.byte_text import BYTE_TEXT
+
+__all__ = ["LANGUAGE"]
+
+BYTES = Experiment(
+    name="byte_text",
+    task=BYTE_TEXT,
+    recipe=Recipe(
+        num_layers=6,
+        hidden_size=384,
+        num_heads=6,
+        head_dim=64,
+        mlp_ratio=4.0,
+        mlp_multiple=8,
+        train_lengths=(1024, 1024),
+        test=(1024, 2048, 4096, 8192, 16384),
+        test_sequences=256,
+        batch_size=32,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        steps=800,
+        bf16=True,
+    ),
+    arms=(
+        "linear_attention",
+        "mamba2_style",
+        "delta_net",
+        "gated_deltanet",
+        "efla",
+        "efla+channel-decay",
+        "longhorn",
+        "kda",
+        "softmax",
+    ),
+)
+
+
+def _order(scores: Scores) -> list[Check]:
+    bits = {arm: scores.fewest_bits("byte_text", arm, 1024) for arm in BYTES.arms}
+    ranking = ", ".join(f"{arm} {value:.3f}" for arm, value in sorted(bits.items(), key=lambda item: item[1]))
+    return [
+        gap("DeltaNet minus KDA, bits per byte", bits["delta_net"] - bits["kda"], -0.01),
+        gap("DeltaNet minus Gated DeltaNet, bits per byte", bits["delta_net"] - bits["gated_deltanet"], -0.01),
+        gap("linear attention minus DeltaNet, bits per byte", bits["linear_attention"] - bits["delta_net"], -0.01),
+        gap("softmax minus Gated DeltaNet, bits per byte", bits["softmax"] - bits["gated_deltanet"], -0.05),
+        Check("printed", f"bits per byte at 1,024: {ranking}"),
+    ]
+
+
+def _extrapolation(scores: Scores) -> list[Check]:
+    checks = []
+    for arm in BYTES.arms:
+        short, long = (scores.fewest_bits("byte_text", arm, length) for length in (1024, 16384))
+        recurrent = arm in ("delta_net", "gated_deltanet", "kda", "efla")
+        text = f"{arm}: {short:.3f} bits at 1,024, {long:.3f} at 16,384"
+        verdict = ("pass" if long <= short + 0.05 else "warn") if recurrent else "printed"
+        checks.append(Check(verdict, text))  # type: ignore[arg-type]
+    return checks
+
+
+LANGUAGE = (
+    Claim(
+        name="perplexity",
+        statement="At equal size the order of perplexities is gated delta, delta, linear; near softmax attention.",
+        paper="340M, 15B tokens: DeltaNet 28.24, Transformer++ 28.39, RetNet 32.33 (arXiv:2406.06484); 1.3B, 100B "
+        "tokens: GDN 16.42, DeltaNet 17.71, Transformer++ 18.53 (arXiv:2412.06464)",
+        differences="about 11 million parameters, about 12 million bytes of Python source, bits per byte; "
+        "the order alone compares",
+        experiments=(BYTES,),
+        judge=_order,
+    ),
+    Claim(
+        name="extrapolation",
+        statement="The loss of a recurrent model does not rise beyond its training length, up to 16 times.",
+        paper="16 times for Longhorn (arXiv:2407.14207)",
+        differences="trained at 1,024 bytes, tested to 16,384; the last 256 bytes of each window are graded",
+        experiments=(BYTES,),
+        judge=_extrapolation,
+    ),
+)

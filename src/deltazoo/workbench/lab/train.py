@@ -1,0 +1,204 @@
+"""Training and testing of one arm: a plain loop, every token that has an answer supervised."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltazoo.ops import resolve_backend
+from deltazoo.workbench.lab.arms import Arm
+from deltazoo.workbench.lab.network import LabModel, build_model
+from deltazoo.workbench.lab.recipe import Recipe
+from deltazoo.workbench.lab.task import IGNORED, Batch, Task
+
+__all__ = ["Outcome", "Score", "run_arm"]
+
+_CURVE_POINTS = 100
+_TEST_SEED = 2**31 - 1
+# Below this many steps along time the token loop beats the chunk form on a CPU, where a chunk is always 64 tokens.
+_LOOP_UP_TO = 48
+_TOKENS_PER_TEST_BATCH = 2**15
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of the graded answers under one condition."""
+
+    accuracy: float
+    bits: float
+    """Cross entropy in bits per answer."""
+    answers: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one arm reached."""
+
+    parameters: int
+    scores: dict[str, Score]
+    """By test condition."""
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    """(step, loss in nats, accuracy) of training batches before their update, averaged over the steps between."""
+    device: str = "cpu"
+    started: float | None = None
+    """Seconds since the epoch."""
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+def run_arm(
+    task: Task,
+    arm: Arm,
+    recipe: Recipe,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] = lambda step: None,
+) -> Outcome:
+    """Train an arm on a task and test it. The same seed gives the same numbers; arms of one seed see the same data.
+
+    Args:
+        task, arm, recipe: what to run.
+        seed: of initialisation and training data; test data never depend on it.
+        device: where. On an NVIDIA GPU convolutions and gated norms run in the fused kernels.
+        progress: called with the number of finished steps.
+
+    Raises:
+        ValueError: lengths that the task cannot have. ArithmeticError: the loss is not finite any more.
+    """
+    task.check_length(recipe.train_lengths[0])
+    device = torch.device(device)
+    began, started, cpu_started = time.time(), time.perf_counter(), time.process_time()
+    torch.manual_seed(seed)
+    model = build_model(arm, recipe, task, fused_kernels=_has_kernels(device, recipe)).to(device)
+    optimizer = _make_optimizer(model, recipe)
+    data = torch.Generator().manual_seed(seed)
+    curve = _Curve(recipe.steps)
+    for step, questions in enumerate(_training_batches(task, recipe, data, device)):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * _schedule(step, recipe)
+        logits = _answer(model, questions, recipe)
+        loss = F.cross_entropy(logits, questions.answers)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        optimizer.step()
+        if curve.add(step, loss, logits, questions):
+            if not math.isfinite(curve.points[-1][1]):
+                raise ArithmeticError(f"{arm.name} on {task.name}: the loss is {curve.points[-1][1]} at step {step}")
+            progress(step + 1)
+    scores = {
+        str(condition): _test(model, task, condition, index, recipe, device)
+        for index, condition in enumerate(recipe.test)
+    }
+    return Outcome(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        scores=scores,
+        curve=curve.points,
+        device=str(device),
+        started=round(began, 2),
+        seconds=round(time.perf_counter() - started, 2),
+        cpu_seconds=round(time.process_time() - cpu_started, 2),
+    )
+
+
+class _Questions(NamedTuple):
+    """A batch with its answered tokens picked out, on the device of the model."""
+
+    inputs: Tensor
+    tokens: Tensor
+    """`[N]`, places of the answers among the flattened tokens."""
+    answers: Tensor
+    """`[N]`."""
+    graded: Tensor
+    """`[N]` bool."""
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device, *, graded_only: bool = False) -> "_Questions":
+        # Picked before the move: the number of answers is known here without waiting for a GPU.
+        wanted = batch.graded if graded_only else batch.targets != IGNORED
+        tokens = wanted.flatten().nonzero()[:, 0]
+        parts = (batch.inputs, tokens, batch.targets.flatten()[tokens], batch.graded.flatten()[tokens])
+        if device.type == "cuda":  # from pageable memory the host would wait for all that is queued on the GPU
+            return cls(*(x.contiguous().pin_memory().to(device, non_blocking=True) for x in parts))
+        return cls(*(x.to(device) for x in parts))
+
+
+def _has_kernels(device: torch.device, recipe: Recipe) -> bool:
+    dim = recipe.head_dim
+    name, _ = resolve_backend(None, device=device, dtype=torch.float32, head_k_dim=dim, head_v_dim=dim)
+    return device.type == "cuda" and name == "triton"
+
+
+def _training_batches(
+    task: Task, recipe: Recipe, generator: torch.Generator, device: torch.device
+) -> Iterator[_Questions]:
+    """One batch per step."""
+    for start in range(0, recipe.steps, recipe.draw_ahead):
+        steps = min(recipe.draw_ahead, recipe.steps - start)
+        length = int(torch.randint(recipe.train_lengths[0], recipe.longest(start) + 1, (), generator=generator))
+        drawn = task.sample(steps * recipe.batch_size, length, generator)
+        for parts in zip(*(x.split(recipe.batch_size) for x in drawn), strict=True):
+            yield _Questions.of(Batch(*parts), device)
+
+
+class _Curve:
+    """Averages of loss and accuracy, read from the device only where a point is due."""
+
+    def __init__(self, steps: int) -> None:
+        self.points: list[tuple[int, float, float]] = []
+        self._steps, self._every = steps, max(1, steps // _CURVE_POINTS)
+        self._sums: list[Tensor] = []
+
+    def add(self, step: int, loss: Tensor, logits: Tensor, questions: _Questions) -> bool:
+        hits = (logits.detach().argmax(-1) == questions.answers) & questions.graded
+        self._sums.append(torch.stack([loss.detach(), hits.sum() / questions.graded.sum().clamp(min=1)]))
+        if (step + 1) % self._every and step + 1 < self._steps:
+            return False
+        mean_loss, accuracy = torch.stack(self._sums).mean(0).tolist()
+        self.points.append((step + 1, round(mean_loss, 5), round(accuracy, 5)))
+        self._sums.clear()
+        return True
+
+
+def _make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, fused=True)
+
+
+def _schedule(step: int, recipe: Recipe) -> float:
+    """Linear warm-up, then a cosine to zero."""
+    warmup = max(1, round(recipe.warmup * recipe.steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, recipe.steps - warmup)))
+
+
+def _answer(model: LabModel, questions: _Questions, recipe: Recipe) -> Tensor:
+    """Logits `[N, classes]` float32."""
+    on_cpu = questions.inputs.device.type == "cpu"
+    model.use_backend("reference" if on_cpu and questions.inputs.shape[1] * model.micro_steps <= _LOOP_UP_TO else None)
+    with torch.autocast(questions.inputs.device.type, torch.bfloat16, enabled=recipe.bf16):
+        return model(questions.inputs, questions.tokens).float()
+
+
+@torch.no_grad()
+def _test(model: LabModel, task: Task, condition: int | str, index: int, recipe: Recipe, device: torch.device) -> Score:
+    generator = torch.Generator().manual_seed(_TEST_SEED - index)
+    whole = task.test_sample(condition, recipe.test_sequences, generator)
+    rows = max(1, _TOKENS_PER_TEST_BATCH // whole.inputs.shape[1])
+    hits, nats, answers = 0, 0.0, 0
+    for parts in zip(*(x.split(rows) for x in whole), strict=True):
+        questions = _Questions.of(Batch(*parts), device, graded_only=True)
+        logits = _answer(model, questions, recipe)
+        hits += int((logits.argmax(-1) == questions.answers).sum())
+        nats += float(F.cross_entropy(logits, questions.answers, reduction="sum"))
+        answers += len(questions.answers)
+    return Score(round(hits / answers, 5), round(nats / answers / math.log(2), 5), answers)

@@ -1,0 +1,39 @@
+"""Training: text, tokenizers, packing, and the HF Trainer, from one YAML file to a model on disk.
+
+Configurations and text are read without torch; the rest is imported when it is first asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from deltazoo._lazy import lazy_names
+from deltazoo.workbench.train.config import (
+    DataConfig,
+    OptimizationConfig,
+    RunConfig,
+    TokenizerConfig,
+    load_config,
+    save_config,
+)
+
+if TYPE_CHECKING:
+    from deltazoo.workbench.train.monitor import TrainingDiverged
+    from deltazoo.workbench.train.optimizer import parameter_groups
+    from deltazoo.workbench.train.run import TrainingResult, train
+
+__all__ = [
+    "DataConfig",
+    "OptimizationConfig",
+    "RunConfig",
+    "TokenizerConfig",
+    "TrainingDiverged",
+    "TrainingResult",
+    "load_config",
+    "parameter_groups",
+    "save_config",
+    "train",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {"monitor": ("TrainingDiverged",), "optimizer": ("parameter_groups",), "run": ("TrainingResult", "train")},
+)

@@ -1,0 +1,292 @@
+"""The training configuration: one YAML file, every key with a meaning, unknown keys refused."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+import yaml
+
+from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
+from deltazoo.workbench.train.checkpoint import write_whole
+from deltazoo.workbench.train.strict import from_mapping
+
+STDLIB = "python_stdlib"
+RUN_CONFIG = "config.yaml"  # in the folder of a run: what it began with
+MODEL_CONFIG = "training.yaml"  # beside the weights: the configuration they come from
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text is read and how it is split.
+
+    Attributes:
+        text: ``python_stdlib``, a text file, a ``.jsonl``/``.json`` or ``.parquet`` file, a folder of such files, or a
+            name for ``datasets.load_dataset``.
+        pattern: which files of a folder are read as text, as a glob below it.
+        subset: configuration name of a Hub dataset; only for Hub datasets.
+        split: split of a Hub dataset; only for Hub datasets.
+        text_field: the column that holds the text of JSONL, Parquet and Hub records.
+        streaming: read records on the way instead of holding the whole text in memory; JSONL, Parquet and Hub only.
+        validation_fraction: share of the documents held out, chosen by a hash of their name (files) or text (records);
+            where the hash leaves one side empty, as with a single file, share of the text, at its end.
+        max_train_bytes: stop after this many bytes of training text (not with ``streaming``, which reads on forever).
+        max_validation_bytes: stop after this many bytes of held-out text; needed with ``streaming``.
+    """
+
+    text: str = STDLIB
+    pattern: str = "**/*"
+    subset: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    streaming: bool = False
+    validation_fraction: float = 0.05
+    max_train_bytes: int | None = None
+    max_validation_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0.0 < self.validation_fraction < 1.0:
+            raise ValueError(f"data.validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
+        for name in ("max_train_bytes", "max_validation_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name} must be at least 1, got {value}")
+        if self.streaming and self.max_validation_bytes is None:
+            raise ValueError("data.streaming needs data.max_validation_bytes: the held-out text is kept in memory")
+        if self.streaming and self.max_train_bytes is not None:
+            raise ValueError("data.max_train_bytes has no meaning with data.streaming: training.steps ends the stream")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """How text becomes tokens.
+
+    Attributes:
+        kind: ``bpe`` trains a byte-level BPE on the training text, ``byte`` has one token per byte, ``pretrained``
+            loads a finished tokenizer.
+        vocab_size: entries of the trained BPE, the two special tokens included; only for ``bpe``.
+        path: folder or Hub name of a finished tokenizer; only for ``pretrained``.
+        training_bytes: train the BPE on this much of the training text at most; only for ``bpe``.
+    """
+
+    kind: Literal["bpe", "byte", "pretrained"] = "bpe"
+    vocab_size: int | None = None
+    path: str | None = None
+    training_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that exactly the keys of the chosen kind are given."""
+        if self.kind == "bpe":
+            if self.vocab_size is None or self.vocab_size < 259:
+                raise ValueError(
+                    "tokenizer.vocab_size must be at least 259 for a byte-level BPE "
+                    f"(256 bytes, two special tokens, one merge), got {self.vocab_size}"
+                )
+        elif self.vocab_size is not None or self.training_bytes is not None:
+            raise ValueError(
+                f"tokenizer.vocab_size and tokenizer.training_bytes act only for kind bpe, not {self.kind}"
+            )
+        if (self.path is not None) != (self.kind == "pretrained"):
+            raise ValueError(
+                f"tokenizer.path belongs to kind pretrained and to no other; got kind {self.kind}, path {self.path}"
+            )
+        if self.training_bytes is not None and self.training_bytes < 1:
+            raise ValueError(f"tokenizer.training_bytes must be at least 1, got {self.training_bytes}")
+
+
+@dataclass(frozen=True)
+class OptimizationConfig:
+    """Steps, batches, optimizer, schedule and what is written when.
+
+    Attributes:
+        section: the section's name in the file, for messages; no key of it.
+        steps: optimizer steps.
+        row_length: tokens per packed row; the longest context a gradient sees.
+        rows_per_batch: rows in one forward pass of one device.
+        accumulation: forward passes per optimizer step.
+        learning_rate: peak learning rate of AdamW.
+        schedule: after the warm-up: down to ``min_learning_rate_ratio`` along a cosine or a line, or constant.
+        warmup: share of the steps over which the learning rate rises linearly from 0.
+        min_learning_rate_ratio: final over peak learning rate; 1.0 is refused (that is ``schedule: constant``).
+        weight_decay: AdamW decay; never on A_log, dt_bias, norms and biases.
+        betas: AdamW moment decays.
+        max_grad_norm: gradients are scaled down to this global norm.
+        precision: ``auto`` is bf16 on a GPU that has it and fp32 elsewhere; parameters stay fp32 in any case.
+        gradient_checkpointing: recompute activations in the backward pass: slower, less memory.
+        compile: run the model through ``torch.compile``.
+        log_every: steps between two entries of the training loss; each is the mean since the last.
+        evaluate_every: steps between two validation losses.
+        evaluation_rows: held-out rows of each validation loss, spread evenly over all; the final score reads them all.
+        save_every: steps between checkpoints; a multiple of ``log_every``, so that a resumed run logs the same means.
+        keep_checkpoints: older checkpoints beyond this many are removed.
+    """
+
+    section: ClassVar[str] = "training"
+
+    steps: int
+    row_length: int
+    rows_per_batch: int
+    learning_rate: float
+    accumulation: int = 1
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: float = 0.0
+    min_learning_rate_ratio: float = 0.0
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    log_every: int = 10
+    evaluate_every: int = 100
+    evaluation_rows: int = 32
+    save_every: int = 100
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        counts = "steps row_length rows_per_batch accumulation log_every evaluate_every evaluation_rows save_every"
+        for name in [*counts.split(), "keep_checkpoints"]:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{self.section}.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("learning_rate", "max_grad_norm"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{self.section}.{name} must be positive and finite, got {value}")
+        if self.weight_decay < 0:
+            raise ValueError(f"{self.section}.weight_decay must not be negative, got {self.weight_decay}")
+        if not 0.0 <= self.warmup <= 1.0:
+            raise ValueError(f"{self.section}.warmup is a share of the steps, between 0 and 1, got {self.warmup}")
+        if not 0.0 <= self.min_learning_rate_ratio < 1.0:
+            raise ValueError(
+                f"{self.section}.min_learning_rate_ratio must lie in [0, 1), got {self.min_learning_rate_ratio}"
+            )
+        if self.schedule == "constant" and self.min_learning_rate_ratio:
+            raise ValueError(f"{self.section}.min_learning_rate_ratio has no meaning with schedule constant")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"{self.section}.betas must lie in [0, 1), got {list(self.betas)}")
+        if self.save_every % self.log_every:
+            raise ValueError(
+                f"{self.section}.save_every ({self.save_every}) must be a multiple of "
+                f"{self.section}.log_every ({self.log_every})"
+            )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up."""
+        return round(self.warmup * self.steps)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.
+
+    Attributes:
+        output: folder of the run: checkpoints, the finished model, the loss curve, the resolved configuration.
+        model: ``mixer`` (a variant name) and keys of its model configuration; the tokenizer gives the vocabulary.
+        training: see :class:`OptimizationConfig`.
+        data: see :class:`DataConfig`.
+        runtime: how the model runs, see :class:`deltazoo.runtime.RuntimeOptions`; not saved with the model.
+        tokenizer: see :class:`TokenizerConfig`.
+        seed: initial weights and order of the documents.
+    """
+
+    output: str
+    model: dict[str, Any]
+    training: OptimizationConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check what no section can check alone."""
+        for key in RUNTIME_OPTIONS:
+            if key in self.model:
+                raise ValueError(f"model.{key} says how the model runs, not what it is: give runtime.{key} instead")
+        if "mixer" not in self.model:
+            raise ValueError("model.mixer is missing: name one of the variants, for example gated_deltanet")
+        if "vocab_size" in self.model:
+            raise ValueError("model.vocab_size is set by the tokenizer: give tokenizer.vocab_size instead")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain lists and dictionaries, every default written out."""
+        values = dataclasses.asdict(self)
+        values["training"]["betas"] = list(self.training.betas)
+        return values
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Read a YAML file into a :class:`RunConfig`; see :func:`load_as`."""
+    return load_as(RunConfig, path, overrides)
+
+
+def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> T:
+    """Read a YAML file into the dataclass ``cls``.
+
+    Args:
+        cls: a configuration class.
+        path: the YAML file.
+        overrides: ``section.key=value`` strings that replace values of the file; values are read as YAML, and what
+            is no YAML is a string.
+
+    Raises:
+        ValueError: no such file, not YAML, an unknown key, or a value out of range.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no configuration file {str(path)!r}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
+    for section in values.values():
+        _translate_warmup(section)
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return from_mapping(cls, values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+class Configuration(Protocol):
+    """A configuration that can be written out."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain lists and dictionaries, every default written out."""
+        ...
+
+
+def save_config(config: Configuration, path: str | Path) -> None:
+    """Write the configuration with every default spelled out, so that the file alone repeats the run."""
+    text = yaml.safe_dump(config.to_dict(), sort_keys=False)
+    write_whole(Path(path), text)
+
+
+def _translate_warmup(section: Any) -> None:
+    """Files written by earlier versions, also beside saved models, count the warm-up in steps."""
+    if isinstance(section, dict) and "warmup_steps" in section and isinstance(section.get("steps"), int):
+        section["warmup"] = section.pop("warmup_steps") / max(section["steps"], 1)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise ValueError(f"an override has the form section.key=value, got {override!r}")
+    *sections, key = name.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ValueError(f"{section!r} in the override {override!r} is not a section")
+        values = inner
+    try:
+        values[key] = yaml.safe_load(text)
+    except yaml.YAMLError:  # such as **/*.py, where * begins an alias
+        values[key] = text

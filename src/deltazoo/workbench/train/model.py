@@ -1,0 +1,43 @@
+"""The model that the ``model`` section of a configuration describes."""
+
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
+from deltazoo.runtime import RuntimeOptions
+from deltazoo.spec import get_variant
+from deltazoo.workbench.train.tokenizer import begin_id
+
+
+def build_model(
+    section: dict[str, Any], tokenizer: PreTrainedTokenizerBase, runtime: RuntimeOptions | None = None
+) -> PreTrainedModel:
+    """A new model with random weights (from torch's global generator).
+
+    Args:
+        section: ``mixer`` and keys of ``DeltaRuleConfig``. A variant with a Hub type of its own gets it, any other
+            the generic ``delta_rule``.
+        tokenizer: gives the vocabulary size and the ids of the special tokens.
+        runtime: how the model runs; its own choice unless given.
+
+    Raises:
+        ValueError: an unknown variant or key, a value of the wrong type, or sizes that do not fit together.
+    """
+    keys = dict(section)
+    spec = get_variant(keys.pop("mixer"))
+    if spec.hub_model_type is None:
+        keys["mixer"] = spec.name
+    try:
+        config = AutoConfig.for_model(
+            spec.hub_model_type or "delta_rule",
+            vocab_size=len(tokenizer),
+            bos_token_id=begin_id(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **keys,
+        )
+    except StrictDataclassError as error:  # a value of the wrong type
+        raise ValueError(f"model: {str(error).splitlines()[-1].strip()}") from error
+    return AutoModelForCausalLM.from_config(config, **(runtime or RuntimeOptions()).given())

@@ -1,0 +1,108 @@
+"""What a person sees while a model trains, and the clock behind the tokens per second."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import TaskID
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from deltazoo.workbench.train.progress import console, progress_bar
+
+
+class TrainingDiverged(FloatingPointError):
+    """The loss is no longer a number."""
+
+
+class Monitor(TrainerCallback):
+    """A progress bar on a terminal, a line per validation everywhere; stops a run whose loss is NaN or infinite.
+
+    ``seconds`` and ``steps`` count training alone: validation and saving run inside ``pause()``.
+    """
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.seconds = 0.0
+        self.steps = 0
+        self.tokens_per_step = tokens_per_step
+        self._began = 0.0
+        self._loss = self._validation = "-"
+        self._bar = progress_bar("loss {task.fields[loss]}  held-out {task.fields[validation]}  {task.fields[speed]}")
+        self._task: TaskID | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Training tokens per second of wall-clock time, so far."""
+        return self.steps * self.tokens_per_step / self.seconds if self.seconds else 0.0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time in here is not training time."""
+        self.seconds += time.perf_counter() - self._began
+        yield
+        self._began = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock and the bar."""
+        state.compute_steps(args, state.max_steps)  # a checkpoint brings the intervals that it was made with
+        self._began = time.perf_counter()
+        self._task = self._bar.add_task(
+            "training", total=state.max_steps, completed=state.global_step, loss="-", validation="-", speed=""
+        )
+        if state.is_world_process_zero:
+            self._bar.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Advance the bar; the last step is always logged and validated, whatever the intervals."""
+        self.steps += 1
+        if state.global_step == state.max_steps:
+            control.should_log = control.should_evaluate = True
+        assert self._task is not None
+        self._bar.update(self._task, completed=state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show the latest losses.
+
+        Raises:
+            TrainingDiverged: the training loss is NaN or infinite.
+        """
+        logs = logs or {}
+        if "loss" in logs:
+            if not math.isfinite(logs["loss"]):
+                raise TrainingDiverged(
+                    f"the training loss is {logs['loss']} at step {state.global_step}: lower training.learning_rate; "
+                    "the checkpoints saved before are whole"
+                )
+            self._loss = f"{logs['loss']:.3f}"
+        if "eval_loss" in logs:
+            self._validation = f"{logs['eval_bits_per_byte']:.3f} bits/byte"
+            if state.is_world_process_zero:
+                console.print(
+                    f"step {state.global_step:>6}/{state.max_steps}  loss {self._loss}  "
+                    f"held-out {logs['eval_loss']:.3f} ({self._validation})  {self.tokens_per_second:,.0f} tokens/s",
+                    highlight=False,
+                )
+        assert self._task is not None
+        self._bar.update(
+            self._task, loss=self._loss, validation=self._validation, speed=f"{self.tokens_per_second:,.0f} tokens/s"
+        )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop the clock."""
+        self.seconds += time.perf_counter() - self._began
+
+    def stop(self) -> None:
+        """Remove the bar, which would leave the terminal without a cursor otherwise."""
+        self._bar.stop()

@@ -1,0 +1,322 @@
+"""One training run from a configuration to a finished model on disk."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers.utils import logging
+
+from deltazoo.workbench.train.checkpoint import checkpoints, whole_or_not_at_all, write_whole
+from deltazoo.workbench.train.config import (
+    MODEL_CONFIG,
+    RUN_CONFIG,
+    Configuration,
+    DataConfig,
+    RunConfig,
+    TokenizerConfig,
+    load_config,
+    save_config,
+)
+from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, Corpus, read_corpus
+from deltazoo.workbench.train.model import build_model
+from deltazoo.workbench.train.packing import PackedRows, pack_in_order, spread
+from deltazoo.workbench.train.progress import say
+from deltazoo.workbench.train.stream import StreamedRows
+from deltazoo.workbench.train.text import Records, TextFiles, open_text
+from deltazoo.workbench.train.tokenizer import build_tokenizer, encode_documents
+from deltazoo.workbench.train.trainer import PackedTrainer, training_arguments
+
+_TEXT, _RESULT = "text.json", "result.json"
+_STORED = ("log_history", "num_parameters", "tokens_per_step", "seconds", "tokens_per_second", "device", "precision")
+# What a resumed run may change: nothing of it touches the losses of the steps so far.
+_FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.keep_checkpoints"}
+_FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a finished run leaves.
+
+    Attributes:
+        model_path: folder for ``AutoModelForCausalLM.from_pretrained``, with the tokenizer.
+        log_history: the Trainer's log entries of the whole run, also those before a resume.
+        num_parameters: of the model, tied ones counted once.
+        tokens_per_step: training tokens per optimizer step, over all devices.
+        seconds: wall-clock time of training in this process, without validation and saving.
+        tokens_per_second: training tokens over ``seconds``.
+        device: where it ran, for a person.
+        precision: ``bf16`` or ``fp32``.
+        corpus: the text it learned from.
+    """
+
+    model_path: Path
+    log_history: list[dict[str, Any]]
+    num_parameters: int
+    tokens_per_step: int
+    seconds: float
+    tokens_per_second: float
+    device: str
+    precision: str
+    corpus: Corpus
+
+
+def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
+    """Train a model from scratch, or go on from the latest checkpoint in the run's folder.
+
+    A resumed run has the losses that the unbroken run would have had. With more ``training.steps`` than before it goes
+    on beyond its end, from there on with the learning rates of a run of that many steps. A finished one is only
+    reported again. Nothing is written before the configuration, the text and the model have been checked.
+
+    Args:
+        config: what to train.
+        resume: go on where the run in ``config.output`` stopped.
+
+    Raises:
+        ValueError: the folder holds a run and ``resume`` is false, or no checkpoint and it is true; the configuration
+            or the text is another one than the run began with, or the text or the model cannot be made; a checkpoint
+            is damaged.
+        TrainingDiverged: the loss became NaN or infinite.
+        TrainingInterrupted: SIGINT or SIGTERM ended it; what was trained is saved.
+        SaveError: the disk is full; what was saved before is whole.
+    """
+    folder = Path(config.output)
+    check_run(config, folder, resume)
+    with torch.device("meta"):
+        build_model(config.model, build_tokenizer(TokenizerConfig("byte"), []), config.runtime)
+    arguments = training_arguments(config)  # joins the other processes of a distributed run
+    processes = PartialState()
+    source = open_text(config.data)
+    sample = config.tokenizer.training_bytes or DEFAULT_TOKENIZER_SAMPLE
+    corpus = read_corpus(source, config.data, train_sample_bytes=sample)
+    if resume:
+        refuse_other_text(corpus, folder, config.data)
+    stored = _stored_result(folder, corpus) if resume else None
+    finished = stored is not None and stored.log_history[-1]["step"] == config.training.steps
+    if stored is not None and finished and stored.model_path.is_dir():
+        return stored
+    latest = _latest_checkpoint(folder, config.training.steps) if resume else None
+    processes.wait_for_everyone()  # all have looked at the folder before one writes into it
+    with processes.main_process_first():
+        tokenizer = _tokenizer(config, corpus, folder, resume or not processes.is_main_process)
+    trainer = _trainer(config, arguments, source, corpus, tokenizer)
+    if latest is not None:
+        say(f"the finished model is gone: made again from {latest}" if finished else f"going on from {latest}")
+    with one_progress_bar():
+        trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
+    result = TrainingResult(
+        model_path=folder / "model",
+        log_history=trainer.state.log_history,
+        num_parameters=trainer.num_parameters,
+        tokens_per_step=trainer.monitor.tokens_per_step,
+        seconds=trainer.monitor.seconds,
+        tokens_per_second=trainer.monitor.tokens_per_second,
+        device=device_name(trainer.args.device),
+        precision="bf16" if trainer.args.bf16 else "fp32",
+        corpus=corpus,
+    )
+    if stored is not None and finished:
+        result = stored
+    if processes.is_main_process:
+        with one_progress_bar(), whole_or_not_at_all(result.model_path) as staging:
+            trainer.save_model(str(staging))
+            save_config(config, staging / MODEL_CONFIG)
+        values = {name: getattr(result, name) for name in _STORED}
+        write_whole(folder / _RESULT, json.dumps(values, indent=1))
+    processes.wait_for_everyone()
+    return result
+
+
+@contextmanager
+def one_progress_bar() -> Iterator[None]:
+    """transformers shows a bar of its own for every file it saves, which would tear ours apart."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    yield
+    if shown:
+        logging.enable_progress_bar()
+
+
+def device_name(device: torch.device) -> str:
+    """The device for a person, such as ``NVIDIA H200`` or ``CPU, 2 threads``."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+
+
+def check_run(
+    config: Configuration,
+    folder: Path,
+    resume: bool,
+    load: Callable[[Path], Configuration] = load_config,
+    stages: Sequence[str] = (),
+) -> None:
+    """Check that the folder is free for a new run, or that the run in it is this one; writes nothing.
+
+    A run that saved nothing leaves the folder free.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        resume: whether the run is to be there already.
+        load: reads a configuration of this kind.
+        stages: folders of the run that hold checkpoints and results of their own.
+
+    Raises:
+        ValueError: it is not.
+    """
+    written = folder / RUN_CONFIG
+    saved = has_saved(folder, stages)
+    if not resume:
+        if saved:
+            raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")
+        if written.is_file() and not (folder / _TEXT).is_file():
+            raise ValueError(f"{written} is there already and of no run that began: remove it or choose another output")
+        return
+    if not (saved and written.is_file()):
+        raise ValueError(f"there is nothing to resume in {folder}: no checkpoint was saved there. Leave out --resume")
+    before, now = _flat(load(written).to_dict()), _flat(config.to_dict())
+    changes = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in _FREE_TO_CHANGE and not name.startswith("runtime.")
+    ]
+    if changes:
+        raise ValueError(f"the run in {folder} began with another configuration: {'; '.join(changes)}")
+
+
+def has_saved(folder: Path, stages: Sequence[str] = ()) -> bool:
+    """Whether a run has left a checkpoint or a result in the folder, or in those of its ``stages``."""
+    return any(
+        checkpoints(place) or (place / _RESULT).exists() or (place / "model").exists()
+        for place in [folder, *(folder / stage for stage in stages)]
+    )
+
+
+def begin_run(config: Configuration, folder: Path, corpus: Corpus) -> None:
+    """Write down what a run begins or goes on with: its configuration, and a digest of its text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config(config, folder / RUN_CONFIG)
+    write_whole(folder / _TEXT, json.dumps(_facts(corpus)))
+
+
+def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
+    """The text must be what the run began with: another Python version brings another standard library."""
+    written = folder / _TEXT
+    # What a stream begins with says little, and the Hub may put it in another order.
+    if data.streaming or not written.is_file():
+        return
+    if json.loads(written.read_text(encoding="utf-8")) != _facts(corpus):
+        raise ValueError(f"{corpus.description} is no longer the text that the run in {folder} began with")
+
+
+def _facts(corpus: Corpus) -> dict[str, str]:
+    digest = hashlib.blake2b(digest_size=16)
+    for document in [*corpus.train, *corpus.validation]:
+        digest.update(document.text.encode("utf-8"))
+    return {"text": corpus.description, "digest": digest.hexdigest()}
+
+
+def _latest_checkpoint(folder: Path, steps: int) -> Path:
+    """The checkpoint that a run of so many steps goes on from."""
+    found = checkpoints(folder)
+    if not found:
+        raise ValueError(f"the run in {folder} is finished, and no checkpoint to go on from is left of it")
+    reached = int(found[-1].name.removeprefix("checkpoint-"))
+    if steps < reached:
+        raise ValueError(f"the run in {folder} has reached step {reached}, and training.steps is {steps}: give more")
+    return found[-1]
+
+
+def _tokenizer(config: RunConfig, corpus: Corpus, folder: Path, there: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run that is ``there``; else a new one, with which the run begins."""
+    if there:
+        if PartialState().is_main_process:
+            begin_run(config, folder, corpus)
+        return AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer = build_tokenizer(config.tokenizer, corpus.train)
+    begin_run(config, folder, corpus)
+    with whole_or_not_at_all(folder / "tokenizer") as staging:
+        tokenizer.save_pretrained(staging)
+    return tokenizer
+
+
+def _trainer(
+    config: RunConfig,
+    arguments: TrainingArguments,
+    source: TextFiles | Records,
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+) -> PackedTrainer:
+    settings = config.training
+    validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
+    train_rows = training_rows(config, source, corpus, tokenizer, arguments.world_size)
+    set_seed(config.seed)
+    model = build_model(config.model, tokenizer, config.runtime)
+    tokens_per_step = settings.row_length * settings.rows_per_batch * settings.accumulation * arguments.world_size
+    model.config.training_data = f"{corpus.description}; {settings.steps:,} steps of {tokens_per_step:,} tokens."
+    if settings.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return PackedTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        arguments=arguments,
+        train_rows=train_rows,
+        validation_rows=spread(pack_in_order(validation, settings.row_length), settings.evaluation_rows),
+        bytes_per_token=corpus.validation_bytes / sum(len(ids) - 1 for ids in validation),
+    )
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Have the model recompute activations; transformers is renaming the method, and 5.14 knows the old name only."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def training_rows(
+    config: RunConfig,
+    source: TextFiles | Records,
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    world_size: int,
+    encoded: Sequence[np.ndarray] | None = None,
+) -> PackedRows | StreamedRows:
+    """The rows that a run reads, over all its processes; ``encoded`` is what ``encode_training`` gave, if it was asked.
+
+    A stream is tokenized as it is read.
+    """
+    settings = config.training
+    rows = settings.steps * settings.rows_per_batch * settings.accumulation * world_size
+    if config.data.streaming:
+        assert isinstance(source, Records)
+        remembered = 4 * rows // settings.steps
+        return StreamedRows(source, config.data, tokenizer, settings.row_length, remembered=remembered)
+    encoded = encode_training(tokenizer, corpus) if encoded is None else encoded
+    return PackedRows(encoded, settings.row_length, num_rows=rows, seed=config.seed)
+
+
+def encode_training(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> list[np.ndarray]:
+    """Token ids of the training documents, each with its end."""
+    return encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
+
+
+def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult | None:
+    """The result of a run that finished once; None of any other."""
+    if not (folder / _RESULT).is_file():
+        return None
+    values = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
+    return TrainingResult(model_path=folder / "model", corpus=corpus, **values)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,195 @@
+"""The HF Trainer for packed rows: our optimizer groups, an exact validation loss, checkpoints whole or absent."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset, IterableDataset
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
+
+from deltazoo.workbench.train.checkpoint import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
+from deltazoo.workbench.train.config import RunConfig
+from deltazoo.workbench.train.interruption import StopOnSignal, TrainingInterrupted
+from deltazoo.workbench.train.monitor import Monitor
+from deltazoo.workbench.train.optimizer import parameter_groups
+from deltazoo.workbench.train.packing import collate
+from deltazoo.workbench.train.schedule import learning_rate_factor
+from deltazoo.workbench.train.stream import StreamedRows
+from deltazoo.workbench.train.validation import score_rows
+
+_STREAM_POSITION = "stream_position.json"
+
+
+class PackedTrainer(Trainer):
+    """Trains on packed rows; everything not overridden here is the stock Trainer."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RunConfig,
+        arguments: TrainingArguments,
+        train_rows: Dataset | IterableDataset,
+        validation_rows: Sequence[dict[str, np.ndarray]],
+        bytes_per_token: float,
+        collate_rows: Callable[..., dict[str, Any]] = collate,
+    ) -> None:
+        """``bytes_per_token`` of the held-out text turns the validation loss into bits per byte."""
+        self._rows_per_step = config.training.rows_per_batch * config.training.accumulation * arguments.world_size
+        self.monitor = Monitor(tokens_per_step=self._rows_per_step * config.training.row_length)
+        self._stop = StopOnSignal()
+        super().__init__(
+            model=model,
+            args=arguments,
+            train_dataset=train_rows,
+            eval_dataset=list(validation_rows),
+            data_collator=collate_rows,
+            processing_class=tokenizer,
+            callbacks=[self.monitor, self._stop],
+        )
+        self.remove_callback(ProgressCallback)
+        self.remove_callback(PrinterCallback)
+        self._settings, self._bytes_per_token = config.training, bytes_per_token
+        self._model, self._validation_rows = model, validation_rows
+        self._output, self._saving_below = config.output, Path(config.output)
+        self._collate_rows = collate_rows
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self._model.parameters())
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW over the two parameter groups."""
+        if self.optimizer is None:
+            groups = parameter_groups(model or self._model, self._settings.weight_decay)
+            self.optimizer = torch.optim.AdamW(
+                groups, lr=self._settings.learning_rate, betas=self._settings.betas, fused=True
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        """The schedule of the configuration; its length is the configuration's, which equals ``num_training_steps``."""
+        if self.lr_scheduler is None:
+            factor = partial(learning_rate_factor, settings=self._settings)
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)  # type: ignore[arg-type]
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The stock loop, from the beginning or from a checkpoint; from a checkpoint of the last step, its result.
+
+        Raises:
+            ValueError: a file of the checkpoint is damaged or missing.
+            TrainingInterrupted: SIGINT or SIGTERM came; a checkpoint was saved, unless it came twice.
+        """
+        if resume_from_checkpoint:
+            checkpoint = Path(str(resume_from_checkpoint))
+            refuse_damaged(checkpoint)
+            reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            if reached.global_step >= self._settings.steps:  # the stock loop would train a stream on
+                self.state = reached
+                self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
+                return None
+            if isinstance(self.train_dataset, StreamedRows):
+                self.train_dataset.go_to(json.loads((checkpoint / _STREAM_POSITION).read_text(encoding="utf-8")))
+        try:
+            with self._stop.listening(several_processes=self.args.world_size > 1):
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.monitor.stop()
+        if self._stop.signal is not None and self.state.global_step < self.state.max_steps:
+            saved = Path(self._output) / f"checkpoint-{self.state.global_step}"
+            raise TrainingInterrupted(self._stop.signal, saved)
+        return output
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Validation loss in nats per token and bits per byte; in a distributed run each process scores its share."""
+        if eval_dataset is not None:
+            raise ValueError("the validation rows are fixed when the trainer is made: evaluate() takes no other data")
+        with self.monitor.pause():
+            share = self._validation_rows[self.args.process_index :: self.args.world_size]
+            found = score_rows(self._model, share, self._settings.rows_per_batch, self._collate_rows)
+            sums = torch.tensor(found, dtype=torch.float32)
+            sums = self.accelerator.reduce(sums.to(self.args.device), reduction="sum").cpu()
+        loss = float(sums[0] / sums[1])
+        metrics = {
+            f"{metric_key_prefix}_loss": loss,
+            f"{metric_key_prefix}_bits_per_byte": loss / math.log(2) / self._bytes_per_token,
+        }
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """The stock checkpoint, written beside its place and renamed when it is complete."""
+        target = Path(self._output) / f"checkpoint-{self.state.global_step}"
+        first = self.args.should_save
+        with self.monitor.pause():
+            with whole_or_not_at_all(target) if first else nullcontext(unfinished(target)) as staging:
+                self.accelerator.wait_for_everyone()
+                self._saving_below = staging.parent
+                super()._save_checkpoint(model, trial)
+                if first and isinstance(self.train_dataset, StreamedRows):
+                    position = self.train_dataset.position_after(self.state.global_step * self._rows_per_step)
+                    (staging / _STREAM_POSITION).write_text(json.dumps(position), encoding="utf-8")
+                self.accelerator.wait_for_everyone()
+            if first:
+                remove_oldest(target.parent, self._settings.keep_checkpoints)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._saving_below)
+
+
+def training_arguments(config: RunConfig) -> TrainingArguments:
+    """The Trainer's arguments; what our overrides decide (optimizer, schedule, validation) is not in them."""
+    settings = config.training
+    arguments = TrainingArguments(
+        output_dir=config.output,
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.rows_per_batch,
+        gradient_accumulation_steps=settings.accumulation,
+        learning_rate=settings.learning_rate,
+        max_grad_norm=settings.max_grad_norm,
+        bf16=use_bf16(settings.precision),
+        use_cpu=not torch.accelerator.is_available(),  # else bf16 without an accelerator would be refused
+        torch_compile=settings.compile,
+        logging_steps=settings.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=settings.evaluate_every,
+        save_strategy="steps",
+        save_steps=settings.save_every,
+        seed=config.seed,
+        train_sampling_strategy="sequential",  # the rows come shuffled
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        report_to=[],
+        # Rows of one batch become one sequence: no process may hand slices of it to the others.
+        ddp_find_unused_parameters=False,
+        accelerator_config={"dispatch_batches": False, "split_batches": False},
+        # A stream knows its position; skipping to it batch by batch would tokenize everything read before.
+        ignore_data_skip=config.data.streaming,
+    )
+    # Several GPUs and one process would mean DataParallel, which splits the batch axis: ours has length 1.
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
+
+
+def use_bf16(precision: str) -> bool:
+    """Whether to train under bf16 autocast: as named, and for ``auto`` on a GPU that supports it."""
+    if precision == "auto":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return precision == "bf16"

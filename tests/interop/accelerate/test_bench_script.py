@@ -1,0 +1,53 @@
+"""scripts/bench_accelerate.py measures every phase and writes where and with what."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltazoo.workbench.bench.stopwatch import CpuStopwatch
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench_accelerate.py"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("bench_accelerate", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROUNDS", 1)
+    monkeypatch.setitem(module.COMMON, "vocab_size", 64)
+    monkeypatch.setattr(module, "stopwatch_for", lambda device: CpuStopwatch(repeats=1))
+    return module
+
+
+def test_small_run_on_a_cpu(script, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "result.json"
+    arguments = ["--device", "cpu", "--small", "--families", "qwen3_next", "--tokens", "80", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["bench_accelerate.py", *arguments])
+    assert script.main() == 0
+    content = json.loads(out.read_text(encoding="utf-8"))
+    assert content["run"]["commit"] and content["run"]["cpu"] and content["run"]["transformers"]
+    assert [row["phase"] for row in content["rows"]] == script.PHASES
+    for row in content["rows"]:
+        assert row["after"]["low"] <= row["after"]["tokens_per_s"] <= row["after"]["high"]
+        assert (row["before"] is None) == (row["phase"] == "packed training")
+    printed = capsys.readouterr().out
+    assert all(phase in printed for phase in script.PHASES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU, and here is one")
+def test_without_a_gpu_it_says_what_to_do(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_accelerate.py"])
+    assert script.main() == 1
+    assert "try --device cpu --small" in capsys.readouterr().err
+
+
+def test_documents_fill_the_row(script):
+    lengths = script.document_lengths(8192)
+    assert sum(lengths) == 8192 and all(0 < n <= 2048 for n in lengths) and len(lengths) > 8

@@ -1,0 +1,97 @@
+"""`accelerate(model, fused_kernels=True)` against the plain torch it replaces: interpreted on a CPU, compiled on a GPU.
+
+The interpreter has to be chosen before Triton is imported, so a child process runs it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from functools import partial
+
+import pytest
+import torch
+from foreign_models import FUSED, assert_equal_but_for_rounding, foreign_model, mixer_of
+from helpers import run_python
+from transformers import DynamicCache
+
+import deltazoo
+
+CHILD = "import sys; sys.path[:0] = sys.argv[1:3]; import test_fused_kernels as t; t.compare(sys.argv[3:], 'cpu')"
+
+
+def results(model, x):
+    """Of the layer: outputs, every gradient, and outputs of pieces behind a cache."""
+    model.zero_grad()
+    layer, cache = mixer_of(model), DynamicCache(config=model.config.get_text_config())
+    inputs = x.clone().requires_grad_()
+    output = layer(inputs)
+    output.square().sum().backward()
+    with torch.no_grad():
+        pieces = [layer(piece, cache_params=cache) for piece in x.split([7, 1, 4], dim=1)]
+    gradients = {name: p.grad for name, p in layer.named_parameters()}
+    return {"output": output.detach(), "input": inputs.grad, "pieces": torch.cat(pieces, dim=1), **gradients}
+
+
+def compare(families, device):
+    for family in families:
+        plain = foreign_model(family).to(device)
+        fused = copy.deepcopy(plain)
+        deltazoo.accelerate(plain, backend="chunkwise", fused_kernels=False)
+        deltazoo.accelerate(fused, backend="chunkwise", fused_kernels=True)
+        x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0)).to(device)
+        assert_equal_but_for_rounding(partial(results, x=x), plain, results(fused, x))
+
+
+def test_interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    here = os.path.dirname(__file__)
+    run_python(CHILD, here, os.path.dirname(here), FUSED[0], FUSED[-1])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    compare(FUSED, "cuda")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs them on a CPU")
+def test_refused_where_they_cannot_run():
+    model = foreign_model("qwen3_next")
+    with pytest.raises(NotImplementedError, match="the fused kernels run where the triton backend does, but no triton"):
+        deltazoo.accelerate(model, fused_kernels=True)
+    assert type(mixer_of(model)).__name__ == "Qwen3NextGatedDeltaNet"
+
+
+def test_padded_and_packed_rows_take_plain_torch(monkeypatch):
+    model = foreign_model("qwen3_next")
+    deltazoo.accelerate(model)
+    layer, x, mask = mixer_of(model), torch.randn(1, 6, 32), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    expected = layer(x, attention_mask=mask)
+    layer.deltazoo_fused_kernels = True  # accelerate() would refuse it here
+    mixer = sys.modules["deltazoo.interop.accelerate.mixer"]
+    monkeypatch.setattr(mixer, "fused_gated_rms_norm", lambda x, gate, weight, eps, activation: layer.norm(x, gate))
+    torch.testing.assert_close(layer(x, attention_mask=mask), expected)
+    torch.testing.assert_close(layer(x[:, 2:], deltazoo_places=torch.arange(4)[None]), expected[:, 2:])
+    with pytest.raises(NotImplementedError, match="fused kernels run on NVIDIA GPUs"):
+        layer(x)
+
+
+def test_a_norm_that_does_more_than_the_kernel_runs_by_itself(monkeypatch):
+    model = foreign_model("qwen3_next")
+    deltazoo.accelerate(model)
+    layer, output, gate = mixer_of(model), *torch.randn(2, 1, 6, 2, mixer_of(model).head_v_dim)
+    layer.deltazoo_fused_kernels = True
+    mixer = sys.modules["deltazoo.interop.accelerate.mixer"]
+    monkeypatch.setattr(mixer, "fused_gated_rms_norm", lambda *arguments: "the kernel")
+    assert layer._norm_and_gate(output, gate) == "the kernel"
+
+    hook = layer.norm.register_forward_hook(lambda *arguments: "a hook")
+    assert layer._norm_and_gate(output, gate) == "a hook"
+    hook.remove()
+    monkeypatch.setitem(vars(layer.norm), "forward", lambda *arguments: "another forward")
+    assert layer._norm_and_gate(output, gate) == "another forward"
+    monkeypatch.delitem(vars(layer.norm), "forward")
+    layer.norm = torch.nn.Bilinear(layer.head_v_dim, layer.head_v_dim, 3)
+    assert layer._norm_and_gate(output, gate).shape[-1] == 3

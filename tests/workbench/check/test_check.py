@@ -1,0 +1,74 @@
+"""`deltazoo check`: right rules pass, and each wrong one is caught by the check that is about it, in plain words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from outside_rule import RULES, forget_rules
+
+from deltazoo.rule_files import load_rule_file
+from deltazoo.workbench.check import CHECKS, check_rule
+from deltazoo.workbench.cli import main
+
+# File -> the checks that must find something, and a word of what the first of them says.
+WRONG = {
+    "reads_the_future": (
+        ["no token reads the future", "padded = alone", "packed = alone"],
+        "the rule reads the future",
+    ),
+    "expands_the_state": (["the state does not expand"], "so it grows without bound"),
+    "grows_by_itself": (["the state does not expand"], "must not be positive"),
+    "decodes_otherwise": (["decoding = training", "generation with a cache = without"], "one token at a time"),
+    "sees_its_neighbours": (["decoding = training", "packed = alone"], "one token at a time"),
+    "wrong_gradient": (["gradients = finite differences"], "finite differences say"),
+    "forgets_on_reload": (["reloaded = saved"], "neither a parameter nor in the configuration"),
+    "unused_parameter": (["every parameter is filled and acts"], "parameter 'time' gets no gradient"),
+}
+
+
+@pytest.mark.parametrize("variant", ["kda", "neg_delta_net", "longhorn", "linear_attention"])
+def test_rules_of_the_zoo_pass(variant: str) -> None:
+    assert {finding.title: finding.problem for finding in check_rule(variant)} == dict.fromkeys(CHECKS)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_caught(name: str) -> None:
+    expected, words = WRONG[name]
+    with forget_rules():
+        assert load_rule_file(RULES / f"{name}.py") == [name]
+        found = {finding.title: finding.problem for finding in check_rule(name) if finding.problem}
+    assert set(expected) <= set(found)
+    assert words in (found[expected[0]] or "")
+
+
+def test_a_right_rule_outside_the_package_passes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with forget_rules():
+        main_exits_with(0, "check", str(RULES / "trapezoid.py"))
+    shown = capsys.readouterr().out
+    assert shown.count("  ok    ") == len(CHECKS) and "WRONG" not in shown
+
+
+def test_the_command_says_what_is_wrong_and_exits_with_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltazoo.workbench.check.run.CHECKS", {title: CHECKS[title] for title in list(CHECKS)[:3]})
+    with forget_rules():
+        main_exits_with(1, "check", str(RULES / "reads_the_future.py"))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "WRONG no token reads the future" in shown and "1 check has found something wrong" in shown
+
+    (tmp_path / "empty_rule.py").write_text("import deltazoo\n")
+    main_exits_with(1, "check", str(tmp_path / "empty_rule.py"))
+    assert "registers no variant" in " ".join(capsys.readouterr().err.split())
+    main_exits_with(1, "check", "kad")
+    assert "did you mean 'kda'" in " ".join(capsys.readouterr().err.split())
+
+
+def main_exits_with(status: int, *arguments: str) -> None:
+    try:
+        main(arguments)
+        found = 0
+    except SystemExit as stop:
+        found = int(stop.code or 0)
+    assert found == status

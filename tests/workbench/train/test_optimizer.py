@@ -1,0 +1,62 @@
+"""Weight decay acts on matrices alone; the learning rate follows its shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import deltazoo
+import deltazoo.models  # noqa: F401
+from deltazoo.workbench.train.config import OptimizationConfig
+from deltazoo.workbench.train.optimizer import parameter_groups
+from deltazoo.workbench.train.schedule import learning_rate_factor
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "head_dim": 16, "vocab_size": 40}
+
+
+@pytest.mark.parametrize("mixer", deltazoo.list_variants())
+def test_gates_norms_and_biases_do_not_decay(mixer: str) -> None:
+    bias = deltazoo.get_variant(mixer).corrects  # the only bias a mixer may have, where there is a step size
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("delta_rule", mixer=mixer, beta_bias=bias, **SIZES))
+    decaying, constant = parameter_groups(model, 0.1)
+    assert (decaying["weight_decay"], constant["weight_decay"]) == (0.1, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kept = {names[id(parameter)] for parameter in constant["params"]}
+    decayed = {names[id(parameter)] for parameter in decaying["params"]}
+    assert kept.isdisjoint(decayed)
+    assert kept | decayed == set(names.values())
+    assert {name for name in names.values() if name.endswith(("A_log", "dt_bias", "bias", "norm.weight"))} == kept
+    assert "model.layers.0.attn.q_proj.weight" in decayed
+    assert "model.embeddings.weight" in decayed
+
+
+def test_a_mark_keeps_a_matrix_from_decaying_and_frozen_parameters_are_left_out() -> None:
+    module = torch.nn.Linear(3, 3)
+    module.weight._no_weight_decay = True  # type: ignore[assignment]
+    module.bias.requires_grad_(False)
+    decaying, constant = parameter_groups(module, 0.1)
+    assert decaying["params"] == []
+    assert len(constant["params"]) == 1
+    assert constant["params"][0] is module.weight
+
+
+def settings(**changes: object) -> OptimizationConfig:
+    values = {"steps": 100, "row_length": 8, "rows_per_batch": 1, "learning_rate": 1.0, "warmup": 0.1}
+    return OptimizationConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_the_learning_rate_rises_to_the_peak_and_falls_to_its_end(schedule: str) -> None:
+    chosen = settings(schedule=schedule, min_learning_rate_ratio=0.1)
+    factors = [learning_rate_factor(step, chosen) for step in range(100)]
+    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert factors[-1] == pytest.approx(0.1)
+    assert all(later < earlier for earlier, later in zip(factors[9:], factors[10:], strict=False))
+    middle = factors[54]
+    assert middle == pytest.approx(0.55), "half way down after half of the steps, along either shape"
+
+
+def test_a_constant_rate_stays_at_the_peak() -> None:
+    chosen = settings(schedule="constant", warmup=0.0)
+    assert {learning_rate_factor(step, chosen) for step in range(100)} == {1.0}

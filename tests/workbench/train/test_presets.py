@@ -1,0 +1,68 @@
+"""The configurations that ship with the project: complete, documented key by key, and of the size in their name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import deltazoo
+import deltazoo.models  # noqa: F401
+from deltazoo.workbench.convert.conversion_config import STAGES, load_conversion
+from deltazoo.workbench.train import load_config
+
+FOLDER = Path(__file__).resolve().parents[3] / "configs"
+CONVERSIONS = sorted(FOLDER.glob("swap_*.yaml"))  # tests/swap/test_conversion_config.py
+FILES = sorted(set(FOLDER.glob("*.yaml")) - set(CONVERSIONS))
+OTHERS = {"quickstart_cpu", "quickstart_gpu", "delta_product_340m"}
+SIZES = {"340m": (340e6, 400e6), "1.3b": (1.3e9, 1.4e9)}
+
+
+def keys(values: dict[str, Any]) -> list[str]:
+    return [name for key, value in values.items() for name in [key, *(keys(value) if isinstance(value, dict) else [])]]
+
+
+def test_every_variant_has_a_preset_of_each_size() -> None:
+    expected = {f"{variant}_{size}" for variant in deltazoo.list_variants() for size in SIZES}
+    assert expected | OTHERS == {path.stem for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_preset_says_what_each_key_does(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    values = yaml.safe_load(path.read_text())
+    sections = {key for key, value in values.items() if isinstance(value, dict)}
+    commented = {line.split(":")[0].strip() for line in lines if "  # " in line}
+    assert set(keys(values)) - sections == commented
+
+
+def test_every_preset_can_be_shortened_to_a_few_steps() -> None:
+    for path in FILES:
+        assert load_config(path, ["training.steps=5"]).training.warmup_steps <= 1
+    for path in CONVERSIONS:
+        load_conversion(path, [f"{stage}.steps=5" for stage in STAGES])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_preset_is_the_model_of_its_name(path: Path) -> None:
+    config = load_config(path)
+    section = dict(config.model)
+    spec = deltazoo.get_variant(section.pop("mixer"))
+    model_type = spec.hub_model_type or "delta_rule"
+    named = {} if spec.hub_model_type else {"mixer": spec.name}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, vocab_size=config.tokenizer.vocab_size or 32_000, **named, **section)
+        )
+    variant, _, size = path.stem.rpartition("_")
+    if size in SIZES:
+        smallest, largest = SIZES[size]
+        assert path.stem in OTHERS or spec.name == variant
+        assert smallest < model.num_parameters() < largest
+        tokens = config.training.rows_per_batch * config.training.row_length * config.training.accumulation * 8
+        assert tokens in (2**19, 2**21), "half a million or two million tokens per step on the 8 GPUs it is written for"
