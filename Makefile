@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT ?= 1000
 
 OLDEST := .venv-oldest
 
-.PHONY: quickstart test test-oldest compile-test gpu-test lab lint wheel-test clean
+.PHONY: quickstart test test-oldest compile-test gpu-test lab lint docs docs-serve wheel-test clean
 
 quickstart: $(INSTALLED)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
@@ -36,11 +36,17 @@ lint: $(INSTALLED)  ## style, format, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(INSTALLED)  ## the documentation site into site/; a broken link or a name that is not there fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(INSTALLED)  ## the documentation site at http://127.0.0.1:8000, built again at every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --watch src --watch README.md --watch CONTRIBUTING.md
+
 wheel-test: $(INSTALLED)  ## build the wheel, install it into an empty environment, use it there
 	$(BIN)/python scripts/wheel_test.py
 
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) $(OLDEST) build dist
+	rm -rf $(VENV) $(OLDEST) build dist site
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "deltazoo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'

@@ -1,0 +1,75 @@
+"""A hook of mkdocs: pages and files outside docs/ become part of the site, and links between them hold.
+
+README.md is the first page, CONTRIBUTING.md and CHANGELOG.md are pages. Every other file of the repository that a page
+links to is copied, as text, under `files/`. Links are written as they work in the repository; here they are rewritten.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))|^(\[[^\]]+\]: )(\S+)()$", re.MULTILINE)
+CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+TEXT = {".txt", ".json", ".svg", ".png"}  # what a browser shows; other files are copied as .txt
+
+
+def site_path(path: str) -> str:
+    """Where a file of the repository is in the site's sources."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path in PAGES:
+        return PAGES[path]
+    if not (ROOT / path).is_file():
+        raise PluginError(f"a page links to {path}, which is no file of this repository")
+    return f"files/{path}" if Path(path).suffix in TEXT else f"files/{path}.txt"
+
+
+def repository_path(page: str) -> str:
+    """The file in the repository of a page of the site."""
+    return next((source for source, name in PAGES.items() if name == page), f"docs/{page}")
+
+
+def rewrite(markdown: str, page: str) -> tuple[str, dict[str, str]]:
+    """The page with its links as the site needs them, and the linked files outside docs/ by their new path."""
+    source = repository_path(page)
+    linked: dict[str, str] = {}
+
+    def link(match: re.Match[str]) -> str:
+        before, target, after = match[1] or match[4], match[2] or match[5], match[3] or ""
+        if "://" in target or target.startswith(("#", "mailto:")):
+            return match[0]
+        target, hash_mark, anchor = target.partition("#")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        new = site_path(path)
+        if new.startswith("files/"):
+            linked[new] = path
+        return f"{before}{posixpath.relpath(new, posixpath.dirname(page) or '.')}{hash_mark}{anchor}{after}"
+
+    parts, end = [], 0
+    for code in CODE.finditer(markdown):
+        parts += [LINK.sub(link, markdown[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join([*parts, LINK.sub(link, markdown[end:])]), linked
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages at the top of the repository, and whatever the pages link to."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for page in [file for file in files if file.is_documentation_page()]:
+        for name, path in rewrite(page.content_string, page.src_uri)[1].items():
+            if files.get_file_from_path(name) is None:
+                files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Links as the site needs them."""
+    return rewrite(markdown, page.file.src_uri)[0]
