@@ -16,6 +16,7 @@ LIBRARY = ("runtime", "ops", "spec", "layers", "variants", "interop", "generatio
 # Every part of the library, lowest first, with the parts it may import besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "_lazy": set(),
+    "names": set(),
     "runtime": set(),
     "ops": {"runtime"},
     "spec": {"runtime", "ops"},
@@ -32,12 +33,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "swap": {*("_lazy", "_auto_registration"), *LIBRARY},
 }
+# Every part may use the messages for unknown names.
+for allowed in MAY_IMPORT.values():
+    allowed.add("names")
 # The workbench and the root of the package may import everything; nothing above imports the workbench.
 for above in ("workbench", "__init__", "__main__"):
     MAY_IMPORT[above] = {*MAY_IMPORT}
 
 # What the lower parts may take from outside; the rest may use every declared dependency.
 OUTSIDE: dict[str, set[str]] = {
+    "names": set(),
     "runtime": set(),
     "ops": {"torch", "einops"},
     "spec": {"torch", "einops"},

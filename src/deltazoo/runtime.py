@@ -1,9 +1,10 @@
 """How a model runs: options that decide speed and memory, change results by rounding at most, and are never saved."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
+
+from deltazoo.names import unknown
 
 __all__ = ["BACKENDS", "RECOMPUTE_LEVELS", "RUNTIME_OPTIONS", "RuntimeOptions"]
 
@@ -49,7 +50,7 @@ class RuntimeOptions:
         for name, known in (("backend", BACKENDS), ("recompute", RECOMPUTE_LEVELS)):
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise ValueError(f"{name}: {_unknown('value', value, known)}")
+                raise ValueError(f"{name}: {unknown('value', value, known)}")
         for name in ("fused_kernels", "liger", "fuse_linear_cross_entropy"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
@@ -68,7 +69,7 @@ class RuntimeOptions:
         """
         for name in options:
             if name not in known:
-                raise TypeError(_unknown("runtime option", name, tuple(known)))
+                raise TypeError(unknown("runtime option", name, known))
         return replace(self, **options)
 
     def given(self) -> dict[str, Any]:
@@ -78,9 +79,3 @@ class RuntimeOptions:
 
 
 RUNTIME_OPTIONS: tuple[str, ...] = tuple(field.name for field in fields(RuntimeOptions))
-
-
-def _unknown(kind: str, value: object, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(str(value), known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"unknown {kind} {value!r}; {hint}known: {', '.join(known)}"

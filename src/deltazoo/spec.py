@@ -8,11 +8,12 @@ a subclass of that layer. docs/new_rules.md shows both.
 This module imports no torch, so that the command line can list the variants at once.
 """
 
-import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+
+from deltazoo.names import unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +109,7 @@ class DeltaRuleSpec:
         for field, choices in {"decay": get_args(Decay), "output_gate": get_args(OutputGate)}.items():
             value = getattr(self, field)
             if value not in choices:
-                raise ValueError(f"variant {self.name!r}: {_unknown(field, value, choices)}")
+                raise ValueError(f"variant {self.name!r}: {unknown(field, value, choices)}")
         # Names are looked up when a layer is made: the functions need torch.
         for field in ("step_size", "decay_gate", "gate_activation"):
             value = getattr(self, field)
@@ -235,13 +236,7 @@ def list_variants() -> list[str]:
 def _entry(name: str) -> _Entry:
     if name not in _REGISTRY:
         raise ValueError(
-            f"{_unknown('variant', name, list_variants())} (a rule of your own is known once its module is imported, "
+            f"{unknown('variant', name, list_variants())} (a rule of your own is known once its module is imported, "
             "on the command line by --load FILE.py)"
         )
     return _REGISTRY[name]
-
-
-def _unknown(kind: str, value: object, known: "list[str] | tuple[str, ...]") -> str:
-    close = difflib.get_close_matches(str(value), known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"unknown {kind} {value!r}; {hint}known: {', '.join(known)}"

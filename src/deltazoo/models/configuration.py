@@ -5,7 +5,6 @@ are kept although they do not act, with one warning: what others wrote into a `c
 attribute, and the keys of softmax layers in a model that has none.
 """
 
-import difflib
 import os
 import warnings
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.models.remote_code import AutoMapConfig
+from deltazoo.names import did_you_mean, one_slip_away, unknown
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.spec import DeltaRuleSpec, get_variant
 
@@ -176,8 +176,10 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         if key in RUNTIME_OPTIONS:
             raise AttributeError(_not_a_key(key))
         # Tools set attributes of their own on a configuration, and those are saved. A typo must not be.
-        if not (key.startswith("_") or key in self.__dict__ or hasattr(type(self), key)) and _slip_of(key):
-            raise AttributeError(f"{type(self).__name__}: unknown key {key!r}; did you mean {_slip_of(key)!r}?")
+        if not (key.startswith("_") or key in self.__dict__ or hasattr(type(self), key)):
+            meant = one_slip_away(key, _OWN_KEYS)
+            if meant:
+                raise AttributeError(f"{type(self).__name__}: unknown key {key!r}; did you mean {meant!r}?")
         super().__setattr__(key, value)
 
     @classmethod
@@ -271,7 +273,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     def _validate_layer_types(self, layer_types: Sequence[str]) -> None:
         for layer_type in layer_types:
             if layer_type not in LAYER_TYPES:
-                raise ValueError(f"layer_types: {_unknown('layer type', layer_type, LAYER_TYPES)}")
+                raise ValueError(f"layer_types: {unknown('layer type', layer_type, LAYER_TYPES)}")
         if len(layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_types must name num_hidden_layers={self.num_hidden_layers} layers, got {len(layer_types)}"
@@ -324,28 +326,15 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
                 continue
             if key in RUNTIME_OPTIONS:
                 raise ValueError(_not_a_key(key))
-            if self.transformers_version is None or _slip_of(key):
+            if self.transformers_version is None or one_slip_away(key, _OWN_KEYS):
                 raise ValueError(
-                    f"{type(self).__name__}: {_unknown('key', key, [field.name for field in fields(self)])}"
+                    f"{type(self).__name__}: {unknown('key', key, [field.name for field in fields(self)])}"
                 )
-            close = difflib.get_close_matches(key, _OWN_KEYS, n=1, cutoff=0.75)
-            found[key] = f"unknown; did you mean {close[0]!r}?" if close else "unknown"
+            found[key] = f"unknown{did_you_mean(key, _OWN_KEYS, cutoff=0.75)}"
         return found
 
 
 _OWN_KEYS = [field.name for field in fields(DeltaRuleConfig) if field.name in DeltaRuleConfig.__annotations__]
-
-
-def _slip_of(key: str) -> str | None:
-    """The key of ours that differs by one slip: a character more, less or other, or two neighbours swapped."""
-    for own in difflib.get_close_matches(key, _OWN_KEYS, n=3, cutoff=0.8):
-        start = len(os.path.commonprefix([key, own]))
-        given, meant = key[start:], own[start:]
-        end = len(os.path.commonprefix([given[::-1], meant[::-1]]))
-        given, meant = given[: len(given) - end], meant[: len(meant) - end]
-        if max(len(given), len(meant)) == 1 or (len(given) == 2 and given == meant[::-1]):
-            return own
-    return None
 
 
 def _not_a_key(option: str) -> str:
@@ -353,12 +342,6 @@ def _not_a_key(option: str) -> str:
         f"{option} says how a model runs, not what it is, and is no key of its configuration: pass it to "
         f"from_pretrained or to the model's constructor, or call model.set_runtime({option}=...)"
     )
-
-
-def _unknown(kind: str, value: object, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(value), known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"unknown {kind} {value!r}; {hint}known: {', '.join(known)}"
 
 
 class _NamedConfig(DeltaRuleConfig):

@@ -4,7 +4,6 @@ The named classes of the Hub types are subclasses without a body (`auto`). State
 checkpoints: `model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp}`, `model.norm`, `lm_head`.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -32,6 +31,7 @@ from deltazoo.models.recompute import level_of
 from deltazoo.models.sequences import BatchSequences, describe_batch
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
+from deltazoo.names import did_you_mean
 from deltazoo.ops.fused import fused_kernels_fit
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
@@ -353,6 +353,4 @@ def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
     known = (*_SEQUENCE_KEYS, *_PASSED_THROUGH, *_WITHOUT_EFFECT)
     for key in kwargs:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"forward() got an unexpected argument {key!r}{hint}")
+            raise TypeError(f"forward() got an unexpected argument {key!r}{did_you_mean(key, known)}")

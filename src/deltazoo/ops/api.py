@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltazoo.names import unknown
 from deltazoo.ops.chunkwise import chunkwise
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
 from deltazoo.ops.transforms import refuse_transforms, transforming
@@ -16,7 +17,6 @@ from deltazoo.ops.validation import (
     check_step_shapes,
     check_tensor,
     check_tensor_values,
-    unknown_name,
     warn_of_heads_first,
 )
 from deltazoo.runtime import BACKENDS
@@ -184,7 +184,7 @@ def resolve_backend(
         ValueError: an unknown name. NotImplementedError: a named backend that cannot run such a call.
     """
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(unknown_name("backend", backend, list(BACKENDS)))
+        raise ValueError(unknown("backend", backend, list(BACKENDS)))
     if backend == "reference":
         return "reference", "asked for: the token loop that defines the operator"
     if backend == "chunkwise":
@@ -252,7 +252,7 @@ def _whole_sequences(
     precision: str | None,
 ) -> DeltaRuleOutput:
     if precision not in PRECISIONS:
-        raise ValueError(unknown_name("precision", precision, [name for name in PRECISIONS if name is not None]))
+        raise ValueError(unknown("precision", precision, [name for name in PRECISIONS if name is not None]))
     q, k, v, scale = _prepare(q, k, v, scale)
     check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens)
     warn_of_heads_first(q)

@@ -1,8 +1,9 @@
 """A choice that a spec makes by name or by bringing a function of its own."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import TypeVar
+
+from deltazoo.names import unknown
 
 __all__ = ["function_of"]
 
@@ -18,7 +19,5 @@ def function_of(kind: str, choice: str | Function, known: Mapping[str, Function]
     if not isinstance(choice, str):
         return choice
     if choice not in known:
-        close = difflib.get_close_matches(choice, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"unknown {kind} {choice!r}; {hint}known: {', '.join(known)}, or a function")
+        raise ValueError(f"{unknown(kind, choice, known)}, or a function")
     return known[choice]

@@ -6,9 +6,8 @@ host wait for the device.
 """
 
 import contextlib
-import difflib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ __all__ = [
     "check_tensor",
     "check_tensor_values",
     "check_values",
-    "unknown_name",
     "warn_of_heads_first",
 ]
 
@@ -38,17 +36,6 @@ def check_values(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         _check_gpu_values = previous
-
-
-def unknown_name(kind: str, name: object, known: Sequence[str]) -> str:
-    """Message for a name that is not one of `known`, with the nearest match."""
-    close = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return (
-        f"unknown {kind} {name!r}{hint} Known: {', '.join(known)}"
-        if hint
-        else f"unknown {kind} {name!r}; known: {', '.join(known)}"
-    )
 
 
 def check_tensor(name: str, x: object) -> None:

@@ -38,8 +38,8 @@ def test_every_stage_is_optional_and_they_run_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("distil.steps=3", "unknown key 'distil': did you mean 'distill'"),
-        ("align.stepps=3", "unknown key 'align.stepps': did you mean 'steps'"),
+        ("distil.steps=3", "unknown key 'distil'; did you mean 'distill'"),
+        ("align.stepps=3", "unknown key 'align.stepps'; did you mean 'steps'"),
         ("align.steps=0", "align.steps must be at least 1, got 0"),
         ("distill.trains=some", "distill.trains must be one of 'swapped', 'all', got 'some'"),
         ("align.trains=all", "align.trains must be 'swapped'"),

@@ -49,8 +49,8 @@ def test_a_written_configuration_reads_back_the_same(minimal: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.learning_rte=1", r"unknown key 'training.learning_rte': did you mean 'learning_rate'\?"),
-        ("datta=1", r"unknown key 'datta': did you mean 'data'\?"),
+        ("training.learning_rte=1", r"unknown key 'training.learning_rte'; did you mean 'learning_rate'\?"),
+        ("datta=1", r"unknown key 'datta'; did you mean 'data'\?"),
         ("training.steps=many", "training.steps must be of type int, got 'many'"),
         ("training.steps=true", "training.steps must be of type int, got True"),
         ("training.steps=0", "training.steps must be at least 1"),
@@ -60,7 +60,7 @@ def test_a_written_configuration_reads_back_the_same(minimal: Path, tmp_path: Pa
         ("training.betas=[0.9]", "training.betas must be a list of 2"),
         ("training.betas=[0.9, 1.0]", r"training.betas must lie in \[0, 1\)"),
         ("training.warmup=11", "training.warmup is a share of the steps, between 0 and 1, got 11.0"),
-        ("training.warmup_steps=3", r"unknown key 'training.warmup_steps': did you mean 'warmup'\?"),
+        ("training.warmup_steps=3", r"unknown key 'training.warmup_steps'; did you mean 'warmup'\?"),
         ("training.save_every=15", "must be a multiple of training.log_every"),
         ("data.validation_fraction=1.5", "data.validation_fraction must lie between 0 and 1"),
         ("data.streaming=true", "needs data.max_validation_bytes"),

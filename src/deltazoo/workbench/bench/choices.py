@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from deltazoo.names import unknown
 
 __all__ = ["GATES", "GROUPS", "OPS", "PEERS", "gates_of", "parse_peers"]
 
@@ -31,7 +31,5 @@ def parse_peers(text: str) -> list[str]:
     names = [name for name in (part.strip() for part in text.split(",")) if name and name != "none"]
     for name in names:
         if name not in PEERS:
-            near = get_close_matches(name, PEERS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown peer {name!r}, expected one of {', '.join(PEERS)} or none{hint}")
+            raise ValueError(unknown("peer", name, [*PEERS, "none"]))
     return names

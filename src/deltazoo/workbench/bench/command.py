@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from deltazoo.names import unknown
 from deltazoo.workbench.bench.choices import GATES, GROUPS, OPS, parse_peers
 from deltazoo.workbench.bench.model_command import model
 from deltazoo.workbench.bench.shapes import parse_shapes
@@ -36,7 +37,7 @@ def _choices(text: str, allowed: tuple[str, ...], what: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in allowed:
-            raise ValueError(f"unknown {what} {name!r}, expected a comma-separated list out of {', '.join(allowed)}")
+            raise ValueError(unknown(what, name, allowed))
     if not names:
         raise ValueError(f"no {what} given, expected a comma-separated list out of {', '.join(allowed)}")
     return names

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3Ne
 
 from deltazoo.interop.accelerate import accelerate
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
+from deltazoo.names import unknown
 from deltazoo.spec import list_variants
 from deltazoo.swap import swap_attention
 
@@ -68,10 +69,10 @@ def contestants(
     """
     for mixer in mixers:
         if mixer not in list_variants():
-            raise ValueError(f"unknown mixer {mixer!r}, expected one of {', '.join(list_variants())}")
+            raise ValueError(unknown("mixer", mixer, list_variants()))
     for peer in peers:
         if peer not in PEERS:
-            raise ValueError(f"unknown peer {peer!r}, expected one of {', '.join(PEERS)}")
+            raise ValueError(unknown("peer", peer, PEERS))
     taking_part = [Contestant(mixer, "deltazoo", partial(_ours, size, mixer)) for mixer in mixers]
     missing: dict[str, str] = {}
     if "llama" in peers:

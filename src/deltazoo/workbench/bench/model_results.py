@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from deltazoo.names import unknown
 from deltazoo.workbench.bench.results import Run, write_rows
 from deltazoo.workbench.bench.stopwatch import Spread
 
@@ -86,7 +87,7 @@ class ModelResults:
     def add(self, row: ModelRow) -> None:
         """Adds or replaces a row; ValueError for an unknown measure, KeyError for an unknown run."""
         if row.measure not in MEASURES:
-            raise ValueError(f"unknown measure {row.measure!r}, expected one of {', '.join(MEASURES)}")
+            raise ValueError(unknown("measure", row.measure, MEASURES))
         if row.run not in self.runs:
             raise KeyError(f"row of run {row.run!r}, which the results do not describe")
         self.rows[row.key] = row

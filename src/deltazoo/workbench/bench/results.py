@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deltazoo.names import unknown
 from deltazoo.workbench.bench.stopwatch import Spread
 
 __all__ = ["MEASURES", "Results", "Row", "Run", "describe_run", "load_results", "write_rows"]
@@ -111,7 +112,7 @@ class Results:
     def add(self, row: Row) -> None:
         """Adds or replaces a row; ValueError for an unknown measure, KeyError for an unknown run."""
         if row.measure not in MEASURES:
-            raise ValueError(f"unknown measure {row.measure!r}, expected one of {', '.join(MEASURES)}")
+            raise ValueError(unknown("measure", row.measure, MEASURES))
         if row.run not in self.runs:
             raise KeyError(f"row of run {row.run!r}, which the results do not describe")
         self.rows[row.key] = row
@@ -164,9 +165,9 @@ def load_results(paths: Iterable[Path]) -> Results:
 
 
 def _from_json(cls: type, content: dict[str, Any]) -> Any:
-    unknown = content.keys() - {f.name for f in fields(cls)}
-    if unknown:
-        raise ValueError(f"unknown key {sorted(unknown)[0]!r} in a {cls.__name__.lower()}")
+    known = [field.name for field in fields(cls)]
+    for key in sorted(content.keys() - set(known)):
+        raise ValueError(f"in a {cls.__name__.lower()}: {unknown('key', key, known)}")
     return cls(**content)
 
 

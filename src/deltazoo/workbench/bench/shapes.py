@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
+
+from deltazoo.names import unknown
 
 __all__ = ["SWEEP", "TABLE", "Shape", "parse_shapes"]
 
@@ -59,9 +60,7 @@ def parse_shapes(text: str) -> list[Shape]:
         elif item[0].isdigit():
             shapes.append(Shape.parse(item))
         else:
-            near = get_close_matches(item, groups, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown shape {item!r}, expected BxTxHxKxV or one of {', '.join(groups)}{hint}")
+            raise ValueError(f"{unknown('shape', item, groups)}, or BxTxHxKxV")
     if not shapes:
         raise ValueError("no shape given")
     return list(dict.fromkeys(shapes))

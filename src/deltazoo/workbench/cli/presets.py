@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from deltazoo.names import unknown
 from deltazoo.workbench.train.config import RUN_CONFIG
-from deltazoo.workbench.train.strict import unknown_name
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
@@ -34,4 +34,4 @@ def find_config(name: str, *, conversions: bool = False) -> Path:
     known = presets(conversions=conversions)
     if name in known:
         return known[name]
-    raise ValueError(f"there is no file {name!r}, and it names no preset: {unknown_name('preset', name, known)}")
+    raise ValueError(f"there is no file {name!r}, and it names no preset: {unknown('preset', name, known)}")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deltazoo import variants as variants  # importing it registers the variants
+from deltazoo.names import unknown
 from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants
-from deltazoo.workbench.lab.task import unknown
 
 __all__ = ["OPTIONS", "SOFTMAX", "Arm", "label_of", "parse_arm"]
 

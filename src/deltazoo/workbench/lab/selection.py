@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from deltazoo.names import unknown
 from deltazoo.workbench.lab.arms import parse_arm
 from deltazoo.workbench.lab.claims import Claim
 from deltazoo.workbench.lab.experiment import Experiment, list_experiments
 from deltazoo.workbench.lab.suites import get_suite
-from deltazoo.workbench.lab.task import unknown
 
 __all__ = ["Selection", "select"]
 

@@ -1,12 +1,13 @@
 """What a task is: random sequences with an answer known at every token that is trained on, and their registry."""
 
-import difflib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from deltazoo.names import unknown
 
 __all__ = ["IGNORED", "Batch", "Task", "get_task", "list_tasks", "register_task"]
 
@@ -117,13 +118,6 @@ def get_task(name: str) -> Task:
 def list_tasks() -> list[str]:
     """Names of all registered tasks, in the order of registration."""
     return list(_TASKS)
-
-
-def unknown(kind: str, name: str, known: list[str]) -> str:
-    """The sentence for a name that is not among the known ones."""
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}"
 
 
 def second_half(targets: Tensor) -> Tensor:

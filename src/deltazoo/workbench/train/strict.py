@@ -1,11 +1,12 @@
 """From a YAML mapping to a dataclass, refusing whatever the dataclass does not name."""
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
+
+from deltazoo.names import unknown
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ def from_mapping(cls: type[T], mapping: Any, where: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in mapping:
         if key not in fields:
-            raise ValueError(unknown_name("key", _join(where, key), fields))
+            raise ValueError(unknown("key", str(key), sorted(fields), within=f"{where}." if where else ""))
     hints = typing.get_type_hints(cls)
     values = {}
     for name, field in fields.items():
@@ -37,14 +38,6 @@ def from_mapping(cls: type[T], mapping: Any, where: str = "") -> T:
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{_join(where, name)} is missing; it has no default")
     return cls(**values)
-
-
-def unknown_name(kind: str, name: Any, known: typing.Iterable[str]) -> str:
-    """The message for a ``name`` that is not among ``known``: the nearest one first, then all of them."""
-    known = sorted(known)
-    near = difflib.get_close_matches(str(name).rsplit(".", 1)[-1], known, n=1)
-    question = f": did you mean {near[0]!r}?" if near else "."
-    return f"unknown {kind} {str(name)!r}{question} Known: {', '.join(known)}"
 
 
 def _join(where: str, name: Any) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from deltazoo.names import unknown
 from deltazoo.workbench.train.config import STDLIB, DataConfig
 from deltazoo.workbench.train.hub import check_on_hub
 from deltazoo.workbench.train.progress import say
-from deltazoo.workbench.train.strict import unknown_name
 
 RECORD_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 MAX_DOCUMENT = 2**20  # characters; a larger file comes as several documents, since each is tokenized as a whole
@@ -124,7 +124,7 @@ class Records:
             raise ValueError(f"cannot read {self.description}: {type(cause).__name__}: {cause}") from error
         columns = records.column_names
         if columns is not None and self._field not in columns:
-            raise ValueError(f"data.text_field: {unknown_name('column', self._field, columns)}")
+            raise ValueError(f"data.text_field: {unknown('column', self._field, sorted(columns))}")
         return records
 
     def documents_of(self, records: Any) -> Iterator[Document]:

@@ -1,9 +1,9 @@
 """The two suites: `mini` for two CPU cores and three minutes, `full` for one large GPU."""
 
+from deltazoo.names import unknown
 from deltazoo.workbench.lab.claims import Claim
 from deltazoo.workbench.lab.suites.full import FULL
 from deltazoo.workbench.lab.suites.mini import MINI
-from deltazoo.workbench.lab.task import unknown
 
 __all__ = ["SUITES", "get_suite"]
 

@@ -1,0 +1,46 @@
+"""Messages for a name that is not among the known ones, with the nearest of them."""
+
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["did_you_mean", "nearest", "one_slip_away", "unknown"]
+
+
+def unknown(kind: str, value: object, known: Iterable[str], *, within: str = "") -> str:
+    """The sentence "unknown KIND 'x'; did you mean 'a'? known: a, b, c".
+
+    Args:
+        kind: what the name stands for, for example "variant".
+        value: the name as given.
+        known: the names there are, in the order in which the sentence lists them.
+        within: what the sentence shows before the name inside the quotes, for example the section of a configuration
+            file ("training."); it plays no part in the search for the nearest name.
+    """
+    known = list(known)
+    hint = did_you_mean(value, known)
+    quoted = repr(f"{within}{value}" if within else value)
+    return f"unknown {kind} {quoted}{hint}{'' if hint else ';'} known: {', '.join(known)}"
+
+
+def did_you_mean(value: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The clause "; did you mean 'a'?", or nothing if no known name is near."""
+    near = nearest(value, known, cutoff=cutoff)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(value: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name most similar to `value`; None if none has a similarity of `cutoff` (0 to 1, as in difflib)."""
+    return next(iter(get_close_matches(str(value), list(known), n=1, cutoff=cutoff)), None)
+
+
+def one_slip_away(value: str, known: Iterable[str]) -> str | None:
+    """The known name that differs by one slip: a character more, less or other, or two neighbours swapped."""
+    for name in get_close_matches(value, list(known), n=3, cutoff=0.8):
+        start = len(os.path.commonprefix([value, name]))
+        given, meant = value[start:], name[start:]
+        end = len(os.path.commonprefix([given[::-1], meant[::-1]]))
+        given, meant = given[: len(given) - end], meant[: len(meant) - end]
+        if max(len(given), len(meant)) == 1 or (len(given) == 2 and given == meant[::-1]):
+            return name
+    return None
