@@ -26,8 +26,8 @@ import triton
 from torch import Tensor
 
 from deltazoo.ops import reference
-from deltazoo.ops.triton import recurrent
-from deltazoo.ops.triton.recurrent import Tile
+from deltazoo.ops.triton import decode
+from deltazoo.ops.triton.decode import Tile
 
 DEVICE = "cuda"
 SCALE = 128**-0.5
@@ -66,7 +66,7 @@ def make_inputs(B: int, H: int, K: int, V: int, decay: str = "scalar", beta: boo
 
 def launch(inputs: dict[str, Any], state: Tensor, new_state: Tensor, tile: Tile) -> Tensor:
     output = torch.empty_like(inputs["v"])
-    recurrent.launch(**inputs, state=state, new_state=new_state, output=output, scale=SCALE, tile=tile)
+    decode.launch(**inputs, state=state, new_state=new_state, output=output, scale=SCALE, tile=tile)
     return output
 
 
@@ -133,7 +133,7 @@ def time_steps(step: Callable[[Tensor], object], states: list[Tensor]) -> dict[s
 
 def compiled_resources() -> dict[str, int]:
     """Registers and spills of the kernel compiled last."""
-    compiled = list(recurrent._recurrent_kernel.device_caches[torch.cuda.current_device()][0].values())[-1]
+    compiled = list(decode.decode_kernel.device_caches[torch.cuda.current_device()][0].values())[-1]
     return {"registers": compiled.n_regs, "spills": compiled.n_spills, "shared": compiled.metadata.shared}
 
 
@@ -214,7 +214,7 @@ def time_copy(B: int, H: int, K: int) -> dict[str, float]:
 def time_functional(B: int, H: int, K: int) -> dict[str, float]:
     """The public form, which leaves the state alone and writes the new one elsewhere."""
     inputs = make_inputs(B, H, K, K)
-    step = functools.partial(recurrent.recurrent_step, **inputs, scale=SCALE)
+    step = functools.partial(decode.recurrent_step, **inputs, scale=SCALE)
     return time_steps(lambda state: step(state=state), ring_of_states(B, H, K, K))
 
 
@@ -233,7 +233,7 @@ def measure_tiles(report: Report, batches: list[int], H: int, K: int) -> None:
 
 def measure_rules(report: Report, H: int, K: int, B: int = 64) -> None:
     """Every switch of the kernel with the launcher's own tile."""
-    tile = recurrent.choose_tile(K, K)
+    tile = decode.choose_tile(K, K)
 
     def check_and_time(decay: str, beta: bool) -> dict[str, Any]:
         return {**check(K, K, tile, decay, beta), **time_tile(B, H, K, tile, decay, beta)}
@@ -253,9 +253,9 @@ def measure_host(report: Report, H: int, K: int) -> None:
         inputs, state = make_inputs(1, H, K, K), torch.zeros(1, H, K, K, device=DEVICE)
         arguments = {**inputs, "state": state, "scale": SCALE}
         if call == "launch":
-            spare = {"new_state": state, "output": torch.empty_like(inputs["v"]), "tile": recurrent.choose_tile(K, K)}
-            return {"host_us": host_microseconds(functools.partial(recurrent.launch, **arguments, **spare))}
-        step = functools.partial(recurrent.recurrent_step, **arguments, inplace=call == "in place")
+            spare = {"new_state": state, "output": torch.empty_like(inputs["v"]), "tile": decode.choose_tile(K, K)}
+            return {"host_us": host_microseconds(functools.partial(decode.launch, **arguments, **spare))}
+        step = functools.partial(decode.recurrent_step, **arguments, inplace=call == "in place")
         with torch.inference_mode():
             return {"host_us": host_microseconds(step)}
 
@@ -268,7 +268,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for K in dict.fromkeys(r["K"] for r in steps):
         of_size = [r for r in steps if r["K"] == K]
         batches = list(dict.fromkeys(r["B"] for r in of_size))
-        chosen = recurrent.choose_tile(K, K)
+        chosen = decode.choose_tile(K, K)
         copies = {r["B"]: r for r in rows if r["kind"] == "copy" and r["K"] == K and "us" in r}
         print(f"\nK = V = {K}: us (us L2) GB/s; * = the launcher's choice")
         print("".ljust(20) + "".join(f"B = {B}".rjust(28) for B in batches))

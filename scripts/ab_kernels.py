@@ -69,7 +69,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "scan": SERIAL,
     "scan(keep)": SERIAL,
     "reverse_scan(keep)": SERIAL,
-    "tail": {
+    "chunk_gradients": {
         "2 stages": tile(2),
         "3 stages": tile(3),
         "BV 32": tile(BV=32),
@@ -78,26 +78,26 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "BK 16, 3 stages": tile(3, BK=16),
         "BK 64": tile(BK=64),
     },
-    "tail_channel": {
+    "chunk_gradients_channel": {
         "2 stages": tile(2),
         "BK 16": tile(BK=16),
         "BK 16, 4 stages": tile(4, BK=16),
         "BK 64, BV 64": tile(2, BK=64, BV=64),
         "BK 32, BV 64": tile(2, BV=64),
     },
-    "tail_exact(far)": {"2 warps": tile(num_warps=2)},
+    "chunk_gradients_exact(strong)": {"2 warps": tile(num_warps=2)},
 }
 WRITTEN = {
     "prepare": ("AP", "chunk_beta", "G", "strict_L"),
-    "prepare_channel": ("AP", "chunk_beta", "G", "far", "strict_L", "q_in", "k_in", "k_out"),
+    "prepare_channel": ("AP", "chunk_beta", "G", "strong_decay", "strict_L", "q_in", "k_in", "k_out"),
     "scan": ("output", "final_state"),
     "scan(keep)": ("U_out", "states"),
     "reverse_scan(keep)": ("Z_out", "d_states", "d_initial"),
-    "tail": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
-    "tail_channel": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
-    "tail_exact": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
+    "chunk_gradients": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
+    "chunk_gradients_channel": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
+    "chunk_gradients_exact": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
 }
-IN_FLOAT32 = ("scan", "scan(keep)", "reverse_scan(keep)", "tail", "tail_channel")
+IN_FLOAT32 = ("scan", "scan(keep)", "reverse_scan(keep)", "chunk_gradients", "chunk_gradients_channel")
 
 
 @dataclass
@@ -111,13 +111,13 @@ class Launch:
     @property
     def name(self) -> str:
         """As in `VARIANTS`."""
-        keep = "(keep)" if self.arguments.get("KEEP") else "(far)" if self.arguments.get("FAR") else ""
+        keep = "(keep)" if self.arguments.get("KEEP") else "(strong)" if self.arguments.get("STRONG") else ""
         return self.kernel.fn.__name__.removesuffix("_kernel") + keep
 
     @property
     def written(self) -> tuple[str, ...]:
         """Names of its outputs."""
-        return tuple(name for name in WRITTEN[self.name.removesuffix("(far)")] if self.arguments[name] is not None)
+        return tuple(name for name in WRITTEN[self.name.removesuffix("(strong)")] if self.arguments[name] is not None)
 
     def run(self, changes: dict[str, Any]) -> tuple[Callable[[], object], dict[str, Tensor]]:
         """The launch with changed arguments and outputs of its own, and these outputs."""
@@ -178,7 +178,7 @@ def in_float32(launch: Launch, shape: Shape) -> dict[str, Any]:
     tiles = tiles_for(shape.K, shape.V, False, launch.arguments.get("DECAY", 2), has_beta=True, strict=False)
     tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor)}
     changes: dict[str, Any] = {name: x.float() for name, x in tensors.items() if x.is_floating_point()}
-    options = {"tail": tiles.tail, "tail_channel": tiles.tail}
+    options = {"chunk_gradients": tiles.gradients, "chunk_gradients_channel": tiles.gradients}
     options |= {"reverse_scan(keep)": tiles.reverse, "scan(keep)": tiles.keep}
     strict = launch.arguments.get("STRICT", False)
     if "AP" in changes and strict:  # below the diagonal is the inverse's second term, mirrored

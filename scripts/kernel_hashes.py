@@ -27,8 +27,8 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "ops" / "triton")]
 
 import test_compile as chunks  # noqa: E402
+import test_decode_compile as decoding  # noqa: E402
 import test_fused_compile as fused  # noqa: E402
-import test_recurrent_compile as decoding  # noqa: E402
 
 CALLS = [
     *(

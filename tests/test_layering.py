@@ -125,7 +125,7 @@ def test_no_drawer_for_odds_and_ends() -> None:
         ("deltazoo.ops.chunkwise", "from deltazoo.ops.reference import recurrent_loop"),
         ("deltazoo.ops.chunkwise", "from deltazoo.ops import reference"),
         ("deltazoo.ops.chunkwise", "from . import reference"),
-        ("deltazoo.ops.triton.scan", "from deltazoo.ops.chunkwise import chunkwise"),
+        ("deltazoo.ops.triton.chunk.scan", "from deltazoo.ops.chunkwise import chunkwise"),
         ("deltazoo.ops.decay", "import triton"),
         ("deltazoo.ops.decay", "import numpy as np"),
         ("deltazoo.layers.norm", "from deltazoo import delta_rule"),
@@ -145,7 +145,11 @@ def test_a_forbidden_import_is_noticed(module: str, source: str) -> None:
     ("module", "source", "is_package"),
     [
         ("deltazoo.ops.api", "from deltazoo.ops.reference import recurrent_loop\nimport torch, math", False),
-        ("deltazoo.ops.triton.scan", "import triton\nfrom deltazoo.ops.triton.prepare import prepare", False),
+        (
+            "deltazoo.ops.triton.chunk.scan",
+            "import triton\nfrom deltazoo.ops.triton.chunk.prepare import prepare",
+            False,
+        ),
         ("deltazoo.ops", "from .api import delta_rule\nfrom . import decay", True),
         (
             "deltazoo.models.modeling",

@@ -312,7 +312,7 @@ def _one_token(
             raise NotImplementedError("the triton step is for inference and has no gradient; use torch.no_grad()")
         name = "chunkwise"
     if name == "triton":
-        from deltazoo.ops.triton.recurrent import recurrent_step as triton_step
+        from deltazoo.ops.triton.decode import recurrent_step as triton_step
 
         return DeltaRuleOutput(*triton_step(q, k, v, beta, log_decay, state.float(), scale, inplace=inplace))
     beta, log_decay = (None if x is None else x[:, 0] for x in (beta, log_decay))

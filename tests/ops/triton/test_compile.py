@@ -91,7 +91,7 @@ class Launch:
     arguments: dict[str, Any]
 
     def __str__(self) -> str:
-        keep = "(keep)" if self.arguments.get("KEEP") else "(far)" if self.arguments.get("FAR") else ""
+        keep = "(keep)" if self.arguments.get("KEEP") else "(strong)" if self.arguments.get("STRONG") else ""
         strict = "(strict)" if self.arguments.get("STRICT") and self.arguments.get("BY_GAIN") else ""
         return self.kernel.fn.__name__.removesuffix("_kernel") + keep + strict
 
@@ -169,9 +169,11 @@ def spill_limit(call: Call, launch: Launch) -> int:
         return 16_384 if "scan" in name or call.arch != HOPPER else 4096
     if call.K == 256 and "scan" in name and call.arch != HOPPER:  # ptxas gives up on some, all spilled
         return 16_384
-    if launch.arguments.get("FAR") or launch.arguments.get("PART") == 2:  # the way for strong decay
+    if launch.arguments.get("STRONG") or launch.arguments.get("PART") == 2:  # the way for strong decay
         return 4096
-    if call.arch != HOPPER and name.startswith(("prepare", "tail")):  # operands of products are registers there
+    if call.arch != HOPPER and name.startswith(
+        ("prepare", "chunk_gradients")
+    ):  # operands of products are registers there
         return 2048
     return 512
 
@@ -204,13 +206,13 @@ def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 LARGEST = ("reverse_scan(keep)",)  # in shared memory
 REPRESENTATIVE = [
-    Call(HOPPER, only=("prepare", "scan(keep)", "tail")),
+    Call(HOPPER, only=("prepare", "scan(keep)", "chunk_gradients")),
     Call(HOPPER, decay="none", only=("scan(keep)(strict)",)),
-    Call(HOPPER, decay="channel", only=("prepare_channel", "tail_channel", "tail_exact(far)")),
+    Call(HOPPER, decay="channel", only=("prepare_channel", "chunk_gradients_channel", "chunk_gradients_exact(strong)")),
     Call(HOPPER, decay="channel", packed=True, state=True, only=("scan(strict)", "reverse_scan(keep)(strict)")),
     Call(HOPPER, decay="channel", precision="strict", packed=True, state=True, only=LARGEST),
     Call(AMPERE, decay="channel", only=("reverse_scan(keep)(strict)",)),
-    Call(ADA, decay="scalar", precision="fast", only=(*LARGEST, "tail")),
+    Call(ADA, decay="scalar", precision="fast", only=(*LARGEST, "chunk_gradients")),
     Call(BLACKWELL, 64, 64, decay="channel", precision="linear", only=LARGEST),
 ]
 SWEEP = [

@@ -99,7 +99,7 @@ def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):
     if problem.decay == 2:
         for name in ("q_in", "k_in", "k_out"):
             kept[name] = q.new_empty(problem.B, problem.T, problem.HV, K)
-        kept["far"] = q.new_empty(slots, dtype=torch.int32)
+        kept["strong_decay"] = q.new_empty(slots, dtype=torch.int32)
     if problem.segments > 1:
         sizes = (problem.scans, problem.HV, K)
         kept["starts"] = q.new_empty((*sizes, problem.V), dtype=torch.float32)

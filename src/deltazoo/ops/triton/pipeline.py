@@ -16,15 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltazoo.ops.triton.chunk.gradients import chunk_gradients_kernel
+from deltazoo.ops.triton.chunk.gradients_channel import chunk_gradients_channel_kernel
+from deltazoo.ops.triton.chunk.gradients_exact import chunk_gradients_exact_kernel
+from deltazoo.ops.triton.chunk.prepare import invert_kernel, prepare_kernel
+from deltazoo.ops.triton.chunk.prepare_channel import prepare_channel_kernel
+from deltazoo.ops.triton.chunk.scan import reverse_scan_kernel, scan_kernel
+from deltazoo.ops.triton.chunk.segments import chain_kernel
 from deltazoo.ops.triton.launch import launch
 from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
-from deltazoo.ops.triton.prepare import invert_kernel, prepare_kernel
-from deltazoo.ops.triton.prepare_channel import prepare_channel_kernel
-from deltazoo.ops.triton.scan import reverse_scan_kernel, scan_kernel
-from deltazoo.ops.triton.segments import chain_kernel
-from deltazoo.ops.triton.tail import tail_kernel
-from deltazoo.ops.triton.tail_channel import tail_channel_kernel
-from deltazoo.ops.triton.tail_exact import tail_exact_kernel
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 
 __all__ = ["Kept", "Problem", "backward", "forward"]
@@ -67,7 +67,7 @@ class Prepared:
     """Keys; per channel with the decay to the chunk's end."""
     large_gain: Tensor | None
     """Where precision goes by the erase gain: which chunks need strict, int32 `[slots]`."""
-    far: Tensor | None = None
+    strong_decay: Tensor | None = None
     """Per channel: which chunks decay too far for one product, int32 `[slots]`."""
 
 
@@ -118,14 +118,14 @@ def prepare(p: Problem) -> Prepared:
     else:
         G = p.float32(plan.slots, plan.K)
         q_in, k_in, k_out = (p.q.new_empty(plan.B, plan.T, plan.HV, plan.K) for _ in range(3))
-        far = p.q.new_empty(plan.slots, dtype=torch.int32)
+        strong_decay = p.q.new_empty(plan.slots, dtype=torch.int32)
         for constants in plan.prepare_channel():
             launch(
                 prepare_channel_kernel, constants,
-                p.q, p.k, p.beta, p.log_decay, AP, chunk_beta, G, far, large_gain, strict_L, q_in, k_in, k_out,
+                p.q, p.k, p.beta, p.log_decay, AP, chunk_beta, G, strong_decay, large_gain, strict_L, q_in, k_in, k_out,
                 *p.chunk_places,
             )  # fmt: skip
-        x = Prepared(AP, chunk_beta, G, q_in, k_in, k_out, large_gain, far)
+        x = Prepared(AP, chunk_beta, G, q_in, k_in, k_out, large_gain, strong_decay)
     if strict_L is not None:
         launch(invert_kernel, plan.invert(), large_gain, strict_L, AP)
     return x
@@ -199,7 +199,7 @@ def reverse_scan_segments(
     return chain(p, transitions, added, d_final, reverse=True)
 
 
-def tail(
+def chunk_gradients(
     p: Problem, x: Prepared, U: Tensor, Z: Tensor | None, d_output: Tensor, states: Tensor, d_states: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k (both per value head), v, beta and log_decay."""
@@ -213,28 +213,28 @@ def tail(
     d_log_decay = None if p.log_decay is None else torch.empty_like(p.log_decay, dtype=torch.float32)
     if plan.decay < 2:
         launch(
-            tail_kernel, plan.tail(),
+            chunk_gradients_kernel, plan.chunk_gradients(),
             p.q, p.k, p.v, x.beta, p.log_decay, x.G, x.large_gain, U, Z, d_output, states, d_states,
             dq, dk, dv, d_beta, d_log_decay, *p.chunk_places,
         )  # fmt: skip
         return dq, dk, dv, d_beta, d_log_decay
     tensors = (
-        p.q, p.k, p.v, x.beta, p.log_decay, x.G, x.far, U, Z, d_output, states, d_states, p.float32(plan.slots, CHUNK),
-        dq, dk, dv, d_beta, d_log_decay,
+        p.q, p.k, p.v, x.beta, p.log_decay, x.G, x.strong_decay, U, Z, d_output, states, d_states,
+        p.float32(plan.slots, CHUNK), dq, dk, dv, d_beta, d_log_decay,
     )  # fmt: skip
     if plan.half:
-        launch(tail_channel_kernel, plan.tail_channel(), *tensors, *p.chunk_places)
-    for far in (True,) if plan.half else (False, True):
-        constants = plan.tail_exact(far)
+        launch(chunk_gradients_channel_kernel, plan.chunk_gradients_channel(), *tensors, *p.chunk_places)
+    for strong in (True,) if plan.half else (False, True):
+        constants = plan.chunk_gradients_exact(strong)
         W = p.q.new_empty(constants.grid[0], 1 if p.beta is None else 2, CHUNK, CHUNK)
-        launch(tail_exact_kernel, constants, *tensors, W, *p.chunk_places)
+        launch(chunk_gradients_exact_kernel, constants, *tensors, W, *p.chunk_places)
     return dq, dk, dv, d_beta, d_log_decay
 
 
 def forward(p: Problem) -> tuple[Tensor | None, ...]:
     """Output, final state, and the fields of `Kept`."""
     x, plan = prepare(p), p.plan
-    decayed = (x.q_in, x.k_in, x.k_out, x.far) if plan.decay == 2 else (None, None, None, None)
+    decayed = (x.q_in, x.k_in, x.k_out, x.strong_decay) if plan.decay == 2 else (None, None, None, None)
     if plan.segments == 1:
         return *scan(p, x, p.initial_state, keep=False), x.AP, x.beta, x.G, x.large_gain, *decayed, None, None
     starts, transitions = scan_segments(p, x)
@@ -255,7 +255,7 @@ class Kept(NamedTuple):
     """As `k_in` and `k_out` only per channel: otherwise the inputs serve."""
     k_in: Tensor
     k_out: Tensor
-    far: Tensor
+    strong_decay: Tensor
     """Per channel, as in `Prepared`."""
     starts: Tensor
     """Of a row cut into segments: the state that each starts from."""
@@ -271,7 +271,9 @@ def backward(
     d_final = None if d_final is None else d_final.float().contiguous()
     q_in, k_in, k_out = kept[4:7] if plan.decay == 2 else (p.q, p.k, p.k)
     large_gain = kept.large_gain if plan.by_gain else None
-    x = Prepared(kept.AP, kept.beta, kept.G, q_in, k_in, k_out, large_gain, kept.far if plan.decay == 2 else None)
+    x = Prepared(
+        kept.AP, kept.beta, kept.G, q_in, k_in, k_out, large_gain, kept.strong_decay if plan.decay == 2 else None
+    )
     starts = p.initial_state
     if plan.segments > 1:
         starts, d_final = kept.starts, reverse_scan_segments(p, x, d_output, d_final, kept.transitions)
@@ -279,7 +281,7 @@ def backward(
     Z, d_states, d_initial = reverse_scan(p, x, d_output, d_final, keep=True, initial=p.initial_state is not None)
     if d_initial is not None and plan.segments > 1:
         d_initial = d_initial.unflatten(0, (plan.N, plan.segments))[:, 0]
-    dq, dk, dv, d_beta, d_log_decay = tail(p, x, U, Z, d_output, states, d_states)
+    dq, dk, dv, d_beta, d_log_decay = chunk_gradients(p, x, U, Z, d_output, states, d_states)
     if plan.H != plan.HV:
         dq, dk = (grad.unflatten(2, (plan.H, -1)).sum(3).to(p.q.dtype) for grad in (dq, dk))
     return dq, dk, dv, d_beta, d_log_decay, d_initial

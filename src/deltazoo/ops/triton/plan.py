@@ -109,7 +109,10 @@ class Plan(Shapes):
         """Arguments of the kernels that walk through a sequence."""
         self.precisions = dict(STRICT=self.strict, BY_GAIN=self.by_gain)
         """Of the kernels that decide per chunk."""
-        self.key_tiles, self.value_tiles = -(-self.K // self.tiles.tail["BK"]), -(-self.V // self.tiles.tail["BV"])
+        self.key_tiles, self.value_tiles = (
+            -(-self.K // self.tiles.gradients["BK"]),
+            -(-self.V // self.tiles.gradients["BV"]),
+        )
         """Of the tail."""
 
     def chunk_grid(self, tiles: int = 1) -> tuple[int, int, int]:
@@ -121,14 +124,14 @@ class Plan(Shapes):
             )
         return tiles * self.HV, self.NT, self.B
 
-    def far_grid(self) -> tuple[tuple[int], dict[str, int]]:
+    def neighbour_grid(self) -> tuple[tuple[int], dict[str, int]]:
         """Grid of a kernel for few of the chunks: each program looks at some neighbours."""
         chunks = min(max(self.slots // 512, 1), 16)
         return (-(-self.slots // chunks),), dict(chunks=chunks, slots=self.slots)
 
     @per_plan
     def invert(self) -> Constants:
-        grid, neighbours = self.far_grid()
+        grid, neighbours = self.neighbour_grid()
         return Constants(*grid, C=CHUNK, **neighbours, **self.tiles.invert)
 
     def scan_grid(self, V: int, BV: int) -> tuple[int]:
@@ -190,26 +193,26 @@ class Plan(Shapes):
         )  # fmt: skip
 
     @per_plan
-    def tail(self) -> Constants:
+    def chunk_gradients(self) -> Constants:
         return Constants(
             *self.chunk_grid(), DECAY=self.decay, V=self.V, key_tiles=self.key_tiles, value_tiles=self.value_tiles,
-            **self.precisions, **self.per_chunk, **self.tiles.tail,
+            **self.precisions, **self.per_chunk, **self.tiles.gradients,
         )  # fmt: skip
 
     @per_plan
-    def tail_channel(self) -> Constants:
+    def chunk_gradients_channel(self) -> Constants:
         return Constants(
             *self.chunk_grid(), key_tiles=self.key_tiles, value_tiles=self.value_tiles, V=self.V, **self.per_chunk,
-            **self.tiles.tail,
+            **self.tiles.gradients,
         )  # fmt: skip
 
     @per_plan
-    def tail_exact(self, far: bool) -> Constants:
-        grid, neighbours = self.far_grid() if far else ((self.slots,), dict(chunks=1, slots=self.slots))
-        tiles = self.tiles.tail_exact
+    def chunk_gradients_exact(self, strong: bool) -> Constants:
+        grid, neighbours = self.neighbour_grid() if strong else ((self.slots,), dict(chunks=1, slots=self.slots))
+        tiles = self.tiles.gradients_exact
         return Constants(
             *grid, key_tiles=-(-self.K // tiles["BK"]), value_tiles=-(-self.V // tiles["BV"]), V=self.V,
-            FAR=int(far), **neighbours, **self.per_chunk, **tiles,
+            STRONG=int(strong), **neighbours, **self.per_chunk, **tiles,
         )  # fmt: skip
 
 

@@ -27,8 +27,8 @@ class Tiles(NamedTuple):
     scan: dict[str, int]
     keep: dict[str, int]
     reverse: dict[str, int]
-    tail: dict[str, int]
-    tail_exact: dict[str, int]
+    gradients: dict[str, int]
+    gradients_exact: dict[str, int]
 
 
 def _options(warps: int, stages: int, BV: int | None = None) -> dict[str, int]:
@@ -79,17 +79,19 @@ def tiles_for(
         # Three-term products fill the registers; with larger tiles ptxas gives up: 32 registers, all else spilled.
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
-        tail = _options(4, 1, min(BV, 32)) | tile
-        return Tiles(BK, prepare, invert, channel, chain, serial, serial, reverse, tail, tail)
+        gradients = _options(4, 1, min(BV, 32)) | tile
+        return Tiles(BK, prepare, invert, channel, chain, serial, serial, reverse, gradients, gradients)
     output, keep, reverse = _serial(BK, BV, V, decay, has_beta, strict, shared, crowded)
-    tail = _options(4, 2, BV) | tile
+    gradients = _options(4, 2, BV) | tile
     if shared >= HOPPER:
-        tail = _options(4, 3, BV) | tile
+        gradients = _options(4, 3, BV) | tile
         if V <= 128:  # what has value channels stays in shared memory
             # Without decay a third stage, at 128 value channels, would leave room for one program instead of two.
-            tail = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(BK=min(BK, 32))
-    tail_exact = _options(4, 3, min(BV, 32)) | dict(BK=min(BK, 32))
-    return Tiles(BK, prepare, invert, channel, chain, output, keep, reverse, tail, tail_exact)
+            gradients = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(
+                BK=min(BK, 32)
+            )
+    gradients_exact = _options(4, 3, min(BV, 32)) | dict(BK=min(BK, 32))
+    return Tiles(BK, prepare, invert, channel, chain, output, keep, reverse, gradients, gradients_exact)
 
 
 def _serial(

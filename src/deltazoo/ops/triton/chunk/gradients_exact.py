@@ -7,10 +7,10 @@ moderate, and take many registers.
 import triton
 import triton.language as tl
 
-from deltazoo.ops.triton.layout import chunk_bounds, key_head
-from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E, level_mask, three_terms, undo_decay
-from deltazoo.ops.triton.tail import score_gradients, store_step_gradient
-from deltazoo.ops.triton.tail_channel import two_terms
+from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
+from deltazoo.ops.triton.chunk.gradients import score_gradients, store_step_gradient
+from deltazoo.ops.triton.chunk.gradients_channel import two_terms
+from deltazoo.ops.triton.chunk.prepare import LOG2_FLOOR, LOG2E, level_mask, three_terms, undo_decay
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def tail_tile(
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    FAR: tl.constexpr,
+    STRONG: tl.constexpr,
     HAS_BETA: tl.constexpr,
     GROUPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -169,7 +169,7 @@ def tail_tile(
     g1, g2, g3 = three_terms(b_g, DTYPE)
     b_G = sums(g1, g2, g3, tl.trans(later))
     entry = tl.exp2(b_G)
-    if FAR:
+    if STRONG:
         undone, direct = undo_decay(tl.trans(b_G), DTYPE)
         undone = tl.trans(undone)
     else:
@@ -178,7 +178,7 @@ def tail_tile(
     b_col *= tl.exp2(sums(g1, g2, g3, o_c[:, None] > o_c[None, :]))
     b_last = tl.sum(b_k * b_col, 1)
 
-    if FAR:  # pairs whose later token is out of range take the levels below
+    if STRONG:  # pairs whose later token is out of range take the levels below
         W_P = tl.where(direct[:, None], W_P, 0.0).to(DTYPE)
         if HAS_BETA:
             W_L = tl.where(direct[:, None], W_L, 0.0).to(DTYPE)
@@ -191,7 +191,7 @@ def tail_tile(
         b_pairs = tl.dot((b_beta * b_k * entry).to(DTYPE), W_L, b_pairs, input_precision=PRECISION)
     b_col += undone * b_pairs
 
-    if FAR:
+    if STRONG:
         for level in tl.range(6, num_stages=1):
             middle = (o_c >> (level + 1) << (level + 1)) + (1 << level) - 1
             near, far = tl.minimum(o_c, middle)[None, :], tl.maximum(o_c, middle)[None, :]
@@ -226,7 +226,7 @@ def tail_tile(
         b_dg = tl.dot(y, later)
         b_dg = tl.dot(x, later, b_dg)
     b_dg += b_last[:, None] + (tl.exp2(g_last) * tl.sum(b_overlap, 0))[:, None]
-    if FAR:
+    if STRONG:
         keeps = tl.load(log_decay + o_dk, mask=m_ck, other=0.0).to(tl.float32) > float("-inf")
         b_dg = tl.where(tl.trans(keeps), b_dg, 0.0)
     tl.store(d_log_decay + o_dk, tl.trans(b_dg), mask=m_ck)
@@ -234,14 +234,14 @@ def tail_tile(
 
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "chunks", "slots", "T", "NT", "H", "HV"])
-def tail_exact_kernel(
+def chunk_gradients_exact_kernel(
     q,
     k,
     v,
     beta,
     log_decay,
     G,
-    far,
+    strong_decay,
     U,
     Z,
     d_output,
@@ -271,7 +271,7 @@ def tail_exact_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    FAR: tl.constexpr,
+    STRONG: tl.constexpr,
     HAS_BETA: tl.constexpr,
     GROUPED: tl.constexpr,
     PACKED: tl.constexpr,
@@ -284,7 +284,7 @@ def tail_exact_kernel(
     """
     start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
     count = tl.minimum(slots - start, chunks).to(tl.int32)
-    if tl.max((tl.load(far + start + o, mask=o < count, other=1 - FAR) == FAR).to(tl.int32), 0) == 0:
+    if tl.max((tl.load(strong_decay + start + o, mask=o < count, other=1 - STRONG) == STRONG).to(tl.int32), 0) == 0:
         return
     W += tl.program_id(0).to(tl.int64) * ((2 if HAS_BETA else 1) * C * C)
     P_diagonal += tl.program_id(0) * C
@@ -293,7 +293,7 @@ def tail_exact_kernel(
         slot = start + i
         i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
         first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
-        if rows > 0 and tl.load(far + slot) == FAR:
+        if rows > 0 and tl.load(strong_decay + slot) == STRONG:
             b_dbeta, stored = pair_gradients(
                 v, beta, U, Z, d_output, W, P_diagonal, dv, d_beta, slot, first, rows, i_h, scale, value_tiles, HV, V,
                 BV, C, HAS_BETA, PRECISION, STAGES,
@@ -301,7 +301,7 @@ def tail_exact_kernel(
             for i_k in tl.range(0, key_tiles, num_stages=1):
                 b_dbeta += tail_tile(
                     q, k, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_log_decay,
-                    slot, first, rows, i_h, i_k, scale, value_tiles, H, HV, K, V, BK, BV, C, FAR, HAS_BETA, GROUPED,
+                    slot, first, rows, i_h, i_k, scale, value_tiles, H, HV, K, V, BK, BV, C, STRONG, HAS_BETA, GROUPED,
                     PRECISION, STAGES,
                 )  # fmt: skip
             if HAS_BETA:

@@ -14,7 +14,7 @@ own registers, and rows reach the threads that need them by shuffles.
 import triton
 import triton.language as tl
 
-from deltazoo.ops.triton.layout import chunk_bounds, key_head
+from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # A factor of 2^-200 is zero in float32, also behind a state of any size; a log-decay of -inf stays finite this way.
@@ -300,7 +300,7 @@ def undo_decay(G, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def is_far(g_last, DTYPE: tl.constexpr):
+def decays_beyond_one_product(g_last, DTYPE: tl.constexpr):
     """Whether some channel of a chunk, given their decay over the whole chunk, leaves the range of `undo_decay`."""
     RANGE: tl.constexpr = HALF_RANGE if tl.float16 == DTYPE else BFLOAT_RANGE if tl.bfloat16 == DTYPE else FLOAT_RANGE
     return tl.min(g_last, 0) < -RANGE

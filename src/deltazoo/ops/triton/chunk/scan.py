@@ -10,7 +10,7 @@ The state is a tuple of NK tiles `[BV, BK]` of key channels, since products take
 import triton
 import triton.language as tl
 
-from deltazoo.ops.triton.layout import sequence_bounds
+from deltazoo.ops.triton.chunk.address import sequence_bounds
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The decode kernel against the token loop: through Triton's interpreter on a CPU, and compiled on a GPU.
 
 The interpreter has to be chosen before Triton is imported, so one child process computes every case and the tests here
-judge what it found. `python test_recurrent.py FILE` is that child.
+judge what it found. `python test_decode.py FILE` is that child.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deltazoo.ops.reference import recurrent_loop
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.triton import recurrent  # noqa: E402
+from deltazoo.ops.triton import decode  # noqa: E402
 
 SCALE = 0.37
 
@@ -100,7 +100,7 @@ def run(case: StepCase, device: str) -> dict[str, Tensor]:
     state = x.initial_state
     assert state is not None
     before = state.clone()
-    step = recurrent.recurrent_step if case.case.T == 1 else recurrent.recurrent_steps
+    step = decode.recurrent_step if case.case.T == 1 else decode.recurrent_steps
     output, new_state = step(q, k, v, beta, log_decay, state, SCALE, inplace=case.inplace)
     assert (new_state.data_ptr() == state.data_ptr()) is case.inplace
     assert case.inplace or torch.equal(state, before)
@@ -130,7 +130,7 @@ def operator_checks(device: str) -> None:
     for inplace in (False, True):
 
         def step(*tensors: Tensor, inplace: bool = inplace) -> tuple[Tensor, Tensor]:
-            return recurrent.recurrent_step(*tensors, SCALE, inplace=inplace)  # type: ignore[arg-type]
+            return decode.recurrent_step(*tensors, SCALE, inplace=inplace)  # type: ignore[arg-type]
 
         tensors = arguments[:-1]
         expected = step(*(None if t is None else t.clone() for t in tensors))
@@ -145,10 +145,10 @@ def resets_are_exact(device: str) -> None:
     for shape in [(1, 1, 2), (1, 1, 2, 16)]:
         forget = torch.full(shape, -torch.inf, device=device)
         huge = torch.full((1, 2, 16, 24), 1e30, device=device)
-        output, state = recurrent.recurrent_step(x.q, x.k, x.v, x.beta, forget, huge, SCALE)
-        fresh = recurrent.recurrent_step(x.q, x.k, x.v, x.beta, None, torch.zeros_like(huge), SCALE)
+        output, state = decode.recurrent_step(x.q, x.k, x.v, x.beta, forget, huge, SCALE)
+        fresh = decode.recurrent_step(x.q, x.k, x.v, x.beta, None, torch.zeros_like(huge), SCALE)
         assert torch.equal(output, fresh[0]) and torch.equal(state, fresh[1])
-        output, state = recurrent.recurrent_step(x.q, torch.zeros_like(x.k), x.v, x.beta, forget, huge, SCALE)
+        output, state = decode.recurrent_step(x.q, torch.zeros_like(x.k), x.v, x.beta, forget, huge, SCALE)
         assert not output.any() and not state.any()
 
 
@@ -187,28 +187,28 @@ def test_interpreted_operator(check: str, interpreted: dict[str, dict[str, Tenso
 def test_a_step_is_one_token() -> None:
     x = DeltaRuleCase("two", T=2, initial_state=True).make(dtype=torch.float32)
     with pytest.raises(ValueError, match="T = 2"):
-        recurrent.recurrent_step(x.q, x.k, x.v, x.beta, None, x.initial_state, SCALE)
+        decode.recurrent_step(x.q, x.k, x.v, x.beta, None, x.initial_state, SCALE)
 
 
 @pytest.mark.parametrize("unfit", [lambda s: s.bfloat16(), lambda s: s.mT.contiguous().mT], ids=["bfloat16", "strided"])
 def test_only_a_contiguous_float32_state_is_updated_in_place(unfit) -> None:
     x = token("state").make(dtype=torch.float32)
     with pytest.raises(ValueError, match="contiguous and float32"):
-        recurrent.recurrent_step(x.q, x.k, x.v, x.beta, None, unfit(x.initial_state), SCALE, inplace=True)
+        decode.recurrent_step(x.q, x.k, x.v, x.beta, None, unfit(x.initial_state), SCALE, inplace=True)
 
 
 @pytest.mark.parametrize(("K", "dtype", "message"), [(257, torch.float32, "257"), (16, torch.float64, "float64")])
 def test_what_the_kernel_cannot_do_is_refused(K: int, dtype: torch.dtype, message: str) -> None:
     x = token("too_much", K=K).make(dtype=dtype)
     with pytest.raises(NotImplementedError, match=message):
-        recurrent.recurrent_step(x.q, x.k, x.v, x.beta, None, x.initial_state, SCALE)
+        decode.recurrent_step(x.q, x.k, x.v, x.beta, None, x.initial_state, SCALE)
 
 
 def test_tiles_are_never_thinner_than_their_threads() -> None:
     """A tile with fewer elements than threads would be computed twice, and read while its twin writes it in place."""
-    for K in range(1, recurrent.MAX_KEY_DIM + 1):
+    for K in range(1, decode.MAX_KEY_DIM + 1):
         for V in (*range(1, 65), 96, 128, 192, 256, 512):
-            columns, warps, _ = recurrent.choose_tile(K, V)
+            columns, warps, _ = decode.choose_tile(K, V)
             rows = 2 ** (K - 1).bit_length()
             assert columns & (columns - 1) == 0 and columns < 2 * V
             assert warps == 1 or rows * columns >= 2048 * warps
@@ -242,7 +242,7 @@ def test_operator_on_a_gpu() -> None:
 @pytest.mark.gpu
 def test_same_bits_from_run_to_run() -> None:
     x = token("bits", B=8, H=16, K=128, V=128, decay="scalar").make(device="cuda", dtype=torch.bfloat16)
-    runs = [recurrent.recurrent_step(x.q, x.k, x.v, x.beta, x.log_decay, x.initial_state, SCALE) for _ in range(5)]
+    runs = [decode.recurrent_step(x.q, x.k, x.v, x.beta, x.log_decay, x.initial_state, SCALE) for _ in range(5)]
     assert all(bits(r) == bits(runs[0]) for r in runs)
 
 
@@ -252,16 +252,16 @@ def test_cuda_graph_with_a_static_state() -> None:
     x = token("graph", H=3, groups=2, K=64, V=64, decay="scalar").make(device="cuda", dtype=torch.bfloat16)
     state = x.initial_state.clone()
     arguments = (x.q, x.k, x.v, x.beta, x.log_decay)
-    recurrent.recurrent_step(*arguments, state, SCALE, inplace=True)  # compiles
+    decode.recurrent_step(*arguments, state, SCALE, inplace=True)  # compiles
     state.copy_(x.initial_state)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output, _ = recurrent.recurrent_step(*arguments, state, SCALE, inplace=True)
+        output, _ = decode.recurrent_step(*arguments, state, SCALE, inplace=True)
     for _ in range(3):
         graph.replay()
     expected_state = x.initial_state
     for _ in range(3):
-        expected_output, expected_state = recurrent.recurrent_step(*arguments, expected_state, SCALE)
+        expected_output, expected_state = decode.recurrent_step(*arguments, expected_state, SCALE)
     assert bits((output, state)) == bits((expected_output, expected_state))
 
 
@@ -275,7 +275,7 @@ def test_states_beyond_32_bit_offsets() -> None:
     state = x.initial_state.expand(B, -1, -1, -1).contiguous()
     assert state.numel() > 2**31
     q, k, v, beta, log_decay = (t.expand(B, *t.shape[1:]) for t in (x.q, x.k, x.v, x.beta, x.log_decay))
-    output, _ = recurrent.recurrent_step(q, k, v, beta, log_decay, state, SCALE, inplace=True)
+    output, _ = decode.recurrent_step(q, k, v, beta, log_decay, state, SCALE, inplace=True)
     assert torch.equal(output[0], output[-1]) and torch.equal(state[0], state[-1])
     assert not torch.equal(state[-1], x.initial_state[0])
 

@@ -14,12 +14,12 @@ running sum of log-decays is plain additions.
 import triton
 import triton.language as tl
 
-from deltazoo.ops.triton.layout import chunk_bounds, key_head
-from deltazoo.ops.triton.prepare import (
+from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
+from deltazoo.ops.triton.chunk.prepare import (
     BFLOAT_RANGE,
     FLOAT_RANGE,
     HALF_RANGE,
-    is_far,
+    decays_beyond_one_product,
     level_factor,
     level_mask,
     log2_decay,
@@ -118,14 +118,14 @@ def prepare_chunk(
     LEVEL_BK: tl.constexpr,
     RUNS: tl.constexpr,
     C: tl.constexpr,
-    FAR: tl.constexpr,
+    STRONG: tl.constexpr,
     HAS_BETA: tl.constexpr,
     STRICT: tl.constexpr,
     BY_GAIN: tl.constexpr,
     GROUPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """All that the kernel below makes of one chunk. Without FAR it stops where it sees a far chunk, and says so."""
+    """All that the kernel below makes of one chunk. Without STRONG it stops where it sees a far chunk, and says so."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     RANGE: tl.constexpr = HALF_RANGE if tl.float16 == DTYPE else BFLOAT_RANGE if tl.bfloat16 == DTYPE else FLOAT_RANGE
     o_c = tl.arange(0, C)
@@ -157,15 +157,15 @@ def prepare_chunk(
         b_k = tl.load(k + o_qk, mask=mask, other=0.0)
         b_q = tl.load(q + o_qk, mask=mask, other=0.0)
         b_G, g_last = running_sum(b_g, RUNS, C, BK)
-        if not FAR and is_far(g_last, DTYPE):
+        if not STRONG and decays_beyond_one_product(g_last, DTYPE):
             return True
         tl.store(G + slot * K + o_k, g_last, mask=o_k < K)
-        decay, undone = tl.exp2(b_G), tl.exp2(tl.minimum(-b_G, RANGE) if FAR else -b_G)
+        decay, undone = tl.exp2(b_G), tl.exp2(tl.minimum(-b_G, RANGE) if STRONG else -b_G)
         q_read, k_read = (b_q * decay).to(DTYPE), (b_k * decay).to(DTYPE)
         k_written = b_k * undone
         tl.store(q_in + o_gk, q_read, mask=mask)
         tl.store(k_in + o_gk, k_read, mask=mask)
-        if not FAR:
+        if not STRONG:
             if tl.float32 == DTYPE:
                 g1, g2, g3 = three_terms(b_g, DTYPE)
                 b_k_out = b_k * tl.exp2(masked_sum(tl.trans(token) > token, g1, g2, g3))
@@ -180,7 +180,7 @@ def prepare_chunk(
         if tl.float32 == DTYPE:
             b_qk = by_token(tl.sum(b_q * b_k, 1)[:, None], RUNS, C, 1)
             P = tl.where(diagonal, b_qk, P)
-        if FAR:
+        if STRONG:
             direct = by_token(tl.min(b_G, 1)[:, None], RUNS, C, 1) >= -RANGE
             b_P += tl.where(direct, P, 0.0)
             b_N += tl.where(direct, N, 0.0)
@@ -214,7 +214,7 @@ def prepare_channel_kernel(
     AP,
     chunk_beta,
     G,
-    far,
+    strong_decay,
     large_gain,
     strict_L,
     q_in,
@@ -251,21 +251,21 @@ def prepare_channel_kernel(
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
     if PART == 2:
-        is_far = tl.load(far + slot) != 0
+        strong = tl.load(strong_decay + slot) != 0
     else:
         if rows <= 0:
-            tl.store(far + slot, 0)
+            tl.store(strong_decay + slot, 0)
             if BY_GAIN:
                 tl.store(large_gain + slot, 0)
             return
-        is_far = prepare_chunk(
+        strong = prepare_chunk(
             q, k, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first, rows, i_h,
             scale, 0, H, HV, K, BK, BK, RUNS, C, False, HAS_BETA, STRICT, BY_GAIN, GROUPED, PRECISION,
         )  # fmt: skip
-        tl.store(far + slot, is_far.to(tl.int32))
+        tl.store(strong_decay + slot, strong.to(tl.int32))
         if PART == 1:
             return
-    if is_far:
+    if strong:
         tl.debug_barrier()  # other threads may have stored some of what is stored now
         prepare_chunk(
             q, k, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first, rows, i_h,

@@ -66,7 +66,7 @@ _UNSPECIALIZED = ["scale", "HV", "GROUP", *_STRIDES]
     do_not_specialize=_UNSPECIALIZED,
     do_not_specialize_on_alignment=["q", "k", "v", "beta", "log_decay", "output", "T"],
 )
-def _recurrent_kernel(
+def decode_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
     v,  # [B, T, HV, V]
@@ -173,7 +173,7 @@ def launch(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     per_channel = log_decay is not None and log_decay.ndim == 4
     constants = _constants(v.shape, k.shape, strides, scale, per_channel, tile)
-    launch_kernel(_recurrent_kernel, constants, q, k, v, beta, log_decay, state, new_state, output)
+    launch_kernel(decode_kernel, constants, q, k, v, beta, log_decay, state, new_state, output)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from deltazoo.ops.triton.layout import chunk_bounds, key_head
+from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def decay_gradient_of_the_rest(
 
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "T", "NT", "H", "HV"])
-def tail_kernel(
+def chunk_gradients_kernel(
     q,
     k,
     v,

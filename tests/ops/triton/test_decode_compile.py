@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from deltazoo.ops.triton import recurrent  # noqa: E402
+from deltazoo.ops.triton import decode  # noqa: E402
 
 HOPPER, ADA, CONSUMER_BLACKWELL = 90, 89, 120
 
@@ -39,13 +39,13 @@ class Build:
         )
 
     @property
-    def tile(self) -> recurrent.Tile:
-        return recurrent.choose_tile(self.K, self.V)
+    def tile(self) -> decode.Tile:
+        return decode.choose_tile(self.K, self.V)
 
 
 def build(case: Build) -> CompiledKernel:
     """Compiles as the launcher would for aligned, contiguous tensors on a card of that architecture."""
-    kernel = JITFunction(recurrent._recurrent_kernel.fn)  # a compilable one even where TRITON_INTERPRET is set
+    kernel = JITFunction(decode.decode_kernel.fn)  # a compilable one even where TRITON_INTERPRET is set
     pointers = {
         **dict.fromkeys(("q", "k", "v", "output"), f"*{case.dtype}"),
         **dict.fromkeys(("state", "new_state"), "*fp32"),

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from deltazoo.ops.triton.layout import chunk_bounds, key_head
-from deltazoo.ops.triton.prepare import LOG2_FLOOR, LOG2E
-from deltazoo.ops.triton.tail import load_values, score_gradients, store_step_gradient
+from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
+from deltazoo.ops.triton.chunk.gradients import load_values, score_gradients, store_step_gradient
+from deltazoo.ops.triton.chunk.prepare import LOG2_FLOOR, LOG2E
 
 
 @triton.jit
@@ -26,14 +26,14 @@ def sums(mask, x, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "T", "NT", "H", "HV"])
-def tail_channel_kernel(
+def chunk_gradients_channel_kernel(
     q,
     k,
     v,
     beta,
     log_decay,
     G,
-    far,
+    strong_decay,
     U,
     Z,
     d_output,
@@ -68,14 +68,14 @@ def tail_channel_kernel(
 ):
     """All gradients of one chunk of one value head, unless it is far; grid (HV, NT, B). dq and dk are per value head.
 
-    As `tail_kernel`, with the decay inside the products over tokens: `exp(G)` where a token reads, `exp(-G)` where it
-    is read.
+    As `chunk_gradients_kernel`, with the decay inside the products over tokens: `exp(G)` where a token reads, `exp(-G)`
+    where it is read.
     """
     WHOLE: tl.constexpr = V <= BV
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
-    if rows <= 0 or tl.load(far + slot) != 0:
+    if rows <= 0 or tl.load(strong_decay + slot) != 0:
         return
     DTYPE: tl.constexpr = q.dtype.element_ty
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
