@@ -78,7 +78,7 @@ __all__ = [
     "unswap_attention",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "generation": ("generate",),
