@@ -3,7 +3,7 @@
 Importing transformers' models takes seconds, which the operators and layers have no need of. So nothing is registered
 at first: when transformers' table of model types comes into being, it is told that ours exist, and `deltazoo.models`
 is imported when one of them is first looked up. Types of swapped models are registered one by one, since each brings
-the host's own classes with it.
+the original model's classes with it.
 """
 
 import functools
@@ -21,7 +21,7 @@ __all__ = ["MODEL_TYPES", "SWAPPED_PREFIX", "expect_model_types", "fulfil"]
 
 MODEL_TYPES = ("delta_rule", "delta_net", "gated_deltanet", "kda", "efla")
 SWAPPED_PREFIX = "deltazoo_"
-"""Models with swapped attention (`deltazoo.swap.HOSTS`) have their host's model type after it."""
+"""Models with swapped attention (`deltazoo.swap.FAMILIES`) have the original model type after it."""
 _TABLE_MODULE = "transformers.models.auto.configuration_auto"
 
 
@@ -42,24 +42,24 @@ class _ExpectedTypes(dict[str, Any]):
         self.expected = set(MODEL_TYPES)
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in self.expected or _host_of(key) is not None
+        return super().__contains__(key) or key in self.expected or _original_type(key) is not None
 
     def __missing__(self, key: str) -> Any:
         if key in self.expected:
             importlib.import_module("deltazoo.models")
-        elif host := _host_of(key):
-            importlib.import_module("deltazoo.swap.models").register_swapped_classes(host)
+        elif original := _original_type(key):
+            importlib.import_module("deltazoo.swap.swapped_models").register_swapped_classes(original)
         if not super().__contains__(key):
             raise KeyError(key)
         return self[key]
 
 
-def _host_of(key: object) -> str | None:
-    """The host's model type if `key` is that of a swapped model."""
+def _original_type(key: object) -> str | None:
+    """The original model type if `key` is that of a swapped model."""
     if not isinstance(key, str) or not key.startswith(SWAPPED_PREFIX):
         return None
-    host = key.removeprefix(SWAPPED_PREFIX)
-    return host if host in importlib.import_module("deltazoo.swap").HOSTS else None
+    original = key.removeprefix(SWAPPED_PREFIX)
+    return original if original in importlib.import_module("deltazoo.swap").FAMILIES else None
 
 
 def fulfil(model_types: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_hosts import tiny_host
+from tiny_families import tiny_original
 from tiny_models import tiny_model, tokens
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -33,7 +33,7 @@ def run_two_processes(*command: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
     tiny_model(CASE).save_pretrained(folder / "model")
-    swapped = tiny_host("llama")
+    swapped = tiny_original("llama")
     swap_attention(swapped, "kda", [0, 2])
     swapped.save_pretrained(folder / "swapped")
     return folder

@@ -2,10 +2,10 @@
 
 import foreign_models
 import pytest
-import tiny_hosts
+import tiny_families
 import torch
 from foreign_models import SPARSE_SOFTMAX, foreign_model
-from tiny_hosts import tiny_host
+from tiny_families import tiny_original
 from transformers import AutoModelForCausalLM
 
 import deltazoo
@@ -27,7 +27,7 @@ ACCELERATED = [family for family in foreign_models.FUSED if family not in SPARSE
 
 
 def swapped(family, layers):
-    model = tiny_host(family)
+    model = tiny_original(family)
     if family == "mixtral":
         model.set_experts_implementation("batched_mm")  # as generate does on a GPU
     deltazoo.swap_attention(model, "gated_deltanet", layers)
@@ -62,7 +62,7 @@ def check_own_loop(model, ids, captures):
 
 @pytest.mark.parametrize(("family", "layers"), SWAPPED)
 def test_own_loop_of_swapped_models(family, layers, captures):
-    check_own_loop(swapped(family, layers), tiny_hosts.tokens(2, 7), captures)
+    check_own_loop(swapped(family, layers), tiny_families.tokens(2, 7), captures)
 
 
 @pytest.mark.parametrize("family", ACCELERATED)
@@ -72,7 +72,7 @@ def test_own_loop_of_accelerated_models(family, captures):
 
 @pytest.mark.parametrize("model", [lambda: swapped("llama", "1:1"), lambda: accelerated("qwen3_next")])
 def test_sampling_of_the_own_loop(model):
-    model, ids = model(), tiny_hosts.tokens(2, 7)
+    model, ids = model(), tiny_families.tokens(2, 7)
     first, again, other = (own_loop(model, ids, temperature=1.0, top_k=30, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.equal(own_loop(model, ids, temperature=1e-6), ordinary(model, ids))
@@ -88,7 +88,7 @@ def test_models_without_our_layers_are_refused():
     with pytest.raises(ValueError, match=r"deltazoo\.accelerate makes them of transformers' own\), got Qwen3Next"):
         Decoder(foreign_model("qwen3_next"), max_length=10)
     with pytest.raises(ValueError, match="got LlamaForCausalLM: use its generate"):
-        Decoder(tiny_host("llama"), max_length=10)
+        Decoder(tiny_original("llama"), max_length=10)
     with pytest.raises(ValueError, match="max_length is needed"):
         Decoder(swapped("llama", "all"))
 
@@ -100,7 +100,7 @@ def test_models_without_our_layers_are_refused():
 )
 @pytest.mark.parametrize(("family", "layers"), [SWAPPED[i] for i in (0, 3, 6)])
 def test_generate_of_swapped_models_captures_its_step(family, layers, options, captures):
-    model, ids, options = swapped(family, layers), tiny_hosts.tokens(2, 7), dict(options)
+    model, ids, options = swapped(family, layers), tiny_families.tokens(2, 7), dict(options)
     mask = options.pop("attention_mask", torch.ones_like(ids))
     expected = ordinary(model, ids, mask, **options)
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_generate_of_swapped_models_captures_its_step(family, layers, options, c
 
 
 def test_experts_that_are_chosen_on_the_host_keep_the_ordinary_loop(captures):
-    model, ids = swapped("mixtral", "1:1"), tiny_hosts.tokens(2, 7)
+    model, ids = swapped("mixtral", "1:1"), tiny_families.tokens(2, 7)
     model.set_experts_implementation("eager")
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     expected = ordinary(model, ids)
@@ -125,7 +125,7 @@ def test_experts_that_are_chosen_on_the_host_keep_the_ordinary_loop(captures):
 
 
 def test_a_loaded_swapped_model_captures_too(tmp_path, captures):
-    model, ids = swapped("llama", "1:1"), tiny_hosts.tokens(2, 7)
+    model, ids = swapped("llama", "1:1"), tiny_families.tokens(2, 7)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from golden.freeze import CHECKPOINTS, RUNTIME_KEYS
-from tiny_hosts import tiny_host
+from tiny_families import tiny_original
 from tiny_models import tiny_config, tiny_model, tiny_named, tokens
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -97,7 +97,7 @@ def test_an_old_checkpoint_with_runtime_options_loads_with_one_warning(name, tmp
 
 
 def test_a_swapped_model_keeps_runtime_options_out_of_its_configuration(tmp_path):
-    model, ids = tiny_host("llama"), tokens(1, 7)
+    model, ids = tiny_original("llama"), tokens(1, 7)
     deltazoo.swap_attention(model, "gated_deltanet", [0, 1], backend="reference", fused_kernels=False)
     layers = [module for module in model.modules() if isinstance(module, deltazoo.DeltaRuleAttention)]
     assert [(layer.backend, layer.fused_kernels) for layer in layers] == [("reference", False)] * 2
@@ -148,7 +148,7 @@ def test_an_option_without_anything_to_act_on_is_refused():
         bare.set_runtime(backend="reference", fused_kernels=True)
     assert bare.runtime == RuntimeOptions() and bare.model.layers[0].attn.backend is None
     assert bare.model.layers[0].attn.o_norm.fused is None
-    swapped = tiny_host("llama")
+    swapped = tiny_original("llama")
     deltazoo.swap_attention(swapped, "delta_net")
     for model in (bare.model, AutoModelForSequenceClassification.from_config(bare.config), swapped):
         with pytest.raises(TypeError, match="unknown runtime option 'fuse_linear_cross_entropy'; .*known: backend"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_hosts import tiny_host
+from tiny_families import tiny_original
 from tiny_models import HYBRID, tiny_config, tiny_model, tokens
 from transformers import AutoModelForCausalLM, GenerationMixin
 
@@ -18,7 +18,7 @@ from deltazoo.models import DeltaRuleForCausalLM
 
 
 def swapped(family: str = "llama", variant: str = "gated_deltanet") -> Any:
-    model = tiny_host(family)
+    model = tiny_original(family)
     swap_attention(model, variant, [0, 2])
     return model
 

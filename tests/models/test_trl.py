@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from tiny_hosts import tiny_host
+from tiny_families import tiny_original
 from tiny_models import VOCAB, tiny_model, tokens
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -84,7 +84,7 @@ def test_packing(case: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) 
 def test_models_from_a_path(swapped: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """SFTTrainer loads the model, and DPOTrainer its reference, by the name of the class in config.json."""
     if swapped:
-        model = tiny_host("llama", vocab_size=VOCAB)
+        model = tiny_original("llama", vocab_size=VOCAB)
         swap_attention(model, "gated_deltanet", [0])
     else:
         model = tiny_model("gated_deltanet")

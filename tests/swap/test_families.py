@@ -4,17 +4,17 @@ import copy
 
 import pytest
 import torch
-from tiny_hosts import CHOICES, NUM_LAYERS, OWN, tiny_host, tokens
+from tiny_families import CHOICES, NUM_LAYERS, OWN, tiny_original, tokens
 from transformers import AutoModelForCausalLM
 
 import deltazoo
-from deltazoo.swap import HOSTS, swapped_layers
+from deltazoo.swap import FAMILIES, swapped_layers
 
 VARIANTS = ["delta_net", "gated_deltanet", "kda", "efla"]
 
 
 def swapped(family, variant="gated_deltanet", layers="all", **options):
-    model = tiny_host(family)
+    model = tiny_original(family)
     deltazoo.swap_attention(model, variant, layers, **options)
     return model
 
@@ -31,22 +31,22 @@ def stepwise(model, ids, prefill=5):
 
 
 def test_every_family_of_the_table_is_tested():
-    assert set(OWN) == set(HOSTS)
+    assert set(OWN) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", OWN)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_runs_decodes_and_reloads(family, choice, variant, tmp_path):
-    host, ids = tiny_host(family), tokens(2, 7)
-    model = copy.deepcopy(host)
+    original, ids = tiny_original(family), tokens(2, 7)
+    model = copy.deepcopy(original)
     report = deltazoo.swap_attention(model, variant, CHOICES[choice])
     assert len(swapped_layers(model)) == len(report.layers) == {"one": 1, "half": 2, "all": NUM_LAYERS}[choice]
 
     with torch.no_grad():
         logits = model(ids).logits
         assert logits.isfinite().all()
-        assert not torch.allclose(logits, host(ids).logits, atol=1e-3)
+        assert not torch.allclose(logits, original(ids).logits, atol=1e-3)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
@@ -61,7 +61,7 @@ def test_runs_decodes_and_reloads(family, choice, variant, tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "gpt2"])
 def test_hidden_states_and_attentions_of_the_layers_that_have_them(family):
-    model, ids = tiny_host(family), tokens(2, 6)
+    model, ids = tiny_original(family), tokens(2, 6)
     deltazoo.swap_attention(model, "delta_net", [1])
     model.set_attn_implementation("eager")
     with torch.no_grad():

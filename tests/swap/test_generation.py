@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_hosts import OWN, SLIDING, VOCAB, precise, tiny_host, tokens
+from tiny_families import OWN, SLIDING, VOCAB, precise, tiny_original, tokens
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import deltazoo
@@ -13,7 +13,7 @@ FEW = ["llama", "gemma3_text", "gpt_neox"]
 
 
 def swapped(family, layers="1:1", variant="gated_deltanet"):
-    model = precise(family, tiny_host(family))
+    model = precise(family, tiny_original(family))
     deltazoo.swap_attention(model, variant, layers)
     return model
 
@@ -94,8 +94,8 @@ def test_cache_of_a_fully_swapped_model_does_not_grow():
 
 
 def test_cache_of_the_unswapped_model_is_refused():
-    host, model, ids = tiny_host("llama").double(), swapped("llama"), tokens(1, 4)
-    cache = host(ids).past_key_values
+    original, model, ids = tiny_original("llama").double(), swapped("llama"), tokens(1, 4)
+    cache = original(ids).past_key_values
     with pytest.raises(ValueError, match="holds a used DynamicLayer there: it belongs to another model"):
         model(ids, past_key_values=cache)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import run_python
 from outside_rule import RULES, trapezoid  # noqa: F401  (a fixture)
-from tiny_hosts import tiny_host, tokens
+from tiny_families import tiny_original, tokens
 from tiny_runs import write_text_folder
 from torch import Tensor
 from torch.testing import assert_close
@@ -50,7 +50,7 @@ print(type(deltazoo.swap.swapped_layers(model)[0].delta).__mro__[2].__module__)
 
 
 def swapped(**options: Any) -> Any:
-    model = tiny_host("llama")
+    model = tiny_original("llama")
     deltazoo.swap_attention(model, "trapezoid", **options)
     return model
 
@@ -81,7 +81,7 @@ def test_a_swapped_llama_generates_saves_and_loads_where_the_rule_is_known(tmp_p
 
 def test_unswapping_leaves_nothing_of_the_rule() -> None:
     model = swapped(keep_teacher=True)
-    before = tiny_host("llama")
+    before = tiny_original("llama")
     deltazoo.unswap_attention(model)
     assert model.config.to_dict() == before.config.to_dict()
 
@@ -95,7 +95,7 @@ def test_the_start_solves_for_any_step_size_and_decay_gate() -> None:
     spec = get_variant("trapezoid")
     changed = DeltaRuleSpec(**{**vars(spec), "name": "linear_decay", "decay_gate": linear_decay, "normalize_k": True})
     register_variant(changed)
-    model = tiny_host("llama")
+    model = tiny_original("llama")
     deltazoo.swap_attention(model, "linear_decay")
     delta = swapped_layers(model)[0].delta
     assert_close(delta.dt_bias + 1, torch.logspace(-torch.tensor(8.0).log10(), -torch.tensor(4096.0).log10(), 4))
@@ -135,7 +135,7 @@ def test_a_conversion_trains_the_rule_in(tmp_path: Path) -> None:
         "finetune": stage,
     }
     tokenizer = build_tokenizer(TokenizerConfig("byte"), [])
-    model = tiny_host("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
+    model = tiny_original("llama", vocab_size=len(tokenizer), num_hidden_layers=1)
     deltazoo.swap_attention(model, "trapezoid", keep_teacher=True)
     result = convert(model, tokenizer, from_mapping(ConversionConfig, values))
     assert set(result.scores) == {"original", "transfer", "align", "finetune"}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_hosts import OWN, SLIDING, VOCAB, close, precise, tiny_host, tokens
+from tiny_families import OWN, SLIDING, VOCAB, close, precise, tiny_original, tokens
 from transformers import DataCollatorWithFlattening
 
 import deltazoo
@@ -11,7 +11,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def swapped(family, layers="1:1", variant="gated_deltanet"):
-    model = precise(family, tiny_host(family))
+    model = precise(family, tiny_original(family))
     deltazoo.swap_attention(model, variant, layers)
     return model
 
@@ -30,7 +30,7 @@ def logits_of(model, ids, **kwargs):
 
 @pytest.mark.parametrize(("family", "layers"), [*((family, "1:1") for family in OWN), ("mistral", "all")])
 def test_left_padding_changes_nothing(family, layers):
-    """Longer than the windows of sliding hosts, so that padding falls out of them."""
+    """Longer than the windows of sliding layers, so that padding falls out of them."""
     model, ids = swapped(family, layers), tokens(12)
     row, mask, positions = left_padded(ids, 6)
     padded = logits_of(model, row, attention_mask=mask, position_ids=positions)[:, 6:]

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from helpers import run_python
-from tiny_hosts import OWN, tiny_host, tokens
+from tiny_families import OWN, tiny_original, tokens
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -50,7 +50,7 @@ except ValueError as error:
 
 
 def swapped(family, layers="1:1", variant="gated_deltanet", auto_class=AutoModelForCausalLM):
-    model = tiny_host(family, auto_class)
+    model = tiny_original(family, auto_class)
     deltazoo.swap_attention(model, variant, layers)
     return model
 
@@ -76,7 +76,7 @@ def test_a_fresh_process_unpickles_models_and_configurations(tmp_path):
 def test_only_classes_of_known_families_are_made():
     for name in ("DeltazooMambaConfig", "DeltazooMambaForCausalLM", "DeltazooNothing", "Nothing"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
-            getattr(deltazoo.swap.models, name)
+            getattr(deltazoo.swap.swapped_models, name)
 
 
 def test_plain_transformers_does_not_start_attention_afresh(tmp_path):
@@ -85,7 +85,7 @@ def test_plain_transformers_does_not_start_attention_afresh(tmp_path):
 
 
 def test_the_configuration_records_every_layer(tmp_path):
-    model = tiny_host("llama")
+    model = tiny_original("llama")
     deltazoo.swap_attention(model, "kda", [1, 3], conv_size=3, allow_neg_eigval=True, rope=False)
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
@@ -124,9 +124,9 @@ def test_base_model_and_heads(family, auto_class, tmp_path):
     with torch.no_grad():
         expected, actual = model(ids), loaded(ids)
     assert torch.equal(expected[0], actual[0])
-    deltazoo.swap_attention(copied := tiny_host(family, auto_class), "delta_net", keep_teacher=True)
+    deltazoo.swap_attention(copied := tiny_original(family, auto_class), "delta_net", keep_teacher=True)
     deltazoo.unswap_attention(copied)
-    assert type(copied) is type(tiny_host(family, auto_class))
+    assert type(copied) is type(tiny_original(family, auto_class))
 
 
 def test_base_model_loads_from_a_causal_lm(tmp_path):
@@ -138,10 +138,10 @@ def test_base_model_loads_from_a_causal_lm(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_experts_are_saved_as_the_host_saves_them(family, tmp_path):
-    """Checkpoints hold one matrix per expert, models one tensor for all: the host's conversion comes along."""
-    host, model = tiny_host(family), swapped(family)
-    host.save_pretrained(tmp_path / "host")
+def test_experts_are_saved_as_the_original_saves_them(family, tmp_path):
+    """Checkpoints hold one matrix per expert, models one tensor for all: the original's conversion comes along."""
+    original, model = tiny_original(family), swapped(family)
+    original.save_pretrained(tmp_path / "original")
     model.save_pretrained(tmp_path / "swapped")
 
     def expert_names(path):
@@ -150,8 +150,8 @@ def test_experts_are_saved_as_the_host_saves_them(family, tmp_path):
         with safe_open(path / "model.safetensors", "pt") as file:
             return {name for name in file.keys() if "experts" in name}  # noqa: SIM118
 
-    assert expert_names(tmp_path / "host") == expert_names(tmp_path / "swapped")
-    assert len(expert_names(tmp_path / "host")) >= 4 * 4 * 3
+    assert expert_names(tmp_path / "original") == expert_names(tmp_path / "swapped")
+    assert len(expert_names(tmp_path / "original")) >= 4 * 4 * 3
 
 
 def test_models_made_from_a_configuration_start_afresh():
@@ -179,15 +179,15 @@ def test_decay_gates_stay_float32(family, tmp_path):
 
 
 def test_copies_and_pickles():
-    ids, host = tokens(1, 5), tiny_host("llama")
-    model = copy.deepcopy(host)
+    ids, original = tokens(1, 5), tiny_original("llama")
+    model = copy.deepcopy(original)
     deltazoo.swap_attention(model, "gated_deltanet", keep_teacher=True)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin) is type(model)
         with torch.no_grad():
             assert torch.equal(twin(ids).logits, model(ids).logits)
             deltazoo.unswap_attention(twin)
-            assert torch.equal(twin(ids).logits, host(ids).logits)
+            assert torch.equal(twin(ids).logits, original(ids).logits)
         assert not twin.model._forward_pre_hooks and model.model._forward_pre_hooks
 
 
@@ -195,24 +195,26 @@ class TestWhatTheClassesPromise:
     @pytest.mark.parametrize("family", OWN)
     @pytest.mark.parametrize("layers", [[0], "all"])
     def test_every_entry_of_the_tensor_parallel_plan_has_a_module(self, family, layers):
-        host, model = tiny_host(family), swapped(family, layers)
+        original, model = tiny_original(family), swapped(family, layers)
         names = ["." + name for name, _ in [*model.named_modules(), *model.named_parameters()]]
         generic = {".".join("*" if part.isdigit() else part for part in name.split("."))[1:] for name in names}
         assert set(model._tp_plan) <= generic
-        dropped = set(host._tp_plan) - set(model._tp_plan)
-        host_generic = {".".join("*" if p.isdigit() else p for p in n.split(".")) for n, _ in host.named_modules()}
+        dropped = set(original._tp_plan) - set(model._tp_plan)
+        original_generic = {
+            ".".join("*" if p.isdigit() else p for p in n.split(".")) for n, _ in original.named_modules()
+        }
         assert not {entry for entry in dropped if entry in generic}
         assert not any(".delta." in entry for entry in model._tp_plan)
         if layers == [0]:
-            assert not dropped & host_generic
+            assert not dropped & original_generic
 
     def test_no_context_parallelism_and_no_statefulness(self):
-        host, model = tiny_host("llama"), swapped("llama")
+        original, model = tiny_original("llama"), swapped("llama")
         assert not model._supports_context_parallel
-        if hasattr(host, "supports_context_parallel"):  # transformers 5.17
-            assert host.supports_context_parallel and not model.supports_context_parallel
+        if hasattr(original, "supports_context_parallel"):  # transformers 5.17
+            assert original.supports_context_parallel and not model.supports_context_parallel
         assert not model._is_stateful
-        assert model._no_split_modules == host._no_split_modules
+        assert model._no_split_modules == original._no_split_modules
 
     def test_what_quantisers_and_half_precision_leave_alone(self, tmp_path):
         model = swapped("llama")

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tiny_hosts import NUM_LAYERS, tiny_host, tokens
+from tiny_families import NUM_LAYERS, tiny_original, tokens
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
 import deltazoo
 from deltazoo.swap import swapped_layers
-from deltazoo.swap.selection import choose_layers
+from deltazoo.swap.layer_choice import choose_layers
 
 
 class TestChoosingLayers:
@@ -48,7 +48,7 @@ class TestChoosingLayers:
 
 class TestReport:
     def test_counts_and_names(self):
-        model = tiny_host("gemma3_text")
+        model = tiny_original("gemma3_text")
         before = sum(p.numel() for p in model.parameters())
         report = deltazoo.swap_attention(model, "gated_deltanet", [0, 1], rope=False)
         assert report.parameters_before == before
@@ -62,7 +62,7 @@ class TestReport:
         assert report.layers[1].dropped == ("rotary embedding",)
 
     def test_memory_is_what_caches_take(self):
-        model = tiny_host("gemma2")
+        model = tiny_original("gemma2")
         report = deltazoo.swap_attention(model, "kda", [0, 3])
         with torch.no_grad():
             cache = model(tokens(1, 50)).past_key_values
@@ -76,12 +76,12 @@ class TestReport:
         assert [memory.num_tokens for memory in report.memory] == [1024, 32768, 1048576]
 
     def test_prints_as_tables(self):
-        printed = str(deltazoo.swap_attention(tiny_host("llama"), "delta_net", "3:1"))
+        printed = str(deltazoo.swap_attention(tiny_original("llama"), "delta_net", "3:1"))
         assert "llama: 3 of 4 attention layers swapped for delta_net" in printed
         assert "0-2" in printed and "parameters" in printed and "cache of one sequence of 1M tokens" in printed
 
     def test_dry_run_changes_nothing(self):
-        model, ids = tiny_host("qwen3"), tokens(1, 5)
+        model, ids = tiny_original("qwen3"), tokens(1, 5)
         before = {name: (id(x), x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
         logits, text = model(ids).logits, repr(model)
         planned = deltazoo.swap_attention(model, "kda", "1:1", keep_teacher=True, dry_run=True)
@@ -124,50 +124,52 @@ class TestRefusedAndUntouched:
         assert_untouched(AutoModelForSeq2SeqLM.from_config(config), "is an encoder-decoder")
 
     def test_cross_attention(self):
-        assert_untouched(tiny_host("gpt2", add_cross_attention=True), "has cross-attention")
+        assert_untouched(tiny_original("gpt2", add_cross_attention=True), "has cross-attention")
 
     def test_attention_that_looks_ahead(self):
-        assert_untouched(tiny_host("gemma3_text", use_bidirectional_attention=True), "looks ahead")
+        assert_untouched(tiny_original("gemma3_text", use_bidirectional_attention=True), "looks ahead")
 
     def test_swapped_already(self):
-        model = tiny_host("llama")
+        model = tiny_original("llama")
         deltazoo.swap_attention(model, "delta_net", [0])
         with pytest.raises(ValueError, match="is swapped already; unswap_attention first"):
             deltazoo.swap_attention(model, "delta_net", [1])
         assert list(swapped_layers(model)) == [0]
 
     def test_quantised(self):
-        model = tiny_host("llama")
+        model = tiny_original("llama")
         model.is_quantized = True
         assert_untouched(model, "quantised; swap the unquantised model")
 
     def test_adapted_projections_in_a_later_layer(self):
-        model = tiny_host("llama")
+        model = tiny_original("llama")
         model.model.layers[2].self_attn.v_proj = nn.Sequential(model.model.layers[2].self_attn.v_proj)
         assert_untouched(model, "layer 2: expected v_proj to be a plain linear map, got torch.nn.*Sequential")
 
     def test_quantised_weights(self):
-        model = tiny_host("llama")
+        model = tiny_original("llama")
         model.model.layers[1].self_attn.k_proj.weight = nn.Parameter(
             torch.zeros(16, 32, dtype=torch.int8), requires_grad=False
         )
         assert_untouched(model, r"layer 1: k_proj holds torch.int8")
 
     def test_weights_tied_between_layers(self):
-        model = tiny_host("llama")
+        model = tiny_original("llama")
         model.model.layers[3].self_attn.q_proj.weight = model.model.layers[1].self_attn.q_proj.weight
         assert_untouched(model, r"layers \[1, 3\]|layers \(1, 3\)")
 
     def test_weights_that_are_not_in_memory(self):
         with torch.device("meta"):
-            model = LlamaForCausalLM(tiny_host("llama").config)
+            model = LlamaForCausalLM(tiny_original("llama").config)
         assert_untouched(model, "layer 0: the weights are not in memory")
 
     def test_class_of_the_users_own(self):
         class MyLlama(LlamaForCausalLM):
             pass
 
-        assert_untouched(MyLlama(tiny_host("llama").config), "MyLlama is no class that Auto classes load for 'llama'")
+        assert_untouched(
+            MyLlama(tiny_original("llama").config), "MyLlama is no class that Auto classes load for 'llama'"
+        )
 
     def test_not_a_transformers_model(self):
         with pytest.raises(TypeError, match="expected a transformers model, got Linear"):
@@ -188,4 +190,4 @@ class TestRefusedAndUntouched:
     )
     def test_arguments(self, arguments, message, error):
         arguments = {"variant": "gated_deltanet", **arguments}
-        assert_untouched(tiny_host("llama"), message, arguments.pop("variant"), error=error, **arguments)
+        assert_untouched(tiny_original("llama"), message, arguments.pop("variant"), error=error, **arguments)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_hosts import VOCAB, tiny_host, tokens
+from tiny_families import VOCAB, tiny_original, tokens
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import deltazoo
@@ -11,7 +11,7 @@ from deltazoo.swap import swapped_layers
 
 
 def swapped(family, layers="1:1", variant="gated_deltanet", **options):
-    model = tiny_host(family)
+    model = tiny_original(family)
     deltazoo.swap_attention(model, variant, layers, **options)
     return model.train()
 
@@ -89,7 +89,7 @@ def test_lora(family, tmp_path):
     names = {name for name, m in adapted.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
     delta = {name.rsplit(".", 1)[1] for name in names if ".delta." in name}
     assert delta == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert any(".delta." not in name for name in names)  # the host's own targets in the layers between
+    assert any(".delta." not in name for name in names)  # the original model's own targets in the layers between
     adapted.eval()
     ids = tokens(2, 6)
     with torch.no_grad():

@@ -4,24 +4,24 @@ import copy
 
 import pytest
 import torch
-from tiny_hosts import OWN, tiny_host, tokens
+from tiny_families import OWN, tiny_original, tokens
 
 import deltazoo
 from deltazoo.layers.rotary import rotate
-from deltazoo.swap import HOSTS, swapped_layers
-from deltazoo.swap.hosted_attention import HostedDeltaAttention
-from deltazoo.swap.hosts import attention_slots
+from deltazoo.swap import FAMILIES, swapped_layers
+from deltazoo.swap.drop_in_layer import DropInDeltaAttention
+from deltazoo.swap.families import decoder_layers_of
 
 
 def captured_attention(model, index, ids):
     """Input, rotary embedding and output of one attention layer in a forward pass."""
-    host = HOSTS[model.config.model_type]
+    family = FAMILIES[model.config.model_type]
     seen = {}
 
     def keep(module, args, kwargs, output):
         seen.update(kwargs, x=args[0] if args else kwargs["hidden_states"], output=output[0])
 
-    slot = attention_slots(model, host)[index].get_submodule(host.attention)
+    slot = decoder_layers_of(model, family)[index].get_submodule(family.attention)
     handle = slot.register_forward_hook(keep, with_kwargs=True)
     with torch.no_grad():
         model(ids, use_cache=False)
@@ -41,11 +41,11 @@ def softmax_attention(delta, x, rotary, scaling):
 
 
 @pytest.mark.parametrize(("family", "grouped"), [*((f, False) for f in OWN), ("qwen2", True), ("olmo2", True)])
-def test_copied_weights_give_the_hosts_attention(family, grouped):
-    """In place of the delta rule, softmax over the copied projections is what the host computes: nothing mixed up."""
+def test_copied_weights_give_the_original_attention(family, grouped):
+    """Softmax over the copied projections is what the original attention computes: nothing is mixed up."""
     without_window = {"sliding_window": 64} if "sliding_window" in OWN[family] else {}
     uncapped = {"attn_logit_softcapping": 1e6} if family == "gemma2" else {}
-    model, ids = tiny_host(family, **without_window, **uncapped).double(), tokens(2, 7)
+    model, ids = tiny_original(family, **without_window, **uncapped).double(), tokens(2, 7)
     x, rotary, expected, scaling = captured_attention(model, 2, ids)
     deltazoo.swap_attention(model, "delta_net", [2], grouped=grouped)
     layer = swapped_layers(model)[2]
@@ -58,15 +58,15 @@ def test_copied_weights_give_the_hosts_attention(family, grouped):
 
 @pytest.mark.parametrize("family", OWN)
 def test_the_rest_stays_bit_for_bit_and_unswap_restores(family):
-    host, ids = tiny_host(family), tokens(2, 7)
-    host.requires_grad_(False)
-    slot = HOSTS[family].attention
-    first, *_ = attention_slots(host, HOSTS[family])[0].get_submodule(slot).parameters()
+    original, ids = tiny_original(family), tokens(2, 7)
+    original.requires_grad_(False)
+    slot = FAMILIES[family].attention
+    first, *_ = decoder_layers_of(original, FAMILIES[family])[0].get_submodule(slot).parameters()
     first.requires_grad_(True)  # of a swapped layer: unswapping gives it back trainable, and the others frozen
-    host.train()
-    model = copy.deepcopy(host)
+    original.train()
+    model = copy.deepcopy(original)
     deltazoo.swap_attention(model, "kda", "1:1", keep_teacher=True)
-    before, after = host.state_dict(), model.state_dict()
+    before, after = original.state_dict(), model.state_dict()
     swapped = {f".{index}.{slot}." for index in swapped_layers(model)}
     untouched = [name for name in before if not any(part in name for part in swapped)]
     assert len(untouched) < len(before)
@@ -74,19 +74,21 @@ def test_the_rest_stays_bit_for_bit_and_unswap_restores(family):
     assert not any("teacher" in name for name in after)
 
     deltazoo.unswap_attention(model)
-    assert type(model) is type(host) and type(model.base_model) is type(host.base_model)
-    assert type(model.config) is type(host.config) and model.config.to_dict() == host.config.to_dict()
-    assert model._tp_plan == host._tp_plan
+    assert type(model) is type(original) and type(model.base_model) is type(original.base_model)
+    assert type(model.config) is type(original.config) and model.config.to_dict() == original.config.to_dict()
+    assert model._tp_plan == original._tp_plan
     restored = model.state_dict()
     assert list(restored) == list(before) and all(torch.equal(before[name], restored[name]) for name in before)
-    flags = [[(p.requires_grad, m.training) for m in x.modules() for p in m.parameters(False)] for x in (model, host)]
+    flags = [
+        [(p.requires_grad, m.training) for m in x.modules() for p in m.parameters(False)] for x in (model, original)
+    ]
     assert flags[0] == flags[1]
     with torch.no_grad():
-        assert torch.equal(model.eval()(ids).logits, host.eval()(ids).logits)
+        assert torch.equal(model.eval()(ids).logits, original.eval()(ids).logits)
 
 
 def test_a_teacher_is_frozen_and_moves_along():
-    model = tiny_host("llama").train()
+    model = tiny_original("llama").train()
     deltazoo.swap_attention(model, "gated_deltanet", [0], keep_teacher=True)
     layer = swapped_layers(model)[0]
     assert not any(p.requires_grad for p in layer.teacher.parameters())
@@ -98,7 +100,7 @@ def test_a_teacher_is_frozen_and_moves_along():
 
 
 def test_unswap_needs_a_teacher():
-    model = tiny_host("llama")
+    model = tiny_original("llama")
     with pytest.raises(ValueError, match="LlamaForCausalLM is not a swapped model"):
         deltazoo.unswap_attention(model)
     deltazoo.swap_attention(model, "delta_net", [1, 2])
@@ -109,7 +111,7 @@ def test_unswap_needs_a_teacher():
 
 @pytest.mark.parametrize("variant", deltazoo.list_variants())
 def test_gates_start_as_documented(variant):
-    model = tiny_host("qwen3").double()
+    model = tiny_original("qwen3").double()
     deltazoo.swap_attention(model, variant, [0])
     delta = swapped_layers(model)[0].delta
     x = torch.randn(2, 50, 32, dtype=torch.float64)
@@ -138,7 +140,7 @@ def test_gates_start_as_documented(variant):
 
 
 def test_random_start_takes_nothing_and_other_sizes():
-    model = tiny_host("qwen2")
+    model = tiny_original("qwen2")
     report = deltazoo.swap_attention(
         model, "gated_deltanet", [3], init="random", num_heads=2, num_v_heads=4, head_dim=8, expand_v=2
     )
@@ -162,7 +164,7 @@ def test_choices_are_recorded_and_act():
         "negative": {"allow_neg_eigval": True},
     }
     for name, choice in choices.items():
-        model = tiny_host("qwen3")
+        model = tiny_original("qwen3")
         deltazoo.swap_attention(model, "gated_deltanet", **choice)
         with torch.no_grad():
             logits[name] = model(ids).logits
@@ -171,12 +173,12 @@ def test_choices_are_recorded_and_act():
     assert all(not torch.allclose(a, b) for i, a in enumerate(different) for b in different[:i])
 
 
-def test_grouped_heads_stay_the_hosts_matrices():
-    host = tiny_host("llama")
-    model = copy.deepcopy(host)
+def test_grouped_heads_stay_the_original_matrices():
+    original = tiny_original("llama")
+    model = copy.deepcopy(original)
     report = deltazoo.swap_attention(model, "delta_net", [0], grouped=True)
-    expanded = deltazoo.swap_attention(copy.deepcopy(host), "delta_net", [0])
-    delta, attention = swapped_layers(model)[0].delta, host.model.layers[0].self_attn
+    expanded = deltazoo.swap_attention(copy.deepcopy(original), "delta_net", [0])
+    delta, attention = swapped_layers(model)[0].delta, original.model.layers[0].self_attn
     assert torch.equal(delta.k_proj.weight, attention.k_proj.weight)
     assert torch.equal(delta.v_proj.weight, attention.v_proj.weight)
     assert report.parameters_after < expanded.parameters_after
@@ -185,9 +187,9 @@ def test_grouped_heads_stay_the_hosts_matrices():
     assert expanded.layers[0].state_bytes == recurrent + 3 * 32 * 3 * 4
 
 
-def test_outputs_start_about_as_long_as_the_hosts():
+def test_outputs_start_about_as_long_as_the_originals():
     """Before any training, on random tokens: the reasoning about lengths holds within a factor of three."""
-    model, ids = tiny_host("llama"), tokens(4, 40)
+    model, ids = tiny_original("llama"), tokens(4, 40)
     x, rotary, expected, _ = captured_attention(model, 1, ids)
     for variant in ("delta_net", "gated_deltanet", "kda", "efla"):
         swapped = copy.deepcopy(model)
@@ -198,7 +200,7 @@ def test_outputs_start_about_as_long_as_the_hosts():
 
 
 @pytest.mark.parametrize("fused", [None, True, False])
-def test_queries_and_keys_have_unit_length_after_the_norms_of_the_host(fused):
-    layer = HostedDeltaAttention("delta_net", 32, 2, 16, qk_norm="head", fused_kernels=fused)
+def test_queries_and_keys_have_unit_length_after_the_original_norms(fused):
+    layer = DropInDeltaAttention("delta_net", 32, 2, 16, qk_norm="head", fused_kernels=fused)
     for x in layer._normalize(torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 16)):
         torch.testing.assert_close(x.norm(dim=-1), torch.ones(1, 5, 2), rtol=0, atol=1e-5)

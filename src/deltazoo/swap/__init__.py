@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from deltazoo._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from deltazoo.swap.attention import SwappedAttention
-    from deltazoo.swap.hosts import HOSTS, Host
-    from deltazoo.swap.report import SwapReport
+    from deltazoo.swap.families import FAMILIES, ModelFamily
     from deltazoo.swap.surgery import swap_attention, swapped_layers, unswap_attention
+    from deltazoo.swap.swap_report import SwapReport
+    from deltazoo.swap.swapped_attention import SwappedAttention
 
 __all__ = [
-    "HOSTS",
-    "Host",
+    "FAMILIES",
+    "ModelFamily",
     "SwapReport",
     "SwappedAttention",
     "swap_attention",
@@ -23,9 +23,9 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "attention": ("SwappedAttention",),
-        "hosts": ("HOSTS", "Host"),
-        "report": ("SwapReport",),
+        "families": ("FAMILIES", "ModelFamily"),
         "surgery": ("swap_attention", "swapped_layers", "unswap_attention"),
+        "swap_report": ("SwapReport",),
+        "swapped_attention": ("SwappedAttention",),
     },
 )

@@ -2,7 +2,7 @@
 
 By the time a mask arrives at an attention layer it speaks of pairs of tokens, within a sliding window perhaps, and no
 longer says which tokens are padding. So a hook on the base model works the description out from what the caller passed
-(`deltazoo.models.sequences`) and hands it down as one more keyword argument, which every host passes on to its
+(`deltazoo.models.sequences`) and hands it down as one more keyword argument, which every model passes on to its
 attention. An argument survives recomputation under gradient checkpointing and leaves compiled code nothing to guard.
 """
 

@@ -4,12 +4,12 @@ Softmax attention answers a query with an average of past values, weighted by ho
 the same queries, keys and values answers `q^T S`, also a sum of past values weighted by `q . k`, so the projections can
 be copied; everything a delta rule has besides starts so that it hardly changes that answer:
 
-* **Convolutions** are the identity (last tap 1) and, like the host, have no SiLU behind them: at the first forward pass
-  the queries, keys and values are the host's own.
+* **Convolutions** are the identity (last tap 1) and have no SiLU after them, as softmax attention has none. So at the
+  first forward pass the queries, keys and values are the original ones.
 * **Rotary embedding** stays, unless dropped by choice. It multiplies the score by a function of the distance alone, as
-  it did in the host. Keys keep their length under it, so unit keys stay unit keys.
+  it did in the original. Keys keep their length under it, so unit keys stay unit keys.
 * **Norms of queries and keys** stay too. The L2 norm of the variant comes after them and sees their direction only;
-  what the host's norms weigh up per channel still counts.
+  the factors per channel of the original norms still count.
 * **Step size** is the same for all tokens (`b_proj` is nearly zero, its bias decides): `beta |k|^2 = 1/2`, where the
   sigmoid is steepest and an old value under the same key is half replaced. For variants that keep the length of their
   keys the bias is set from the length that the copied projection gives to random inputs; with the plain `b = 1/2` a
@@ -17,11 +17,11 @@ be copied; everything a delta rule has besides starts so that it hardly changes 
 * **Decay** is slow and the same for all tokens (its projection is nearly zero): softmax attention has none. The time
   constants of the heads, or of the channels of each head, are spread evenly in the logarithm from 8 to 4,096 tokens,
   since attention is local in some heads and not in others. (On a small Llama, starting at 8 instead of 64 was a little
-  better before and after alignment with the host.)
+  better before and after alignment with the original.)
 * **Output gate** is a constant: its weight is nearly zero, and its bias makes it one (SiLU) or 1/2 (sigmoid, where it
   is steepest), for which the norm's factor makes up.
 * **Output norm** takes the length out of `q^T S`, which grows with the number of tokens, and its factor puts one back:
-  half that of the host's values, measured on random inputs sent through the layer's own norm and value projection. An
+  half that of the original values, measured on random inputs sent through the layer's own norm and value projection. An
   average of values is shorter than a value; that of four independent ones is half as long.
 
 "Nearly zero" means rows of length 1e-4: DoRA divides by the length of a row, and would make NaN of rows of zeros.
@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.ops.choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
-from deltazoo.swap.host_weights import AttentionWeights
-from deltazoo.swap.hosted_attention import HostedDeltaAttention
+from deltazoo.swap.attention_weights import AttentionWeights
+from deltazoo.swap.drop_in_layer import DropInDeltaAttention
 
 __all__ = ["AVERAGE_LENGTH", "DECAY_TIMES", "copied_parameters", "transfer"]
 
@@ -55,50 +55,50 @@ _NEARLY_ZERO = 1e-4
 """Length of the rows of projections that are to have no effect yet."""
 
 
-def copied_parameters(delta: HostedDeltaAttention) -> list[str]:
-    """Names of the layer's parameters that `transfer` takes from the host."""
+def copied_parameters(delta: DropInDeltaAttention) -> list[str]:
+    """Names of the layer's parameters that `transfer` copies from the original attention."""
     sources = ("q_proj.", "k_proj.", "v_proj.", "o_proj.", "q_norm.", "k_norm.")
     return [name for name, _ in delta.named_parameters() if name.startswith(sources)]
 
 
 @torch.no_grad()
-def transfer(delta: HostedDeltaAttention, host: AttentionWeights, input_norm: nn.Module | None) -> None:
+def transfer(delta: DropInDeltaAttention, original: AttentionWeights, input_norm: nn.Module | None) -> None:
     """Fill all parameters of a layer from the attention it replaces, in place.
 
     Args:
-        delta: built with the host's heads; parameters on its device and in its dtype.
-        host: the host's projections.
+        delta: built with the heads of the original attention; parameters on its device and in its dtype.
+        original: the attention layer's projections.
         input_norm: what hidden states pass through just before; None if nothing.
     """
-    _copy_projections(delta, host)
-    probe = _probe(host.weights["v"], input_norm)
+    _copy_projections(delta, original)
+    probe = _probe(original.weights["v"], input_norm)
     if delta.conv_size:
         for convolution in (delta.q_conv1d, delta.k_conv1d, delta.v_conv1d):
             nn.init.zeros_(convolution.weight)
             convolution.weight[..., -1] = 1
     if delta.spec.corrects:
         _start_near_zero(delta.b_proj.weight)
-        nn.init.constant_(delta.b_proj.bias, _step_bias(delta, host, probe))
+        nn.init.constant_(delta.b_proj.bias, _step_bias(delta, original, probe))
     if delta.spec.decay != "none":
         _start_decay(delta)
     gate = _start_gate(delta)
-    length = AVERAGE_LENGTH * _root_mean_square(_project(probe, host, "v"))
+    length = AVERAGE_LENGTH * _root_mean_square(_project(probe, original, "v"))
     nn.init.constant_(delta.o_norm.weight, length / gate)
 
 
-def _copy_projections(delta: HostedDeltaAttention, host: AttentionWeights) -> None:
-    for name, source in host.weights.items():
+def _copy_projections(delta: DropInDeltaAttention, original: AttentionWeights) -> None:
+    for name, source in original.weights.items():
         projection = getattr(delta, f"{name}_proj")
         projection.weight.copy_(_to_all_heads(source, projection.weight, delta, name))
-        if name in host.biases:
-            projection.bias.copy_(_to_all_heads(host.biases[name], projection.bias, delta, name))
+        if name in original.biases:
+            projection.bias.copy_(_to_all_heads(original.biases[name], projection.bias, delta, name))
     if delta.qk_norm is not None:
-        for name, source in host.norms.items():
+        for name, source in original.norms.items():
             norm = getattr(delta, f"{name}_norm")
             norm.weight.copy_(source if delta.qk_norm == "head" else _to_all_heads(source, norm.weight, delta, name))
 
 
-def _to_all_heads(source: Tensor, target: Tensor, delta: HostedDeltaAttention, name: str) -> Tensor:
+def _to_all_heads(source: Tensor, target: Tensor, delta: DropInDeltaAttention, name: str) -> Tensor:
     """Keys and values of shared heads once for every head that uses them, where the target has room for that."""
     if name not in ("k", "v") or source.shape[0] == target.shape[0]:
         return source
@@ -113,23 +113,23 @@ def _probe(weight: Tensor, input_norm: nn.Module | None) -> Tensor:
     return noise if input_norm is None else input_norm(noise)
 
 
-def _project(probe: Tensor, host: AttentionWeights, name: str) -> Tensor:
-    projected = probe.float() @ host.weights[name].float().T
-    return projected + host.biases[name].float() if name in host.biases else projected
+def _project(probe: Tensor, original: AttentionWeights, name: str) -> Tensor:
+    projected = probe.float() @ original.weights[name].float().T
+    return projected + original.biases[name].float() if name in original.biases else projected
 
 
 def _root_mean_square(x: Tensor) -> float:
     return x.float().square().mean().sqrt().item()
 
 
-def _step_bias(delta: HostedDeltaAttention, host: AttentionWeights, probe: Tensor) -> float:
+def _step_bias(delta: DropInDeltaAttention, original: AttentionWeights, probe: Tensor) -> float:
     """The bias of `b_proj` for which `beta |k|^2` is 1/2, before a doubling; zero (b = 1/2) for shorter keys."""
     if delta.spec.normalize_k:
         squared_length = 1.0
     elif delta.qk_norm is None:
-        squared_length = _root_mean_square(_project(probe, host, "k")) ** 2 * delta.head_k_dim
+        squared_length = _root_mean_square(_project(probe, original, "k")) ** 2 * delta.head_k_dim
     else:
-        squared_length = _root_mean_square(host.norms["k"]) ** 2 * delta.head_k_dim
+        squared_length = _root_mean_square(original.norms["k"]) ** 2 * delta.head_k_dim
     step_size = function_of("step_size", delta.spec.step_size, STEP_SIZES)
     heads = delta.num_micro_steps * delta.num_heads
     key = torch.full((1, 1, heads, delta.head_k_dim), (squared_length / delta.head_k_dim) ** 0.5, device=probe.device)
@@ -155,7 +155,7 @@ def _start_near_zero(weight: Tensor) -> None:
     weight.copy_(_NEARLY_ZERO * nn.functional.normalize(noise, dim=-1))
 
 
-def _start_decay(delta: HostedDeltaAttention) -> None:
+def _start_decay(delta: DropInDeltaAttention) -> None:
     per_head = delta.spec.decay == "scalar"
     steps = delta.num_v_heads if per_head else delta.head_k_dim
     low, high = map(math.log, DECAY_TIMES)
@@ -167,7 +167,7 @@ def _start_decay(delta: HostedDeltaAttention) -> None:
     _start_near_zero(delta.a_proj.weight if per_head else delta.f_proj[1].weight)  # type: ignore[arg-type]
 
 
-def _bias_of_rate(delta: HostedDeltaAttention, rate: Tensor) -> Tensor:
+def _bias_of_rate(delta: DropInDeltaAttention, rate: Tensor) -> Tensor:
     """The `dt_bias` for which the decay gate, without input, gives a log-decay of `-rate`; by bisection, any gate."""
     shape = (1, 1, delta.num_v_heads) if delta.spec.decay == "scalar" else (1, 1, delta.num_v_heads, delta.head_k_dim)
     silent, A_log = rate.new_zeros(shape), rate.new_zeros(delta.num_v_heads)
@@ -182,7 +182,7 @@ def _bias_of_rate(delta: HostedDeltaAttention, rate: Tensor) -> Tensor:
     return torch.where(reached, high, delta.dt_bias.double())
 
 
-def _start_gate(delta: HostedDeltaAttention) -> float:
+def _start_gate(delta: DropInDeltaAttention) -> float:
     """Make the output gate constant; returns its value."""
     if delta.spec.output_gate == "none":
         return 1.0

@@ -5,14 +5,14 @@ from collections import defaultdict
 from torch import nn
 from transformers import PreTrainedModel
 
-from deltazoo.swap.hosts import Host, attention_slots, host_of
-from deltazoo.swap.models import SwappedModel, auto_classes_of
+from deltazoo.swap.families import ModelFamily, decoder_layers_of, family_of
+from deltazoo.swap.swapped_models import SwappedModel, auto_classes_of
 
 __all__ = ["check_model"]
 
 
-def check_model(model: nn.Module) -> Host:
-    """The entry of `HOSTS` for a model that can be swapped.
+def check_model(model: nn.Module) -> ModelFamily:
+    """The entry of `FAMILIES` for a model that can be swapped.
 
     Raises:
         TypeError: not a transformers model.
@@ -31,25 +31,27 @@ def check_model(model: nn.Module) -> Host:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoders can be swapped")
-    host = host_of(config)
+    family = family_of(config)
     if type(model) not in auto_classes_of(config):
         known = ", ".join(c.__name__ for c in auto_classes_of(config))
-        raise ValueError(f"{type(model).__name__} is no class that Auto classes load for {host.model_type!r}: {known}")
+        raise ValueError(
+            f"{type(model).__name__} is no class that Auto classes load for {family.model_type!r}: {known}"
+        )
     if getattr(config, "add_cross_attention", False):
         raise ValueError("the model has cross-attention (config.add_cross_attention); only decoders can be swapped")
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError("the model's attention looks ahead (config.use_bidirectional_attention); a recurrence cannot")
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("the model is quantised; swap the unquantised model, then quantise")
-    _check_unshared(model, host)
-    return host
+    _check_unshared(model, family)
+    return family
 
 
-def _check_unshared(model: PreTrainedModel, host: Host) -> None:
+def _check_unshared(model: PreTrainedModel, family: ModelFamily) -> None:
     """A matrix that two layers share would be copied for one and stay for the other."""
     owners = defaultdict(list)
-    for index, decoder_layer in enumerate(attention_slots(model, host)):
-        attention = decoder_layer.get_submodule(host.attention)
+    for index, decoder_layer in enumerate(decoder_layers_of(model, family)):
+        attention = decoder_layer.get_submodule(family.attention)
         for parameter in {id(p): p for p in attention.parameters()}.values():
             owners[id(parameter)].append(index)
     shared = sorted({tuple(layers) for layers in owners.values() if len(layers) > 1})

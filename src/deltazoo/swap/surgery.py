@@ -11,11 +11,15 @@ from transformers import PreTrainedModel
 
 from deltazoo.layers import layer_class
 from deltazoo.spec import get_variant
-from deltazoo.swap.attention import SwappedAttention
-from deltazoo.swap.host_weights import HeadShape, read_attention, read_shape
-from deltazoo.swap.hosts import HOSTS, Host, attention_slots
-from deltazoo.swap.memory import memory_of_swap, sliding_window, state_bytes
-from deltazoo.swap.models import (
+from deltazoo.swap.attention_weights import HeadShape, read_attention, read_shape
+from deltazoo.swap.cache_memory import memory_of_swap, sliding_window, state_bytes
+from deltazoo.swap.families import FAMILIES, ModelFamily, decoder_layers_of
+from deltazoo.swap.layer_choice import LayerChoice, choose_layers
+from deltazoo.swap.starting_point import copied_parameters, transfer
+from deltazoo.swap.suitability import check_model
+from deltazoo.swap.swap_report import LayerSwap, SwapReport
+from deltazoo.swap.swapped_attention import SwappedAttention
+from deltazoo.swap.swapped_models import (
     SwappedModel,
     build_swapped_attention,
     install,
@@ -23,14 +27,10 @@ from deltazoo.swap.models import (
     relabel,
     uninstall,
 )
-from deltazoo.swap.report import LayerSwap, SwapReport
-from deltazoo.swap.selection import LayerChoice, choose_layers
-from deltazoo.swap.starting_point import copied_parameters, transfer
-from deltazoo.swap.suitability import check_model
 
 __all__ = ["swap_attention", "swapped_layers", "unswap_attention"]
 
-# What a layer's place in the model, the host's weights or this function's own arguments decide.
+# Decided by the layer's index, by the original weights or by arguments of `swap_attention`.
 _DECIDED = frozenset({"self", "variant", "hidden_size", "layer_idx", "initializer_range", "beta_bias"})
 # Sizes that copied weights bring along.
 _SIZES = ("num_heads", "head_dim", "num_v_heads", "expand_v", "num_micro_steps")
@@ -66,15 +66,15 @@ def swap_attention(
     `import deltazoo`. Either all chosen layers are swapped or, after an error, none.
 
     Args:
-        model: with any head, or the base model, of a family in `deltazoo.swap.HOSTS`.
+        model: with any head, or the base model, of a family in `deltazoo.swap.FAMILIES`.
         variant: one of `deltazoo.list_variants()`.
         layers: `"all"`, a ratio of delta-rule to softmax layers such as `"3:1"`, numbers from 0, or a function from
             number to bool.
         init: `"transfer"` copies projections and starts the rest so that the first forward pass is sane
             (`deltazoo.swap.starting_point` says how); `"random"` starts every parameter as in the variant's paper.
-        rope: keep turning queries and keys by the host's rotary embedding, where it has one.
-        qk_norm: keep the host's norms of queries and keys, where it has them, before the variant's own L2 norm.
-        grouped: keep keys and values of grouped-query attention shared, in the host's own matrices, instead of giving
+        rope: keep the rotary embedding of queries and keys, where the model has one.
+        qk_norm: keep the norms of queries and keys, where the model has them, before the variant's own L2 norm.
+        grouped: keep keys and values of grouped-query attention shared, in the original matrices, instead of giving
             every head a copy. States are as large either way: step sizes and decays are a head's own.
         keep_teacher: keep the attention modules, frozen, as `SwappedAttention.teacher`: for distillation, and for
             `unswap_attention`.
@@ -90,24 +90,24 @@ def swap_attention(
         ValueError: a model that cannot be swapped, or arguments that do not fit it or each other.
         TypeError: not a transformers model, or an unknown option.
     """
-    host = check_model(model)
+    family = check_model(model)
     get_variant(variant)
     if init not in ("transfer", "random"):
         raise ValueError(f'init must be "transfer" or "random", got {init!r}')
     _check_options(layer_options, init, variant)
     runtime = {name: layer_options.pop(name) for name in SwappedModel.runtime_options if name in layer_options}
-    decoder_layers = attention_slots(model, host)
+    decoder_layers = decoder_layers_of(model, family)
     plans = []
     for index in choose_layers(layers, len(decoder_layers)):
-        attention = decoder_layers[index].get_submodule(host.attention)
-        shape = read_shape(host, attention, model.config, index)
+        attention = decoder_layers[index].get_submodule(family.attention)
+        shape = read_shape(family, attention, model.config, index)
         given = {"rope": rope and shape.has_rope, "qk_norm": qk_norm, "grouped": grouped}
         plans.append(_Plan(index, attention, shape, _options(variant, shape, init, given, layer_options)))
 
-    replacements = [_build(model, host, plan, init, keep_teacher, dry_run) for plan in plans]
-    report = _report(model, host, variant, init, dry_run, plans, replacements)
+    replacements = [_build(model, family, plan, init, keep_teacher, dry_run) for plan in plans]
+    report = _report(model, family, variant, init, dry_run, plans, replacements)
     if not dry_run:
-        _replace(model, host, plans, replacements)
+        _replace(model, family, plans, replacements)
         model.set_runtime(**runtime)  # type: ignore[operator]
     return report
 
@@ -151,43 +151,45 @@ def _options(
 
 
 def _build(
-    model: PreTrainedModel, host: Host, plan: _Plan, init: str, keep_teacher: bool, dry_run: bool
+    model: PreTrainedModel, family: ModelFamily, plan: _Plan, init: str, keep_teacher: bool, dry_run: bool
 ) -> SwappedAttention:
     """The replacement of one layer; without memory behind its parameters in a dry run."""
-    weight = plan.attention.get_submodule(host.output).weight
+    weight = plan.attention.get_submodule(family.output).weight
     with torch.device("meta" if dry_run else weight.device):  # type: ignore[arg-type]
         teacher = plan.attention if keep_teacher else None
-        swapped = build_swapped_attention(host, model.config, plan.index, plan.options, teacher)
+        swapped = build_swapped_attention(family, model.config, plan.index, plan.options, teacher)
         swapped.delta.to(weight.dtype)  # type: ignore[arg-type]
     if init == "transfer" and not dry_run:
-        decoder_layer = attention_slots(model, host)[plan.index]
-        input_norm = None if host.input_norm is None else decoder_layer.get_submodule(host.input_norm)
-        weights = read_attention(host, plan.attention, plan.shape, plan.index)
+        decoder_layer = decoder_layers_of(model, family)[plan.index]
+        input_norm = None if family.input_norm is None else decoder_layer.get_submodule(family.input_norm)
+        weights = read_attention(family, plan.attention, plan.shape, plan.index)
         transfer(swapped.delta, weights, input_norm)
     return swapped.train(plan.attention.training)
 
 
-def _replace(model: PreTrainedModel, host: Host, plans: list[_Plan], replacements: list[SwappedAttention]) -> None:
-    register_swapped_classes(host.model_type)
-    decoder_layers = attention_slots(model, host)
+def _replace(
+    model: PreTrainedModel, family: ModelFamily, plans: list[_Plan], replacements: list[SwappedAttention]
+) -> None:
+    register_swapped_classes(family.model_type)
+    decoder_layers = decoder_layers_of(model, family)
     for plan, replacement in zip(plans, replacements, strict=True):
         replacement.freeze_teacher()
-        setattr(decoder_layers[plan.index], host.attention, replacement)
+        setattr(decoder_layers[plan.index], family.attention, replacement)
     relabel(model, {str(plan.index): plan.options for plan in plans})
-    install(model, host)
+    install(model, family)
 
 
 def _report(
     model: PreTrainedModel,
-    host: Host,
+    family: ModelFamily,
     variant: str,
     init: str,
     dry_run: bool,
     plans: list[_Plan],
     replacements: list[SwappedAttention],
 ) -> SwapReport:
-    num_layers = len(attention_slots(model, host))
-    slot = f"{host.layers}.{{}}.{host.attention}"
+    num_layers = len(decoder_layers_of(model, family))
+    slot = f"{family.layers}.{{}}.{family.attention}"
     layers = []
     for plan, replacement in zip(plans, replacements, strict=True):
         names = [name for name, _ in replacement.delta.named_parameters()]
@@ -198,7 +200,7 @@ def _report(
                 path=slot.format(plan.index),
                 copied=tuple(copied),
                 created=tuple(name for name in names if name not in copied),
-                dropped=tuple(_dropped(model, host, plan, init)),
+                dropped=tuple(_dropped(model, family, plan, init)),
                 state_bytes=state_bytes(replacement.delta),
             )
         )
@@ -206,7 +208,7 @@ def _report(
     removed = sum(p.numel() for plan in plans for p in plan.attention.parameters())
     added = sum(p.numel() for replacement in replacements for p in replacement.parameters())
     return SwapReport(
-        model_type=host.model_type,
+        model_type=family.model_type,
         variant=variant,
         init=init,
         dry_run=dry_run,
@@ -220,13 +222,13 @@ def _report(
     )
 
 
-def _dropped(model: PreTrainedModel, host: Host, plan: _Plan, init: str) -> list[str]:
-    """What of the host's attention has no counterpart: parameters first, then what it did without any."""
+def _dropped(model: PreTrainedModel, family: ModelFamily, plan: _Plan, init: str) -> list[str]:
+    """What of the original attention has no counterpart: parameters first, then properties without parameters."""
     lost = []
     if init == "random":
         lost += [name for name, _ in plan.attention.named_parameters()]
     elif plan.shape.qk_norm is not None and "qk_norm" not in plan.options:
-        lost += [f"{name}.weight" for name in host.norms or ()]
+        lost += [f"{name}.weight" for name in family.norms or ()]
     if plan.shape.has_rope and not plan.options["rope"]:
         lost.append("rotary embedding")
     config = model.config
@@ -261,8 +263,8 @@ def unswap_attention(model: PreTrainedModel) -> None:
             f"the softmax attention of layers {lost} was not kept; only swap_attention(..., keep_teacher=True) in the "
             "same process can be undone"
         )
-    host = HOSTS[model.config.host_model_type]
-    decoder_layers = attention_slots(model, host)
+    family = FAMILIES[model.config.original_model_type]
+    decoder_layers = decoder_layers_of(model, family)
     for index, layer in swapped.items():
-        setattr(decoder_layers[index], host.attention, layer.release_teacher())
+        setattr(decoder_layers[index], family.attention, layer.release_teacher())
     uninstall(model)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from deltazoo.swap.hosts import attention_slots, host_of
+from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
 from deltazoo.workbench.train.packing import collate_side_by_side
 from deltazoo.workbench.train.progress import track
@@ -77,7 +77,7 @@ def rank_layers(
     """
     if not rows:
         raise ValueError("there is no text to rank the layers on")
-    num_layers = len(attention_slots(model, host_of(model.config)))
+    num_layers = len(decoder_layers_of(model, family_of(model.config)))
 
     def loss() -> tuple[float, int]:
         nats, tokens = score_rows(model, rows, rows_at_once, collate_side_by_side)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from deltazoo.swap.attention import SwappedAttention
 from deltazoo.swap.surgery import swapped_layers, unswap_attention
+from deltazoo.swap.swapped_attention import SwappedAttention
 from deltazoo.workbench.convert.conversion_config import StageConfig
 from deltazoo.workbench.train.packing import IGNORED
 from deltazoo.workbench.train.trainer import PackedTrainer

@@ -25,9 +25,9 @@ def swap(
     layers: Annotated[
         str, typer.Option(help="all, numbers (0,2,5), delta-rule to softmax layers (3:1), or best:K of a ranking.")
     ] = "all",
-    init: Annotated[str, typer.Option(help="transfer copies the host's weights, random starts afresh.")] = "transfer",
-    rope: Annotated[bool, typer.Option(help="Keep the host's rotary embedding of queries and keys.")] = True,
-    qk_norm: Annotated[bool, typer.Option(help="Keep the host's norms of queries and keys.")] = True,
+    init: Annotated[str, typer.Option(help="transfer copies the model's weights, random starts afresh.")] = "transfer",
+    rope: Annotated[bool, typer.Option(help="Keep the rotary embedding of queries and keys.")] = True,
+    qk_norm: Annotated[bool, typer.Option(help="Keep the norms of queries and keys.")] = True,
     grouped: Annotated[bool, typer.Option(help="Keep keys and values of grouped-query attention shared.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only report what would happen.")] = False,
     rank: Annotated[bool, typer.Option(help="Only measure how much each layer alone is missed, on --text.")] = False,

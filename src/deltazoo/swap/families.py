@@ -1,8 +1,8 @@
-"""What we know of the models whose attention can be swapped: a table of data, one entry per family.
+"""The model families whose attention can be swapped: a table of data, one entry per family.
 
 An entry says where attention sits in a transformers model, how it stores its projections and how it is called. Head
-counts and widths are read from the model at hand. To add a family, add an entry to `HOSTS`, and a tiny configuration to
-`tests/tiny_hosts.py`: the tests run over the whole table.
+counts and widths are read from the model at hand. To add a family, add an entry to `FAMILIES` and a tiny configuration
+to `tests/tiny_families.py`: the tests run over the whole table.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["HOSTS", "Host", "attention_slots", "host_of"]
+__all__ = ["FAMILIES", "ModelFamily", "decoder_layers_of", "family_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class ModelFamily:
     """One family of transformers models; the defaults are Llama's ways."""
 
     model_type: str
@@ -48,17 +48,17 @@ class Host:
 
 _QUERY_KEY_NORMS = ("q_norm", "k_norm")
 
-HOSTS: Mapping[str, Host] = {
-    host.model_type: host
-    for host in (
-        Host(model_type="llama"),
-        Host(model_type="mistral"),
-        Host(model_type="qwen2"),
-        Host(model_type="qwen3", norms=_QUERY_KEY_NORMS),
-        Host(model_type="gemma2"),
-        Host(model_type="gemma3_text", norms=_QUERY_KEY_NORMS, norm_offset=1.0),
-        Host(model_type="phi3", projections=("qkv_proj",), fused="stacked"),
-        Host(
+FAMILIES: Mapping[str, ModelFamily] = {
+    family.model_type: family
+    for family in (
+        ModelFamily(model_type="llama"),
+        ModelFamily(model_type="mistral"),
+        ModelFamily(model_type="qwen2"),
+        ModelFamily(model_type="qwen3", norms=_QUERY_KEY_NORMS),
+        ModelFamily(model_type="gemma2"),
+        ModelFamily(model_type="gemma3_text", norms=_QUERY_KEY_NORMS, norm_offset=1.0),
+        ModelFamily(model_type="phi3", projections=("qkv_proj",), fused="stacked"),
+        ModelFamily(
             model_type="gpt_neox",
             attention="attention",
             projections=("query_key_value",),
@@ -66,7 +66,7 @@ HOSTS: Mapping[str, Host] = {
             output="dense",
             cache_argument="layer_past",
         ),
-        Host(
+        ModelFamily(
             model_type="gpt2",
             layers="h",
             attention="attn",
@@ -77,33 +77,33 @@ HOSTS: Mapping[str, Host] = {
             rope=False,
             input_norm="ln_1",
         ),
-        Host(model_type="olmo2", norms=_QUERY_KEY_NORMS, input_norm=None),
-        Host(model_type="smollm3", rope_switch="use_rope"),
-        Host(model_type="granite"),
-        Host(model_type="mixtral"),
-        Host(model_type="qwen3_moe", norms=_QUERY_KEY_NORMS),
+        ModelFamily(model_type="olmo2", norms=_QUERY_KEY_NORMS, input_norm=None),
+        ModelFamily(model_type="smollm3", rope_switch="use_rope"),
+        ModelFamily(model_type="granite"),
+        ModelFamily(model_type="mixtral"),
+        ModelFamily(model_type="qwen3_moe", norms=_QUERY_KEY_NORMS),
     )
 }
 """By transformers' `model_type`."""
 
 
-def host_of(config: PreTrainedConfig) -> Host:
+def family_of(config: PreTrainedConfig) -> ModelFamily:
     """The entry for a model's configuration.
 
     Raises:
         ValueError: an unknown family; the message lists the known ones.
     """
-    host = HOSTS.get(config.model_type)
-    if host is None:
+    family = FAMILIES.get(config.model_type)
+    if family is None:
         raise ValueError(
-            f"attention of model type {config.model_type!r} cannot be swapped; known families: {', '.join(HOSTS)}. "
-            "A family is one entry in deltazoo.swap.hosts.HOSTS"
+            f"attention of model type {config.model_type!r} cannot be swapped; known families: {', '.join(FAMILIES)}. "
+            "A family is one entry in deltazoo.swap.families.FAMILIES"
         )
-    return host
+    return family
 
 
-def attention_slots(model: PreTrainedModel, host: Host) -> list[nn.Module]:
-    """The decoder layers of a model (base model or with a head), in order; attention is their `host.attention`."""
-    layers = model.base_model.get_submodule(host.layers)
+def decoder_layers_of(model: PreTrainedModel, family: ModelFamily) -> list[nn.Module]:
+    """Decoder layers of a model (base model or with a head), in order; each has attention as `family.attention`."""
+    layers = model.base_model.get_submodule(family.layers)
     assert isinstance(layers, nn.ModuleList)
     return list(layers)

@@ -1,4 +1,4 @@
-"""Model and configuration classes of swapped models, made from the host's when they are first needed.
+"""Model and configuration classes of swapped models, made from the original ones when they are first needed.
 
 A swapped Llama is a `DeltazooLlamaForCausalLM` with a `DeltazooLlamaConfig` of model type `deltazoo_llama`, whose
 `delta_layers` says what each swapped layer is. transformers alone cannot load such a checkpoint, and so cannot load it
@@ -37,10 +37,10 @@ from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates, re
 from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.models.remote_code import AutoMapConfig
 from deltazoo.runtime import RUNTIME_OPTIONS
-from deltazoo.swap.attention import SwappedAttention
 from deltazoo.swap.batch import describe_batches, token_mask_for
-from deltazoo.swap.hosted_attention import hosted_class
-from deltazoo.swap.hosts import HOSTS, Host, attention_slots
+from deltazoo.swap.drop_in_layer import drop_in_class
+from deltazoo.swap.families import FAMILIES, ModelFamily, decoder_layers_of
+from deltazoo.swap.swapped_attention import SwappedAttention
 
 __all__ = [
     "SwappedModel",
@@ -66,10 +66,10 @@ _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan",
 
 
 class SwappedConfig(AutoMapConfig):
-    """What the configuration of a swapped model has besides the host's; mixed into the host's class."""
+    """What the configuration of a swapped model adds; mixed into the original class."""
 
     model_type: ClassVar[str]
-    host_model_type: ClassVar[str]
+    original_model_type: ClassVar[str]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -86,23 +86,23 @@ class SwappedConfig(AutoMapConfig):
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain values."""
         # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
-        offer_lora_targets(self.model_type, like=self.host_model_type)
+        offer_lora_targets(self.model_type, like=self.original_model_type)
         return super().to_dict()
 
 
 class SwappedModel(ModelWithDeltaLayers):
-    """What a swapped model has besides the host's, whatever its head."""
+    """What a swapped model adds to the original, whatever its head."""
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         runtime = {name: kwargs.pop(name) for name in RUNTIME_OPTIONS if name in kwargs}
         super().__init__(config, *args, **kwargs)
-        host = HOSTS[config.host_model_type]
-        decoder_layers = attention_slots(self, host)
+        family = FAMILIES[config.original_model_type]
+        decoder_layers = decoder_layers_of(self, family)
         for index, options in _delta_layers(config).items():
             module_of_variant(options["variant"], config.mixer_module)  # says what is missing
-            attention = build_swapped_attention(host, config, index, options)
-            setattr(decoder_layers[index], host.attention, attention)
-        install(self, host)
+            attention = build_swapped_attention(family, config, index, options)
+            setattr(decoder_layers[index], family.attention, attention)
+        install(self, family)
         self.set_runtime(**runtime)
 
     def prepare_cache(self, cache: Cache) -> None:
@@ -121,12 +121,12 @@ class SwappedModel(ModelWithDeltaLayers):
 
     def refuse_undescribed_layers(self) -> None:
         """Raise ValueError if a swapped layer is not what the configuration would load in its place."""
-        host, config = HOSTS[self.config.host_model_type], self.config
+        family, config = FAMILIES[self.config.original_model_type], self.config
         for index, options in _delta_layers(config).items():
-            found: Any = attention_slots(self, host)[index].get_submodule(host.attention)
+            found: Any = decoder_layers_of(self, family)[index].get_submodule(family.attention)
             with torch.device("meta"):
-                described = build_swapped_attention(host, config, index, options)
-            place = f"{host.layers}.{index}.{host.attention}"
+                described = build_swapped_attention(family, config, index, options)
+            place = f"{family.layers}.{index}.{family.attention}"
             refuse_undescribed(found, described, place)
             refuse_undescribed(found.delta, described.delta, f"{place}.delta")
 
@@ -142,7 +142,7 @@ class SwappedGeneration(CapturedGeneration, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in the host; besides, padding stays known where masks are prepared ahead of the model."""
+        """As in the original; besides, padding stays known where masks are prepared ahead of the model."""
         inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids,  # type: ignore[arg-type]
             past_key_values=past_key_values,
@@ -165,44 +165,44 @@ def _delta_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
 
 
 def build_swapped_attention(
-    host: Host, config: PreTrainedConfig, index: int, options: dict[str, Any], teacher: nn.Module | None = None
+    family: ModelFamily, config: PreTrainedConfig, index: int, options: dict[str, Any], teacher: nn.Module | None = None
 ) -> SwappedAttention:
     """The module for one slot, from what the configuration records; parameters start as in the variant's paper."""
     options = dict(options)
     rope = options.pop("rope")
-    delta = hosted_class(options["variant"])(
+    delta = drop_in_class(options["variant"])(
         hidden_size=config.hidden_size, layer_idx=index, initializer_range=config.initializer_range, **options
     )
-    return SwappedAttention(delta, host, index, rope=rope, teacher=teacher)
+    return SwappedAttention(delta, family, index, rope=rope, teacher=teacher)
 
 
-def install(model: PreTrainedModel, host: Host) -> None:
+def install(model: PreTrainedModel, family: ModelFamily) -> None:
     """Bring a model whose slots hold swapped layers in order: base model's class, hook, parallel plans, dtypes."""
     base = model.base_model
     if not isinstance(base, SwappedModel):
         base.__class__ = swapped_class(type(base))
     base._delta_hook = describe_batches(base)  # type: ignore[assignment]
     for part in _parts(model):
-        part._host_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]
+        part._original_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]
         declare_gates(part)
         part._tp_plan = {entry: style for entry, style in (part._tp_plan or {}).items() if _matches(part, entry)}
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Undo `install` and what `relabel` did, once the slots hold the host's attention again."""
+    """Undo `install` and what `relabel` did, once the slots hold the original attention again."""
     model.base_model._delta_hook.remove()  # type: ignore[operator, union-attr]
     del model.base_model._delta_hook, model.config.delta_layers, model.config.mixer_module
     for part in _parts(model):
         vars(part).pop("runtime", None)
-        for name, value in part._host_properties.items():  # type: ignore[operator, union-attr]
+        for name, value in part._original_properties.items():  # type: ignore[operator, union-attr]
             setattr(part, name, value)
-        del part._host_properties
-        part.__class__ = part.host_class  # type: ignore[assignment]
+        del part._original_properties
+        part.__class__ = part.original_class  # type: ignore[assignment]
     model.config.__class__ = model.config_class  # type: ignore[assignment]
 
 
 def relabel(model: PreTrainedModel, delta_layers: dict[str, dict[str, Any]]) -> None:
-    """Turn a live model of a host's class into one of the swapped class; its configuration records the layers."""
+    """Turn a live model of an original class into one of the swapped class; its configuration records the layers."""
     model.__class__ = swapped_class(type(model))
     model.config.__class__ = model.config_class  # type: ignore[assignment]
     model.config.delta_layers = delta_layers
@@ -230,35 +230,39 @@ def _matches(model: nn.Module, entry: str) -> bool:
     return any(fits(name) for name in names)
 
 
-def _swapped_config_class(host_config: type[Any]) -> type[Any]:
+def _swapped_config_class(original_config: type[Any]) -> type[Any]:
     members = {
-        "__doc__": f"{host_config.__name__} of a model some of whose attention layers are delta-rule layers.",
+        "__doc__": f"{original_config.__name__} of a model some of whose attention layers are delta-rule layers.",
         "__annotations__": {"delta_layers": dict | None, "mixer_module": str | None},
-        "model_type": SWAPPED_PREFIX + host_config.model_type,
-        "host_model_type": host_config.model_type,
+        "model_type": SWAPPED_PREFIX + original_config.model_type,
+        "original_model_type": original_config.model_type,
         "delta_layers": None,
         "mixer_module": None,
     }
-    return _make(_PREFIX + host_config.__name__, (SwappedConfig, host_config), members, strict)
+    return _make(_PREFIX + original_config.__name__, (SwappedConfig, original_config), members, strict)
 
 
-def swapped_class(host_class: type[Any]) -> type[Any]:
-    """The class of models of `host_class` with swapped layers."""
-    generates = issubclass(host_class, GenerationMixin)
-    bases = (SwappedModel, SwappedGeneration, host_class, GenerationMixin) if generates else (SwappedModel, host_class)
+def swapped_class(original_class: type[Any]) -> type[Any]:
+    """The class of models of `original_class` with swapped layers."""
+    generates = issubclass(original_class, GenerationMixin)
+    bases = (
+        (SwappedModel, SwappedGeneration, original_class, GenerationMixin)
+        if generates
+        else (SwappedModel, original_class)
+    )
     members = {
-        "__doc__": f"{host_class.__name__} with delta-rule layers in some of its attention slots.",
-        "config_class": _swapped_config_class(host_class.config_class),
-        "host_class": host_class,
+        "__doc__": f"{original_class.__name__} with delta-rule layers in some of its attention slots.",
+        "config_class": _swapped_config_class(original_class.config_class),
+        "original_class": original_class,
     }
-    made = _make(_PREFIX + host_class.__name__, bases, members)
+    made = _make(_PREFIX + original_class.__name__, bases, members)
     # What models register when they are made, and one that changes its class does not: output_hidden_states needs it.
-    dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), host_class._can_record_outputs)
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), original_class._can_record_outputs)
     return made
 
 
 def auto_classes_of(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """The model classes that transformers' Auto classes load for a host's configuration."""
+    """The model classes that transformers' Auto classes load for an original model's configuration."""
     found: list[Any] = [auto_class._model_mapping.get(type(config), None) for auto_class in _AUTO_CLASSES]
     return [model_class for model_class in found if model_class is not None]
 
@@ -278,23 +282,23 @@ def _make(
 
 def __getattr__(name: str) -> type[Any]:
     """The swapped class of that name, for pickled models and configurations that a fresh process reads."""
-    host_class = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
-    config = getattr(host_class, "config_class", host_class)
-    if getattr(config, "model_type", None) not in HOSTS:
+    original_class = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
+    config = getattr(original_class, "config_class", original_class)
+    if getattr(config, "model_type", None) not in FAMILIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}, as transformers has no such class")
     register_swapped_classes(config.model_type)  # type: ignore[union-attr]
-    return _swapped_config_class(config) if host_class is config else swapped_class(host_class)  # type: ignore[arg-type]
+    return _swapped_config_class(config) if original_class is config else swapped_class(original_class)  # type: ignore[arg-type]
 
 
 def register_swapped_classes(model_type: str) -> None:
-    """Make the Auto classes know one family's swapped models; `model_type` is the host's."""
-    host_config = CONFIG_MAPPING[model_type]
-    config = _swapped_config_class(host_config)
+    """Make the Auto classes know one family's swapped models; `model_type` is the original one."""
+    original_config = CONFIG_MAPPING[model_type]
+    config = _swapped_config_class(original_config)
     AutoConfig.register(config.model_type, config, exist_ok=True)
     for auto_class in _AUTO_CLASSES:
-        host_class: Any = auto_class._model_mapping.get(host_config, None)
-        if host_class is not None:
-            auto_class.register(config, swapped_class(host_class), exist_ok=True)
+        original_class: Any = auto_class._model_mapping.get(original_config, None)
+        if original_class is not None:
+            auto_class.register(config, swapped_class(original_class), exist_ok=True)
     conversions = get_checkpoint_conversion_mapping(model_type)
     if conversions is not None:
         register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)

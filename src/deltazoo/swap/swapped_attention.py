@@ -1,4 +1,4 @@
-"""What sits in the attention slot of a swapped layer: a delta-rule layer behind the host's calling conventions."""
+"""The module in the attention slot of a swapped layer: a delta-rule layer, called as the original attention was."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -10,28 +10,28 @@ from deltazoo.generation.cache import CacheStates, prepare_cache_layer
 from deltazoo.layers.layout import PaddedLayout
 from deltazoo.layers.rotary import Rotary
 from deltazoo.models.sequences import BatchSequences
-from deltazoo.swap.hosted_attention import HostedDeltaAttention
-from deltazoo.swap.hosts import Host
+from deltazoo.swap.drop_in_layer import DropInDeltaAttention
+from deltazoo.swap.families import ModelFamily
 
 __all__ = ["SwappedAttention"]
 
 
 class SwappedAttention(nn.Module):
-    """A delta-rule layer called like the host's attention.
+    """A delta-rule layer that is called like the attention it replaces.
 
     Args:
         delta: the layer that works.
-        host: how the host calls.
+        family: of the model, which says how attention is called.
         layer_idx: the layer's place in the model and its cache.
-        rope: turn queries and keys by the host's rotary embedding.
+        rope: apply the model's rotary embedding to queries and keys.
         teacher: the attention module that sat here, kept for distillation and `unswap_attention`; no part of parameters
             and checkpoints.
     """
 
     def __init__(
         self,
-        delta: HostedDeltaAttention,
-        host: Host,
+        delta: DropInDeltaAttention,
+        family: ModelFamily,
         layer_idx: int,
         *,
         rope: bool,
@@ -41,7 +41,7 @@ class SwappedAttention(nn.Module):
         self.delta = delta
         self.layer_idx = layer_idx
         self.rope = rope
-        self._cache_argument = host.cache_argument
+        self._cache_argument = family.cache_argument
         # In a tuple, where nn.Module does not look for parameters.
         self._teacher: tuple[nn.Module, ...] = () if teacher is None else (teacher,)
 
@@ -75,11 +75,11 @@ class SwappedAttention(nn.Module):
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            position_embeddings: the host's cosines and sines `[B or 1, T, d]`.
-            attention_mask: the host's mask over pairs of tokens, which a recurrence has no use for; padding and packing
+            position_embeddings: the model's cosines and sines `[B or 1, T, d]`.
+            attention_mask: the model's mask over pairs of tokens, which a recurrence does not use; padding and packing
                 come in `delta_batch`.
             delta_batch: as the base model describes it to its swapped layers; None: every row is one whole sequence.
-            kwargs: the host's others, its cache among them.
+            kwargs: further arguments of the model, its cache among them.
 
         Returns:
             `[B, T, hidden_size]`, and None in place of attention weights.

@@ -20,11 +20,11 @@ class LayerSwap:
     path: str
     """Of the attention slot in the model."""
     copied: tuple[str, ...]
-    """Ours, filled from the host's weights."""
+    """Parameters of the new layer, copied from the original weights."""
     created: tuple[str, ...]
-    """Ours, started by rule."""
+    """Parameters of the new layer, started by rule."""
     dropped: tuple[str, ...]
-    """The host's, parameters and properties of softmax attention alike, that have no counterpart."""
+    """Parameters and properties of the original attention that have no counterpart."""
     state_bytes: int
     """Of one sequence, at any length."""
 
@@ -43,7 +43,7 @@ class SwapReport:
     """Result of `swap_attention`; prints as tables."""
 
     model_type: str
-    """Of the host."""
+    """Of the original model."""
     variant: str
     init: str
     dry_run: bool

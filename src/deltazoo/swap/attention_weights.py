@@ -1,4 +1,4 @@
-"""The projections of a host's attention in one form, whatever way the family stores them."""
+"""Weights of a softmax attention layer in one form, however its model family stores them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from deltazoo.layers.norm import at_least_float32
-from deltazoo.swap.hosts import Host
+from deltazoo.swap.families import ModelFamily
 
 __all__ = ["AttentionWeights", "HeadShape", "read_attention", "read_shape"]
 
@@ -31,7 +31,7 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """The tensors themselves; views of the host's parameters where its layout allows."""
+    """The tensors themselves; views of the attention's parameters where the family stores them apart."""
 
     weights: dict[str, Tensor]
     """Under "q", "k", "v" and "o": `[out, in]`."""
@@ -41,26 +41,26 @@ class AttentionWeights:
     """Under "q" and "k": factors `[head_dim]` or `[heads * head_dim]`, offset included; empty without norms."""
 
 
-def read_shape(host: Host, attention: Any, config: PreTrainedConfig, index: int) -> HeadShape:
+def read_shape(family: ModelFamily, attention: Any, config: PreTrainedConfig, index: int) -> HeadShape:
     """Sizes of one attention layer, after checking that it is what the table says.
 
     Raises:
         ValueError: projections that are not plain matrices (quantised, adapted, offloaded), or of unforeseen sizes.
     """
-    for name in (*host.projections, host.output):
+    for name in (*family.projections, family.output):
         _check_projection(getattr(attention, name, None), name, index)
-    projection, output = getattr(attention, host.projections[0]), getattr(attention, host.output)
+    projection, output = getattr(attention, family.projections[0]), getattr(attention, family.output)
     num_heads: int = config.num_attention_heads
     num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
-    width = output.weight.shape[0 if host.transposed else 1]
+    width = output.weight.shape[0 if family.transposed else 1]
     head_dim, rest = divmod(width, num_heads)
     if rest or num_heads % num_kv_heads:
         raise ValueError(
             f"layer {index}: {width} channels do not fit {num_heads} heads of queries and {num_kv_heads} of keys"
         )
     qk_norm, eps = None, 0.0
-    if host.norms is not None:
-        norm = getattr(attention, host.norms[0])
+    if family.norms is not None:
+        norm = getattr(attention, family.norms[0])
         qk_norm = "head" if norm.weight.numel() == head_dim else "width"
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
     return HeadShape(
@@ -71,7 +71,7 @@ def read_shape(host: Host, attention: Any, config: PreTrainedConfig, index: int)
         o_bias=output.bias is not None,
         qk_norm=qk_norm,
         qk_norm_eps=eps,
-        has_rope=host.rope and (host.rope_switch is None or bool(getattr(attention, host.rope_switch))),
+        has_rope=family.rope and (family.rope_switch is None or bool(getattr(attention, family.rope_switch))),
     )
 
 
@@ -88,27 +88,27 @@ def _check_projection(projection: Any, name: str, index: int) -> None:
 
 
 @torch.no_grad()
-def read_attention(host: Host, attention: Any, shape: HeadShape, index: int) -> AttentionWeights:
+def read_attention(family: ModelFamily, attention: Any, shape: HeadShape, index: int) -> AttentionWeights:
     """Queries, keys, values and outputs of one attention layer, apart from each other and with rows by head.
 
     Raises:
         ValueError: the weights are not in memory.
     """
-    projections = [getattr(attention, name) for name in host.projections]
-    weights = [_rows(p.weight, host.transposed) for p in projections]
+    projections = [getattr(attention, name) for name in family.projections]
+    weights = [_rows(p.weight, family.transposed) for p in projections]
     biases = [p.bias for p in projections if p.bias is not None]
-    output = getattr(attention, host.output)
+    output = getattr(attention, family.output)
     if any(w.is_meta for w in weights):
         raise ValueError(f"layer {index}: the weights are not in memory (meta device), so they cannot be copied")
-    if host.fused is not None:
-        weights = _split(weights[0], host, shape)
-        biases = [part for bias in biases for part in _split(bias, host, shape)]
+    if family.fused is not None:
+        weights = _split(weights[0], family, shape)
+        biases = [part for bias in biases for part in _split(bias, family, shape)]
     norms = {
-        part: at_least_float32(getattr(attention, name).weight) + host.norm_offset
-        for part, name in zip("qk", host.norms or (), strict=False)
+        part: at_least_float32(getattr(attention, name).weight) + family.norm_offset
+        for part, name in zip("qk", family.norms or (), strict=False)
     }
     return AttentionWeights(
-        weights=dict(zip("qkv", weights, strict=True)) | {"o": _rows(output.weight, host.transposed)},
+        weights=dict(zip("qkv", weights, strict=True)) | {"o": _rows(output.weight, family.transposed)},
         biases=dict(zip("qkv", biases, strict=False)) | ({"o": output.bias} if shape.o_bias else {}),
         norms=norms,
     )
@@ -118,9 +118,9 @@ def _rows(weight: Tensor, transposed: bool) -> Tensor:
     return weight.T if transposed else weight
 
 
-def _split(x: Tensor, host: Host, shape: HeadShape) -> list[Tensor]:
+def _split(x: Tensor, family: ModelFamily, shape: HeadShape) -> list[Tensor]:
     """Queries, keys and values out of one tensor whose rows hold all three."""
-    if host.fused == "by_head":
+    if family.fused == "by_head":
         by_head = x.unflatten(0, (shape.num_heads, 3, shape.head_dim))
         return [part.flatten(0, 1) for part in by_head.unbind(1)]
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)

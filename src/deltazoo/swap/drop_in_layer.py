@@ -9,10 +9,10 @@ from deltazoo.layers import DeltaRuleAttention, RMSNorm, ShortConvolution, layer
 from deltazoo.layers.initialization import Initializer
 from deltazoo.spec import DeltaRuleSpec
 
-__all__ = ["HostedDeltaAttention", "hosted_class"]
+__all__ = ["DropInDeltaAttention", "drop_in_class"]
 
 
-class HostedDeltaAttention(DeltaRuleAttention):
+class DropInDeltaAttention(DeltaRuleAttention):
     """`DeltaRuleAttention` that can hold every parameter of a softmax attention layer, so that they can be copied.
 
     Args:
@@ -20,7 +20,7 @@ class HostedDeltaAttention(DeltaRuleAttention):
         hidden_size, num_heads, head_dim: as in `DeltaRuleAttention`.
         num_kv_heads: heads that the key and value projections make, a divisor of `num_heads`; each serves a group of
             neighbouring heads, as in grouped-query attention. Step sizes, decays and states stay one per head. (The
-            other grouping, `num_v_heads`, has queries shared by several values, which no softmax host has.)
+            other grouping, `num_v_heads`, has queries shared by several values, which no known model family has.)
         qkv_bias: biases on the query, key and value projections.
         o_bias: a bias on the output projection.
         gate_bias: a bias on a full-rank output gate; without one a SiLU gate cannot start open.
@@ -51,7 +51,7 @@ class HostedDeltaAttention(DeltaRuleAttention):
         super().__init__(variant, hidden_size, num_heads, head_dim, **options)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.qk_norm = qk_norm
-        self._check_host_options(gate_bias)
+        self._check_sizes(gate_bias)
         shared = num_heads // self.num_kv_heads
         widths = {
             "q": self.q_proj.out_features,
@@ -61,7 +61,7 @@ class HostedDeltaAttention(DeltaRuleAttention):
         for name, width in widths.items():
             setattr(self, f"{name}_proj", nn.Linear(hidden_size, width, bias=qkv_bias))
             if self.conv_size:
-                # Without the L2 norm, which comes after the norms of the host.
+                # Without the L2 norm, which comes after the original attention's norms.
                 convolution = ShortConvolution(width, self.conv_size, self.activation, fused=self.fused_kernels)
                 setattr(self, f"{name}_conv1d", convolution)
         self.o_proj = nn.Linear(self.o_proj.in_features, hidden_size, bias=o_bias)
@@ -72,7 +72,7 @@ class HostedDeltaAttention(DeltaRuleAttention):
             self.q_norm, self.k_norm = (RMSNorm(dim, qk_norm_eps, fused=self.fused_kernels) for dim in dims)
         self.init_parameters()
 
-    def _check_host_options(self, gate_bias: bool) -> None:
+    def _check_sizes(self, gate_bias: bool) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
         if self.num_kv_heads != self.num_heads != self.num_v_heads:
@@ -105,28 +105,28 @@ class HostedDeltaAttention(DeltaRuleAttention):
         return {name: ones if name in ("q_norm.weight", "k_norm.weight") else start for name, start in known.items()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A class that `hosted_class` has made is found again by the layer class it was made from."""
+        """A class that `drop_in_class` has made is found again by the layer class it was made from."""
         layer = vars(type(self)).get("made_from")
         if layer is None:
             return super().__reduce_ex__(protocol)
         return _unfilled, (layer,), vars(self)
 
 
-def hosted_class(variant: str | DeltaRuleSpec) -> type[HostedDeltaAttention]:
-    """`HostedDeltaAttention` on top of the layer class of a variant."""
+def drop_in_class(variant: str | DeltaRuleSpec) -> type[DropInDeltaAttention]:
+    """`DropInDeltaAttention` on top of the layer class of a variant."""
     return _hosted(layer_class(variant))
 
 
-_HOSTED: dict[type[Any], type[HostedDeltaAttention]] = {DeltaRuleAttention: HostedDeltaAttention}
+_HOSTED: dict[type[Any], type[DropInDeltaAttention]] = {DeltaRuleAttention: DropInDeltaAttention}
 
 
-def _hosted(layer: type[DeltaRuleAttention]) -> type[HostedDeltaAttention]:
+def _hosted(layer: type[DeltaRuleAttention]) -> type[DropInDeltaAttention]:
     if layer not in _HOSTED:
         members = {"__module__": layer.__module__, "__doc__": layer.__doc__, "made_from": layer}
-        _HOSTED[layer] = type(f"Hosted{layer.__name__}", (HostedDeltaAttention, layer), members)
+        _HOSTED[layer] = type(f"Hosted{layer.__name__}", (DropInDeltaAttention, layer), members)
     return _HOSTED[layer]
 
 
-def _unfilled(layer: type[DeltaRuleAttention]) -> HostedDeltaAttention:
+def _unfilled(layer: type[DeltaRuleAttention]) -> DropInDeltaAttention:
     hosted = _hosted(layer)
     return hosted.__new__(hosted)

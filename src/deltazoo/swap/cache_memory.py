@@ -6,8 +6,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.swap.host_weights import HeadShape
-from deltazoo.swap.report import CONTEXTS, MemoryAtLength
+from deltazoo.swap.attention_weights import HeadShape
+from deltazoo.swap.swap_report import CONTEXTS, MemoryAtLength
 
 __all__ = ["memory_of_swap", "sliding_window", "state_bytes"]
 
@@ -27,7 +27,7 @@ def memory_of_swap(
     """Caches before and after, at the lengths of `CONTEXTS`.
 
     Args:
-        config: the host's, which says where windows are.
+        config: of the original model, which says where windows are.
         shape: of its attention layers.
         dtype: of keys and values.
         num_layers: of the model.

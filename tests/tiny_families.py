@@ -55,7 +55,7 @@ SLIDING = ["mistral", "gemma2", "gemma3_text"]
 CHOICES: dict[str, Any] = {"one": [1], "half": "1:1", "all": "all"}
 
 
-def tiny_host(family: str, auto_class: Any = AutoModelForCausalLM, **overrides: Any) -> Any:
+def tiny_original(family: str, auto_class: Any = AutoModelForCausalLM, **overrides: Any) -> Any:
     """In evaluation mode, always with the same weights."""
     torch.manual_seed(1)
     sizes = {key: value for key, value in {**SIZES, **OWN[family], **overrides}.items() if value is not None}
