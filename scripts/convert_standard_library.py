@@ -33,15 +33,15 @@ from deltazoo.swap import swap_attention
 from deltazoo.workbench.bench.results import describe_run
 from deltazoo.workbench.convert.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
 from deltazoo.workbench.convert.conversion_config import STAGES, FineTuningConfig, load_conversion
-from deltazoo.workbench.convert.ranking import rank_layers
+from deltazoo.workbench.convert.layer_ranking import rank_layers
 from deltazoo.workbench.evaluate.long_context import measure_decoding
-from deltazoo.workbench.evaluate.recall import cut_passages, probe_copying, probe_recall
+from deltazoo.workbench.evaluate.recall_probes import cut_passages, probe_copying, probe_recall
 from deltazoo.workbench.train.config import TokenizerConfig
 from deltazoo.workbench.train.corpus import read_corpus
-from deltazoo.workbench.train.packing import spread
-from deltazoo.workbench.train.run import has_saved
+from deltazoo.workbench.train.packed_rows import spread
 from deltazoo.workbench.train.text import open_text
 from deltazoo.workbench.train.tokenizer import build_tokenizer
+from deltazoo.workbench.train.training_run import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARE_OF_TOKENS = 0.1

@@ -20,7 +20,7 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 
 from deltazoo.workbench.bench.results import describe_run
-from deltazoo.workbench.train.run import has_saved
+from deltazoo.workbench.train.training_run import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()

@@ -12,8 +12,8 @@ from typing import Any
 
 import matplotlib
 
-from deltazoo.workbench.convert.pictures import draw_conversion, draw_ranking
-from deltazoo.workbench.convert.ranking import LayerScore, Ranking
+from deltazoo.workbench.convert.conversion_plots import draw_conversion, draw_ranking
+from deltazoo.workbench.convert.layer_ranking import LayerScore, Ranking
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

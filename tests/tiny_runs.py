@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deltazoo.workbench.train.config import RunConfig
-from deltazoo.workbench.train.strict import from_mapping
+from deltazoo.workbench.train.yaml_config import from_mapping
 
 FILES = (
     "abc.py bisect.py contextlib.py copy.py dis.py fnmatch.py functools.py heapq.py keyword.py opcode.py operator.py "

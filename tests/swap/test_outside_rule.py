@@ -23,8 +23,8 @@ from deltazoo.swap import swapped_layers
 from deltazoo.workbench.convert.conversion import convert
 from deltazoo.workbench.convert.conversion_config import ConversionConfig
 from deltazoo.workbench.train.config import TokenizerConfig
-from deltazoo.workbench.train.strict import from_mapping
 from deltazoo.workbench.train.tokenizer import build_tokenizer
+from deltazoo.workbench.train.yaml_config import from_mapping
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
 

@@ -52,7 +52,8 @@ def test_a_right_rule_outside_the_package_passes_on_the_command_line(capsys: pyt
 def test_the_command_says_what_is_wrong_and_exits_with_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltazoo.workbench.check.run.CHECKS", {title: CHECKS[title] for title in list(CHECKS)[:3]})
+    first = {title: CHECKS[title] for title in list(CHECKS)[:3]}
+    monkeypatch.setattr("deltazoo.workbench.check.rule_check.CHECKS", first)
     with forget_rules():
         main_exits_with(1, "check", str(RULES / "reads_the_future.py"))
     shown = " ".join(capsys.readouterr().out.split())

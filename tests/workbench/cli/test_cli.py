@@ -18,7 +18,7 @@ from tiny_runs import run_config, write_text_folder
 import deltazoo
 from deltazoo.workbench.cli import main
 from deltazoo.workbench.cli.commands import train as train_command
-from deltazoo.workbench.cli.presets import find_config, presets
+from deltazoo.workbench.presets import find_config, presets
 from deltazoo.workbench.train import load_config, save_config
 from deltazoo.workbench.train.interruption import TrainingInterrupted
 

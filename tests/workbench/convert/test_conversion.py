@@ -16,17 +16,17 @@ from tiny_runs import write_text_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import deltazoo.workbench.convert.conversion as conversion
-import deltazoo.workbench.convert.pictures as pictures
+import deltazoo.workbench.convert.conversion_plots as pictures
 from deltazoo.swap import swap_attention, swapped_layers
 from deltazoo.workbench.convert.conversion import ConversionResult, ConversionText, convert, run_stage
 from deltazoo.workbench.convert.conversion_config import ConversionConfig, FineTuningConfig
-from deltazoo.workbench.convert.pictures import draw_conversion
-from deltazoo.workbench.convert.stages import choose_trained_parameters, divergence, original_of, teacher_forced
+from deltazoo.workbench.convert.conversion_plots import draw_conversion
+from deltazoo.workbench.convert.stage_trainers import choose_trained_parameters, divergence, original_of, teacher_forced
 from deltazoo.workbench.train.config import TokenizerConfig
-from deltazoo.workbench.train.packing import collate_side_by_side
-from deltazoo.workbench.train.strict import from_mapping
+from deltazoo.workbench.train.packed_rows import collate_side_by_side
 from deltazoo.workbench.train.tokenizer import build_tokenizer
 from deltazoo.workbench.train.trainer import PackedTrainer
+from deltazoo.workbench.train.yaml_config import from_mapping
 
 STAGE = {"row_length": 48, "rows_per_batch": 4, "log_every": 2, "evaluate_every": 8, "evaluation_rows": 4}
 STAGE |= {"precision": "fp32", "weight_decay": 0.0}

@@ -16,7 +16,7 @@ from deltazoo.workbench.train import (
     load_config,
     save_config,
 )
-from deltazoo.workbench.train.strict import from_mapping
+from deltazoo.workbench.train.yaml_config import from_mapping
 
 MINIMAL = """
 output: runs/x

@@ -1,5 +1,5 @@
 """`deltazoo check`: what every rule of this package promises, tried on one rule, on a CPU, in under a minute."""
 
-from deltazoo.workbench.check.run import CHECKS, Finding, check_rule
+from deltazoo.workbench.check.rule_check import CHECKS, Finding, check_rule
 
 __all__ = ["CHECKS", "Finding", "check_rule"]

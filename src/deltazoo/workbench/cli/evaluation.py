@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deltazoo.workbench.console import say
 from deltazoo.workbench.evaluate.checkpoint_path import training_config_of
 from deltazoo.workbench.evaluate.comparison import Baseline
 from deltazoo.workbench.train.config import DataConfig
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, num_bytes, read_corpus
-from deltazoo.workbench.train.progress import say
 from deltazoo.workbench.train.text import Document, open_text
 
 if TYPE_CHECKING:  # it brings torch, which a wrong argument does not wait for

@@ -10,12 +10,12 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltazoo.workbench.convert.conversion import ConversionResult
-from deltazoo.workbench.convert.pictures import draw_ranking
-from deltazoo.workbench.convert.ranking import Ranking
-from deltazoo.workbench.train.checkpoint import whole_or_not_at_all
+from deltazoo.workbench.convert.conversion_plots import draw_ranking
+from deltazoo.workbench.convert.layer_ranking import Ranking
+from deltazoo.workbench.train.checkpoint_files import whole_or_not_at_all
 from deltazoo.workbench.train.config import DataConfig
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
-from deltazoo.workbench.train.packing import pack_in_order
+from deltazoo.workbench.train.packed_rows import pack_in_order
 from deltazoo.workbench.train.text import open_text
 from deltazoo.workbench.train.tokenizer import encode_documents
 

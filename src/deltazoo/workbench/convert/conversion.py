@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from deltazoo.swap.surgery import swapped_layers
+from deltazoo.workbench.console import console
 from deltazoo.workbench.convert.conversion_config import (
     STAGES,
     ConversionConfig,
@@ -19,19 +20,21 @@ from deltazoo.workbench.convert.conversion_config import (
     StageConfig,
     load_conversion,
 )
-from deltazoo.workbench.convert.stages import (
+from deltazoo.workbench.convert.stage_trainers import (
     AlignmentTrainer,
     DistillationTrainer,
     FineTuningTrainer,
     choose_trained_parameters,
     original_of,
 )
-from deltazoo.workbench.train.checkpoint import checkpoints, whole_or_not_at_all, write_whole
+from deltazoo.workbench.train.checkpoint_files import checkpoints, whole_or_not_at_all, write_whole
 from deltazoo.workbench.train.config import MODEL_CONFIG, DataConfig, RunConfig, save_config
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
-from deltazoo.workbench.train.packing import collate_side_by_side, pack_in_order, spread
-from deltazoo.workbench.train.progress import console
-from deltazoo.workbench.train.run import (
+from deltazoo.workbench.train.packed_rows import collate_side_by_side, pack_in_order, spread
+from deltazoo.workbench.train.text import open_text
+from deltazoo.workbench.train.tokenizer import encode_documents
+from deltazoo.workbench.train.trainer import PackedTrainer, training_arguments
+from deltazoo.workbench.train.training_run import (
     begin_run,
     check_run,
     device_name,
@@ -41,10 +44,7 @@ from deltazoo.workbench.train.run import (
     refuse_other_text,
     training_rows,
 )
-from deltazoo.workbench.train.text import open_text
-from deltazoo.workbench.train.tokenizer import encode_documents
-from deltazoo.workbench.train.trainer import PackedTrainer, training_arguments
-from deltazoo.workbench.train.validation import score_rows
+from deltazoo.workbench.train.validation_loss import score_rows
 
 __all__ = ["ConversionResult", "ConversionText", "StageResult", "convert", "read_stage", "run_stage", "stage_as_run"]
 

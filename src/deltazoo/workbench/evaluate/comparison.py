@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deltazoo.workbench.console import console
 from deltazoo.workbench.evaluate.baselines import ByteContextModel, gzip_bits_per_byte, xz_bits_per_byte
-from deltazoo.workbench.train.progress import console
 from deltazoo.workbench.train.text import Document
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from deltazoo.workbench.train.validation import as_trained
+from deltazoo.workbench.train.validation_loss import as_trained
 
 __all__ = ["Decoding", "measure_decoding"]
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from deltazoo.workbench.console import track
 from deltazoo.workbench.train.corpus import num_bytes
-from deltazoo.workbench.train.packing import collate
-from deltazoo.workbench.train.progress import track
+from deltazoo.workbench.train.packed_rows import collate
 from deltazoo.workbench.train.text import Document
 from deltazoo.workbench.train.tokenizer import encode_documents
-from deltazoo.workbench.train.validation import as_trained, nats_of, packed_nats
+from deltazoo.workbench.train.validation_loss import as_trained, nats_of, packed_nats
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from deltazoo.workbench.train.config import (
 if TYPE_CHECKING:
     from deltazoo.workbench.train.monitor import TrainingDiverged
     from deltazoo.workbench.train.optimizer import parameter_groups
-    from deltazoo.workbench.train.run import TrainingResult, train
+    from deltazoo.workbench.train.training_run import TrainingResult, train
 
 __all__ = [
     "DataConfig",
@@ -35,5 +35,5 @@ __all__ = [
 
 __getattr__ = lazy_names(
     __name__,
-    {"monitor": ("TrainingDiverged",), "optimizer": ("parameter_groups",), "run": ("TrainingResult", "train")},
+    {"monitor": ("TrainingDiverged",), "optimizer": ("parameter_groups",), "training_run": ("TrainingResult", "train")},
 )

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import yaml
 
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
-from deltazoo.workbench.train.checkpoint import write_whole
-from deltazoo.workbench.train.strict import from_mapping
+from deltazoo.workbench.train.checkpoint_files import write_whole
+from deltazoo.workbench.train.yaml_config import from_mapping
 
 STDLIB = "python_stdlib"
 RUN_CONFIG = "config.yaml"  # in the folder of a run: what it began with

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from deltazoo.workbench.train.progress import say
+from deltazoo.workbench.console import say
 
 _PASSED_ON = 2.0  # seconds within which torchrun passes on a signal that the terminal has sent to its processes already
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.progress import TaskID
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from deltazoo.workbench.train.progress import console, progress_bar
+from deltazoo.workbench.console import console, progress_bar
 
 
 class TrainingDiverged(FloatingPointError):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from deltazoo.names import unknown
+from deltazoo.workbench.console import say
 from deltazoo.workbench.train.config import STDLIB, DataConfig
 from deltazoo.workbench.train.hub import check_on_hub
-from deltazoo.workbench.train.progress import say
 
 RECORD_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 MAX_DOCUMENT = 2**20  # characters; a larger file comes as several documents, since each is tokenized as a whole

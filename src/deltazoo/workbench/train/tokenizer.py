@@ -7,10 +7,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from deltazoo.workbench.console import console, track
 from deltazoo.workbench.train.config import TokenizerConfig
 from deltazoo.workbench.train.corpus import num_bytes
 from deltazoo.workbench.train.hub import check_on_hub
-from deltazoo.workbench.train.progress import console, track
 from deltazoo.workbench.train.text import Document
 
 BOS, EOS = "<|bos|>", "<|eos|>"

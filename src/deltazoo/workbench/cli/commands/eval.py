@@ -33,7 +33,7 @@ def evaluate(
 ) -> None:
     """Score a model on text it was not trained on, beside gzip, xz and an order-2 byte model."""
     from deltazoo.workbench.cli.evaluation import choose_documents, write_json
-    from deltazoo.workbench.cli.render import comparison_table, facts_table
+    from deltazoo.workbench.cli.tables import comparison_table, facts_table
     from deltazoo.workbench.device import check_device
 
     if device is not None:

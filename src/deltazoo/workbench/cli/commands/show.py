@@ -19,8 +19,8 @@ def show(
 ) -> None:
     """Show a variant: equation, paper, choices, and the configurations that train it."""
     from deltazoo.spec import choice_name, get_variant
-    from deltazoo.workbench.cli.presets import presets
-    from deltazoo.workbench.cli.render import facts_table
+    from deltazoo.workbench.cli.tables import facts_table
+    from deltazoo.workbench.presets import presets
     from deltazoo.workbench.train.config import load_config
 
     spec = get_variant(variant)

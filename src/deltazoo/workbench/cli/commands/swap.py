@@ -52,13 +52,13 @@ def swap(
 
     from deltazoo.spec import get_variant
     from deltazoo.workbench.cli.layer_choice import best_count, parse_layers
-    from deltazoo.workbench.cli.presets import find_config
-    from deltazoo.workbench.cli.render import facts_table
+    from deltazoo.workbench.cli.tables import facts_table
+    from deltazoo.workbench.console import say
     from deltazoo.workbench.convert.conversion_config import STAGES, load_conversion
     from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
+    from deltazoo.workbench.presets import find_config
     from deltazoo.workbench.train.config import DataConfig
-    from deltazoo.workbench.train.progress import say
 
     get_variant(variant)
     chosen = parse_layers(layers)
@@ -96,10 +96,10 @@ def swap(
         save_swapped,
     )
     from deltazoo.workbench.convert.conversion import convert
-    from deltazoo.workbench.convert.pictures import draw_conversion
-    from deltazoo.workbench.convert.ranking import rank_layers
+    from deltazoo.workbench.convert.conversion_plots import draw_conversion
+    from deltazoo.workbench.convert.layer_ranking import rank_layers
     from deltazoo.workbench.evaluate.loading import load_checkpoint, load_model
-    from deltazoo.workbench.train.run import check_run, has_saved
+    from deltazoo.workbench.train.training_run import check_run, has_saved
 
     if recipe is not None and folder is not None:
         check_run(recipe, folder, resume, load=load_conversion, stages=STAGES)

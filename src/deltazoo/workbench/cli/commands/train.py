@@ -75,7 +75,7 @@ def _configuration(name: str | None, text: str | None, output: str | None, overr
     Raises:
         ValueError: neither a configuration nor a text is named, or there is no such thing.
     """
-    from deltazoo.workbench.cli.presets import find_config
+    from deltazoo.workbench.presets import find_config
     from deltazoo.workbench.train.config import DataConfig, load_config
     from deltazoo.workbench.train.text import open_text
 
@@ -104,8 +104,8 @@ def _quickstart() -> str:
 
 
 def _say_how_to_go_on(folder: Path) -> None:
-    from deltazoo.workbench.train.checkpoint import checkpoints
-    from deltazoo.workbench.train.progress import say
+    from deltazoo.workbench.console import say
+    from deltazoo.workbench.train.checkpoint_files import checkpoints
 
     saved = checkpoints(folder)
     if saved:
@@ -115,7 +115,7 @@ def _say_how_to_go_on(folder: Path) -> None:
 
 
 def _show(run: "RunConfig", result: "TrainingResult") -> None:
-    from deltazoo.workbench.cli.render import facts_table
+    from deltazoo.workbench.cli.tables import facts_table
     from deltazoo.workbench.evaluate.loss_curve import draw_loss_curve
 
     title = f"{run.model['mixer']}, {result.num_parameters / 1e6:.1f} M parameters, {result.corpus.description}"

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from deltazoo.workbench.train.checkpoint import SaveError, checkpoints, remove_oldest, unfinished, whole_or_not_at_all
+from deltazoo.workbench.train.checkpoint_files import (
+    SaveError,
+    checkpoints,
+    remove_oldest,
+    unfinished,
+    whole_or_not_at_all,
+)
 
 
 def write(target: Path, text: str) -> None:

@@ -22,7 +22,7 @@ from tiny_runs import run_config, write_text_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from deltazoo.workbench.train import RunConfig, TrainingDiverged, load_config, save_config, train
-from deltazoo.workbench.train.checkpoint import SaveError, checkpoints
+from deltazoo.workbench.train.checkpoint_files import SaveError, checkpoints
 from deltazoo.workbench.train.interruption import TrainingInterrupted
 from deltazoo.workbench.train.monitor import Monitor
 from deltazoo.workbench.train.trainer import PackedTrainer, training_arguments

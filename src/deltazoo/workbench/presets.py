@@ -5,7 +5,7 @@ from pathlib import Path
 from deltazoo.names import unknown
 from deltazoo.workbench.train.config import RUN_CONFIG
 
-_PACKAGE = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
 
 

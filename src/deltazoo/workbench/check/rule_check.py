@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from deltazoo.spec import get_variant
-from deltazoo.workbench.check.on_layers import (
+from deltazoo.workbench.check.layer_checks import (
     parameters_are_filled_and_act,
     same_decoded,
     same_gradients_as_finite_differences,
@@ -16,7 +16,7 @@ from deltazoo.workbench.check.on_layers import (
     sees_no_future,
     state_does_not_expand,
 )
-from deltazoo.workbench.check.on_models import same_after_reload, same_generated, swaps
+from deltazoo.workbench.check.model_checks import same_after_reload, same_generated, swaps
 
 __all__ = ["CHECKS", "Finding", "check_rule"]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from deltazoo.swap.surgery import swapped_layers, unswap_attention
 from deltazoo.swap.swapped_attention import SwappedAttention
 from deltazoo.workbench.convert.conversion_config import StageConfig
-from deltazoo.workbench.train.packing import IGNORED
+from deltazoo.workbench.train.packed_rows import IGNORED
 from deltazoo.workbench.train.trainer import PackedTrainer
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.convert.ranking import Ranking
+from deltazoo.workbench.convert.layer_ranking import Ranking
 
 __all__ = ["draw_conversion", "draw_ranking"]
 

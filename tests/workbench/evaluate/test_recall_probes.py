@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltazoo.workbench.evaluate.recall import cut_passages, probe_copying, probe_recall
+from deltazoo.workbench.evaluate.recall_probes import cut_passages, probe_copying, probe_recall
 
 VOCAB = 40
 

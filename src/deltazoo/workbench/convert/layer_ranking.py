@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
-from deltazoo.workbench.train.packing import collate_side_by_side
-from deltazoo.workbench.train.progress import track
-from deltazoo.workbench.train.validation import score_rows
+from deltazoo.workbench.console import track
+from deltazoo.workbench.train.packed_rows import collate_side_by_side
+from deltazoo.workbench.train.validation_loss import score_rows
 
 __all__ = ["LayerScore", "Ranking", "rank_layers"]
 
@@ -68,7 +68,7 @@ def rank_layers(
     Args:
         model: not swapped yet; afterwards it is as before.
         variant: what to swap for.
-        rows: packed rows of text, as ``deltazoo.workbench.train.packing.pack_in_order`` makes them.
+        rows: packed rows of text, as ``deltazoo.workbench.train.packed_rows.pack_in_order`` makes them.
         rows_at_once: rows in one forward pass.
         options: further ones of ``swap_attention``, ``init`` among them.
 

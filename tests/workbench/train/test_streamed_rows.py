@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from deltazoo.workbench.train.config import DataConfig, TokenizerConfig
-from deltazoo.workbench.train.stream import StreamedRows
+from deltazoo.workbench.train.streamed_rows import StreamedRows
 from deltazoo.workbench.train.text import Records, is_held_out, open_text
 from deltazoo.workbench.train.tokenizer import build_tokenizer
 

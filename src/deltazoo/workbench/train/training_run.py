@@ -14,7 +14,8 @@ from accelerate import PartialState
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from deltazoo.workbench.train.checkpoint import checkpoints, whole_or_not_at_all, write_whole
+from deltazoo.workbench.console import say
+from deltazoo.workbench.train.checkpoint_files import checkpoints, whole_or_not_at_all, write_whole
 from deltazoo.workbench.train.config import (
     MODEL_CONFIG,
     RUN_CONFIG,
@@ -27,9 +28,8 @@ from deltazoo.workbench.train.config import (
 )
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, Corpus, read_corpus
 from deltazoo.workbench.train.model import build_model
-from deltazoo.workbench.train.packing import PackedRows, pack_in_order, spread
-from deltazoo.workbench.train.progress import say
-from deltazoo.workbench.train.stream import StreamedRows
+from deltazoo.workbench.train.packed_rows import PackedRows, pack_in_order, spread
+from deltazoo.workbench.train.streamed_rows import StreamedRows
 from deltazoo.workbench.train.text import Records, TextFiles, open_text
 from deltazoo.workbench.train.tokenizer import build_tokenizer, encode_documents
 from deltazoo.workbench.train.trainer import PackedTrainer, training_arguments

@@ -12,10 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltazoo.swap import swap_attention
-from deltazoo.workbench.convert.pictures import draw_ranking
-from deltazoo.workbench.convert.ranking import LayerScore, Ranking, rank_layers
-from deltazoo.workbench.train.packing import collate_side_by_side, pack_in_order
-from deltazoo.workbench.train.validation import score_rows
+from deltazoo.workbench.convert.conversion_plots import draw_ranking
+from deltazoo.workbench.convert.layer_ranking import LayerScore, Ranking, rank_layers
+from deltazoo.workbench.train.packed_rows import collate_side_by_side, pack_in_order
+from deltazoo.workbench.train.validation_loss import score_rows
 
 
 def llama() -> LlamaForCausalLM:

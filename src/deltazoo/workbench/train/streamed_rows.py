@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from deltazoo.workbench.train.config import DataConfig
 from deltazoo.workbench.train.corpus import training_documents
-from deltazoo.workbench.train.packing import RowPacker
+from deltazoo.workbench.train.packed_rows import RowPacker
 from deltazoo.workbench.train.text import Records
 from deltazoo.workbench.train.tokenizer import encode_documents
 
@@ -44,7 +44,7 @@ class StreamedRows(IterableDataset):
         self._begin = position
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        """Rows as :class:`~deltazoo.workbench.train.packing.PackedRows` gives them."""
+        """Rows as :class:`~deltazoo.workbench.train.packed_rows.PackedRows` gives them."""
         records = self._source.open()
         packer, num_rows = RowPacker(self._row_length), 0
         if self._begin is not None:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from deltazoo.workbench.train.packing import IGNORED, collate
+from deltazoo.workbench.train.packed_rows import IGNORED, collate
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.swap import swap_attention
-from deltazoo.workbench.check.on_layers import difference
+from deltazoo.workbench.check.layer_checks import difference
 
 __all__ = ["same_after_reload", "same_generated", "swaps"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from deltazoo.workbench.train.validation import as_trained
+from deltazoo.workbench.train.validation_loss import as_trained
 
 __all__ = ["Copying", "Recall", "cut_passages", "probe_copying", "probe_recall"]
 
