@@ -24,7 +24,7 @@ import triton
 from pytest import MonkeyPatch
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "ops" / "triton")]
+sys.path[:0] = [str(TESTS), str(TESTS / "ops" / "triton"), str(TESTS / "ops" / "fused")]
 
 import test_compile as chunks  # noqa: E402
 import test_decode_compile as decoding  # noqa: E402

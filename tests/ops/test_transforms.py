@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jvp, vjp, vmap
 
 from deltazoo.ops import delta_rule, delta_rule_step, linear_attention, linear_attention_step
-from deltazoo.ops.linear_cross_entropy import linear_cross_entropy
+from deltazoo.ops.fused.linear_cross_entropy import linear_cross_entropy
 
 CASES = [
     DeltaRuleCase("plain", B=1, T=20, H=1, K=3, V=2),

@@ -18,7 +18,7 @@ from deltazoo.layers.rule import RuleInputs, effective_step
 from deltazoo.layers.short_conv import ShortConvolution, activation_function, can_join, convolve_token
 from deltazoo.layers.state import MixerState, StateStore
 from deltazoo.ops import DeltaRuleOutput, decay, delta_rule, delta_rule_step, linear_attention, linear_attention_step
-from deltazoo.ops.choices import function_of
+from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import DeltaRuleSpec, choice_name, get_variant, registered_layer

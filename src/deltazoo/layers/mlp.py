@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.recompute import recomputable
 from deltazoo.ops.fused import fused_kernels_fit, fused_swiglu
-from deltazoo.ops.liger import liger_swiglu
+from deltazoo.ops.fused.liger import liger_swiglu
 
 __all__ = ["SwiGLU", "default_intermediate_size"]
 

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.layers.recompute import recomputable
-from deltazoo.ops.choices import function_of
 from deltazoo.ops.fused import (
     MOST_NORM_COLUMNS,
     fused_add_rms_norm,
@@ -15,7 +14,8 @@ from deltazoo.ops.fused import (
     fused_kernels_fit,
     fused_rms_norm,
 )
-from deltazoo.ops.liger import liger_add_rms_norm, liger_rms_norm
+from deltazoo.ops.fused.liger import liger_add_rms_norm, liger_rms_norm
+from deltazoo.ops.named_choices import function_of
 
 __all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
 from deltazoo.ops import step_size
-from deltazoo.ops.choices import function_of
+from deltazoo.ops.named_choices import function_of
 from deltazoo.spec import DeltaRuleSpec
 
 __all__ = ["RuleInputs", "effective_step", "nonexpansive"]

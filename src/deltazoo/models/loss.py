@@ -1,7 +1,7 @@
 """The language-modelling loss without the logits of all positions, which outweigh everything else in a small model.
 
 32,768 tokens of a vocabulary of 32,000 have 2 GiB of logits in half precision, and the loss wants them in float32 and
-their gradients besides. Here they exist a few rows at a time: `deltazoo.ops.linear_cross_entropy` in plain torch,
+their gradients besides. Here they exist a few rows at a time: `deltazoo.ops.fused.linear_cross_entropy` in plain torch,
 Liger's kernel with the runtime option `liger`.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from deltazoo.ops.liger import liger_linear_cross_entropy
-from deltazoo.ops.linear_cross_entropy import IGNORED, linear_cross_entropy
+from deltazoo.ops.fused.liger import liger_linear_cross_entropy
+from deltazoo.ops.fused.linear_cross_entropy import IGNORED, linear_cross_entropy
 from deltazoo.ops.transforms import transforming
 
 __all__ = ["fuses_loss", "loss_without_logits", "obstacle_to_fused_loss"]

@@ -12,8 +12,8 @@ from deltazoo.ops.api import (
     delta_rule_step,
     linear_attention,
     linear_attention_step,
-    resolve_backend,
 )
+from deltazoo.ops.backends import resolve_backend
 from deltazoo.ops.validation import check_values
 
 __all__ = [

@@ -1,14 +1,12 @@
 """The public operators: check the arguments, choose a backend, call it. The contract is written here once."""
 
-import importlib.util
-import os
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltazoo.names import unknown
+from deltazoo.ops.backends import resolve_backend
 from deltazoo.ops.chunkwise import chunkwise
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
 from deltazoo.ops.transforms import refuse_transforms, transforming
@@ -19,7 +17,6 @@ from deltazoo.ops.validation import (
     check_tensor_values,
     warn_of_heads_first,
 )
-from deltazoo.runtime import BACKENDS
 
 __all__ = [
     "DeltaRuleOutput",
@@ -27,7 +24,6 @@ __all__ = [
     "delta_rule_step",
     "linear_attention",
     "linear_attention_step",
-    "resolve_backend",
 ]
 
 PRECISIONS = {None: None, "fast": False, "strict": True}
@@ -160,73 +156,6 @@ def linear_attention_step(
 ) -> DeltaRuleOutput:
     """One token of linear attention, for decoding; see `delta_rule_step`."""
     return _one_token(q, k, v, None, log_decay, state, scale, inplace, backend)
-
-
-def resolve_backend(
-    backend: str | None,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    head_k_dim: int,
-    head_v_dim: int,
-) -> tuple[str, str]:
-    """Which backend a call would run, and why.
-
-    Args:
-        backend: the name asked for, or None.
-        device, dtype: of q, k, v.
-        head_k_dim, head_v_dim: K and V.
-
-    Returns:
-        `(name, reason)`.
-
-    Raises:
-        ValueError: an unknown name. NotImplementedError: a named backend that cannot run such a call.
-    """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(unknown("backend", backend, list(BACKENDS)))
-    if backend == "reference":
-        return "reference", "asked for: the token loop that defines the operator"
-    if backend == "chunkwise":
-        return "chunkwise", "asked for: the chunk form in plain torch"
-    obstacle = _obstacle(torch.device(device), dtype, head_k_dim, head_v_dim)
-    if obstacle is None:
-        return "triton", "asked for" if backend else "the GPU kernels support this call"
-    if backend == "triton":
-        raise NotImplementedError(f"the triton backend cannot run this call: {obstacle}; use backend='chunkwise'")
-    return "chunkwise", f"no triton: {obstacle}"
-
-
-def _obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
-    return _triton_obstacle(device, dtype, K, V)
-
-
-# What torch.compiler.assume_constant_result does, without its import of the compiler: torch 2.11 cannot trace the call.
-_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@lru_cache
-def _triton_obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
-    """What keeps the kernels from running a call; None if nothing does."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not (interpreted and device.type == "cpu"):
-        return f"its kernels run on NVIDIA GPUs, not on {device.type}"
-    if not _is_installed("triton"):
-        return "triton is not installed"
-    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
-        return f"its kernels need compute capability 8.0 or newer, which {torch.cuda.get_device_name(device)} has not"
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"its kernels take float32, bfloat16 and float16, not {dtype}"
-    if K > 256 or V > 512:
-        return f"its kernels take head dimensions up to K = 256 and V = 512, not K = {K} and V = {V}"
-    return None
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # from an import hook that refuses it
-        return False
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, Tensor, float]:

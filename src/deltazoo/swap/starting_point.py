@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.layers.norm import GATE_ACTIVATIONS
-from deltazoo.ops.choices import function_of
+from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.swap.attention_weights import AttentionWeights
 from deltazoo.swap.drop_in_layer import DropInDeltaAttention

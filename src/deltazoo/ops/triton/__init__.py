@@ -1,1 +1,1 @@
-"""The GPU kernels. Triton is imported by the modules here and nowhere else."""
+"""The operator as Triton kernels. Everything outside imports this package where it needs it, inside a function."""

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.sigmoid import sigmoid
 
 __all__ = ["short_conv_step"]
 

@@ -15,7 +15,7 @@ taps, the inputs before a token, the tokens of a group) are tuples of tiles; "be
 import triton
 import triton.language as tl
 
-from deltazoo.ops.triton.sigmoid import sigmoid
+from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 
 __all__ = ["short_conv_backward_kernel", "short_conv_forward_kernel"]
 

@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
+from deltazoo.ops.fused.kernels.short_conv_kernels import short_conv_backward_kernel, short_conv_forward_kernel
 from deltazoo.ops.transforms import refuse_second_derivative
 from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.short_conv_kernels import short_conv_backward_kernel, short_conv_forward_kernel
 
 __all__ = ["short_conv"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from deltazoo.ops.linear_cross_entropy import IGNORED, require_label_per_row
+from deltazoo.ops.fused.linear_cross_entropy import IGNORED, require_label_per_row
 from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms
 
 __all__ = ["liger_add_rms_norm", "liger_linear_cross_entropy", "liger_rms_norm", "liger_swiglu"]
@@ -59,7 +59,7 @@ def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def liger_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """As `deltazoo.ops.linear_cross_entropy`, but the forward pass works out the gradients, too.
+    """As `deltazoo.ops.fused.linear_cross_entropy`, but the forward pass works out the gradients, too.
 
     Raises:
         NotImplementedError: see `liger_rms_norm`.

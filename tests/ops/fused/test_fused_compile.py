@@ -23,15 +23,15 @@ from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from deltazoo.ops.fused import MOST_NORM_COLUMNS  # noqa: E402
-from deltazoo.ops.triton import (  # noqa: E402
+from deltazoo.ops.fused.kernels import (  # noqa: E402
     cross_entropy,
     gated_norm,
-    launch,
     rms_norm,
-    short_conv,
+    short_conv_operator,
     short_conv_step,
     swiglu,
 )
+from deltazoo.ops.triton import launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="with TRITON_INTERPRET=1 Triton cannot compile"
@@ -49,8 +49,8 @@ def convolve(head_dim: int, packed: bool = False, has_past: bool = False, tokens
     x, weight = empty(1, tokens, 1024), empty(1024, taps, dtype=torch.float32)
     where = (empty(tokens, dtype=torch.int64), empty(4, dtype=torch.int32)) if packed else (None, None)
     past = empty(3 if packed else 1, 1024, taps - 1) if has_past else None
-    short_conv._forward(x, weight, past, *where, head_dim, 1e-6)
-    short_conv._backward(x, weight, past, *where, head_dim, 1e-6, x)
+    short_conv_operator._forward(x, weight, past, *where, head_dim, 1e-6)
+    short_conv_operator._backward(x, weight, past, *where, head_dim, 1e-6, x)
 
 
 def step(head_dim: int, rows: int, inplace: bool) -> None:

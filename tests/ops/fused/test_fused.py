@@ -45,7 +45,7 @@ from deltazoo.ops.fused import (
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.triton import cross_entropy, gated_norm, rms_norm, short_conv  # noqa: E402
+from deltazoo.ops.fused.kernels import cross_entropy, gated_norm, rms_norm, short_conv_operator  # noqa: E402
 
 Results = dict[str, Tensor]
 
@@ -84,8 +84,8 @@ class Convolution:
         if self.lengths:
             bounds = torch.tensor([0, *torch.tensor(self.lengths).cumsum(0)], dtype=torch.int32, device=device)
             layout = token_layout(1, T, cu_seqlens=bounds)
-        enough = 1 if self.long_runs else short_conv._ENOUGH_PROGRAMS
-        with mock.patch.object(short_conv, "_ENOUGH_PROGRAMS", enough):
+        enough = 1 if self.long_runs else short_conv_operator._ENOUGH_PROGRAMS
+        with mock.patch.object(short_conv_operator, "_ENOUGH_PROGRAMS", enough):
             y, window = module(x, state, layout)
             d_x, d_weight = torch.autograd.grad([y, window], [x, module.weight], [draw(*y.shape), draw(*window.shape)])
         return {"y": y.detach(), "window": window.detach(), "d_x": d_x, "d_weight": d_weight}
@@ -366,7 +366,7 @@ def test_by_default_a_layer_takes_the_kernels_where_they_run(device: str) -> Non
 
 def test_by_default_a_state_that_wants_a_gradient_gets_it() -> None:
     x, state = mock.Mock(is_cuda=True), torch.empty(1, 4, 3, requires_grad=True)
-    with mock.patch("deltazoo.ops.fused._obstacle", return_value=None):
+    with mock.patch("deltazoo.ops.fused.fused_functions.triton_obstacle", return_value=None):
         assert fused_kernels_fit(x) and fused_kernels_fit(x, state.detach())
         assert not fused_kernels_fit(x, state)
         with torch.no_grad():

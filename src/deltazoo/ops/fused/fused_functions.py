@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from deltazoo.ops.api import _obstacle
+from deltazoo.ops.backends import triton_obstacle
 from deltazoo.ops.transforms import refuse_transforms, transforming
 
 __all__ = [
@@ -33,7 +33,12 @@ def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
     Not if the convolution's state `past` wants a gradient, nor under transforms of torch.func or in forward mode. False
     under Triton's interpreter on a CPU, where they would run only to be tested.
     """
-    return x.is_cuda and not _wants_gradient(past) and not transforming() and _obstacle(x.device, x.dtype, 1, 1) is None
+    return (
+        x.is_cuda
+        and not _wants_gradient(past)
+        and not transforming()
+        and triton_obstacle(x.device, x.dtype, 1, 1) is None
+    )
 
 
 def fused_short_conv(
@@ -68,7 +73,7 @@ def fused_short_conv(
     _require_triton(x, weight, past, sequence, cu_seqlens)
     if _wants_gradient(past):
         raise ValueError("the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off")
-    from deltazoo.ops.triton.short_conv import short_conv
+    from deltazoo.ops.fused.kernels.short_conv_operator import short_conv
 
     return short_conv(x, weight, past, sequence=sequence, cu_seqlens=cu_seqlens, head_dim=head_dim, eps=eps)
 
@@ -108,7 +113,7 @@ def fused_short_conv_step(
         )
     if all(head_dims) and head_dims[0] != head_dims[1]:
         raise ValueError(f"heads of queries and keys must have one size, got head_dims={head_dims}")
-    from deltazoo.ops.triton.short_conv_step import short_conv_step
+    from deltazoo.ops.fused.kernels.short_conv_step import short_conv_step
 
     return short_conv_step(inputs, weights, window, q_head=head_dims[0], k_head=head_dims[1], eps=eps, inplace=inplace)
 
@@ -130,7 +135,7 @@ def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, ac
         ValueError: tensors on several devices.
     """
     _require_triton(x, gate, weight)
-    from deltazoo.ops.triton.gated_norm import gated_rms_norm
+    from deltazoo.ops.fused.kernels.gated_norm import gated_rms_norm
 
     return gated_rms_norm(x, gate, weight, eps, activation)
 
@@ -150,7 +155,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | N
     """
     _require_triton(x, weight)
     _require_columns(x)
-    from deltazoo.ops.triton.rms_norm import rms_norm
+    from deltazoo.ops.fused.kernels.rms_norm import rms_norm
 
     return rms_norm(x, weight, eps, dtype or x.dtype)
 
@@ -179,7 +184,7 @@ def fused_add_rms_norm(
         raise ValueError(f"x and residual must have one shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
     if residual.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(f"fused kernels take float32, bfloat16 and float16, not {residual.dtype}")
-    from deltazoo.ops.triton.rms_norm import add_rms_norm
+    from deltazoo.ops.fused.kernels.rms_norm import add_rms_norm
 
     return add_rms_norm(x, residual, weight, eps, dtype or torch.promote_types(x.dtype, residual.dtype))
 
@@ -199,7 +204,7 @@ def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
         raise ValueError(
             f"gate and up must be alike, got {gate.dtype} {tuple(gate.shape)} and {up.dtype} {tuple(up.shape)}"
         )
-    from deltazoo.ops.triton.swiglu import swiglu
+    from deltazoo.ops.fused.kernels.swiglu import swiglu
 
     return swiglu(gate, up)
 
@@ -221,7 +226,7 @@ def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor
     """
     _require_triton(logits, labels)
     torch._assert_async(((labels == ignored) | ((labels >= 0) & (labels < logits.shape[1]))).all())
-    from deltazoo.ops.triton.cross_entropy import cross_entropy_
+    from deltazoo.ops.fused.kernels.cross_entropy import cross_entropy_
 
     return cross_entropy_(logits, labels, ignored)
 

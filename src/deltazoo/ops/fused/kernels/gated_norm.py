@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.transforms import refuse_second_derivative
 from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.sigmoid import sigmoid
 
 __all__ = ["gated_rms_norm"]
 

@@ -1,0 +1,29 @@
+"""What stands around the operator: short convolution, norms, SwiGLU and the loss, each in one pass over memory.
+
+This module offers our Triton kernels, checked functions that import Triton when they are called. `liger` offers the
+same norms and SwiGLU as kernels of Liger. `linear_cross_entropy` is the loss without the logits of all rows.
+"""
+
+from deltazoo.ops.fused.fused_functions import (
+    MOST_NORM_COLUMNS,
+    fused_add_rms_norm,
+    fused_cross_entropy_,
+    fused_gated_rms_norm,
+    fused_kernels_fit,
+    fused_rms_norm,
+    fused_short_conv,
+    fused_short_conv_step,
+    fused_swiglu,
+)
+
+__all__ = [
+    "MOST_NORM_COLUMNS",
+    "fused_add_rms_norm",
+    "fused_cross_entropy_",
+    "fused_gated_rms_norm",
+    "fused_kernels_fit",
+    "fused_rms_norm",
+    "fused_short_conv",
+    "fused_short_conv_step",
+    "fused_swiglu",
+]
