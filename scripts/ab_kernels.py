@@ -26,10 +26,10 @@ from triton.runtime.jit import JITFunction
 from deltazoo.ops import delta_rule
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.tiling import tiles_for
-from deltazoo.workbench.bench.choices import GATES
 from deltazoo.workbench.bench.inputs import make_inputs
+from deltazoo.workbench.bench.operator_options import GATES
 from deltazoo.workbench.bench.shapes import TABLE, Shape
-from deltazoo.workbench.bench.stopwatch import CudaStopwatch
+from deltazoo.workbench.bench.timing import CudaTimer
 
 
 def tile(stages: int | None = None, **options: Any) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
     return errors
 
 
-def judge(launch: Launch, shape: Shape, stopwatch: CudaStopwatch) -> list[dict[str, Any]]:
+def judge(launch: Launch, shape: Shape, timer: CudaTimer) -> list[dict[str, Any]]:
     """One row per variant, the shipped form first."""
     run, shipped = launch.run({})
     run()
@@ -212,10 +212,10 @@ def judge(launch: Launch, shape: Shape, stopwatch: CudaStopwatch) -> list[dict[s
             run, outputs = launch.run(changes)
             run()
             row["errors"] = worst_error(outputs, shipped)
-            row["ms"] = stopwatch.milliseconds(run).median
+            row["ms"] = timer.milliseconds(run).median
         except (RuntimeError, triton.TritonError) as error:  # too much shared memory, or a broken kernel
             row["failed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            stopwatch.wait()  # raises if the kernel broke the device: then this process can measure nothing more
+            timer.wait()  # raises if the kernel broke the device: then this process can measure nothing more
         rows.append(row)
         errors = row.get("errors", {})
         text = (
@@ -238,8 +238,8 @@ def main() -> None:
     shape = TABLE.get(arguments.shape) or Shape.parse(arguments.shape)
     wanted = arguments.kernels.split(",") if arguments.kernels else list(VARIANTS)
     launches = launches_of(shape, arguments.op, arguments.gates, arguments.precision)
-    stopwatch = CudaStopwatch()
-    rows = [row for name, launch in launches.items() if name in wanted for row in judge(launch, shape, stopwatch)]
+    timer = CudaTimer()
+    rows = [row for name, launch in launches.items() if name in wanted for row in judge(launch, shape, timer)]
     if arguments.out is not None:
         about = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
         call = dict(shape=str(shape), op=arguments.op, gates=arguments.gates, precision=arguments.precision)

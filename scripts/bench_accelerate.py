@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import deltazoo
-from deltazoo.workbench.bench.results import describe_run
-from deltazoo.workbench.bench.stopwatch import Stopwatch, stopwatch_for
+from deltazoo.workbench.bench.operator_results import describe_run
+from deltazoo.workbench.bench.timing import Timer, timer_for
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
@@ -110,7 +110,7 @@ def measure_family(
     with device:  # initialising half a billion weights takes a CPU most of a minute
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     ids = torch.randint(3, config.vocab_size, (batch, tokens), device=device)
-    watch = stopwatch_for(str(device))
+    watch = timer_for(str(device))
     sizes = {"model": config.model_type, "hidden_size": config.hidden_size, "batch": batch, "tokens": tokens}
     sizes |= {"parameters": sum(p.numel() for p in model.parameters()), "dtype": str(dtype).removeprefix("torch.")}
 
@@ -128,7 +128,7 @@ def measure_family(
     ]
 
 
-def measure(model: Any, ids: torch.Tensor, watch: Stopwatch, results: dict[str, dict[str, list]], when: str) -> None:
+def measure(model: Any, ids: torch.Tensor, watch: Timer, results: dict[str, dict[str, list]], when: str) -> None:
     """Add one sample per phase: tokens per second and peak memory, or why there is none."""
     for phase, call, tokens in calls(model, ids, packed=when == "after"):
         try:

@@ -30,7 +30,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
 from deltazoo.swap import swap_attention
-from deltazoo.workbench.bench.results import describe_run
+from deltazoo.workbench.bench.operator_results import describe_run
 from deltazoo.workbench.convert.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
 from deltazoo.workbench.convert.conversion_config import STAGES, FineTuningConfig, load_conversion
 from deltazoo.workbench.convert.layer_ranking import rank_layers

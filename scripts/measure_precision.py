@@ -35,9 +35,9 @@ from torch.overrides import TorchFunctionMode
 from deltazoo.layers import nonexpansive
 from deltazoo.ops import delta_rule
 from deltazoo.workbench.bench.inputs import Inputs, make_inputs
-from deltazoo.workbench.bench.results import describe_run
+from deltazoo.workbench.bench.operator_results import describe_run
 from deltazoo.workbench.bench.shapes import Shape
-from deltazoo.workbench.bench.stopwatch import CudaStopwatch
+from deltazoo.workbench.bench.timing import CudaTimer
 
 PRECISIONS: dict[str, str | None] = {"default": None, "fast": "fast", "strict": "strict"}
 SHAPES = {"train": Shape(8, 4096, 16, 128, 128), "long": Shape(1, 32768, 16, 128, 128)}
@@ -130,11 +130,11 @@ def sizes(x: Inputs, exact: dict[str, Tensor]) -> dict[str, float]:
     return found
 
 
-def errors(x: Inputs, contestants: list[str]) -> Iterator[tuple[str, dict[str, float | None]]]:
-    """Name and relative errors of each contestant, None if one is not finite."""
+def errors(x: Inputs, candidates: list[str]) -> Iterator[tuple[str, dict[str, float | None]]]:
+    """Name and relative errors of each candidate, None if one is not finite."""
     exact = results(x, torch.float64, backend="chunkwise")
     size = sizes(x, exact)
-    for name in contestants:
+    for name in candidates:
         plain = name == "plain torch"
         found = plain_torch(x) if plain else results(x, backend="triton", precision=PRECISIONS[name])
         relative = {n: float((found[n].double() - e).norm()) / size[n] for n, e in exact.items()}
@@ -155,7 +155,7 @@ def hard_cases() -> Iterator[tuple[str, str, str, int, float]]:
 
 
 def measure_errors() -> list[dict[str, Any]]:
-    """One row per hard case and contestant; and of the growth with the erase gain."""
+    """One row per hard case and candidate; and of the growth with the erase gain."""
     rows = []
     for dtype, decay, keys, tokens, beta in hard_cases():
         x = hard_inputs(keys, tokens, beta, decay, DTYPES[dtype])
@@ -194,16 +194,16 @@ def calls_of(op: str, x: Inputs, precision: str | None) -> dict[str, Callable[[]
 
 def measure_times(op: str, shape: Shape, beta: float | None, rounds: int) -> list[dict[str, Any]]:
     """One row per pass and way of launching."""
-    stopwatch, order, x = CudaStopwatch(), random.Random(0), timed_inputs(op, shape, beta)
+    timer, order, x = CudaTimer(), random.Random(0), timed_inputs(op, shape, beta)
     rows = []
     for kind, way in product(("forward", "forward+backward"), ("eager", "graph")):
         calls = {name: calls_of(op, x, precision)[kind] for name, precision in PRECISIONS.items()}
-        graphs = {name: stopwatch.capture(call) for name, call in calls.items()} if way == "graph" else {}
+        graphs = {name: timer.capture(call) for name, call in calls.items()} if way == "graph" else {}
         calls |= {name: graph.replay for name, graph in graphs.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for i in range(rounds + 3):
             for name in order.sample(list(calls), len(calls)):
-                sample = statistics.median(stopwatch._timed(calls[name], 3))
+                sample = statistics.median(timer._timed(calls[name], 3))
                 if i >= 3:
                     samples[name].append(sample)
         over = {
@@ -224,7 +224,7 @@ def measure_memory(op: str, shape: Shape) -> list[dict[str, Any]]:
     x, rows = timed_inputs(op, shape, None), []
     for name, precision in PRECISIONS.items():
         call = calls_of(op, x, precision)["forward+backward"]
-        peak = CudaStopwatch().peak_mib(call)
+        peak = CudaTimer().peak_mib(call)
         held = torch.cuda.memory_allocated()
         output = delta_rule(x.q, x.k, x.v, x.beta, x.log_decay, backend="triton", precision=precision).output
         kept = (torch.cuda.memory_allocated() - held) / 2**20

@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from deltazoo.workbench.bench.page import write_page
-from deltazoo.workbench.bench.results import load_results
+from deltazoo.workbench.bench.operator_page import write_page
+from deltazoo.workbench.bench.operator_results import load_results
 
 ROOT = Path(__file__).resolve().parent.parent
 

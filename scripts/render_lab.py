@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from deltazoo.workbench.lab.lab_page import write_page
+from deltazoo.workbench.lab.lab_records import Record, read_records
 from deltazoo.workbench.lab.measurements import read_measurements
-from deltazoo.workbench.lab.report import write_page
-from deltazoo.workbench.lab.results import Record, read_records
-from deltazoo.workbench.lab.selection import select
+from deltazoo.workbench.lab.suite_selection import select
 from deltazoo.workbench.lab.suites import SUITES
 
 ROOT = Path(__file__).resolve().parents[1]

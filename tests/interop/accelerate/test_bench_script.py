@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltazoo.workbench.bench.stopwatch import CpuStopwatch
+from deltazoo.workbench.bench.timing import CpuTimer
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench_accelerate.py"
 
@@ -22,7 +22,7 @@ def script(monkeypatch):
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setitem(module.COMMON, "vocab_size", 64)
-    monkeypatch.setattr(module, "stopwatch_for", lambda device: CpuStopwatch(repeats=1))
+    monkeypatch.setattr(module, "timer_for", lambda device: CpuTimer(repeats=1))
     return module
 
 

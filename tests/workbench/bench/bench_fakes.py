@@ -1,14 +1,14 @@
-"""A stopwatch that runs each call once and answers with fixed numbers."""
+"""A timer that runs each call once and answers with fixed numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
 
-from deltazoo.workbench.bench.stopwatch import Spread
+from deltazoo.workbench.bench.timing import Spread
 
 
-class FakeStopwatch:
+class FakeTimer:
     """Milliseconds count up from 1, so that every row can be told apart; `broken_after` waits, the device is gone."""
 
     def __init__(self, broken_after: int | None = None) -> None:

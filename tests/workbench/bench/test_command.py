@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from deltazoo.workbench.bench import command, suite
+from deltazoo.workbench.bench import command, operator_suite
 from deltazoo.workbench.bench.command import app
-from deltazoo.workbench.bench.results import load_results
+from deltazoo.workbench.bench.operator_results import load_results
+from deltazoo.workbench.bench.operator_suite import DeviceLost
 from deltazoo.workbench.bench.selfcheck import Verdict
-from deltazoo.workbench.bench.suite import DeviceLost
 
 OPS = ["ops", "--device", "cpu", "--backend", "chunkwise", "--shapes", "1x32x2x8x8"]
 
@@ -94,7 +94,7 @@ def test_a_failure_of_this_run_is_status_1_and_an_old_one_is_not(
 
     arguments = [*OPS, "--measure", "forward", "--peers", "none", "--out", str(tmp_path / "run.json")]
     with monkeypatch.context() as patch:
-        patch.setattr("deltazoo.workbench.bench.contestants.delta_rule", failing)
+        patch.setattr("deltazoo.workbench.bench.operator_candidates.delta_rule", failing)
         assert CliRunner().invoke(app, [*arguments, "--ops", "delta"]).exit_code == 1
         assert CliRunner().invoke(app, [*arguments, "--ops", "delta", "--resume"]).exit_code == 1
     outcome = CliRunner().invoke(app, [*arguments, "--ops", "gdn", "--gates", "weak"])
@@ -111,7 +111,7 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch,
     def execv(program: str, arguments: list[str]) -> None:
         raise Replaced(program, arguments)
 
-    monkeypatch.setattr(suite, "bench_ops", lose)
+    monkeypatch.setattr(operator_suite, "bench_ops", lose)
     monkeypatch.setattr(command.os, "execv", execv)
     outcome = CliRunner().invoke(app, [*OPS, "--out", str(tmp_path / "x.json")])
     assert isinstance(outcome.exception, Replaced)

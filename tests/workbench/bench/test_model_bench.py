@@ -13,13 +13,13 @@ import torch
 from liger_kernels import needs_liger
 from typer.testing import CliRunner
 
-from deltazoo.workbench.bench import model_contestants, model_page, model_suite
+from deltazoo.workbench.bench import model_candidates, model_page, model_suite
 from deltazoo.workbench.bench.command import app
-from deltazoo.workbench.bench.model_contestants import Size, contestants
+from deltazoo.workbench.bench.model_candidates import Size, candidates
 from deltazoo.workbench.bench.model_page import write_model_page
 from deltazoo.workbench.bench.model_results import ModelResults, ModelRow, load_model_results
 from deltazoo.workbench.bench.model_training import OUR_WAYS, kind_of_work
-from deltazoo.workbench.bench.results import describe_run
+from deltazoo.workbench.bench.operator_results import describe_run
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = Size(32, 2, 2, 16, 48, 61)
@@ -32,7 +32,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One run of everything at a tiny size."""
     path = tmp_path_factory.mktemp("bench") / "model_tiny.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model_contestants.SIZES, "quickstart", TINY)
+        patch.setitem(model_candidates.SIZES, "quickstart", TINY)
         outcome = CliRunner().invoke(app, [*QUICK, "--out", str(path)])
     assert outcome.exit_code == 0, outcome.output
     assert "without fla: its kernels need a GPU" in outcome.output
@@ -55,7 +55,7 @@ def test_every_setting_has_a_number(result: Path) -> None:
 
 
 def test_decoding_of_swapped_and_accelerated_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
+    monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     path = tmp_path / "model_others.json"
     options = ["--models", "none", "--peers", "swapped,qwen3-next", "--measure", "decode", "--batches", "1"]
     outcome = CliRunner().invoke(app, [*QUICK, *options, "--out", str(path)])
@@ -130,7 +130,7 @@ def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: py
     def failing(*args: object, **kwargs: object) -> None:
         raise RuntimeError("CUDA out of memory\nand much more")
 
-    monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
+    monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     monkeypatch.setattr(model_suite, "training_rows", failing)
     path = tmp_path / "model_x.json"
     outcome = CliRunner().invoke(app, [*QUICK, "--measure", "train,decode", "--peers", "none", "--out", str(path)])
@@ -145,7 +145,7 @@ def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: py
 def test_recompute_levels_and_a_fused_loss_keep_less_and_ligers_kernels_need_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
+    monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     path = tmp_path / "model_x.json"
     ways = "eager,recompute-elementwise,recompute-block,fused-loss,no-options,plain,fast"
     shape = ["--shapes", "4x128"]  # with fewer tokens the gradients that the fused loss keeps outweigh logits
@@ -161,7 +161,7 @@ def test_recompute_levels_and_a_fused_loss_keep_less_and_ligers_kernels_need_a_g
 
 
 def test_several_dtypes_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
+    monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     path, ways = tmp_path / "model_x.json", ["no-options", "eager"]
     options = ["--training", ",".join(ways), "--dtype", "float32,autocast", "--peers", "none", "--out", str(path)]
     outcome = CliRunner().invoke(app, [*QUICK, "--measure", "train", *options])
@@ -210,9 +210,9 @@ def test_unknown_measures_and_runs_are_refused() -> None:
         results.add(replace(row, run="two"))
 
 
-def test_contestants_have_the_same_number_of_layers_and_widths() -> None:
-    taking_part, _ = contestants(TINY, ["kda"], ["llama"], "cpu")
-    ours, llama = (contestant.build() for contestant in taking_part)
+def test_candidates_have_the_same_number_of_layers_and_widths() -> None:
+    taking_part, _ = candidates(TINY, ["kda"], ["llama"], "cpu")
+    ours, llama = (candidate.build() for candidate in taking_part)
     assert ours.config.intermediate_size == llama.config.intermediate_size == 48
     assert ours.config.num_hidden_layers == llama.config.num_hidden_layers == 2
     assert [c.library for c in taking_part] == ["deltazoo", "transformers"]
@@ -248,7 +248,7 @@ def test_the_committed_page_is_what_the_script_renders(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_memory_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
+    monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     path = tmp_path / "model_gpu.json"
     arguments = [*QUICK, "--device", "cuda", "--size", "quickstart", "--peers", "llama", "--out", str(path)]
     outcome = CliRunner().invoke(app, arguments)
@@ -261,7 +261,7 @@ def test_on_a_gpu_memory_is_measured_too(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.gpu
 @needs_liger
 def test_on_a_gpu_every_way_to_train_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(model_contestants.SIZES, "quickstart", TINY)
+    monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     path, ways = tmp_path / "model_gpu.json", ["eager", *OUR_WAYS]
     arguments = ["--device", "cuda", "--size", "quickstart", "--measure", "train", "--training", ",".join(ways)]
     outcome = CliRunner().invoke(app, [*QUICK, *arguments, "--peers", "none", "--out", str(path)])

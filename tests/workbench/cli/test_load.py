@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltazoo.rule_files import load_rule_file
 from deltazoo.workbench.cli import main
-from deltazoo.workbench.lab.results import read_records
+from deltazoo.workbench.lab.lab_records import read_records
 from deltazoo.workbench.train import save_config
 from deltazoo.workbench.train.config import TokenizerConfig
 from deltazoo.workbench.train.tokenizer import build_tokenizer
@@ -77,7 +77,9 @@ def test_a_rule_is_swapped_in(tmp_path: Path) -> None:
 def test_a_rule_is_compared_in_the_lab(tmp_path: Path) -> None:
     options = ["--only", "parity", "--variants", "delta_net", "--steps", "2", "--no-measure", "--workers", "1"]
     assert call("lab", *options, "--out", str(tmp_path / "lab"), "--load", RULE) == 0
-    assert {"delta_net", "trapezoid"} == {record.arm for record in read_records(tmp_path / "lab" / "results.jsonl")}
+    assert {"delta_net", "trapezoid"} == {
+        record.configuration for record in read_records(tmp_path / "lab" / "results.jsonl")
+    }
 
 
 def test_a_rule_is_timed_as_a_model(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Benchmarks of the operators: what is timed, how, against whom, and what the hardware would allow.
+"""Benchmarks: the operators (`operator_*`) and whole models (`model_*`) timed beside their peers.
 
-`suite` runs the contestants of `contestants` on the inputs of `inputs` with a stopwatch from `stopwatch` and writes
-`results`; `page` and `plots` turn result files into a page. `selfcheck` asks a different question: are the kernels
-right on this machine?
+A suite times its candidates and writes results; a page and its plots are made from result files alone. `lower_bound` is
+the least time the hardware allows, `targets` what the kernels are meant to reach. `selfcheck` compares the kernels with
+float64 on this machine.
 """

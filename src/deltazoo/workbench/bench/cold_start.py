@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from deltazoo.workbench.bench.choices import gates_of
-from deltazoo.workbench.bench.contestants import contestants_for, our_label
 from deltazoo.workbench.bench.inputs import make_inputs
-from deltazoo.workbench.bench.results import Row
+from deltazoo.workbench.bench.operator_candidates import candidates_for, our_label
+from deltazoo.workbench.bench.operator_options import gates_of
+from deltazoo.workbench.bench.operator_results import Row
 from deltazoo.workbench.bench.shapes import Shape
-from deltazoo.workbench.bench.stopwatch import stopwatch_for
+from deltazoo.workbench.bench.timing import timer_for
 
 __all__ = ["cold_start_rows"]
 
@@ -88,8 +88,8 @@ def _compiled() -> Counter[str]:
 
 
 def _first_call(op: str, gates: str, backend: str, device: str, first: Shape) -> dict[str, Any]:
-    [ours] = contestants_for(op, backend=backend, precisions=[None], peers=[])
-    wait = stopwatch_for(device).wait
+    [ours] = candidates_for(op, backend=backend, precisions=[None], peers=[])
+    wait = timer_for(device).wait
     inputs = make_inputs(first, op, gates, device=device)
     wait()
     start = time.perf_counter()

@@ -10,8 +10,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from deltazoo.names import unknown
-from deltazoo.workbench.bench.choices import GATES, GROUPS, OPS, parse_peers
 from deltazoo.workbench.bench.model_command import model
+from deltazoo.workbench.bench.operator_options import GATES, GROUPS, OPS, parse_peers
 from deltazoo.workbench.bench.shapes import parse_shapes
 from deltazoo.workbench.device import check_device
 
@@ -148,8 +148,8 @@ def ops(
     except ValueError as error:
         _fail(error)
 
-    from deltazoo.workbench.bench.contestants import installed_peers, our_options
-    from deltazoo.workbench.bench.suite import DeviceLost, Plan, bench_ops
+    from deltazoo.workbench.bench.operator_candidates import installed_peers, our_options
+    from deltazoo.workbench.bench.operator_suite import DeviceLost, Plan, bench_ops
     from deltazoo.workbench.bench.warm_up import warm_up_commands, warm_up_peers
 
     try:

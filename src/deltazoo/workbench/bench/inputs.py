@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.workbench.bench.choices import GATES
+from deltazoo.workbench.bench.operator_options import GATES
 from deltazoo.workbench.bench.shapes import Shape
 
 __all__ = ["Inputs", "make_inputs"]

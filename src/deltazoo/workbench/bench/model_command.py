@@ -62,7 +62,7 @@ def model(
     import torch
 
     from deltazoo.workbench.bench.command import _choices, _fail
-    from deltazoo.workbench.bench.model_contestants import SIZES
+    from deltazoo.workbench.bench.model_candidates import SIZES
     from deltazoo.workbench.bench.model_decoding import DECODING_WAYS
     from deltazoo.workbench.bench.model_suite import GROUPS, ModelPlan, bench_models
     from deltazoo.workbench.bench.model_training import AUTOCAST, TRAINING_WAYS

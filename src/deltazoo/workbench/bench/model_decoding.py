@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltazoo.generation import Decoder
 from deltazoo.workbench.bench.model_results import ModelRow
-from deltazoo.workbench.bench.stopwatch import Spread, clock_for
+from deltazoo.workbench.bench.timing import Spread, clock_for
 
 __all__ = ["DECODING_WAYS", "context_rows", "decoding_rows", "decoding_ways"]
 

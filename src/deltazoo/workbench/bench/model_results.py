@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deltazoo.names import unknown
-from deltazoo.workbench.bench.results import Run, write_rows
-from deltazoo.workbench.bench.stopwatch import Spread
+from deltazoo.workbench.bench.operator_results import Run, write_rows
+from deltazoo.workbench.bench.timing import Spread
 
 __all__ = ["MEASURES", "ModelResults", "ModelRow", "load_model_results"]
 

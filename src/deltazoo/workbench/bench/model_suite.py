@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from deltazoo.workbench.bench.model_contestants import SIZES, Contestant, contestants
+from deltazoo.workbench.bench.model_candidates import SIZES, Candidate, candidates
 from deltazoo.workbench.bench.model_decoding import context_rows, decoding_rows, decoding_ways
 from deltazoo.workbench.bench.model_results import ModelResults, ModelRow, load_model_results
 from deltazoo.workbench.bench.model_training import AUTOCAST, OUR_WAYS, kept_rows, profile_rows, training_rows
-from deltazoo.workbench.bench.results import describe_run
+from deltazoo.workbench.bench.operator_results import describe_run
 
 __all__ = ["GROUPS", "ModelPlan", "bench_models"]
 
@@ -57,13 +57,13 @@ def bench_models(
     if AUTOCAST in plan.dtypes and {"decode", "context"} & set(plan.groups):
         raise ValueError("autocast is for training: measure train, memory or profile with it")
     results = load_model_results([out]) if out.exists() else ModelResults()
-    taking_part, missing = contestants(SIZES[plan.size], plan.mixers, plan.peers, plan.device)
+    taking_part, missing = candidates(SIZES[plan.size], plan.mixers, plan.peers, plan.device)
     run = describe_run(device=plan.device, commit=commit, command=command, missing_peers=missing)
     results.runs[run.id] = run
     for name, reason in missing.items():
         report(f"without {name}: {reason}")
-    for contestant, dtype in product(taking_part, plan.dtypes):
-        for row, measure, first in _measurements(plan, contestant, dtype):
+    for candidate, dtype in product(taking_part, plan.dtypes):
+        for row, measure, first in _measurements(plan, candidate, dtype):
             row = replace(row, run=run.id)
             try:
                 for found in measure(row):
@@ -81,15 +81,15 @@ def bench_models(
 
 
 def _measurements(
-    plan: ModelPlan, contestant: Contestant, dtype: str
+    plan: ModelPlan, candidate: Candidate, dtype: str
 ) -> Iterator[tuple[ModelRow, Callable[[ModelRow], Iterator[ModelRow]], str]]:
-    """Every setting of one contestant: its row without a number, what measures it, and the number that comes first."""
-    row = ModelRow(plan.size, contestant.model, contestant.library, "eager", dtype, "train_tok_s", 0, 0)
+    """Every setting of one candidate: its row without a number, what measures it, and the number that comes first."""
+    row = ModelRow(plan.size, candidate.model, candidate.library, "eager", dtype, "train_tok_s", 0, 0)
     weights = torch.float32 if dtype == AUTOCAST else getattr(torch, dtype)
     options: dict[str, Any] = {"device": plan.device, "dtype": weights}
 
     def build_for(row: ModelRow) -> Callable[[], Any]:
-        return partial(contestant.build, **OUR_WAYS.get(row.way, {}))
+        return partial(candidate.build, **OUR_WAYS.get(row.way, {}))
 
     def train(row: ModelRow) -> Iterator[ModelRow]:
         return training_rows(build_for(row), row, steps=plan.training_steps, **options)
@@ -98,17 +98,17 @@ def _measurements(
         return kept_rows(build_for(row), row, **options)
 
     def decode(row: ModelRow) -> Iterator[ModelRow]:
-        build = partial(contestant.build, **OUR_WAYS.get(row.way.removeprefix("loop-"), {}))
+        build = partial(candidate.build, **OUR_WAYS.get(row.way.removeprefix("loop-"), {}))
         return decoding_rows(build, row, new_tokens=plan.new_tokens, **options)
 
     def context(row: ModelRow) -> Iterator[ModelRow]:
-        return context_rows(contestant.build, row, new_tokens=plan.new_tokens, **options)
+        return context_rows(candidate.build, row, new_tokens=plan.new_tokens, **options)
 
     def parts(row: ModelRow) -> Iterator[ModelRow]:
         return profile_rows(build_for(row), row, **options)
 
-    ways = decoding_ways(contestant.library, plan.decoding_ways)
-    training_ways = [way for way in plan.training_ways if way not in OUR_WAYS or contestant.library == "deltazoo"]
+    ways = decoding_ways(candidate.library, plan.decoding_ways)
+    training_ways = [way for way in plan.training_ways if way not in OUR_WAYS or candidate.library == "deltazoo"]
     if "train" in plan.groups:
         for batch, tokens in plan.shapes:
             for way in training_ways:
@@ -122,7 +122,7 @@ def _measurements(
             for way in ways:
                 yield replace(row, way=way, batch=batch, tokens=16), decode, "decode_tok_s"
     if "context" in plan.groups:
-        loop = "loop" if contestant.library in ("deltazoo", "accelerated") else "generate"
+        loop = "loop" if candidate.library in ("deltazoo", "accelerated") else "generate"
         for tokens in plan.contexts:
             yield replace(row, way=loop, batch=1, tokens=tokens), context, "token_ms"
     if "profile" in plan.groups:

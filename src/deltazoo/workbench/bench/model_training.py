@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from deltazoo.layers import RMSNorm, SwiGLU
 from deltazoo.workbench.bench.model_results import ModelRow
-from deltazoo.workbench.bench.stopwatch import Spread, clock_for
+from deltazoo.workbench.bench.timing import Spread, clock_for
 
 __all__ = [
     "AUTOCAST",

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deltazoo.workbench.bench.cold_start import FIRST
-from deltazoo.workbench.bench.decoding import STEP_SHAPES
-from deltazoo.workbench.bench.results import Results, Row
+from deltazoo.workbench.bench.operator_decoding import STEP_SHAPES
+from deltazoo.workbench.bench.operator_results import Results, Row
 from deltazoo.workbench.bench.shapes import TABLE
 
 __all__ = ["TARGETS", "Target", "verdict"]

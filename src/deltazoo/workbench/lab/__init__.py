@@ -1,20 +1,20 @@
 """The lab: what the papers claim, tried on small models of every variant side by side.
 
-A task (`task`) draws sequences with known answers. An arm (`arms`) is a variant with options. An experiment trains
-several arms on one task with one recipe; a claim puts a gate on experiments. The runner keeps one JSON line per arm,
-and the page is made from those lines alone.
+A task (`task`) draws sequences with known answers. A configuration (`configurations`) is a variant with options. An
+experiment trains several configurations on one task with one recipe; a claim puts a gate on experiments. The runner
+writes one JSON line per run, and the page is made from those lines alone.
 
 A file that registers a task, an experiment or a variant and is named with `deltazoo lab --load FILE` takes part in
 everything.
 """
 
 from deltazoo.workbench.lab import tasks as tasks  # importing it registers the tasks
-from deltazoo.workbench.lab.arms import parse_arm
 from deltazoo.workbench.lab.claims import Check, Claim, Scores
+from deltazoo.workbench.lab.configurations import parse_configuration
 from deltazoo.workbench.lab.experiment import Experiment, register_experiment
+from deltazoo.workbench.lab.fitting import run_configuration
 from deltazoo.workbench.lab.recipe import Recipe
 from deltazoo.workbench.lab.task import IGNORED, Batch, Task, get_task, list_tasks, register_task
-from deltazoo.workbench.lab.train import run_arm
 
 __all__ = [
     "IGNORED",
@@ -27,8 +27,8 @@ __all__ = [
     "Task",
     "get_task",
     "list_tasks",
-    "parse_arm",
+    "parse_configuration",
     "register_experiment",
     "register_task",
-    "run_arm",
+    "run_configuration",
 ]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from deltazoo.workbench.lab.arms import label_of
+from deltazoo.workbench.lab.configurations import label_of
 from deltazoo.workbench.lab.experiment import Experiment
-from deltazoo.workbench.lab.results import Record
+from deltazoo.workbench.lab.lab_records import Record
 from deltazoo.workbench.lab.task import get_task
 
 __all__ = ["Check", "Claim", "Missing", "Scores", "Verdict", "gap", "too_easy", "verdict_of"]
@@ -67,12 +67,12 @@ def verdict_of(checks: Iterable[Check]) -> Verdict:
 
 
 class Scores:
-    """Results by experiment, arm and condition; what gates read. Best and median are over seeds."""
+    """Results by experiment, configuration and condition; what gates read. Best and median are over seeds."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.records = list(records)
 
-    def all(self, experiment: str, arm: str, condition: int | str, rate: float | None = None) -> list[float]:
+    def all(self, experiment: str, configuration: str, condition: int | str, rate: float | None = None) -> list[float]:
         """Accuracy (bits for tasks in bits) of every seed; only at one learning rate if given.
 
         Raises:
@@ -82,65 +82,78 @@ class Scores:
             record
             for record in self.records
             if record.experiment == experiment
-            and record.arm == arm
+            and record.configuration == configuration
             and (rate is None or record.learning_rate == rate)
             and str(condition) in record.scores
         ]
         if not found:
             at = "" if rate is None else f" at learning rate {rate:g}"
-            raise Missing(f"{label_of(arm)} has no result in {experiment}{at}, condition {condition}")
+            raise Missing(f"{label_of(configuration)} has no result in {experiment}{at}, condition {condition}")
         return [getattr(record.scores[str(condition)], get_task(record.task).metric) for record in found]
 
-    def best(self, experiment: str, arm: str, condition: int | str, rate: float | None = None) -> float:
+    def best(self, experiment: str, configuration: str, condition: int | str, rate: float | None = None) -> float:
         """The best seed's accuracy."""
-        return max(self.all(experiment, arm, condition, rate))
+        return max(self.all(experiment, configuration, condition, rate))
 
-    def fewest_bits(self, experiment: str, arm: str, condition: int | str) -> float:
+    def fewest_bits(self, experiment: str, configuration: str, condition: int | str) -> float:
         """The best seed's bits per answer."""
-        return min(self.all(experiment, arm, condition))
+        return min(self.all(experiment, configuration, condition))
 
-    def mean(self, experiment: str, arm: str, condition: int | str, rate: float | None = None) -> float:
+    def mean(self, experiment: str, configuration: str, condition: int | str, rate: float | None = None) -> float:
         """Mean over seeds."""
-        return statistics.fmean(self.all(experiment, arm, condition, rate))
+        return statistics.fmean(self.all(experiment, configuration, condition, rate))
 
-    def steps_to(self, experiment: str, arm: str, accuracy: float) -> int | None:
+    def steps_to(self, experiment: str, configuration: str, accuracy: float) -> int | None:
         """First step at which the best seed's training accuracy reached a level, or None if none did."""
-        found = [record for record in self.records if record.experiment == experiment and record.arm == arm]
+        found = [
+            record
+            for record in self.records
+            if record.experiment == experiment and record.configuration == configuration
+        ]
         if not found:
-            raise Missing(f"{label_of(arm)} has no result in {experiment}")
+            raise Missing(f"{label_of(configuration)} has no result in {experiment}")
         reached = [next((step for step, _, now in record.curve if now >= accuracy), None) for record in found]
         return min((step for step in reached if step is not None), default=None)
 
     def at_least(
-        self, experiment: str, arm: str, condition: int | str, bound: float, *, otherwise: Verdict = "fail"
+        self, experiment: str, configuration: str, condition: int | str, bound: float, *, otherwise: Verdict = "fail"
     ) -> Check:
         """Best seed at or above a bound."""
-        values = self.all(experiment, arm, condition)
+        values = self.all(experiment, configuration, condition)
         verdict: Verdict = "pass" if max(values) >= bound else otherwise
-        return Check(verdict, f"{self.describe(arm, condition, values)}, wanted at least {bound:.2f}")
+        return Check(verdict, f"{self.describe(configuration, condition, values)}, wanted at least {bound:.2f}")
 
     def at_most(
-        self, experiment: str, arm: str, condition: int | str, bound: float, *, otherwise: Verdict = "fail"
+        self, experiment: str, configuration: str, condition: int | str, bound: float, *, otherwise: Verdict = "fail"
     ) -> Check:
-        """Best seed at or below a bound: for what the arm must not be able to do."""
-        values = self.all(experiment, arm, condition)
+        """Best seed at or below a bound: for what the configuration must not be able to do."""
+        values = self.all(experiment, configuration, condition)
         verdict: Verdict = "pass" if max(values) <= bound else otherwise
-        return Check(verdict, f"{self.describe(arm, condition, values)}, wanted at most {bound:.2f}")
+        return Check(verdict, f"{self.describe(configuration, condition, values)}, wanted at most {bound:.2f}")
 
     def show(
-        self, experiment: str, arm: str, condition: int | str, rate: float | None = None, *, named: bool = False
+        self,
+        experiment: str,
+        configuration: str,
+        condition: int | str,
+        rate: float | None = None,
+        *,
+        named: bool = False,
     ) -> Check:
         """A figure without a gate; `named` puts the experiment before it, for claims that look at several."""
         at = "" if rate is None else f" (lr {rate:g})"
         where = f"{experiment}, " if named else ""
-        return Check("printed", where + self.describe(arm, condition, self.all(experiment, arm, condition, rate)) + at)
+        return Check(
+            "printed",
+            where + self.describe(configuration, condition, self.all(experiment, configuration, condition, rate)) + at,
+        )
 
     @staticmethod
-    def describe(arm: str, condition: int | str, values: list[float]) -> str:
+    def describe(configuration: str, condition: int | str, values: list[float]) -> str:
         """`KDA at 128: 0.97` and, with several seeds, the median."""
         where = f"at {condition}" if isinstance(condition, int) else f"({condition})"
         seeds = f" (best of {len(values)} seeds, median {statistics.median(values):.3f})" if len(values) > 1 else ""
-        return f"{label_of(arm)} {where}: {max(values):.3f}{seeds}"
+        return f"{label_of(configuration)} {where}: {max(values):.3f}{seeds}"
 
 
 def gap(what: str, difference: float, bound: float, *, otherwise: Verdict = "fail") -> Check:
@@ -150,7 +163,7 @@ def gap(what: str, difference: float, bound: float, *, otherwise: Verdict = "fai
 
 
 def too_easy(what: str, value: float, bound: float) -> Check:
-    """Fails if the arm that is supposed to struggle does not: then the task shows nothing."""
+    """Fails if the configuration that is supposed to struggle does not: then the task shows nothing."""
     if value > bound:
         return Check(
             "fail", f"too easy: {what} reaches {value:.3f}, above {bound:.2f}, so the task tells nothing apart"

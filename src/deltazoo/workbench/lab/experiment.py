@@ -1,4 +1,4 @@
-"""An experiment: one task, one recipe, several arms; and the runs it consists of."""
+"""An experiment: one task, one recipe, several configurations; and the runs it consists of."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from deltazoo.workbench.lab.arms import parse_arm
+from deltazoo.workbench.lab.configurations import parse_configuration
 from deltazoo.workbench.lab.recipe import Recipe
 from deltazoo.workbench.lab.task import Task
 
@@ -15,28 +15,28 @@ __all__ = ["Experiment", "Run", "list_experiments", "register_experiment"]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One arm, one learning rate, one seed."""
+    """One configuration, one learning rate, one seed."""
 
     experiment: str
     task: Task
-    arm: str
+    configuration: str
     recipe: Recipe
     seed: int
 
     @property
     def key(self) -> str:
         """What tells the runs of a suite apart."""
-        return f"{self.experiment} {self.arm} lr={self.recipe.learning_rate:g} seed={self.seed}"
+        return f"{self.experiment} {self.configuration} lr={self.recipe.learning_rate:g} seed={self.seed}"
 
     @property
     def fingerprint(self) -> str:
         """Hash of everything that was decided about the run; equal fingerprints mean the same numbers are due."""
-        arm = parse_arm(self.arm)
+        configuration = parse_configuration(self.configuration)
         decided = {
             "task": [type(self.task).__name__, asdict(self.task)],
             "recipe": asdict(self.recipe),
-            "spec": None if arm.spec is None else asdict(arm.spec),
-            "options": arm.options,
+            "spec": None if configuration.spec is None else asdict(configuration.spec),
+            "options": configuration.options,
             "seed": self.seed,
         }
         text = json.dumps(decided, sort_keys=True, default=_name_of_function)
@@ -63,9 +63,9 @@ class Experiment:
 
     Attributes:
         name: in result files and for `--only`.
-        task, recipe: the same for all arms.
-        arms: by name, see `deltazoo.workbench.lab.arms`.
-        rates: learning rates of arms that do not use the recipe's.
+        task, recipe: the same for all configurations.
+        configurations: by name, see `deltazoo.workbench.lab.configurations`.
+        rates: learning rates of configurations that do not use the recipe's.
         seeds: run at first; spare_seeds: run too when a claim on the experiment fails.
         suites: where an experiment that belongs to no claim runs: "mini", "full".
     """
@@ -73,7 +73,7 @@ class Experiment:
     name: str
     task: Task
     recipe: Recipe
-    arms: tuple[str, ...]
+    configurations: tuple[str, ...]
     rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0,)
     spare_seeds: tuple[int, ...] = ()
@@ -81,9 +81,9 @@ class Experiment:
 
     def __post_init__(self) -> None:
         self.task.check_length(self.recipe.train_lengths[0])
-        for arm in self.arms:
-            parse_arm(arm)
-        if strangers := self.rates.keys() - set(self.arms):
+        for configuration in self.configurations:
+            parse_configuration(configuration)
+        if strangers := self.rates.keys() - set(self.configurations):
             raise ValueError(
                 f"experiment {self.name!r} has learning rates for {sorted(strangers)}, which it does not run"
             )
@@ -94,18 +94,24 @@ class Experiment:
             Run(
                 experiment=self.name,
                 task=self.task,
-                arm=arm,
+                configuration=configuration,
                 recipe=replace(self.recipe, learning_rate=rate),
                 seed=seed,
             )
-            for arm in self.arms
-            for rate in self.rates.get(arm, (self.recipe.learning_rate,))
+            for configuration in self.configurations
+            for rate in self.rates.get(configuration, (self.recipe.learning_rate,))
             for seed in (*self.seeds, *(self.spare_seeds if spare else ()))
         ]
 
-    def with_arms(self, arms: tuple[str, ...]) -> "Experiment":
-        """The same comparison between other arms."""
-        return replace(self, arms=arms, rates={arm: rates for arm, rates in self.rates.items() if arm in arms})
+    def with_configurations(self, configurations: tuple[str, ...]) -> "Experiment":
+        """The same comparison between other configurations."""
+        return replace(
+            self,
+            configurations=configurations,
+            rates={
+                configuration: rates for configuration, rates in self.rates.items() if configuration in configurations
+            },
+        )
 
     def with_steps(self, steps: int) -> "Experiment":
         """The same comparison, shorter or longer."""

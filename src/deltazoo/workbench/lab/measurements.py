@@ -1,4 +1,4 @@
-"""Measurements without training, kept as JSON beside the results of the arms."""
+"""Measurements without training, kept as JSON beside the results of the configurations."""
 
 import json
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from deltazoo.workbench.lab.complexity import measure_complexity
+from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.numerics import measure_numerics
-from deltazoo.workbench.lab.results import Environment
 
 __all__ = ["read_measurements", "run_measurements"]
 

@@ -1,4 +1,4 @@
-"""The small model around a mixer: the same skeleton and, within 2%, the same number of parameters for every arm."""
+"""The small model around a mixer: every configuration has the same skeleton and, within 2%, as many parameters."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention, make_layer
-from deltazoo.workbench.lab.arms import Arm, parse_arm
+from deltazoo.workbench.lab.configurations import Configuration, parse_configuration
 from deltazoo.workbench.lab.recipe import Recipe
 from deltazoo.workbench.lab.task import Task
 
@@ -21,23 +21,27 @@ class LabModel(nn.Module):
     """Embedding, pre-norm layers of mixer and GELU MLP, norm, and a linear read-out at every token.
 
     Args:
-        arm: the mixer.
+        configuration: the mixer.
         recipe: sizes.
         task: symbols or measurements in, classes out.
         mlp_width: hidden width of the MLPs; 0 leaves them out.
         fused_kernels: as of `DeltaRuleAttention`, in mixers that have something to fuse.
     """
 
-    def __init__(self, arm: Arm, recipe: Recipe, task: Task, mlp_width: int, *, fused_kernels: bool = False) -> None:
+    def __init__(
+        self, configuration: Configuration, recipe: Recipe, task: Task, mlp_width: int, *, fused_kernels: bool = False
+    ) -> None:
         super().__init__()
         width = recipe.hidden_size
-        self.micro_steps = arm.options.get("num_micro_steps", 1)
+        self.micro_steps = configuration.options.get("num_micro_steps", 1)
         if task.channels is None:
             self.embedding: nn.Module = nn.Embedding(task.vocab_size, width)
         else:
             self.embedding = MeasurementEmbedding(task.channels, recipe.train_lengths[1], width)
         self.layers = nn.ModuleList(
-            _make_mixer(arm, recipe, fused_kernels) if recipe.bare else Layer(arm, recipe, mlp_width, fused_kernels)
+            _make_mixer(configuration, recipe, fused_kernels)
+            if recipe.bare
+            else Layer(configuration, recipe, mlp_width, fused_kernels)
             for _ in range(recipe.num_layers)
         )
         self.norm = nn.LayerNorm(width)
@@ -71,11 +75,11 @@ class LabModel(nn.Module):
 class Layer(nn.Module):
     """Mixer and MLP, each behind a norm and added to its input."""
 
-    def __init__(self, arm: Arm, recipe: Recipe, mlp_width: int, fused_kernels: bool) -> None:
+    def __init__(self, configuration: Configuration, recipe: Recipe, mlp_width: int, fused_kernels: bool) -> None:
         super().__init__()
         width = recipe.hidden_size
         self.mixer_norm = nn.LayerNorm(width)
-        self.mixer = _make_mixer(arm, recipe, fused_kernels)
+        self.mixer = _make_mixer(configuration, recipe, fused_kernels)
         if mlp_width:
             self.mlp_norm = nn.LayerNorm(width)
             self.up = nn.Linear(width, mlp_width)
@@ -136,57 +140,59 @@ class RotarySoftmaxAttention(nn.Module):
         return self.attention(x, position_embeddings=self.rotary(x.float(), positions))[0]
 
 
-def _make_mixer(arm: Arm, recipe: Recipe, fused_kernels: bool) -> nn.Module:
-    if arm.spec is None:
+def _make_mixer(configuration: Configuration, recipe: Recipe, fused_kernels: bool) -> nn.Module:
+    if configuration.spec is None:
         return RotarySoftmaxAttention(recipe)
-    options: dict[str, Any] = dict(arm.options)
-    if recipe.beta_bias is not None and arm.spec.corrects:
+    options: dict[str, Any] = dict(configuration.options)
+    if recipe.beta_bias is not None and configuration.spec.corrects:
         options["beta_bias"] = True
     mixer = make_layer(
-        arm.spec,
+        configuration.spec,
         recipe.hidden_size,
         recipe.num_heads,
         recipe.head_dim,
         expand_v=1.0,
         initializer_range=recipe.initializer_range,
         use_short_conv=recipe.use_short_conv,
-        fused_kernels=fused_kernels and (recipe.use_short_conv or arm.spec.output_gate != "none"),
+        fused_kernels=fused_kernels and (recipe.use_short_conv or configuration.spec.output_gate != "none"),
         **options,
     )
-    if recipe.beta_bias is not None and arm.spec.corrects:
+    if recipe.beta_bias is not None and configuration.spec.corrects:
         nn.init.constant_(mixer.b_proj.bias, recipe.beta_bias)
     return mixer
 
 
-def build_model(arm: Arm, recipe: Recipe, task: Task, *, fused_kernels: bool = False) -> LabModel:
-    """The arm's model with an MLP as wide as equal parameter counts ask for.
+def build_model(configuration: Configuration, recipe: Recipe, task: Task, *, fused_kernels: bool = False) -> LabModel:
+    """The configuration's model with an MLP as wide as equal parameter counts ask for.
 
     Args:
-        arm, recipe, task: what is built.
+        configuration, recipe, task: what is built.
         fused_kernels: run what stands around the operators in Triton kernels too (`DeltaRuleAttention`).
 
     Raises:
-        ValueError: the arm's mixer alone has too many parameters for the recipe, or its MLP's width comes in steps too
-            coarse to meet it.
+        ValueError: the configuration's mixer alone has too many parameters for the recipe, or its MLP's width comes in
+            steps too coarse to meet it.
     """
     with torch.device("meta"):
-        wanted = _count(LabModel(parse_arm(_REFERENCE), recipe, task, round(recipe.mlp_ratio * recipe.hidden_size)))
+        wanted = _count(
+            LabModel(parse_configuration(_REFERENCE), recipe, task, round(recipe.mlp_ratio * recipe.hidden_size))
+        )
         width = 0
         if recipe.mlp_ratio:
-            one, two = (_count(LabModel(arm, recipe, task, mlp_width)) for mlp_width in (1, 2))
+            one, two = (_count(LabModel(configuration, recipe, task, mlp_width)) for mlp_width in (1, 2))
             width = recipe.mlp_multiple * round((1 + round((wanted - one) / (two - one))) / recipe.mlp_multiple)
-        found = _count(LabModel(arm, recipe, task, max(width, 0)))
+        found = _count(LabModel(configuration, recipe, task, max(width, 0)))
     if width > 0 and recipe.mlp_multiple > 1 and abs(found - wanted) > _TOLERANCE * wanted:
         raise ValueError(
-            f"arm {arm.name!r} has {found:,} parameters with MLP widths in steps of {recipe.mlp_multiple}, not within "
-            f"{_TOLERANCE:.0%} of {wanted:,}: lower mlp_multiple"
+            f"configuration {configuration.name!r} has {found:,} parameters with MLP widths in steps of "
+            f"{recipe.mlp_multiple}, not within {_TOLERANCE:.0%} of {wanted:,}: lower mlp_multiple"
         )
     if width < 0 or abs(found - wanted) > _TOLERANCE * wanted:
         raise ValueError(
-            f"arm {arm.name!r} has {found:,} parameters before its MLP gets any, and the recipe's {wanted:,} leave "
-            f"no room: raise mlp_ratio={recipe.mlp_ratio}"
+            f"configuration {configuration.name!r} has {found:,} parameters before its MLP gets any, and the recipe's "
+            f"{wanted:,} leave none for it: raise mlp_ratio={recipe.mlp_ratio}"
         )
-    return LabModel(arm, recipe, task, width, fused_kernels=fused_kernels)
+    return LabModel(configuration, recipe, task, width, fused_kernels=fused_kernels)
 
 
 def _count(model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Sizes and schedule of one comparison, the same for all its arms."""
+"""Sizes and schedule of one comparison, the same for all its configurations."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ class Recipe:
     head_dim: int = 16
     use_short_conv: bool = True
     mlp_ratio: float = 2.0
-    """Hidden width of DeltaNet's MLP over `hidden_size`; other arms get the width that makes parameter counts equal.
-    0: no MLP."""
+    """Hidden width of DeltaNet's MLP over `hidden_size`. Other configurations get the width that makes their number of
+    parameters the same. 0: no MLP."""
     mlp_multiple: int = 1
     """MLP widths are multiples of this; 8 keeps the rows of 16-bit matrices where tensor cores want them."""
     bare: bool = False

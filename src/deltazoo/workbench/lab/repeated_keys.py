@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deltazoo.layers import l2_normalize, nonexpansive
 from deltazoo.ops import delta_rule, resolve_backend
-from deltazoo.workbench.bench.contestants import contestants_for, installed_peers
 from deltazoo.workbench.bench.inputs import Inputs
+from deltazoo.workbench.bench.operator_candidates import candidates_for, installed_peers
 from deltazoo.workbench.lab.claims import Check
 
 __all__ = ["BOUNDS", "PATTERNS", "judge_repeated_keys", "measure_repeated_keys"]
@@ -101,7 +101,7 @@ def _forms(dtype: torch.dtype, dim: int, device: str) -> dict[str, Callable[[Inp
     )  # where precision matters, and peers have something to show
     precisions: list[str | None] = [None, "fast", "strict"] if kernels else [None]
     peers = installed_peers(["fla"])[0] if kernels else []
-    found = contestants_for("delta", backend=backend, precisions=precisions, peers=peers)
+    found = candidates_for("delta", backend=backend, precisions=precisions, peers=peers)
     names = [*(f"{backend} {precision}" if precision else backend for precision in precisions), *peers]
     return {**{name: each.forward for name, each in zip(names, found, strict=True)}, "token loop": _loop}
 

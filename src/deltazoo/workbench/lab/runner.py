@@ -15,11 +15,11 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltazoo.rule_files import load_rule_file
-from deltazoo.workbench.lab.arms import label_of, parse_arm
 from deltazoo.workbench.lab.claims import Claim, Scores, verdict_of
+from deltazoo.workbench.lab.configurations import label_of, parse_configuration
 from deltazoo.workbench.lab.experiment import Experiment, Run
-from deltazoo.workbench.lab.results import Record, ResultFile
-from deltazoo.workbench.lab.train import Outcome, run_arm
+from deltazoo.workbench.lab.fitting import Outcome, run_configuration
+from deltazoo.workbench.lab.lab_records import Record, ResultFile
 
 __all__ = ["Plan", "run_suite"]
 
@@ -63,7 +63,7 @@ def run_suite(
         How many runs are missing still (more than 0 only after the time limit).
 
     Raises:
-        RuntimeError: some arms failed; everything else was run.
+        RuntimeError: some configurations failed; everything else was run.
     """
     deadline = None if plan.time_limit is None else time.time() + plan.time_limit
     failures: list[str] = []
@@ -133,7 +133,7 @@ def _in_order(runs: list[Run], *, by_experiment: bool) -> list[Run]:
 def _line(record: Record, count: str) -> str:
     scores = "  ".join(f"{condition}: {score.accuracy:.3f}" for condition, score in record.scores.items())
     seconds = f"{record.seconds:.0f} s, {record.cpu_seconds:.0f} s CPU, {record.device}"
-    return f"[{count}] {record.experiment}, {label_of(record.arm)}, seed {record.seed}: {scores}  ({seconds})"
+    return f"[{count}] {record.experiment}, {label_of(record.configuration)}, seed {record.seed}: {scores}  ({seconds})"
 
 
 class _Workers:
@@ -214,4 +214,11 @@ def _work(run: Run) -> Outcome:
         before = step
 
     progress(0)
-    return run_arm(run.task, parse_arm(run.arm), run.recipe, seed=run.seed, device=_worker["device"], progress=progress)
+    return run_configuration(
+        run.task,
+        parse_configuration(run.configuration),
+        run.recipe,
+        seed=run.seed,
+        device=_worker["device"],
+        progress=progress,
+    )

@@ -24,7 +24,9 @@ def lab(
     only: Annotated[str, typer.Option(help="Tasks, experiments or claims, comma separated; all unless given.")] = "",
     variants: Annotated[
         str,
-        typer.Option(help="Arms instead of each experiment's own: variant[+option...], comma separated, or softmax."),
+        typer.Option(
+            help="Configurations instead of each experiment's own: variant[+option...], comma separated, or softmax."
+        ),
     ] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for results and page [default: runs/lab_SUITE].")] = None,
     device: Annotated[
@@ -49,16 +51,18 @@ def lab(
 
     check_device(device)
 
+    from deltazoo.workbench.lab.lab_page import listing, verdict_table, write_page
+    from deltazoo.workbench.lab.lab_records import Environment, ResultFile, read_records
     from deltazoo.workbench.lab.measurements import run_measurements
-    from deltazoo.workbench.lab.report import listing, verdict_table, write_page
-    from deltazoo.workbench.lab.results import Environment, ResultFile, read_records
     from deltazoo.workbench.lab.runner import Plan, run_suite
-    from deltazoo.workbench.lab.selection import select
+    from deltazoo.workbench.lab.suite_selection import select
 
     console = Console()
     load = load or []
     loaded = [variant for path in load for variant in load_rule_file(path)]
-    selection = select(suite, only=_names(only), arms=_names(variants), further_arms=loaded, steps=steps)
+    selection = select(
+        suite, only=_names(only), configurations=_names(variants), further_configurations=loaded, steps=steps
+    )
     if show:
         console.print(listing(selection))
         return

@@ -26,7 +26,7 @@ BYTES = Experiment(
         steps=800,
         bf16=True,
     ),
-    arms=(
+    configurations=(
         "linear_attention",
         "mamba2_style",
         "delta_net",
@@ -41,8 +41,8 @@ BYTES = Experiment(
 
 
 def _order(scores: Scores) -> list[Check]:
-    bits = {arm: scores.fewest_bits("byte_text", arm, 1024) for arm in BYTES.arms}
-    ranking = ", ".join(f"{arm} {value:.3f}" for arm, value in sorted(bits.items(), key=lambda item: item[1]))
+    bits = {name: scores.fewest_bits("byte_text", name, 1024) for name in BYTES.configurations}
+    ranking = ", ".join(f"{name} {value:.3f}" for name, value in sorted(bits.items(), key=lambda item: item[1]))
     return [
         gap("DeltaNet minus KDA, bits per byte", bits["delta_net"] - bits["kda"], -0.01),
         gap("DeltaNet minus Gated DeltaNet, bits per byte", bits["delta_net"] - bits["gated_deltanet"], -0.01),
@@ -54,10 +54,10 @@ def _order(scores: Scores) -> list[Check]:
 
 def _extrapolation(scores: Scores) -> list[Check]:
     checks = []
-    for arm in BYTES.arms:
-        short, long = (scores.fewest_bits("byte_text", arm, length) for length in (1024, 16384))
-        recurrent = arm in ("delta_net", "gated_deltanet", "kda", "efla")
-        text = f"{arm}: {short:.3f} bits at 1,024, {long:.3f} at 16,384"
+    for name in BYTES.configurations:
+        short, long = (scores.fewest_bits("byte_text", name, length) for length in (1024, 16384))
+        recurrent = name in ("delta_net", "gated_deltanet", "kda", "efla")
+        text = f"{name}: {short:.3f} bits at 1,024, {long:.3f} at 16,384"
         verdict = ("pass" if long <= short + 0.05 else "warn") if recurrent else "printed"
         checks.append(Check(verdict, text))  # type: ignore[arg-type]
     return checks

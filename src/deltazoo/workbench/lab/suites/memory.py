@@ -35,29 +35,29 @@ RECALL_PLAIN = Experiment(
     name="recall",
     task=RECALL,
     recipe=replace(_RECALL, train_lengths=(64, 64), test=(64, 128, 256), steps=500),
-    arms=("linear_attention", "delta_net", "gated_deltanet", "softmax"),
+    configurations=("linear_attention", "delta_net", "gated_deltanet", "softmax"),
 )
 RECALL_HARD = Experiment(
     name="recall_large",
     task=RECALL_LARGE,
     recipe=_RECALL,
-    arms=(*_ALL, "efla+scalar-decay", "efla+channel-decay", "softmax"),
+    configurations=(*_ALL, "efla+scalar-decay", "efla+channel-decay", "softmax"),
     spare_seeds=(1, 2),
 )
 OVERWRITE = Experiment(
     name="overwrite_large",
     task=OVERWRITE_LARGE,
     recipe=replace(_RECALL, train_lengths=(128, 128), test=(128, 256)),
-    arms=(*_ALL, "efla+scalar-decay", "efla+channel-decay", "softmax"),
+    configurations=(*_ALL, "efla+scalar-decay", "efla+channel-decay", "softmax"),
     spare_seeds=(1, 2),
 )
 _RESET = replace(_RECALL, num_layers=1, head_dim=16, train_lengths=(32, 32), test=(8, 16, 32), batch_size=64, steps=600)
-RESET_FULL = Experiment(name="reset", task=RESET, recipe=_RESET, arms=(*_ALL, *_SLOW), seeds=(0, 1))
+RESET_FULL = Experiment(name="reset", task=RESET, recipe=_RESET, configurations=(*_ALL, *_SLOW), seeds=(0, 1))
 SELECTIVE = Experiment(
     name="selective_reset",
     task=SELECTIVE_RESET,
     recipe=replace(_RESET, train_lengths=(32, 32), test=(8, 16, 32)),
-    arms=(*_ALL, *_SLOW),
+    configurations=(*_ALL, *_SLOW),
     seeds=(0, 1),
 )
 _KIMI = Recipe(
@@ -74,24 +74,24 @@ _KIMI = Recipe(
     test_sequences=128,
     bf16=True,
 )
-_KIMI_ARMS = ("mamba2_style", "delta_net", "gated_deltanet", "kda", "kda+slow-decay")
+_KIMI_CONFIGURATIONS = ("mamba2_style", "delta_net", "gated_deltanet", "kda", "kda+slow-decay")
 PALINDROME_FULL = Experiment(
     name="palindrome",
     task=PALINDROME,
     recipe=replace(_KIMI, train_lengths=(512, 512), test=(512,)),
-    arms=_KIMI_ARMS,
+    configurations=_KIMI_CONFIGURATIONS,
 )
 STACK_FULL = Experiment(
     name="stack_large",
     task=STACK_LARGE,
     recipe=replace(_KIMI, train_lengths=(512, 512), test=(512, 1024)),
-    arms=_KIMI_ARMS,
+    configurations=_KIMI_CONFIGURATIONS,
 )
 RECALL_KIMI = Experiment(
     name="recall_long",
     task=RECALL_LONG,
     recipe=replace(_KIMI, train_lengths=(1024, 1024), test=(1024,), steps=2500),
-    arms=_KIMI_ARMS,
+    configurations=_KIMI_CONFIGURATIONS,
 )
 _NEEDLE = Recipe(
     num_layers=2,
@@ -108,41 +108,42 @@ _NEEDLE = Recipe(
     steps=1500,
     bf16=True,
 )
-_NEEDLE_ARMS = ("delta_net", "gated_deltanet", "kda", "mamba2_style")
+_NEEDLE_CONFIGURATIONS = ("delta_net", "gated_deltanet", "kda", "mamba2_style")
 NEEDLES = tuple(
-    Experiment(name=task.name, task=task, recipe=_NEEDLE, arms=_NEEDLE_ARMS) for task in (PASSKEY, NUMBER, CODE)
+    Experiment(name=task.name, task=task, recipe=_NEEDLE, configurations=_NEEDLE_CONFIGURATIONS)
+    for task in (PASSKEY, NUMBER, CODE)
 )
 
 
 def _recall(scores: Scores) -> list[Check]:
     linear = scores.best("recall_large", "linear_attention", 256)
     delta = scores.best("recall_large", "delta_net", 256)
-    decays, long = (scores.best("recall_long", arm, 1024) for arm in ("mamba2_style", "delta_net"))
+    decays, long = (scores.best("recall_long", name, 1024) for name in ("mamba2_style", "delta_net"))
     return [
         gap("256 pairs of 512 keys: DeltaNet minus decay only", long - decays, 0.30),
         too_easy("decay only on 256 pairs", decays, 0.90),
         gap("64 pairs of 4,096 keys: DeltaNet minus linear attention", delta - linear, 0.30, otherwise="warn"),
-        *(scores.show("recall_large", arm, 256, named=True) for arm in RECALL_HARD.arms),
-        *(scores.show("recall", arm, 64, named=True) for arm in RECALL_PLAIN.arms),
+        *(scores.show("recall_large", name, 256, named=True) for name in RECALL_HARD.configurations),
+        *(scores.show("recall", name, 64, named=True) for name in RECALL_PLAIN.configurations),
     ]
 
 
 def _overwrite(scores: Scores) -> list[Check]:
     linear = scores.best("overwrite_large", "linear_attention", 128)
     gated = scores.best("overwrite_large", "gated_deltanet", 128)
-    slowest = min(scores.best("overwrite_large", arm, 128) for arm in ("delta_net", "kda", "efla"))
+    slowest = min(scores.best("overwrite_large", name, 128) for name in ("delta_net", "kda", "efla"))
     return [
         gap("the worst of DeltaNet, KDA and EFLA minus linear attention", slowest - linear, 0.25),
         gap("Gated DeltaNet minus linear attention", gated - linear, 0.25, otherwise="warn"),
         too_easy("linear attention", linear, 0.90),
-        *(scores.show("overwrite_large", arm, 128) for arm in OVERWRITE.arms),
+        *(scores.show("overwrite_large", name, 128) for name in OVERWRITE.configurations),
     ]
 
 
 def _reset(scores: Scores) -> list[Check]:
     gated, slow, plain, decays, adds = (
-        scores.best("reset", arm, 32)
-        for arm in ("gated_deltanet", "gated_deltanet+slow-decay", "delta_net", "mamba2_style", "linear_attention")
+        scores.best("reset", name, 32)
+        for name in ("gated_deltanet", "gated_deltanet+slow-decay", "delta_net", "mamba2_style", "linear_attention")
     )
     return [
         gap("decay only (Mamba2 style) minus linear attention", decays - adds, 0.25),
@@ -150,33 +151,35 @@ def _reset(scores: Scores) -> list[Check]:
         scores.at_least("reset", "gated_deltanet+slow-decay", 32, 0.90),
         gap("Gated DeltaNet with a decay from ~1 minus DeltaNet", slow - plain, 0.08, otherwise="warn"),
         gap("Gated DeltaNet as published minus DeltaNet", gated - plain, 0.08, otherwise="warn"),
-        *(scores.show("selective_reset", arm, 32, named=True) for arm in SELECTIVE.arms),
+        *(scores.show("selective_reset", name, 32, named=True) for name in SELECTIVE.configurations),
     ]
 
 
 def _kimi(scores: Scores) -> list[Check]:
     checks = []
     for experiment, length in (("recall_long", 1024), ("palindrome", 512), ("stack_large", 512)):
-        kimi, gated, base = (scores.best(experiment, arm, length) for arm in ("kda", "gated_deltanet", "mamba2_style"))
+        kimi, gated, base = (
+            scores.best(experiment, name, length) for name in ("kda", "gated_deltanet", "mamba2_style")
+        )
         checks.append(gap(f"{experiment}: KDA minus Gated DeltaNet", kimi - gated, -0.01))
         checks.append(gap(f"{experiment}: KDA minus decay only", kimi - base, 0.10, otherwise="warn"))
-    for experiment, arms in (
-        ("recall_long", RECALL_KIMI.arms),
-        ("palindrome", PALINDROME_FULL.arms),
-        ("stack_large", STACK_FULL.arms),
+    for experiment, configurations in (
+        ("recall_long", RECALL_KIMI.configurations),
+        ("palindrome", PALINDROME_FULL.configurations),
+        ("stack_large", STACK_FULL.configurations),
     ):
-        steps = {arm: scores.steps_to(experiment, arm, 0.95) for arm in arms}
+        steps = {name: scores.steps_to(experiment, name, 0.95) for name in configurations}
         gated_steps, kimi_steps = steps["gated_deltanet"], steps["kda"]
         first = kimi_steps is not None and (gated_steps is None or kimi_steps <= 1.25 * gated_steps)
         verdict: Verdict = "pass" if first else "warn"
-        shown = ", ".join(f"{arm} {'never' if step is None else step}" for arm, step in steps.items())
+        shown = ", ".join(f"{name} {'never' if step is None else step}" for name, step in steps.items())
         checks.append(Check(verdict, f"{experiment}: steps to 95% training accuracy: {shown}"))
     return checks
 
 
 def _needles(scores: Scores) -> list[Check]:
-    number = {arm: scores.best("needle_number", arm, 2048) for arm in _NEEDLE_ARMS}
-    passkey = {arm: scores.best("needle_passkey", arm, 4096) for arm in _NEEDLE_ARMS}
+    number = {name: scores.best("needle_number", name, 2048) for name in _NEEDLE_CONFIGURATIONS}
+    passkey = {name: scores.best("needle_passkey", name, 4096) for name in _NEEDLE_CONFIGURATIONS}
     return [
         gap(
             "number in random words at 2,048: the better of Gated DeltaNet and KDA minus DeltaNet",
@@ -189,8 +192,8 @@ def _needles(scores: Scores) -> list[Check]:
             passkey["delta_net"] - passkey["mamba2_style"],
             -0.05,
         ),
-        *(scores.show("needle_code", arm, 2048, named=True) for arm in _NEEDLE_ARMS),
-        *(scores.show("needle_number", arm, 16384, named=True) for arm in _NEEDLE_ARMS),
+        *(scores.show("needle_code", name, 2048, named=True) for name in _NEEDLE_CONFIGURATIONS),
+        *(scores.show("needle_number", name, 16384, named=True) for name in _NEEDLE_CONFIGURATIONS),
     ]
 
 
@@ -201,8 +204,9 @@ MEMORY = (
         "mixes up.",
         paper="DeltaNet near 100% at the hardest setting (arXiv:2406.06484, figure)",
         differences="256 pairs in 1,024 tokens on two heads of 128, 2,500 steps of 32, beside the baseline with decay. "
-        "64 pairs of 4,096 keys in 256 tokens on one head of 64 are not learned by any arm in 1,500 steps of 128, "
-        "softmax attention included, which makes that recipe too short; 8 pairs every arm solves, which shows nothing. "
+        "64 pairs of 4,096 keys in 256 tokens on one head of 64 are not learned by any configuration in 1,500 steps of "
+        "128, softmax attention included, which makes that recipe too short; 8 pairs every configuration solves, which "
+        "shows nothing. "
         "The gate was on 64 pairs, and FAIL, before the results were seen",
         experiments=(RECALL_KIMI, RECALL_HARD, RECALL_PLAIN),
         judge=_recall,

@@ -28,25 +28,27 @@ PARITY_MINI = Experiment(
     name="parity",
     task=PARITY,
     recipe=Recipe(train_lengths=(3, 40), test=(40, 64, 128, 256), learning_rate=1e-2, weight_decay=0.1, steps=300),
-    arms=("neg_delta_net", "delta_net", "neg_gated_deltanet", "kda+neg", "kda+neg+slow-decay"),
+    configurations=("neg_delta_net", "delta_net", "neg_gated_deltanet", "kda+neg", "kda+neg+slow-decay"),
     spare_seeds=(1,),
 )
 SWAPS_MINI = Experiment(
-    name="s5_swaps", task=S5_SWAPS, recipe=_GROUPS, arms=("neg_delta_net", "delta_net"), spare_seeds=(1,)
+    name="s5_swaps", task=S5_SWAPS, recipe=_GROUPS, configurations=("neg_delta_net", "delta_net"), spare_seeds=(1,)
 )
-S3_MINI = Experiment(name="s3", task=S3, recipe=_GROUPS, arms=("neg_delta_net+x2", "delta_net+x2"), spare_seeds=(1,))
+S3_MINI = Experiment(
+    name="s3", task=S3, recipe=_GROUPS, configurations=("neg_delta_net+x2", "delta_net+x2"), spare_seeds=(1,)
+)
 OVERWRITE_MINI = Experiment(
     name="overwrite",
     task=OVERWRITE,
     recipe=Recipe(train_lengths=(16, 16), test=(16,), num_heads=2, learning_rate=1e-2, steps=200),
-    arms=("linear_attention", "delta_net", "gated_deltanet", "kda", "efla"),
+    configurations=("linear_attention", "delta_net", "gated_deltanet", "kda", "efla"),
     spare_seeds=(1,),
 )
 RESET_MINI = Experiment(
     name="reset",
     task=RESET_SMALL,
     recipe=Recipe(train_lengths=(16, 16), test=(16,), num_heads=1, head_dim=8, learning_rate=1e-2, steps=300),
-    arms=("gated_deltanet+slow-decay", "gated_deltanet", "mamba2_style", "delta_net", "linear_attention"),
+    configurations=("gated_deltanet+slow-decay", "gated_deltanet", "mamba2_style", "delta_net", "linear_attention"),
     spare_seeds=(1,),
 )
 DIGITS_MINI = Experiment(
@@ -65,7 +67,7 @@ DIGITS_MINI = Experiment(
         steps=300,
         learning_rate=1e-3,
     ),
-    arms=("efla", "delta_net", "delta_net+raw-key"),
+    configurations=("efla", "delta_net", "delta_net+raw-key"),
     rates={"efla": (3e-3,)},
     seeds=(0, 1),
 )
@@ -97,16 +99,16 @@ def _s3(scores: Scores) -> list[Check]:
 
 
 def _overwrite(scores: Scores) -> list[Check]:
-    arms = ("delta_net", "gated_deltanet", "kda", "efla")
+    configurations = ("delta_net", "gated_deltanet", "kda", "efla")
     return [
-        *(scores.at_least("overwrite", arm, 16, 0.95) for arm in arms),
+        *(scores.at_least("overwrite", name, 16, 0.95) for name in configurations),
         too_easy("linear attention", scores.best("overwrite", "linear_attention", 16), 0.75),
     ]
 
 
 def _reset(scores: Scores) -> list[Check]:
     slow, gated, plain = (
-        scores.best("reset", arm, 16) for arm in ("gated_deltanet+slow-decay", "gated_deltanet", "delta_net")
+        scores.best("reset", name, 16) for name in ("gated_deltanet+slow-decay", "gated_deltanet", "delta_net")
     )
     return [
         scores.at_least("reset", "gated_deltanet+slow-decay", 16, 0.85),
@@ -119,8 +121,12 @@ def _reset(scores: Scores) -> list[Check]:
 
 def _digits(scores: Scores) -> list[Check]:
     efla = scores.mean("digits", "efla", "brightness 2")
-    unit, raw = (scores.mean("digits", arm, "brightness 2") for arm in ("delta_net", "delta_net+raw-key"))
-    others = [scores.show("digits", arm, what) for what in ("noise 0.25", "dropout 0.25") for arm in DIGITS_MINI.arms]
+    unit, raw = (scores.mean("digits", name, "brightness 2") for name in ("delta_net", "delta_net+raw-key"))
+    others = [
+        scores.show("digits", name, what)
+        for what in ("noise 0.25", "dropout 0.25")
+        for name in DIGITS_MINI.configurations
+    ]
     return [
         gap(
             "EFLA (lr 3e-3) minus DeltaNet (lr 1e-3), brightness x2, mean of seeds", efla - unit, 0.15, otherwise="warn"

@@ -8,7 +8,7 @@ from deltazoo.workbench.lab.tasks.digits import DIGITS_LARGE
 __all__ = ["PIXELS"]
 
 _BRIGHTNESS = ("brightness 2", "brightness 3", "brightness 5")
-_ARMS = ("efla", "delta_net", "delta_net+raw-key", "longhorn", "efla+unit-key")
+_CONFIGURATIONS = ("efla", "delta_net", "delta_net+raw-key", "longhorn", "efla+unit-key")
 
 DIGITS = Experiment(
     name="digits_large",
@@ -27,14 +27,14 @@ DIGITS = Experiment(
         steps=469,
         learning_rate=1e-3,
     ),
-    arms=(*_ARMS, "efla+scalar-decay", "linear_attention"),
-    rates={arm: (1e-3, 3e-3) for arm in _ARMS},
+    configurations=(*_CONFIGURATIONS, "efla+scalar-decay", "linear_attention"),
+    rates={name: (1e-3, 3e-3) for name in _CONFIGURATIONS},
     seeds=(0, 1, 2),
 )
 
 
-def _bright(scores: Scores, arm: str, rate: float) -> float:
-    return sum(scores.mean("digits_large", arm, condition, rate) for condition in _BRIGHTNESS) / len(_BRIGHTNESS)
+def _bright(scores: Scores, name: str, rate: float) -> float:
+    return sum(scores.mean("digits_large", name, condition, rate) for condition in _BRIGHTNESS) / len(_BRIGHTNESS)
 
 
 def _digits(scores: Scores) -> list[Check]:
@@ -46,7 +46,7 @@ def _digits(scores: Scores) -> list[Check]:
         )
     ]
     for rate in (1e-3, 3e-3):
-        shown = ", ".join(f"{arm} {_bright(scores, arm, rate):.3f}" for arm in _ARMS)
+        shown = ", ".join(f"{name} {_bright(scores, name, rate):.3f}" for name in _CONFIGURATIONS)
         checks.append(Check("printed", f"the same mean at lr {rate:g} for all: {shown}"))
     for condition in ("noise 0.25", "dropout 0.25"):
         difference = scores.mean("digits_large", "efla", condition, 3e-3) - scores.mean(

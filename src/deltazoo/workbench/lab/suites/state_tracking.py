@@ -27,7 +27,7 @@ PARITY_FULL = Experiment(
         weight_decay=0.1,
         steps=1500,
     ),
-    arms=(
+    configurations=(
         "neg_delta_net",
         "delta_net+erase",
         "neg_gated_deltanet",
@@ -54,13 +54,13 @@ ARITHMETIC = Experiment(
         weight_decay=0.1,
         steps=4000,
     ),
-    arms=("neg_delta_net", "delta_net"),
+    configurations=("neg_delta_net", "delta_net"),
 )
 ARITHMETIC_BRACKETS = Experiment(
     name="arithmetic_brackets",
     task=BRACKETS,
     recipe=replace(ARITHMETIC.recipe, steps=2500),
-    arms=("neg_delta_net", "delta_net"),
+    configurations=("neg_delta_net", "delta_net"),
 )
 S3_FULL = Experiment(
     name="s3",
@@ -74,7 +74,7 @@ S3_FULL = Experiment(
         test=(32, 128, 256, 512),
         learning_rate=3e-3,
     ),
-    arms=(
+    configurations=(
         "neg_delta_net",
         "neg_delta_net+x2",
         "neg_delta_net+x3",
@@ -92,7 +92,7 @@ S5_SWAPS_FULL = Experiment(
     recipe=replace(
         _GROUPS, train_lengths=(3, 32), curriculum=0.5, test=(16, 32, 64, 128, 256), learning_rate=3e-3, mlp_ratio=4.0
     ),
-    arms=("neg_delta_net", "delta_net", "delta_net+erase", "neg_gated_deltanet", "kda+neg"),
+    configurations=("neg_delta_net", "delta_net", "delta_net+erase", "neg_gated_deltanet", "kda+neg"),
     spare_seeds=(1, 2),
 )
 _WHOLE_GROUPS = replace(
@@ -102,26 +102,26 @@ S5_STEPS = Experiment(
     name="s5",
     task=S5,
     recipe=_WHOLE_GROUPS,
-    arms=("neg_delta_net", "neg_delta_net+x2", "neg_delta_net+x4", "delta_net+x4"),
+    configurations=("neg_delta_net", "neg_delta_net+x2", "neg_delta_net+x4", "delta_net+x4"),
 )
 A5_STEPS = Experiment(
     name="a5",
     task=A5,
     recipe=_WHOLE_GROUPS,
-    arms=("neg_delta_net", "neg_delta_net+x2", "neg_delta_net+x4", "delta_net+x2"),
+    configurations=("neg_delta_net", "neg_delta_net+x2", "neg_delta_net+x4", "delta_net+x2"),
 )
 S5_DEEP = Experiment(
     name="s5_slow",
     task=S5_SLOW,
     recipe=replace(_WHOLE_GROUPS, num_layers=5, learning_rate=1e-3, steps=2000),
-    arms=("neg_delta_net", "delta_net"),
+    configurations=("neg_delta_net", "delta_net"),
 )
 
 
 def _parity(scores: Scores) -> list[Check]:
     return [
         *(scores.at_least("parity", "neg_delta_net", length, 0.95) for length in (64, 128, 256)),
-        *(scores.at_most("parity", arm, 128, 0.60) for arm in _CANNOT),
+        *(scores.at_most("parity", name, 128, 0.60) for name in _CANNOT),
         scores.at_least("parity", "neg_gated_deltanet", 128, 0.90),
         scores.at_least("parity", "kda+neg", 128, 0.90),
         scores.show("parity", "delta_net+erase", 256),
@@ -137,7 +137,9 @@ def _scaled(accuracy: float, chance: float) -> float:
 
 def _arithmetic(scores: Scores) -> list[Check]:
     chance = NO_BRACKETS.chance
-    with_sign, without = (_scaled(scores.best("arithmetic", arm, 81), chance) for arm in ("neg_delta_net", "delta_net"))
+    with_sign, without = (
+        _scaled(scores.best("arithmetic", name, 81), chance) for name in ("neg_delta_net", "delta_net")
+    )
     return [
         gap("scaled accuracy at 81, [-1,1] minus [0,1]", with_sign - without, 0.30, otherwise="warn"),
         scores.show("arithmetic", "neg_delta_net", 255),
@@ -146,14 +148,14 @@ def _arithmetic(scores: Scores) -> list[Check]:
 
 
 def _brackets(scores: Scores) -> list[Check]:
-    return [scores.show("arithmetic_brackets", arm, 81) for arm in ("neg_delta_net", "delta_net")]
+    return [scores.show("arithmetic_brackets", name, 81) for name in ("neg_delta_net", "delta_net")]
 
 
 def _s3(scores: Scores) -> list[Check]:
     return [
         scores.at_least("s3", "neg_delta_net+x2", 128, 0.95),
-        *(scores.at_most("s3", arm, 128, 0.50) for arm in ("neg_delta_net", "delta_net", "delta_net+x2")),
-        *(scores.show("s3", arm, 512) for arm in S3_FULL.arms),
+        *(scores.at_most("s3", name, 128, 0.50) for name in ("neg_delta_net", "delta_net", "delta_net+x2")),
+        *(scores.show("s3", name, 512) for name in S3_FULL.configurations),
     ]
 
 
@@ -170,12 +172,12 @@ def _swaps(scores: Scores) -> list[Check]:
 def _whole_groups(scores: Scores) -> list[Check]:
     return [
         scores.at_least("s5", "neg_delta_net+x4", 16, 0.90),
-        *(scores.at_most("s5", arm, 16, 0.20) for arm in ("neg_delta_net", "neg_delta_net+x2", "delta_net+x4")),
+        *(scores.at_most("s5", name, 16, 0.20) for name in ("neg_delta_net", "neg_delta_net+x2", "delta_net+x4")),
         scores.at_least("a5", "neg_delta_net+x2", 16, 0.90),
-        *(scores.at_most("a5", arm, 16, 0.20) for arm in ("neg_delta_net", "delta_net+x2")),
-        *(scores.show("s5", arm, 64, named=True) for arm in S5_STEPS.arms),
-        *(scores.show("a5", arm, 64, named=True) for arm in A5_STEPS.arms),
-        *(scores.show("s5_slow", arm, 16, named=True) for arm in S5_DEEP.arms),
+        *(scores.at_most("a5", name, 16, 0.20) for name in ("neg_delta_net", "delta_net+x2")),
+        *(scores.show("s5", name, 64, named=True) for name in S5_STEPS.configurations),
+        *(scores.show("a5", name, 64, named=True) for name in A5_STEPS.configurations),
+        *(scores.show("s5_slow", name, 16, named=True) for name in S5_DEEP.configurations),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Arms: a variant by name plus options, written in one word such as `kda+neg` or `delta_net+neg+x2`."""
+"""Configurations: a variant by name plus options, written in one word such as `kda+neg` or `delta_net+neg+x2`."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from deltazoo import variants as variants  # importing it registers the variants
 from deltazoo.names import unknown
 from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants
 
-__all__ = ["OPTIONS", "SOFTMAX", "Arm", "label_of", "parse_arm"]
+__all__ = ["OPTIONS", "SOFTMAX", "Configuration", "label_of", "parse_configuration"]
 
 SOFTMAX = "softmax"
 
@@ -28,8 +28,8 @@ _TITLES = {
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One contestant.
+class Configuration:
+    """One candidate.
 
     Attributes:
         name: as written.
@@ -86,8 +86,8 @@ OPTIONS: dict[str, tuple[str, _Option]] = {
 """Option -> how it reads on the page, and what it does."""
 
 
-def parse_arm(name: str) -> Arm:
-    """The arm that `variant[+option...]` names, or "softmax".
+def parse_configuration(name: str) -> Configuration:
+    """The configuration that `variant[+option...]` names, or "softmax".
 
     Raises:
         ValueError: an unknown variant or option, or one that changes nothing.
@@ -95,19 +95,19 @@ def parse_arm(name: str) -> Arm:
     variant, *options = re.split(r"\+", name)
     if variant == SOFTMAX:
         if options:
-            raise ValueError(f"arm {name!r}: softmax attention takes no options")
-        return Arm(name, None)
+            raise ValueError(f"configuration {name!r}: softmax attention takes no options")
+        return Configuration(name, None)
     if variant not in list_variants():
         raise ValueError(unknown("variant", variant, [*list_variants(), SOFTMAX]))
     spec, chosen = get_variant(variant), dict[str, Any]()
     for option in options:
         if option not in OPTIONS:
-            raise ValueError(f"arm {name!r}: {unknown('option', option, list(OPTIONS))}")
+            raise ValueError(f"configuration {name!r}: {unknown('option', option, list(OPTIONS))}")
         spec = OPTIONS[option][1](spec, chosen)
-    return Arm(name, spec, chosen)
+    return Configuration(name, spec, chosen)
 
 
 def label_of(name: str) -> str:
-    """An arm's name for a person: `kda+neg` -> "KDA [-1,1]"."""
+    """A configuration's name for a person: `kda+neg` -> "KDA [-1,1]"."""
     variant, *options = name.split("+")
     return ", ".join([_TITLES.get(variant, variant), *(OPTIONS[option][0] for option in options)]).replace(", [", " [")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deltazoo.names import unknown
-from deltazoo.workbench.bench.stopwatch import Spread
+from deltazoo.workbench.bench.timing import Spread
 
 __all__ = ["MEASURES", "Results", "Row", "Run", "describe_run", "load_results", "write_rows"]
 

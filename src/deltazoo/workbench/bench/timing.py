@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["CpuStopwatch", "CudaStopwatch", "Spread", "Stopwatch", "clock_for", "stopwatch_for"]
+__all__ = ["CpuTimer", "CudaTimer", "Spread", "Timer", "clock_for", "timer_for"]
 
 Call = Callable[[], object]
 
@@ -38,7 +38,7 @@ class Spread:
         return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
 
 
-class Stopwatch(Protocol):
+class Timer(Protocol):
     """What the suite asks of a clock."""
 
     def milliseconds(self, call: Call) -> Spread:
@@ -62,9 +62,9 @@ class Stopwatch(Protocol):
         ...
 
 
-def stopwatch_for(device: str) -> Stopwatch:
-    """The stopwatch for a device type."""
-    return CudaStopwatch() if torch.device(device).type == "cuda" else CpuStopwatch()
+def timer_for(device: str) -> Timer:
+    """The timer for a device type."""
+    return CudaTimer() if torch.device(device).type == "cuda" else CpuTimer()
 
 
 def clock_for(device: str) -> Callable[[], float]:
@@ -77,7 +77,7 @@ def clock_for(device: str) -> Callable[[], float]:
     return time.process_time if alone else time.perf_counter
 
 
-class CudaStopwatch:
+class CudaTimer:
     """Events on the current stream, a flush of the L2 cache before every repeat.
 
     Args:
@@ -150,7 +150,7 @@ class CudaStopwatch:
         return _host_microseconds(call, self.wait)
 
 
-class CpuStopwatch:
+class CpuTimer:
     """The host clock, for trying out the harness without a GPU; no graphs, no memory statistics."""
 
     def __init__(self, repeats: int = 5) -> None:

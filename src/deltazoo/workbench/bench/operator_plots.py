@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.bench.floor import Ceilings, floor_ms
-from deltazoo.workbench.bench.results import Results, Row
+from deltazoo.workbench.bench.lower_bound import Ceilings, lower_bound_ms
+from deltazoo.workbench.bench.operator_results import Results, Row
 from deltazoo.workbench.bench.shapes import SWEEP, Shape
 
-__all__ = ["draw_plots", "share_of_floor"]
+__all__ = ["draw_plots", "share_of_lower_bound"]
 
 # Okabe and Ito's palette, distinguishable with every common colour vision deficiency.
 _COLOURS = {"deltazoo": "#0072B2", "fla": "#D55E00", "sdpa": "#000000", "fla-safe-gate": "#E69F00"}
@@ -18,14 +18,14 @@ _OTHER_COLOURS = ("#009E73", "#CC79A7", "#56B4E9")
 _STYLES = {"delta": ("o", "-"), "gdn": ("s", "--"), "kda": ("^", "-."), "softmax": ("x", ":")}
 
 
-def share_of_floor(results: Results, row: Row) -> float | None:
-    """Floor over measured time, with the ceilings measured in the row's run; None without them or without a value."""
+def share_of_lower_bound(results: Results, row: Row) -> float | None:
+    """Lower bound over measured time. None for softmax, without a value or in a run without measured hardware rates."""
     run = results.runs[row.run]
     if row.value is None or row.op == "softmax" or run.copy_tb_s is None or run.matmul_tflop_s is None:
         return None
     ceilings = Ceilings(run.copy_tb_s, run.matmul_tflop_s)
     shape, backward = Shape.parse(row.shape), "backward" in row.measure
-    return floor_ms(shape, row.op, backward=backward, ceilings=ceilings) / row.value
+    return lower_bound_ms(shape, row.op, backward=backward, ceilings=ceilings) / row.value
 
 
 def draw_plots(results: Results, folder: Path) -> dict[str, Path]:
@@ -33,7 +33,11 @@ def draw_plots(results: Results, folder: Path) -> dict[str, Path]:
     passes = {"forward_ms": "forward", "forward_backward_ms": "forward and backward"}
     wanted: dict[str, tuple[dict[str, str], str, Callable[[Row], float | None]]] = {
         "time": (passes, "milliseconds", lambda row: row.value),
-        "share": (passes, "percent of the hardware floor's speed", lambda row: _percent(share_of_floor(results, row))),
+        "share": (
+            passes,
+            "percent of the speed the hardware allows",
+            lambda row: _percent(share_of_lower_bound(results, row)),
+        ),
         "memory": ({"peak_mib": "forward and backward"}, "MiB above the inputs", lambda row: row.value),
     }
     drawn = {}

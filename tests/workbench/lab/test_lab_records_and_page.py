@@ -17,24 +17,24 @@ from deltazoo.ops import delta_rule
 from deltazoo.ops.step_size import euler, exact
 from deltazoo.workbench.cli import main
 from deltazoo.workbench.lab import Check, Experiment, Recipe, Scores, experiment
-from deltazoo.workbench.lab.arms import parse_arm
 from deltazoo.workbench.lab.claims import Claim, gap, too_easy, verdict_of
 from deltazoo.workbench.lab.complexity import flops, measure_complexity, parallel_scan
+from deltazoo.workbench.lab.configurations import parse_configuration
 from deltazoo.workbench.lab.experiment import Run
+from deltazoo.workbench.lab.fitting import Outcome, Score
+from deltazoo.workbench.lab.lab_page import _wall_clock
+from deltazoo.workbench.lab.lab_plots import draw_complexity, draw_numerics
+from deltazoo.workbench.lab.lab_records import Environment, Record, ResultFile, decisive_files, read_records
 from deltazoo.workbench.lab.numerics import judge_numerics, measure_numerics
-from deltazoo.workbench.lab.plots import draw_complexity, draw_numerics
 from deltazoo.workbench.lab.repeated_keys import judge_repeated_keys
-from deltazoo.workbench.lab.report import _wall_clock
-from deltazoo.workbench.lab.results import Environment, Record, ResultFile, decisive_files, read_records
 from deltazoo.workbench.lab.runner import Plan, _in_order, run_suite
-from deltazoo.workbench.lab.selection import Selection, select
+from deltazoo.workbench.lab.suite_selection import Selection, select
 from deltazoo.workbench.lab.task import get_task, list_tasks
 from deltazoo.workbench.lab.tasks.parity import PARITY
-from deltazoo.workbench.lab.train import Outcome, Score
 
 RECIPE = Recipe(hidden_size=16, num_heads=2, head_dim=8, train_lengths=(3, 9), test=(9, 20), test_sequences=8, steps=3)
 EXPERIMENT = Experiment(
-    name="tiny", task=PARITY, recipe=RECIPE, arms=("delta_net", "neg_delta_net"), seeds=(0,), spare_seeds=(1,)
+    name="tiny", task=PARITY, recipe=RECIPE, configurations=("delta_net", "neg_delta_net"), seeds=(0,), spare_seeds=(1,)
 )
 HERE = Environment(device="a machine", torch="1", triton=None, version="0", commit="abc", code="123")
 INLINE = Plan(workers=0)
@@ -57,9 +57,9 @@ def finished(tmp_path: Path) -> ResultFile:
     return results
 
 
-def record(arm: str, accuracy: float, *, seed: int = 0, curve=()) -> Record:
+def record(configuration: str, accuracy: float, *, seed: int = 0, curve=()) -> Record:
     outcome = Outcome(parameters=1, scores={"9": Score(accuracy, 1.0, 8)}, curve=list(curve))
-    run = next(run for run in replace(EXPERIMENT, seeds=(seed,)).with_arms((arm,)).runs())
+    run = next(run for run in replace(EXPERIMENT, seeds=(seed,)).with_configurations((configuration,)).runs())
     return Record.of("mini", run, outcome, HERE)
 
 
@@ -96,8 +96,8 @@ def test_workers_are_dealt_out_over_the_gpus(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_with_a_time_limit_experiments_are_finished_one_by_one() -> None:
-    def runs_of(name: str, steps: int, arms: tuple[str, ...]) -> list[Run]:
-        return replace(EXPERIMENT, name=name, arms=arms, recipe=replace(RECIPE, steps=steps)).runs()
+    def runs_of(name: str, steps: int, configurations: tuple[str, ...]) -> list[Run]:
+        return replace(EXPERIMENT, name=name, configurations=configurations, recipe=replace(RECIPE, steps=steps)).runs()
 
     runs = [
         *runs_of("long", 9, ("kda",)),
@@ -121,7 +121,7 @@ def test_out_of_time_is_counted_and_nothing_is_lost(tmp_path: Path) -> None:
     assert run_suite([EXPERIMENT], [], results, INLINE, report=lambda line: None) == 0
 
 
-def test_a_failing_arm_is_named_after_the_others_have_run(tmp_path: Path) -> None:
+def test_a_failing_configuration_is_named_after_the_others_have_run(tmp_path: Path) -> None:
     wild = replace(EXPERIMENT, name="wild", recipe=replace(RECIPE, learning_rate=1e30, clip=1e30))
     results = ResultFile(tmp_path / "results.jsonl", "mini", HERE)
     with pytest.raises(RuntimeError, match="wild delta_net .*ArithmeticError"):
@@ -165,7 +165,7 @@ def with_another(instance: Any, name: str) -> Any:
 
 def test_whatever_decides_a_run_changes_its_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     run = EXPERIMENT.runs()[0]
-    others = {"another seed": replace(run, seed=7), "another arm": replace(run, arm="kda")}
+    others = {"another seed": replace(run, seed=7), "another configuration": replace(run, configuration="kda")}
     others |= {f"recipe.{f.name}": replace(run, recipe=with_another(RECIPE, f.name)) for f in fields(Recipe)}
     for task in map(get_task, list_tasks()):
         known = replace(run, task=task).fingerprint
@@ -174,15 +174,18 @@ def test_whatever_decides_a_run_changes_its_fingerprint(monkeypatch: pytest.Monk
         assert known not in changed, f"a field of the task {task.name} is not in the fingerprint"
     others.pop(PARITY.name)
     fingerprints = {name: other.fingerprint for name, other in others.items()}
-    arm = parse_arm(run.arm)
-    assert arm.spec is not None
-    arms = {f"spec.{f.name}": replace(arm, spec=with_another(arm.spec, f.name)) for f in fields(arm.spec)}
-    arms["options"] = replace(arm, options={"num_micro_steps": 2})
-    arms["a function"] = replace(arm, spec=replace(arm.spec, step_size=exact))
-    arms["another function"] = replace(arm, spec=replace(arm.spec, step_size=euler))
-    for name, other in arms.items():
+    configuration = parse_configuration(run.configuration)
+    assert configuration.spec is not None
+    configurations = {
+        f"spec.{f.name}": replace(configuration, spec=with_another(configuration.spec, f.name))
+        for f in fields(configuration.spec)
+    }
+    configurations["options"] = replace(configuration, options={"num_micro_steps": 2})
+    configurations["a function"] = replace(configuration, spec=replace(configuration.spec, step_size=exact))
+    configurations["another function"] = replace(configuration, spec=replace(configuration.spec, step_size=euler))
+    for name, other in configurations.items():
         with monkeypatch.context() as patch:
-            patch.setattr(experiment, "parse_arm", lambda _, other=other: other)
+            patch.setattr(experiment, "parse_configuration", lambda _, other=other: other)
             fingerprints[name] = run.fingerprint
     fingerprints["the run"] = run.fingerprint
     by_value: dict[str, list[str]] = {}
@@ -193,14 +196,14 @@ def test_whatever_decides_a_run_changes_its_fingerprint(monkeypatch: pytest.Monk
 
 MODULES_OF_A_RUN = """
 import sys
-from deltazoo.workbench.lab.arms import parse_arm
+from deltazoo.workbench.lab.configurations import parse_configuration
 from deltazoo.workbench.lab.recipe import Recipe
 from deltazoo.workbench.lab.tasks.parity import PARITY
-from deltazoo.workbench.lab.train import run_arm
+from deltazoo.workbench.lab.fitting import run_configuration
 
 recipe = Recipe(steps=1, train_lengths=(3, 4), test=(4,), test_sequences=2, batch_size=2)
-for arm in ("softmax", "kda+neg"):
-    run_arm(PARITY, parse_arm(arm), recipe, seed=0, device="cpu", progress=lambda step: None)
+for name in ("softmax", "kda+neg"):
+    run_configuration(PARITY, parse_configuration(name), recipe, seed=0, device="cpu", progress=lambda step: None)
 print(*(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "deltazoo"), sep="\\n")
 """
 
@@ -213,7 +216,8 @@ def test_every_module_behind_a_result_is_in_its_key() -> None:
         "__init__.py",
         "_auto_registration.py",
         "_lazy.py",
-        *(f"lab/{n}.py" for n in ("__init__", "claims", "experiment", "results")),
+        "workbench/__init__.py",
+        *(f"workbench/lab/{n}.py" for n in ("__init__", "claims", "experiment", "lab_records")),
     }
     decisive = {path.relative_to(package).as_posix() for path in decisive_files()}
     assert "models/softmax_attention.py" in found
@@ -254,18 +258,21 @@ def test_gates() -> None:
 
 
 def test_selection() -> None:
-    chosen = select("mini", only=["parity", "s3"], arms=["kda", "softmax"])
-    assert [e.name for e in chosen.experiments] == ["parity", "s3"] and chosen.experiments[0].arms == ("kda", "softmax")
+    chosen = select("mini", only=["parity", "s3"], configurations=["kda", "softmax"])
+    assert [e.name for e in chosen.experiments] == ["parity", "s3"] and chosen.experiments[0].configurations == (
+        "kda",
+        "softmax",
+    )
     assert [c.name for c in chosen.claims] == ["parity", "s3"]
-    assert select("mini", further_arms=["softmax"]).experiments[0].arms[-1] == "softmax"
-    digits = select("full", only=["digits_large"], arms=["efla"]).experiments[0]
+    assert select("mini", further_configurations=["softmax"]).experiments[0].configurations[-1] == "softmax"
+    digits = select("full", only=["digits_large"], configurations=["efla"]).experiments[0]
     assert {run.recipe.learning_rate for run in digits.runs()} == {1e-3, 3e-3}
     with pytest.raises(ValueError, match="did you mean 'parity'"):
         select("mini", only=["partiy"])
     with pytest.raises(ValueError, match="unknown suite 'mimi'; did you mean 'mini'"):
         select("mimi")
     with pytest.raises(ValueError, match="unknown variant 'gdn'"):
-        select("mini", arms=["gdn"])
+        select("mini", configurations=["gdn"])
 
 
 def test_the_scan_is_the_delta_rule_and_costs_what_is_said() -> None:
@@ -312,7 +319,7 @@ def test_the_page_counts_wall_clock_and_gpus() -> None:
 
 
 def test_the_page_says_what_the_results_say(tmp_path: Path) -> None:
-    from deltazoo.workbench.lab.report import write_page
+    from deltazoo.workbench.lab.lab_page import write_page
 
     results = finished(tmp_path)
     selection = Selection((EXPERIMENT,), (claim(2.0),))
@@ -323,11 +330,11 @@ def test_the_page_says_what_the_results_say(tmp_path: Path) -> None:
     assert (tmp_path / "images" / "lab_mini_tiny.png").exists()
     assert "\n2 runs, " in page and "Cut short" not in page
     backwards = {"mini": (selection, [*results.records.values()][::-1], {})}
-    assert write_page(tmp_path / "lab.md", backwards).read_text() == page  # arms in the experiment's order
+    assert write_page(tmp_path / "lab.md", backwards).read_text() == page  # configurations in the experiment's order
 
 
 def test_the_page_of_a_suite_cut_short_judges_only_what_ran(tmp_path: Path) -> None:
-    from deltazoo.workbench.lab.report import write_page
+    from deltazoo.workbench.lab.lab_page import write_page
 
     records = list(finished(tmp_path).records.values())
     other = replace(EXPERIMENT, name="other", seeds=(0, 1))
@@ -366,7 +373,7 @@ class Odd(Parity):
 odd = register_task(Odd(name="odd"))
 register_variant(replace(get_variant("delta_net"), name="mine", hub_model_type=None))
 recipe = Recipe(hidden_size=16, num_heads=2, head_dim=8, train_lengths=(3, 9), test=(9, 20), test_sequences=8, steps=3)
-register_experiment(Experiment(name="odd", task=odd, recipe=recipe, arms=("delta_net",), suites=("mini",)))
+register_experiment(Experiment(name="odd", task=odd, recipe=recipe, configurations=("delta_net",), suites=("mini",)))
 """
 
 
@@ -388,7 +395,7 @@ def test_a_users_task_and_variant_from_one_file(users_file: Path, tmp_path: Path
     with pytest.raises(SystemExit) as stop:
         main(["lab", "--load", str(users_file), "--only", "odd", "--out", str(out), "--no-measure", "--workers", "1"])
     assert stop.value.code == 0
-    assert {r.arm for r in read_records(out / "results.jsonl")} == {"delta_net", "mine"}
+    assert {r.configuration for r in read_records(out / "results.jsonl")} == {"delta_net", "mine"}
     page = (out / "lab.md").read_text()
     assert "the opposite of parity" in page and "| mine |" in page
 

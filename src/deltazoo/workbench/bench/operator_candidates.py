@@ -16,7 +16,7 @@ from torch import Tensor
 from deltazoo.ops import delta_rule, delta_rule_step
 from deltazoo.workbench.bench.inputs import Inputs
 
-__all__ = ["Contestant", "contestants_for", "installed_peers", "our_label", "step_contestants"]
+__all__ = ["Candidate", "candidates_for", "installed_peers", "our_label", "step_candidates"]
 
 _FLA = {
     "delta": ("fla.ops.delta_rule", "chunk_delta_rule", "fused_recurrent_delta_rule"),
@@ -26,7 +26,7 @@ _FLA = {
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """One implementation of one operator.
 
     `forward` maps inputs to the output `[B, T, H, V]`.
@@ -59,22 +59,22 @@ def our_label(backend: str, precision: str | None) -> str:
     return " ".join(parts)
 
 
-def contestants_for(op: str, *, backend: str, precisions: list[str | None], peers: list[str]) -> list[Contestant]:
+def candidates_for(op: str, *, backend: str, precisions: list[str | None], peers: list[str]) -> list[Candidate]:
     """Everybody who can run an operator, ours first.
 
     Args:
         op: one of `OPS`.
         backend: the backend of our rows.
-        precisions: values of `delta_rule(precision=...)`, one contestant each; None leaves the argument out.
+        precisions: values of `delta_rule(precision=...)`, one candidate each; None leaves the argument out.
         peers: names out of `PEERS`; those that have no such operator are left out.
 
     Raises:
         ValueError: a precision is asked for and `delta_rule` has no such argument.
     """
     if op == "softmax":
-        return [Contestant("sdpa", op, _sdpa)] if "sdpa" in peers else []
+        return [Candidate("sdpa", op, _sdpa)] if "sdpa" in peers else []
     found = [
-        Contestant(our_label(backend, precision), op, partial(_ours, options=our_options(backend, precision)))
+        Candidate(our_label(backend, precision), op, partial(_ours, options=our_options(backend, precision)))
         for precision in precisions
     ]
     for peer in peers:
@@ -82,11 +82,11 @@ def contestants_for(op: str, *, backend: str, precisions: list[str | None], peer
             module, chunk_name, _ = _FLA[op]
             function = getattr(importlib.import_module(module), chunk_name)
             options = {"safe_gate": True} if peer == "fla-safe-gate" else {}
-            found.append(Contestant(peer, op, partial(_fla, function=function, options=options)))
+            found.append(Candidate(peer, op, partial(_fla, function=function, options=options)))
     return found
 
 
-def step_contestants(op: str, *, backend: str | None, peers: list[str]) -> dict[str, Callable[[Inputs, Tensor], Any]]:
+def step_candidates(op: str, *, backend: str | None, peers: list[str]) -> dict[str, Callable[[Inputs, Tensor], Any]]:
     """The same for one decoding token: functions of `(inputs with T = 1, state [B, H, K, V])`, by library."""
     steps: dict[str, Callable[[Inputs, Tensor], Any]] = {}
     if backend is not None:

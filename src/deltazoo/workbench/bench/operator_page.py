@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from string import ascii_lowercase
 
-from deltazoo.workbench.bench import floor
-from deltazoo.workbench.bench.choices import GATES, OPS
+from deltazoo.workbench.bench import lower_bound
 from deltazoo.workbench.bench.cold_start import FIRST
-from deltazoo.workbench.bench.decoding import STEP_SHAPES
-from deltazoo.workbench.bench.plots import draw_plots, share_of_floor
-from deltazoo.workbench.bench.results import MEASURES, Results, Row, Run
+from deltazoo.workbench.bench.operator_decoding import STEP_SHAPES
+from deltazoo.workbench.bench.operator_options import GATES, OPS
+from deltazoo.workbench.bench.operator_plots import draw_plots, share_of_lower_bound
+from deltazoo.workbench.bench.operator_results import MEASURES, Results, Row, Run
 from deltazoo.workbench.bench.shapes import TABLE
 from deltazoo.workbench.bench.targets import TARGETS, verdict
 
@@ -57,13 +57,16 @@ def render_page(results: Results, pictures: dict[str, str]) -> str:
     parts += [page.memory_and_host(), page.decoding(), page.cold_start()]
     captions = {
         "time": "Time against sequence length, one sequence, 16 heads, K = V = 128",
-        "share": "Share of the hardware floor reached at the same sizes",
+        "share": "Share of the speed the hardware allows, same sizes",
         "memory": "Peak memory of forward and backward above the inputs, same sizes",
     }
     drawn = [f"![{caption}]({pictures[name]})\n" for name, caption in captions.items() if name in pictures]
     if drawn:
         parts.append("## Against the sequence length\n\n" + "\n".join(drawn))
-    parts += [f"## The hardware floor\n\n```text\n{(floor.__doc__ or '').strip()}\n```\n", page.footnotes()]
+    parts += [
+        f"## The least time the hardware allows\n\n```text\n{(lower_bound.__doc__ or '').strip()}\n```\n",
+        page.footnotes(),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -115,7 +118,7 @@ class _Page:
 
     def times(self) -> str:
         header = ["op", "gates", "library", "measure", "time, ms", "target", "verdict", "fla", "fla / ours", "sdpa",
-                  "of floor", "runs"]  # fmt: skip
+                  "of bound", "runs"]  # fmt: skip
         sections = []
         for name, shape in TABLE.items():
             rows = [
@@ -137,7 +140,7 @@ class _Page:
         return [*cells, self._runs(row, peer, softmax)]
 
     def _share(self, row: Row) -> str:
-        share = share_of_floor(self.results, row)
+        share = share_of_lower_bound(self.results, row)
         return "" if share is None else f"{share:.0%}"
 
     def memory_and_host(self) -> str:

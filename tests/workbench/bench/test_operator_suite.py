@@ -1,4 +1,4 @@
-"""The benchmark run on a CPU: which rows come out, and that a failing contestant costs its own rows only."""
+"""The benchmark run on a CPU: which rows come out, and that a failing candidate costs its own rows only."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_fakes import FakeStopwatch
+from bench_fakes import FakeTimer
 
-from deltazoo.workbench.bench import suite
-from deltazoo.workbench.bench.choices import GATES, gates_of, parse_peers
-from deltazoo.workbench.bench.contestants import contestants_for
+from deltazoo.workbench.bench import operator_suite
 from deltazoo.workbench.bench.inputs import make_inputs
-from deltazoo.workbench.bench.results import Results, load_results
+from deltazoo.workbench.bench.operator_candidates import candidates_for
+from deltazoo.workbench.bench.operator_options import GATES, gates_of, parse_peers
+from deltazoo.workbench.bench.operator_results import Results, load_results
+from deltazoo.workbench.bench.operator_suite import DeviceLost, Plan, bench_ops
 from deltazoo.workbench.bench.shapes import Shape
-from deltazoo.workbench.bench.suite import DeviceLost, Plan, bench_ops
 from deltazoo.workbench.bench.warm_up import warm_up_commands, warm_up_peers
 
 SHAPE = Shape(1, 40, 2, 16, 8)
@@ -43,7 +43,7 @@ def plan() -> Plan:
 
 
 def run(plan: Plan, out: Path, **options: object) -> Results:
-    return bench_ops(plan, out, **{"stopwatch": FakeStopwatch(), "report": lambda line: None, **options})
+    return bench_ops(plan, out, **{"timer": FakeTimer(), "report": lambda line: None, **options})
 
 
 def measures(results: Results, op: str, library: str) -> set[str]:
@@ -81,7 +81,7 @@ def installed_fla(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return calls
 
 
-def test_every_measure_of_every_contestant_is_saved(plan: Plan, tmp_path: Path) -> None:
+def test_every_measure_of_every_candidate_is_saved(plan: Plan, tmp_path: Path) -> None:
     results = run(plan, tmp_path / "run.json")
     for op, library in (("delta", "deltazoo chunkwise"), ("kda", "deltazoo chunkwise"), ("softmax", "sdpa")):
         assert measures(results, op, library) == TIMED
@@ -144,10 +144,10 @@ def test_resume_measures_only_what_is_missing(plan: Plan, tmp_path: Path) -> Non
 
 def test_a_lost_device_ends_the_run_after_saving(plan: Plan, tmp_path: Path, installed_fla: dict[str, int]) -> None:
     out = tmp_path / "run.json"
-    waits = FakeStopwatch()
-    run(replace(plan, ops=["delta"], peers=[]), tmp_path / "count.json", stopwatch=waits)
+    waits = FakeTimer()
+    run(replace(plan, ops=["delta"], peers=[]), tmp_path / "count.json", timer=waits)
     with pytest.raises(DeviceLost, match="illegal memory access"):
-        run(replace(plan, ops=["delta", "kda"], peers=["fla"]), out, stopwatch=FakeStopwatch(waits.waits + 1))
+        run(replace(plan, ops=["delta", "kda"], peers=["fla"]), out, timer=FakeTimer(waits.waits + 1))
     saved = load_results([out])
     assert measures(saved, "delta", "deltazoo chunkwise") == TIMED
     assert saved.find(SHAPE, "delta", "none", "fla", "forward_backward_ms").error is not None
@@ -162,7 +162,7 @@ def test_inputs_that_do_not_fit_are_a_row_not_an_end(
             raise torch.OutOfMemoryError("out of memory")
         return make_inputs(shape, op, gates, **options)
 
-    monkeypatch.setattr(suite, "make_inputs", make)
+    monkeypatch.setattr(operator_suite, "make_inputs", make)
     results = run(plan, tmp_path / "run.json")
     assert results.find(SHAPE, "delta", "none", "deltazoo chunkwise", "forward_ms").error.startswith("OutOfMemory")
     assert measures(results, "softmax", "sdpa") == TIMED
@@ -175,12 +175,12 @@ def test_warming_up_saves_nothing(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_ours_can_stay_out(plan: Plan) -> None:
-    assert [c.library for *_, c in replace(plan, ours=False).contestants()] == ["sdpa"]
+    assert [c.library for *_, c in replace(plan, ours=False).candidates()] == ["sdpa"]
 
 
 def test_the_order_puts_rivals_next_to_each_other(plan: Plan, installed_fla: dict[str, int]) -> None:
     both = replace(plan, peers=["fla"], ops=["delta", "kda"], gates=["weak", "strong"])
-    assert [(op, gates, c.library) for _, op, gates, c in both.contestants()] == [
+    assert [(op, gates, c.library) for _, op, gates, c in both.candidates()] == [
         (op, gates, library)
         for op, gates in (("delta", "none"), ("kda", "weak"), ("kda", "strong"))
         for library in ("deltazoo chunkwise", "fla")
@@ -189,10 +189,10 @@ def test_the_order_puts_rivals_next_to_each_other(plan: Plan, installed_fla: dic
 
 def test_a_precision_the_operator_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "deltazoo.workbench.bench.contestants.delta_rule", lambda q, k, v, beta, log_decay, *, backend: None
+        "deltazoo.workbench.bench.operator_candidates.delta_rule", lambda q, k, v, beta, log_decay, *, backend: None
     )
     with pytest.raises(ValueError, match="one precision only"):
-        contestants_for("delta", backend="chunkwise", precisions=["strict"], peers=[])
+        candidates_for("delta", backend="chunkwise", precisions=["strict"], peers=[])
 
 
 def test_unknown_peers_are_refused() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 from rich.table import Table
 
-from deltazoo.workbench.lab.arms import label_of
 from deltazoo.workbench.lab.claims import Check, Claim, Scores, Verdict, verdict_of
+from deltazoo.workbench.lab.configurations import label_of
 from deltazoo.workbench.lab.experiment import Experiment, Run
+from deltazoo.workbench.lab.lab_plots import draw_complexity, draw_curves, draw_experiment, draw_numerics
+from deltazoo.workbench.lab.lab_records import Environment, Record
 from deltazoo.workbench.lab.numerics import judge_numerics
-from deltazoo.workbench.lab.plots import draw_complexity, draw_curves, draw_experiment, draw_numerics
-from deltazoo.workbench.lab.results import Environment, Record
-from deltazoo.workbench.lab.selection import Selection
+from deltazoo.workbench.lab.suite_selection import Selection
 
 __all__ = ["listing", "verdict_table", "write_page"]
 
@@ -36,8 +36,8 @@ spread over all there are, and share each best under CUDA's multi-process servic
 
 What a paper reports is never shown as ours: its figure stands in the column *paper*, and what differs in the recipe is
 said under each claim. Models of a comparison have the same parameters within 2% and see the same data. Gates compare
-arms inside one run, on the best seed as the papers do; the median is printed beside it. A task on which the arm that
-should struggle does well counts as failed: it shows nothing.
+configurations inside one run, on the best seed as the papers do; the median is printed beside it. A task on which the
+configuration that should struggle does well counts as failed: it shows nothing.
 """
 
 
@@ -56,13 +56,13 @@ def verdict_table(selection: Selection, records: Sequence[Record], measured: Mea
 def listing(selection: Selection) -> Table:
     """What a selection would run."""
     table = Table(title="experiments")
-    for column in ("experiment", "task", "arms", "runs", "steps"):
+    for column in ("experiment", "task", "configurations", "runs", "steps"):
         table.add_column(column, overflow="fold")
     for experiment in selection.experiments:
         table.add_row(
             experiment.name,
             experiment.task.title,
-            ", ".join(experiment.arms),
+            ", ".join(experiment.configurations),
             str(len(experiment.runs())),
             f"{experiment.recipe.steps:,}",
         )
@@ -83,7 +83,9 @@ def write_page(
         images: folder of the pictures.
     """
     images = images or path.parent / "images"
-    suites = {suite: (chosen, _by_arm(chosen, found), rest) for suite, (chosen, found, rest) in suites.items()}
+    suites = {
+        suite: (chosen, _by_configuration(chosen, found), rest) for suite, (chosen, found, rest) in suites.items()
+    }
     parts = [_INTRODUCTION, "## At a glance\n"]
     for suite, (selection, records, measured) in suites.items():
         if records:
@@ -96,10 +98,12 @@ def write_page(
     return path
 
 
-def _by_arm(selection: Selection, records: Sequence[Record]) -> list[Record]:
-    """In the order in which experiments name their arms, not the one in which workers finished them."""
-    arms = {e.name: e.arms for e in selection.experiments}
-    return sorted(records, key=lambda r: (arms.get(r.experiment, ()) + (r.arm,)).index(r.arm))
+def _by_configuration(selection: Selection, records: Sequence[Record]) -> list[Record]:
+    """In the order in which experiments name their configurations, not the one in which workers finished them."""
+    configurations = {e.name: e.configurations for e in selection.experiments}
+    return sorted(
+        records, key=lambda r: (configurations.get(r.experiment, ()) + (r.configuration,)).index(r.configuration)
+    )
 
 
 def _all_checks(
@@ -247,13 +251,13 @@ def _experiment(suite: str, experiment: Experiment, scores: Scores, images: Path
         f"{recipe.hidden_size}, {recipe.precision}, {recipe.steps:,} steps of {recipe.batch_size} x {high:,} "
         f"{task.length_is}; bits per byte.\n",
         _picture(picture, base, experiment.name) if picture else "",
-        f"| arm | lr | seeds | parameters | {' | '.join(conditions)} |",
+        f"| configuration | lr | seeds | parameters | {' | '.join(conditions)} |",
         f"|---|---|---|---|{'---|' * len(conditions)}",
     ]
     groups: dict[tuple[str, float], list[Record]] = {}
     for record in found:
-        groups.setdefault((record.arm, record.learning_rate), []).append(record)
-    for (arm, rate), members in groups.items():
+        groups.setdefault((record.configuration, record.learning_rate), []).append(record)
+    for (name, rate), members in groups.items():
         cells = []
         for condition in conditions:
             values = sorted(getattr(record.scores[condition], task.metric) for record in members)
@@ -261,7 +265,7 @@ def _experiment(suite: str, experiment: Experiment, scores: Scores, images: Path
             middle = values[len(values) // 2] if len(values) % 2 else sum(values[len(values) // 2 - 1 :][:2]) / 2
             cells.append(f"{best:.3f}" if len(values) == 1 else f"{best:.3f} ({middle:.3f})")
         lines.append(
-            f"| {label_of(arm)} | {rate:g} | {len(members)} | {members[0].parameters:,} | {' | '.join(cells)} |"
+            f"| {label_of(name)} | {rate:g} | {len(members)} | {members[0].parameters:,} | {' | '.join(cells)} |"
         )
     several = any(len(members) > 1 for members in groups.values())
     return "\n".join(lines) + ("\n\nBest of the seeds, median in brackets.\n" if several else "\n")

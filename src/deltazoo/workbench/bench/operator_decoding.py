@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.workbench.bench.choices import gates_of
-from deltazoo.workbench.bench.contestants import step_contestants
 from deltazoo.workbench.bench.inputs import Inputs, make_inputs
-from deltazoo.workbench.bench.results import Row
+from deltazoo.workbench.bench.operator_candidates import step_candidates
+from deltazoo.workbench.bench.operator_options import gates_of
+from deltazoo.workbench.bench.operator_results import Row
 from deltazoo.workbench.bench.shapes import Shape
-from deltazoo.workbench.bench.stopwatch import Spread, Stopwatch
+from deltazoo.workbench.bench.timing import Spread, Timer
 
 __all__ = ["STEP_SHAPES", "decoding_rows"]
 
@@ -24,7 +24,7 @@ _STEPS = 16
 """Steps per graph: the states of 64 sequences then exceed every L2 cache, and the launch of the graph hardly counts."""
 
 
-def decoding_rows(op: str, *, backend: str | None, peers: list[str], device: str, stopwatch: Stopwatch) -> list[Row]:
+def decoding_rows(op: str, *, backend: str | None, peers: list[str], device: str, timer: Timer) -> list[Row]:
     """`step_us` and `step_tb_s` of every library for a full and a single-sequence batch, with medium gates.
 
     Ours takes part only if a backend is given.
@@ -32,10 +32,10 @@ def decoding_rows(op: str, *, backend: str | None, peers: list[str], device: str
     gates = "medium" if "medium" in gates_of(op) else "none"
     rows = []
     for shape in STEP_SHAPES.values():
-        for library, step in step_contestants(op, backend=backend, peers=peers).items():
+        for library, step in step_candidates(op, backend=backend, peers=peers).items():
             row = Row(str(shape), op, gates, library, "step_us", value=None)
             try:
-                time = _step_time(shape, op, gates, step, device, stopwatch)
+                time = _step_time(shape, op, gates, step, device, timer)
             except Exception as error:  # peers and kernels under test may raise anything
                 rows += [row.failed(error), replace(row, measure="step_tb_s").failed(error)]
                 continue
@@ -45,7 +45,7 @@ def decoding_rows(op: str, *, backend: str | None, peers: list[str], device: str
 
 
 def _step_time(
-    shape: Shape, op: str, gates: str, step: Callable[[Inputs, Tensor], Any], device: str, stopwatch: Stopwatch
+    shape: Shape, op: str, gates: str, step: Callable[[Inputs, Tensor], Any], device: str, timer: Timer
 ) -> Spread:
     inputs = make_inputs(shape, op, gates, device=device)
     # A generator of its own: a graph capture that failed earlier leaves the default one unusable.
@@ -58,6 +58,6 @@ def _step_time(
         for state in states:
             step(inputs, state)
 
-    total = stopwatch.graph_milliseconds(steps)
+    total = timer.graph_milliseconds(steps)
     per_step = 1e3 / _STEPS
     return Spread(total.median * per_step, total.low * per_step, total.high * per_step, total.count)

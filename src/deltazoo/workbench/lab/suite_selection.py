@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deltazoo.names import unknown
-from deltazoo.workbench.lab.arms import parse_arm
 from deltazoo.workbench.lab.claims import Claim
+from deltazoo.workbench.lab.configurations import parse_configuration
 from deltazoo.workbench.lab.experiment import Experiment, list_experiments
 from deltazoo.workbench.lab.suites import get_suite
 
@@ -24,8 +24,8 @@ def select(
     suite: str,
     *,
     only: Sequence[str] = (),
-    arms: Sequence[str] = (),
-    further_arms: Sequence[str] = (),
+    configurations: Sequence[str] = (),
+    further_configurations: Sequence[str] = (),
     steps: int | None = None,
 ) -> Selection:
     """Choose experiments of a suite.
@@ -33,12 +33,12 @@ def select(
     Args:
         suite: "mini" or "full".
         only: names of experiments, tasks or claims; all of the suite if empty.
-        arms: run these instead of each experiment's own.
-        further_arms: run these besides.
+        configurations: run these instead of each experiment's own.
+        further_configurations: run these besides.
         steps: train so many steps instead of the recipe's.
 
     Raises:
-        ValueError: an unknown suite, name or arm.
+        ValueError: an unknown suite, name or configuration.
     """
     claims = get_suite(suite)
     known = {experiment.name: experiment for claim in claims for experiment in claim.experiments}
@@ -51,13 +51,13 @@ def select(
             names = [*known, *(e.task.name for e in known.values()), *(claim.name for claim in claims)]
             raise ValueError(unknown(f"task in the suite {suite!r}:", name, list(dict.fromkeys(names))))
         chosen |= {experiment.name: experiment for experiment in found}
-    for arm in arms:
-        parse_arm(arm)
+    for configuration in configurations:
+        parse_configuration(configuration)
     experiments = []
     for experiment in chosen.values():
-        wanted = tuple(arms) or experiment.arms
-        extra = tuple(arm for arm in further_arms if arm not in wanted)
-        changed = experiment.with_arms((*wanted, *extra))
+        wanted = tuple(configurations) or experiment.configurations
+        extra = tuple(configuration for configuration in further_configurations if configuration not in wanted)
+        changed = experiment.with_configurations((*wanted, *extra))
         experiments.append(changed if steps is None else changed.with_steps(steps))
     by_name = {experiment.name: experiment for experiment in experiments}
     judged = tuple(

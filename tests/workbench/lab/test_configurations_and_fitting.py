@@ -1,4 +1,4 @@
-"""Arms by name, equal parameters, the same numbers from the same seed, every experiment of both suites takes a step."""
+"""Configurations by name, equal parameters, the same numbers from one seed; every experiment can take a step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.workbench.lab import Recipe, parse_arm, run_arm
-from deltazoo.workbench.lab.arms import OPTIONS, label_of
+from deltazoo.workbench.lab import Recipe, parse_configuration, run_configuration
+from deltazoo.workbench.lab.configurations import OPTIONS, label_of
+from deltazoo.workbench.lab.fitting import _schedule
 from deltazoo.workbench.lab.network import LabModel, build_model
 from deltazoo.workbench.lab.suites import SUITES
 from deltazoo.workbench.lab.tasks.overwrite import OVERWRITE
 from deltazoo.workbench.lab.tasks.parity import PARITY
-from deltazoo.workbench.lab.train import _schedule
 
 EXPERIMENTS = {
     f"{suite}-{experiment.name}": experiment
@@ -30,12 +30,12 @@ def size(model: torch.nn.Module) -> int:
 
 
 def test_options_change_the_layer_they_name() -> None:
-    arm = parse_arm("efla+channel-decay+neg+x2+slow-decay")
-    layer = build_model(arm, replace(TINY, mlp_ratio=8.0), PARITY).layers[0].mixer
+    configuration = parse_configuration("efla+channel-decay+neg+x2+slow-decay")
+    layer = build_model(configuration, replace(TINY, mlp_ratio=8.0), PARITY).layers[0].mixer
     assert layer.spec.step_size == "exact" and layer.spec.decay == "channel" and layer.spec.dt_range == (1e-6, 1e-4)
     assert layer.allow_neg_eigval and layer.num_micro_steps == 2
-    assert parse_arm("delta_net+raw-key").spec.normalize_k is False
-    assert parse_arm("kda+erase").options == {"allow_neg_eigval": True, "neg_eigval": "erase"}
+    assert parse_configuration("delta_net+raw-key").spec.normalize_k is False
+    assert parse_configuration("kda+erase").options == {"allow_neg_eigval": True, "neg_eigval": "erase"}
     assert label_of("kda+neg+x2") == "KDA [-1,1], 2 steps"
     assert set(OPTIONS) >= {"neg", "erase", "x2", "x3", "raw-key", "scalar-decay", "channel-decay"}
 
@@ -52,29 +52,33 @@ def test_options_change_the_layer_they_name() -> None:
 )
 def test_unknown_and_idle_options_are_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_arm(name)
+        parse_configuration(name)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_arms_of_an_experiment_have_equal_parameters(name: str) -> None:
+def test_configurations_of_an_experiment_have_equal_parameters(name: str) -> None:
     experiment = EXPERIMENTS[name]
     with torch.device("meta"):
-        sizes = {arm: size(build_model(parse_arm(arm), experiment.recipe, experiment.task)) for arm in experiment.arms}
+        sizes = {
+            configuration: size(build_model(parse_configuration(configuration), experiment.recipe, experiment.task))
+            for configuration in experiment.configurations
+        }
     assert max(sizes.values()) <= 1.02 * min(sizes.values()), sizes
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name.startswith("full")])
-def test_fused_kernels_take_every_arm_and_leave_its_parameters(name: str) -> None:
+def test_fused_kernels_take_every_configuration_and_leave_its_parameters(name: str) -> None:
     experiment = EXPERIMENTS[name]
     with torch.device("meta"):
-        for arm in map(parse_arm, experiment.arms):
+        for configuration in map(parse_configuration, experiment.configurations):
             plain, fused = (
-                build_model(arm, experiment.recipe, experiment.task, fused_kernels=fused) for fused in (False, True)
+                build_model(configuration, experiment.recipe, experiment.task, fused_kernels=fused)
+                for fused in (False, True)
             )
             shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (plain, fused)]
             assert shapes[0] == shapes[1]
             mixers = [module for module in fused.modules() if isinstance(module, DeltaRuleAttention)]
-            assert len(mixers) == (0 if arm.spec is None else experiment.recipe.num_layers)
+            assert len(mixers) == (0 if configuration.spec is None else experiment.recipe.num_layers)
             for mixer in mixers:
                 assert mixer.fused_kernels == (mixer.conv_size > 0 or mixer.spec.output_gate != "none")
 
@@ -83,7 +87,10 @@ def test_fused_kernels_take_every_arm_and_leave_its_parameters(name: str) -> Non
 def test_autocast_trains_what_float32_trains(name: str) -> None:
     """Logits stay below 4 here, where bfloat16 rounds by up to 2^-7; the mean loss moves by less than that."""
     recipe = replace(TINY, steps=6, mlp_multiple=8, mlp_ratio=6.0)
-    half, full = (run_arm(PARITY, parse_arm(name), replace(recipe, bf16=bf16), seed=0) for bf16 in (True, False))
+    half, full = (
+        run_configuration(PARITY, parse_configuration(name), replace(recipe, bf16=bf16), seed=0)
+        for bf16 in (True, False)
+    )
     assert half.parameters == full.parameters
     for (_, loss, _), (_, expected, _) in zip(half.curve, full.curve, strict=True):
         assert loss != expected and abs(loss - expected) < 2**-7
@@ -95,7 +102,10 @@ def test_autocast_trains_what_float32_trains(name: str) -> None:
 def test_a_gpu_trains_what_the_cpu_trains(name: str, bf16: bool) -> None:
     """Float32 kernels add up in another order, which six steps of AdamW enlarge; bfloat16 as in the test above."""
     recipe = replace(TINY, steps=6, mlp_ratio=6.0, bf16=bf16)
-    there, here = (run_arm(PARITY, parse_arm(name), recipe, seed=0, device=device) for device in ("cuda:0", "cpu"))
+    there, here = (
+        run_configuration(PARITY, parse_configuration(name), recipe, seed=0, device=device)
+        for device in ("cuda:0", "cpu")
+    )
     assert there.device == "cuda:0" and there.parameters == here.parameters
     for (_, loss, _), (_, expected, _) in zip(there.curve, here.curve, strict=True):
         assert abs(loss - expected) < (2**-6 if bf16 else 1e-3)
@@ -103,19 +113,19 @@ def test_a_gpu_trains_what_the_cpu_trains(name: str, bf16: bool) -> None:
 
 def test_mlp_widths_are_multiples() -> None:
     recipe = replace(TINY, hidden_size=64, mlp_ratio=4.0, mlp_multiple=8)
-    for arm in ("linear_attention", "gated_deltanet", "kda", "softmax"):
-        width = build_model(parse_arm(arm), recipe, PARITY).layers[0].up.out_features
+    for configuration in ("linear_attention", "gated_deltanet", "kda", "softmax"):
+        width = build_model(parse_configuration(configuration), recipe, PARITY).layers[0].up.out_features
         assert width % 8 == 0 and width > 0
 
 
-def test_an_arm_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="leave no room: raise mlp_ratio=1.0"):
-        build_model(parse_arm("gated_deltanet+x4"), replace(TINY, mlp_ratio=1.0), PARITY)
+def test_an_configuration_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="leave none for it: raise mlp_ratio=1.0"):
+        build_model(parse_configuration("gated_deltanet+x4"), replace(TINY, mlp_ratio=1.0), PARITY)
 
 
 def test_an_mlp_width_too_coarse_to_make_counts_equal_is_refused() -> None:
     with pytest.raises(ValueError, match="with MLP widths in steps of 8, .* lower mlp_multiple"):
-        build_model(parse_arm("neg_delta_net+x2"), replace(TINY, mlp_ratio=6.0, mlp_multiple=8), PARITY)
+        build_model(parse_configuration("neg_delta_net+x2"), replace(TINY, mlp_ratio=6.0, mlp_multiple=8), PARITY)
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if "byte_text" not in name])
@@ -138,25 +148,25 @@ def test_every_experiment_takes_a_step(name: str) -> None:
     )
     if isinstance(recipe.test[0], int) and recipe.test[0] > 256:
         recipe = replace(recipe, test=(short[1],))
-    for arm in experiment.arms[:2]:
-        outcome = run_arm(experiment.task, parse_arm(arm), recipe, seed=0)
+    for configuration in experiment.configurations[:2]:
+        outcome = run_configuration(experiment.task, parse_configuration(configuration), recipe, seed=0)
         (score,) = outcome.scores.values()
         assert score.answers > 0 and 0 <= score.accuracy <= 1 and score.bits > 0
         assert len(outcome.curve) == 1
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others() -> None:
-    def numbers(seed: int, arm: str = "kda+neg"):
-        outcome = run_arm(PARITY, parse_arm(arm), TINY, seed=seed)
+    def numbers(seed: int, configuration: str = "kda+neg"):
+        outcome = run_configuration(PARITY, parse_configuration(configuration), TINY, seed=seed)
         return outcome.scores, outcome.curve
 
     assert numbers(0) == numbers(0)
     assert numbers(0) != numbers(1)
 
 
-def test_arms_of_one_seed_see_the_same_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_of_one_seed_see_the_same_data(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[torch.Tensor]] = {}
-    for arm in ("delta_net", "kda+neg", "linear_attention"):
+    for configuration in ("delta_net", "kda+neg", "linear_attention"):
         inputs: list[torch.Tensor] = []
         original = LabModel.forward
 
@@ -165,9 +175,9 @@ def test_arms_of_one_seed_see_the_same_data(monkeypatch: pytest.MonkeyPatch) -> 
             return original(self, tokens, places)
 
         monkeypatch.setattr(LabModel, "forward", forward)
-        run_arm(PARITY, parse_arm(arm), TINY, seed=3)
+        run_configuration(PARITY, parse_configuration(configuration), TINY, seed=3)
         monkeypatch.setattr(LabModel, "forward", original)
-        seen[arm] = inputs
+        seen[configuration] = inputs
     first, *others = seen.values()
     assert len(first) == TINY.steps + len(TINY.test)
     for other in others:
@@ -177,12 +187,14 @@ def test_arms_of_one_seed_see_the_same_data(monkeypatch: pytest.MonkeyPatch) -> 
 def test_test_data_do_not_depend_on_the_seed_nor_on_other_conditions_scores() -> None:
     frozen = replace(TINY, steps=1, learning_rate=1e-9)
     narrow = replace(frozen, test=(9,))
-    wide, alone = (run_arm(PARITY, parse_arm("delta_net"), recipe, seed=0) for recipe in (frozen, narrow))
+    wide, alone = (
+        run_configuration(PARITY, parse_configuration("delta_net"), recipe, seed=0) for recipe in (frozen, narrow)
+    )
     assert wide.scores["9"] == alone.scores["9"]
 
 
 def test_drawing_ahead_keeps_the_number_of_steps() -> None:
-    outcome = run_arm(PARITY, parse_arm("delta_net"), replace(TINY, steps=7, draw_ahead=3), seed=0)
+    outcome = run_configuration(PARITY, parse_configuration("delta_net"), replace(TINY, steps=7, draw_ahead=3), seed=0)
     assert outcome.curve[-1][0] == 7
 
 
@@ -194,9 +206,11 @@ def test_schedule_and_curriculum() -> None:
     assert (recipe.longest(0), recipe.longest(25), recipe.longest(50), recipe.longest(99)) == (16, 24, 32, 32)
 
 
-def test_a_loss_that_is_not_finite_stops_the_arm() -> None:
+def test_a_loss_that_is_not_finite_stops_the_configuration() -> None:
     with pytest.raises(ArithmeticError, match="delta_net on parity: the loss is"):
-        run_arm(PARITY, parse_arm("delta_net"), replace(TINY, learning_rate=1e30, clip=1e30), seed=0)
+        run_configuration(
+            PARITY, parse_configuration("delta_net"), replace(TINY, learning_rate=1e30, clip=1e30), seed=0
+        )
 
 
 @pytest.mark.parametrize(
@@ -220,8 +234,10 @@ def test_negative_eigenvalues_track_parity_and_positive_ones_do_not() -> None:
     """The first claim of the mini suite, whole."""
     recipe = replace(EXPERIMENTS["mini-parity"].recipe, test=(128,))
     reached = {
-        arm: run_arm(PARITY, parse_arm(arm), recipe, seed=0).scores["128"].accuracy
-        for arm in ("neg_delta_net", "delta_net")
+        configuration: run_configuration(PARITY, parse_configuration(configuration), recipe, seed=0)
+        .scores["128"]
+        .accuracy
+        for configuration in ("neg_delta_net", "delta_net")
     }
     assert reached["neg_delta_net"] >= 0.90 and reached["delta_net"] <= 0.60, reached
 
@@ -230,7 +246,9 @@ def test_negative_eigenvalues_track_parity_and_positive_ones_do_not() -> None:
 def test_the_delta_rule_overwrites_and_linear_attention_does_not() -> None:
     recipe = EXPERIMENTS["mini-overwrite"].recipe
     reached = {
-        arm: run_arm(OVERWRITE, parse_arm(arm), recipe, seed=0).scores["16"].accuracy
-        for arm in ("delta_net", "linear_attention")
+        configuration: run_configuration(OVERWRITE, parse_configuration(configuration), recipe, seed=0)
+        .scores["16"]
+        .accuracy
+        for configuration in ("delta_net", "linear_attention")
     }
     assert reached["delta_net"] >= 0.95 and reached["linear_attention"] <= 0.75, reached

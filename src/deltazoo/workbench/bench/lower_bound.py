@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from deltazoo.workbench.bench.shapes import Shape
 
-__all__ = ["Ceilings", "floor_ms"]
+__all__ = ["Ceilings", "lower_bound_ms"]
 
 _CHUNK = 64
 
@@ -34,8 +34,8 @@ class Ceilings:
     matmul_tflop_s: float
 
 
-def floor_ms(shape: Shape, op: str, *, backward: bool, ceilings: Ceilings) -> float:
-    """The floor of one forward pass, or of forward plus backward, in milliseconds. KeyError for softmax."""
+def lower_bound_ms(shape: Shape, op: str, *, backward: bool, ceilings: Ceilings) -> float:
+    """The lower bound of one forward pass, or of forward plus backward, in milliseconds. KeyError for softmax."""
     passes = [(forward_bytes(shape, op), forward_operations(shape))]
     if backward:
         passes.append((backward_bytes(shape, op), backward_operations(shape)))

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_fakes import FakeStopwatch
+from bench_fakes import FakeTimer
 
-from deltazoo.workbench.bench.page import render_page, write_page
-from deltazoo.workbench.bench.results import Results, Row, Run, describe_run, load_results
+from deltazoo.workbench.bench.operator_page import render_page, write_page
+from deltazoo.workbench.bench.operator_results import Results, Row, Run, describe_run, load_results
+from deltazoo.workbench.bench.operator_suite import Plan, bench_ops
 from deltazoo.workbench.bench.shapes import SWEEP, TABLE, Shape
-from deltazoo.workbench.bench.stopwatch import CpuStopwatch, Spread, stopwatch_for
-from deltazoo.workbench.bench.suite import Plan, bench_ops
 from deltazoo.workbench.bench.targets import TARGETS, verdict
+from deltazoo.workbench.bench.timing import CpuTimer, Spread, timer_for
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN, NARROW, SMALL = (str(TABLE[name]) for name in ("train", "narrow", "small"))
@@ -116,8 +116,8 @@ def test_the_page_sets_targets_and_peers_beside_the_values(results: Results) -> 
     page = render_page(results, {})
     gdn = line(page, "gdn", "medium", "fwd")
     assert gdn[4:10] == ["0.3", "<= 0.36", "met", "0.9", "3.00x", "1.02"]
-    floor_ns = 1032 / 4300
-    assert gdn[10] == f"{Shape.parse(TRAIN).token_heads * floor_ns / 1e6 / 0.30:.0%}"
+    lower_bound_ns = 1032 / 4300
+    assert gdn[10] == f"{Shape.parse(TRAIN).token_heads * lower_bound_ns / 1e6 / 0.30:.0%}"
     assert line(page, "gdn", "medium", "fwd+bwd")[4:9] == ["1.54", "<= 1.4", "missed by 10%", "fails (1)", ""]
     assert "1. fla gdn: RuntimeError: wrong results" in page
 
@@ -174,7 +174,7 @@ def test_the_script_renders_what_the_harness_wrote(tmp_path: Path) -> None:
         backend="chunkwise",
         device="cpu",
     )
-    bench_ops(plan, tmp_path / "results" / "ops_a.json", stopwatch=FakeStopwatch(), report=lambda line: None)
+    bench_ops(plan, tmp_path / "results" / "ops_a.json", timer=FakeTimer(), report=lambda line: None)
     # The rows of the small shapes pass for those of the sweep, which a CPU would take too long to measure.
     measured = load_results([tmp_path / "results" / "ops_a.json"])
     [run] = [replace(run, copy_tb_s=4.0, matmul_tflop_s=700.0) for run in measured.runs.values()]
@@ -206,14 +206,14 @@ def test_the_script_says_when_there_is_nothing_to_render(tmp_path: Path) -> None
     assert done.returncode == 1 and "no result files" in done.stderr
 
 
-def test_spread_and_the_cpu_stopwatch() -> None:
+def test_spread_and_the_cpu_timer() -> None:
     assert Spread.of([3.0, 1.0, 2.0, 5.0, 4.0, 100.0]) == Spread(3.5, 2.0, 5.0, 6)
     with pytest.raises(ValueError, match="no samples"):
         Spread.of([])
     calls: list[int] = []
-    stopwatch = stopwatch_for("cpu")
-    assert isinstance(stopwatch, CpuStopwatch)
-    spread = stopwatch.milliseconds(lambda: calls.append(1))
+    timer = timer_for("cpu")
+    assert isinstance(timer, CpuTimer)
+    spread = timer.milliseconds(lambda: calls.append(1))
     assert spread.count == 5 and len(calls) == 6 and 0 < spread.low <= spread.median <= spread.high
     with pytest.raises(NotImplementedError):
-        stopwatch.graph_milliseconds(lambda: None)
+        timer.graph_milliseconds(lambda: None)

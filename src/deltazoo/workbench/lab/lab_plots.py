@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from deltazoo.workbench.lab.arms import label_of, parse_arm
+from deltazoo.workbench.lab.configurations import label_of, parse_configuration
 from deltazoo.workbench.lab.experiment import Experiment
+from deltazoo.workbench.lab.lab_records import Record
 from deltazoo.workbench.lab.repeated_keys import BOUNDS
-from deltazoo.workbench.lab.results import Record
 
 __all__ = ["draw_complexity", "draw_curves", "draw_experiment", "draw_numerics"]
 
@@ -206,10 +206,10 @@ _Group = tuple[str, float]
 
 
 def _groups(records: Sequence[Record]) -> dict[_Group, list[Record]]:
-    """Records by arm and learning rate."""
+    """Records by configuration and learning rate."""
     groups: dict[_Group, list[Record]] = {}
     for record in records:
-        groups.setdefault((record.arm, record.learning_rate), []).append(record)
+        groups.setdefault((record.configuration, record.learning_rate), []).append(record)
     return groups
 
 
@@ -227,8 +227,10 @@ def _style(group: _Group, groups: Sequence[_Group]) -> dict[str, Any]:
         for g in groups
         if (_COLOURS.get(g[0].split("+")[0]) or g[0].split("+")[0]) == (_COLOURS.get(variant) or variant)
     ]
-    arm = parse_arm(group[0])
-    negative = arm.spec is not None and (arm.options.get("allow_neg_eigval") or arm.spec.allow_neg_eigval)
+    configuration = parse_configuration(group[0])
+    negative = configuration.spec is not None and (
+        configuration.options.get("allow_neg_eigval") or configuration.spec.allow_neg_eigval
+    )
     place = siblings.index(group)
     return {
         "color": colour,

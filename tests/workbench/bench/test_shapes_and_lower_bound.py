@@ -1,11 +1,11 @@
-"""Shapes are read strictly; the floor has the bytes and operations of a count by hand."""
+"""Shapes are read strictly; the lower bound has the bytes and operations of a count by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from deltazoo.workbench.bench import floor
-from deltazoo.workbench.bench.floor import Ceilings, floor_ms
+from deltazoo.workbench.bench import lower_bound
+from deltazoo.workbench.bench.lower_bound import Ceilings, lower_bound_ms
 from deltazoo.workbench.bench.shapes import SWEEP, TABLE, Shape, parse_shapes
 
 D128 = Shape(8, 4096, 16, 128, 128)
@@ -34,24 +34,24 @@ def test_what_is_no_shape_is_refused(text: str, complaint: str) -> None:
 
 def test_bytes_per_token_and_head() -> None:
     # q, k, v, o in 16 bits are 1024 bytes at K = V = 128; beta is 4, a scalar gate 4, a channel gate 512.
-    assert [floor.forward_bytes(D128, op) for op in ("delta", "gdn", "kda")] == [1028, 1032, 1540]
+    assert [lower_bound.forward_bytes(D128, op) for op in ("delta", "gdn", "kda")] == [1028, 1032, 1540]
     # q, k, v, dO, dq, dk, dv are 1792 bytes; beta, the gate and both their gradients come on top.
-    assert [floor.backward_bytes(D128, op) for op in ("delta", "gdn", "kda")] == [1800, 1808, 2824]
+    assert [lower_bound.backward_bytes(D128, op) for op in ("delta", "gdn", "kda")] == [1800, 1808, 2824]
 
 
 def test_operations_per_token_and_head() -> None:
     small, big = 2 * 64 * 128, 2 * 128 * 128  # per token: C x C x 128 and C x 128 x 128 products of a chunk
-    assert floor.forward_operations(D128) == 4 * small + 3 * big + 64 * 64
-    assert floor.backward_operations(D128) == 10 * small + 8 * big
+    assert lower_bound.forward_operations(D128) == 4 * small + 3 * big + 64 * 64
+    assert lower_bound.backward_operations(D128) == 10 * small + 8 * big
 
 
-def test_floor_is_the_longer_of_memory_and_arithmetic() -> None:
+def test_the_lower_bound_is_the_longer_of_memory_and_arithmetic() -> None:
     ceilings = Ceilings(copy_tb_s=4.3, matmul_tflop_s=790)
     tokens = D128.token_heads
-    forward = floor_ms(D128, "gdn", backward=False, ceilings=ceilings)
-    both = floor_ms(D128, "gdn", backward=True, ceilings=ceilings)
+    forward = lower_bound_ms(D128, "gdn", backward=False, ceilings=ceilings)
+    both = lower_bound_ms(D128, "gdn", backward=True, ceilings=ceilings)
     assert forward * 1e6 / tokens == pytest.approx(1032 / 4300, rel=1e-12)  # ns; memory bound
     assert (both - forward) * 1e6 / tokens == pytest.approx(425984 / 790e3, rel=1e-9)  # ns; arithmetic bound
-    assert floor_ms(D128, "kda", backward=False, ceilings=ceilings) > forward
+    assert lower_bound_ms(D128, "kda", backward=False, ceilings=ceilings) > forward
     with pytest.raises(KeyError):
-        floor_ms(D128, "softmax", backward=False, ceilings=ceilings)
+        lower_bound_ms(D128, "softmax", backward=False, ceilings=ceilings)

@@ -16,13 +16,13 @@ import torch
 
 from deltazoo import __version__
 from deltazoo.workbench.lab.experiment import Run
-from deltazoo.workbench.lab.train import Outcome, Score
+from deltazoo.workbench.lab.fitting import Outcome, Score
 
 __all__ = ["Environment", "Record", "ResultFile", "read_records"]
 
 # `models` has the softmax attention that rules are compared with.
 _DECISIVE = ("ops", "layers", "variants", "models", "spec.py", "runtime.py")
-_DECISIVE_IN_LAB = ("tasks", "arms.py", "network.py", "recipe.py", "task.py", "train.py")
+_DECISIVE_IN_LAB = ("tasks", "configurations.py", "network.py", "recipe.py", "task.py", "fitting.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Record:
     suite: str
     experiment: str
     task: str
-    arm: str
+    configuration: str
     seed: int
     learning_rate: float
     steps: int
@@ -85,7 +85,7 @@ class Record:
             suite=suite,
             experiment=run.experiment,
             task=run.task.name,
-            arm=run.arm,
+            configuration=run.configuration,
             seed=run.seed,
             learning_rate=run.recipe.learning_rate,
             steps=run.recipe.steps,
@@ -98,16 +98,17 @@ class Record:
     @property
     def key(self) -> str:
         """As `Run.key`."""
-        return f"{self.experiment} {self.arm} lr={self.learning_rate:g} seed={self.seed}"
+        return f"{self.experiment} {self.configuration} lr={self.learning_rate:g} seed={self.seed}"
 
     def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
+        """One line. The configuration stands under the key `arm`, as in every file written so far."""
+        return json.dumps({"arm" if key == "configuration" else key: value for key, value in asdict(self).items()})
 
     @classmethod
     def from_json(cls, line: str) -> "Record":
         """Back from a line."""
         content: dict[str, Any] = json.loads(line)
+        content["configuration"] = content.pop("arm")
         content["scores"] = {condition: Score(**score) for condition, score in content["scores"].items()}
         content["curve"] = [tuple(point) for point in content["curve"]]
         content["environment"] = Environment(**content["environment"])
@@ -210,7 +211,10 @@ def code_digest(load: tuple[Path, ...] = ()) -> str:
 def decisive_files() -> list[Path]:
     """The Python files of the package that can change a result."""
     package = Path(__file__).resolve().parents[2]
-    roots = [*(package / name for name in _DECISIVE), *(package / "lab" / name for name in _DECISIVE_IN_LAB)]
+    roots = [
+        *(package / name for name in _DECISIVE),
+        *(package / "workbench" / "lab" / name for name in _DECISIVE_IN_LAB),
+    ]
     return sorted(path for root in roots for path in ([root] if root.is_file() else root.rglob("*.py")))
 
 

@@ -17,7 +17,7 @@ from deltazoo.names import unknown
 from deltazoo.spec import list_variants
 from deltazoo.swap import swap_attention
 
-__all__ = ["PEERS", "SIZES", "Contestant", "Size", "contestants"]
+__all__ = ["PEERS", "SIZES", "Candidate", "Size", "candidates"]
 
 PEERS = ("llama", "fla", "swapped", "qwen3-next")
 """llama: transformers' Llama with torch's SDPA. fla: flash-linear-attention's model of the same mixer, on a GPU.
@@ -28,7 +28,7 @@ _FLA_MODELS = {"delta_net": "DeltaNet", "gated_deltanet": "GatedDeltaNet", "kda"
 
 @dataclass(frozen=True)
 class Size:
-    """Widths that all contestants share."""
+    """Widths that all candidates share."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -48,7 +48,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """One model of one library.
 
     `build` makes it with random weights on the current default device; ours takes runtime options.
@@ -59,9 +59,7 @@ class Contestant:
     build: Callable[..., Any]
 
 
-def contestants(
-    size: Size, mixers: list[str], peers: list[str], device: str
-) -> tuple[list[Contestant], dict[str, str]]:
+def candidates(size: Size, mixers: list[str], peers: list[str], device: str) -> tuple[list[Candidate], dict[str, str]]:
     """Who takes part, and why the missing peers do not.
 
     Raises:
@@ -73,15 +71,15 @@ def contestants(
     for peer in peers:
         if peer not in PEERS:
             raise ValueError(unknown("peer", peer, PEERS))
-    taking_part = [Contestant(mixer, "deltazoo", partial(_ours, size, mixer)) for mixer in mixers]
+    taking_part = [Candidate(mixer, "deltazoo", partial(_ours, size, mixer)) for mixer in mixers]
     missing: dict[str, str] = {}
     if "llama" in peers:
-        taking_part.append(Contestant("llama", "transformers", partial(_llama, size)))
+        taking_part.append(Candidate("llama", "transformers", partial(_llama, size)))
     if "swapped" in peers:
-        taking_part.append(Contestant("llama-swapped", "deltazoo", partial(_swapped, size)))
+        taking_part.append(Candidate("llama-swapped", "deltazoo", partial(_swapped, size)))
     if "qwen3-next" in peers:
-        taking_part.append(Contestant("qwen3-next", "transformers", partial(_qwen3_next, size)))
-        taking_part.append(Contestant("qwen3-next", "accelerated", partial(_accelerated, size)))
+        taking_part.append(Candidate("qwen3-next", "transformers", partial(_qwen3_next, size)))
+        taking_part.append(Candidate("qwen3-next", "accelerated", partial(_accelerated, size)))
     if "fla" in peers:
         if torch.device(device).type != "cuda":
             missing["fla"] = "its kernels need a GPU"
@@ -92,7 +90,7 @@ def contestants(
                 missing["fla"] = f"not importable: {error}"
             else:
                 named = [mixer for mixer in mixers if mixer in _FLA_MODELS]
-                taking_part += [Contestant(mixer, "fla", partial(_fla, models, size, mixer)) for mixer in named]
+                taking_part += [Candidate(mixer, "fla", partial(_fla, models, size, mixer)) for mixer in named]
     return taking_part, missing
 
 

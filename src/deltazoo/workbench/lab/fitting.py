@@ -1,4 +1,4 @@
-"""Training and testing of one arm: a plain loop, every token that has an answer supervised."""
+"""Training and testing of one configuration: a plain loop with a loss on every token that has an answer."""
 
 import math
 import time
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.ops import resolve_backend
-from deltazoo.workbench.lab.arms import Arm
+from deltazoo.workbench.lab.configurations import Configuration
 from deltazoo.workbench.lab.network import LabModel, build_model
 from deltazoo.workbench.lab.recipe import Recipe
 from deltazoo.workbench.lab.task import IGNORED, Batch, Task
 
-__all__ = ["Outcome", "Score", "run_arm"]
+__all__ = ["Outcome", "Score", "run_configuration"]
 
 _CURVE_POINTS = 100
 _TEST_SEED = 2**31 - 1
@@ -37,7 +37,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one arm reached."""
+    """What one configuration reached."""
 
     parameters: int
     scores: dict[str, Score]
@@ -51,19 +51,21 @@ class Outcome:
     cpu_seconds: float = 0.0
 
 
-def run_arm(
+def run_configuration(
     task: Task,
-    arm: Arm,
+    configuration: Configuration,
     recipe: Recipe,
     *,
     seed: int,
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Train an arm on a task and test it. The same seed gives the same numbers; arms of one seed see the same data.
+    """Train a configuration on a task and test it.
+
+    The same seed gives the same numbers. All configurations of one seed see the same data.
 
     Args:
-        task, arm, recipe: what to run.
+        task, configuration, recipe: what to run.
         seed: of initialisation and training data; test data never depend on it.
         device: where. On an NVIDIA GPU convolutions and gated norms run in the fused kernels.
         progress: called with the number of finished steps.
@@ -75,7 +77,7 @@ def run_arm(
     device = torch.device(device)
     began, started, cpu_started = time.time(), time.perf_counter(), time.process_time()
     torch.manual_seed(seed)
-    model = build_model(arm, recipe, task, fused_kernels=_has_kernels(device, recipe)).to(device)
+    model = build_model(configuration, recipe, task, fused_kernels=_has_kernels(device, recipe)).to(device)
     optimizer = _make_optimizer(model, recipe)
     data = torch.Generator().manual_seed(seed)
     curve = _Curve(recipe.steps)
@@ -90,7 +92,9 @@ def run_arm(
         optimizer.step()
         if curve.add(step, loss, logits, questions):
             if not math.isfinite(curve.points[-1][1]):
-                raise ArithmeticError(f"{arm.name} on {task.name}: the loss is {curve.points[-1][1]} at step {step}")
+                raise ArithmeticError(
+                    f"{configuration.name} on {task.name}: the loss is {curve.points[-1][1]} at step {step}"
+                )
             progress(step + 1)
     scores = {
         str(condition): _test(model, task, condition, index, recipe, device)

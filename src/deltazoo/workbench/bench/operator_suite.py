@@ -1,4 +1,4 @@
-"""The operator benchmark: every contestant on every shape and gate, in one process, saved after each of them."""
+"""The operator benchmark: every candidate on every shape and gate, in one process, saved after each of them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from deltazoo.workbench.bench.choices import GROUPS, OPS, gates_of
 from deltazoo.workbench.bench.cold_start import cold_start_rows
-from deltazoo.workbench.bench.contestants import Contestant, contestants_for, installed_peers
-from deltazoo.workbench.bench.decoding import decoding_rows
-from deltazoo.workbench.bench.floor import Ceilings
 from deltazoo.workbench.bench.inputs import make_inputs
-from deltazoo.workbench.bench.results import Results, Row, describe_run, load_results
+from deltazoo.workbench.bench.lower_bound import Ceilings
+from deltazoo.workbench.bench.operator_candidates import Candidate, candidates_for, installed_peers
+from deltazoo.workbench.bench.operator_decoding import decoding_rows
+from deltazoo.workbench.bench.operator_options import GROUPS, OPS, gates_of
+from deltazoo.workbench.bench.operator_results import Results, Row, describe_run, load_results
 from deltazoo.workbench.bench.shapes import TABLE, Shape
-from deltazoo.workbench.bench.stopwatch import Spread, Stopwatch, stopwatch_for
+from deltazoo.workbench.bench.timing import Spread, Timer, timer_for
 
 __all__ = ["DeviceLost", "Plan", "bench_ops"]
 
@@ -43,17 +43,17 @@ class Plan:
     device: str = "cuda"
     warm_up_only: bool = False
 
-    def contestants(self) -> Iterator[tuple[Shape, str, str, Contestant]]:
+    def candidates(self) -> Iterator[tuple[Shape, str, str, Candidate]]:
         """Shape by shape, so that rivals are timed next to each other."""
         for shape in self.shapes:
             for op in self.ops:
-                rivals = contestants_for(
+                rivals = candidates_for(
                     op, backend=self.backend, precisions=self.precisions if self.ours else [], peers=self.peers
                 )
                 for gates in gates_of(op):
                     if gates == "none" or gates in self.gates:
-                        for contestant in rivals:
-                            yield shape, op, gates, contestant
+                        for candidate in rivals:
+                            yield shape, op, gates, candidate
 
 
 def bench_ops(
@@ -63,18 +63,18 @@ def bench_ops(
     commit: str | None = None,
     command: list[str] | None = None,
     resume: bool = False,
-    stopwatch: Stopwatch | None = None,
+    timer: Timer | None = None,
     report: Callable[[str], None] = print,
 ) -> Results:
-    """Measures a plan and writes `out` after every contestant; rows already in `out` are kept or replaced.
+    """Measures a plan and writes `out` after every candidate; rows already in `out` are kept or replaced.
 
     Args:
         plan: what to measure.
         out: the JSON result file.
         commit, command: for the record; see `describe_run`.
-        resume: leave out contestants that have rows in `out`, those that failed too.
-        stopwatch: the clock, chosen by device unless given.
-        report: receives one line per contestant.
+        resume: leave out candidates that have rows in `out`, those that failed too.
+        timer: the clock, chosen by device unless given.
+        report: receives one line per candidate.
 
     Returns:
         everything in `out`.
@@ -82,7 +82,7 @@ def bench_ops(
     Raises:
         ValueError: a plan that cannot be measured at all. DeviceLost: after saving what there was.
     """
-    stopwatch = stopwatch or stopwatch_for(plan.device)
+    timer = timer or timer_for(plan.device)
     peers, missing = installed_peers(plan.peers)
     plan = replace(plan, peers=peers)
     for name, reason in missing.items():
@@ -92,7 +92,7 @@ def bench_ops(
     if resume:
         done = {row.key[:4] for row in results.rows.values()} | {(row.measure, row.op) for row in results.rows.values()}
     on_gpu = torch.device(plan.device).type == "cuda"
-    ceilings = measure_ceilings(stopwatch) if on_gpu and not plan.warm_up_only else None
+    ceilings = measure_ceilings(timer) if on_gpu and not plan.warm_up_only else None
     run = describe_run(
         device=plan.device,
         commit=commit,
@@ -111,46 +111,44 @@ def bench_ops(
         for start in dict.fromkeys(row.key[:4] for row in rows):
             report(_line([row for row in rows if row.key[:4] == start]))
         if any(row.error for row in rows):
-            _check_device(stopwatch)
+            _check_device(timer)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    for shape, op, gates, contestant in plan.contestants():
-        if (str(shape), op, gates, contestant.library) not in done:
+    for shape, op, gates, candidate in plan.candidates():
+        if (str(shape), op, gates, candidate.library) not in done:
             try:
-                rows = _contestant_rows(plan, shape, op, gates, contestant, stopwatch)
+                rows = _candidate_rows(plan, shape, op, gates, candidate, timer)
             except torch.OutOfMemoryError as error:  # not even the inputs fit
-                rows = [Row(str(shape), op, gates, contestant.library, "forward_ms", value=None).failed(error)]
+                rows = [Row(str(shape), op, gates, candidate.library, "forward_ms", value=None).failed(error)]
             keep(rows)
     for op in plan.ops:
         if op == "softmax" or plan.warm_up_only:
             continue
         if "decode" in plan.groups and ("step_us", op) not in done:
             backend = plan.backend if plan.ours else None
-            keep(decoding_rows(op, backend=backend, peers=peers, device=plan.device, stopwatch=stopwatch))
+            keep(decoding_rows(op, backend=backend, peers=peers, device=plan.device, timer=timer))
         if "cold" in plan.groups and plan.ours and ("cold_first_call_s", op) not in done:
             keep(cold_start_rows(op, backend=plan.backend, device=plan.device))
     return results
 
 
-def measure_ceilings(stopwatch: Stopwatch) -> Ceilings:
+def measure_ceilings(timer: Timer) -> Ceilings:
     """What a 2 GiB copy and an 8192-cubed bf16 product reach on this GPU."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    copy_ms = stopwatch.milliseconds(lambda: target.copy_(source)).median
+    copy_ms = timer.milliseconds(lambda: target.copy_(source)).median
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16).unbind()
-    matmul_ms = stopwatch.milliseconds(lambda: a @ b).median
+    matmul_ms = timer.milliseconds(lambda: a @ b).median
     return Ceilings(copy_tb_s=2 * 2**31 / copy_ms / 1e9, matmul_tflop_s=2 * 8192**3 / matmul_ms / 1e9)
 
 
-def _contestant_rows(
-    plan: Plan, shape: Shape, op: str, gates: str, contestant: Contestant, stopwatch: Stopwatch
-) -> list[Row]:
-    """Everything about one contestant on one shape; what fails leaves its error as a row."""
+def _candidate_rows(plan: Plan, shape: Shape, op: str, gates: str, candidate: Candidate, timer: Timer) -> list[Row]:
+    """Everything about one candidate on one shape; what fails leaves its error as a row."""
     rows: list[Row] = []
 
     def record(measure: str, measurement: Callable[[], Spread | float]) -> str | None:
-        row = Row(str(shape), op, gates, contestant.library, measure, value=None)
+        row = Row(str(shape), op, gates, candidate.library, measure, value=None)
         try:
             rows.append(row.measured(measurement()))
         except Exception as error:  # peers and kernels under test may raise anything
@@ -161,7 +159,7 @@ def _contestant_rows(
         first_call: str, call: Callable[[], object], measures: dict[str, Callable[[], Spread | float]]
     ) -> None:
         # A peer may run forward and refuse to train: each pass stands on its own, and a refusal shows in every measure.
-        refusal = record(first_call, lambda: _seconds(call, stopwatch)) if measures else None
+        refusal = record(first_call, lambda: _seconds(call, timer)) if measures else None
         for measure, measurement in measures.items():
             if refusal is not None:
                 rows.append(replace(rows[-1], measure=measure))
@@ -173,25 +171,25 @@ def _contestant_rows(
 
     def forward() -> object:
         with torch.no_grad():
-            return contestant.forward(inputs)
+            return candidate.forward(inputs)
 
     def training() -> object:
-        return contestant.train_step(inputs)
+        return candidate.train_step(inputs)
 
     def host_without_gradient() -> Spread:
         with torch.no_grad():
-            return stopwatch.host_microseconds(lambda: contestant.forward(tiny))
+            return timer.host_microseconds(lambda: candidate.forward(tiny))
 
     forward_measures: dict[str, tuple[set[str], Callable[[], Spread | float]]] = {
-        "forward_ms": ({"forward"}, lambda: stopwatch.milliseconds(forward)),
-        "forward_graph_ms": ({"forward", "graphs"}, lambda: stopwatch.graph_milliseconds(forward)),
+        "forward_ms": ({"forward"}, lambda: timer.milliseconds(forward)),
+        "forward_graph_ms": ({"forward", "graphs"}, lambda: timer.graph_milliseconds(forward)),
         "host_forward_us": ({"host"}, host_without_gradient),
-        "host_forward_grad_us": ({"host"}, lambda: stopwatch.host_microseconds(lambda: contestant.forward(tiny))),
+        "host_forward_grad_us": ({"host"}, lambda: timer.host_microseconds(lambda: candidate.forward(tiny))),
     }
     training_measures: dict[str, tuple[set[str], Callable[[], Spread | float]]] = {
-        "forward_backward_ms": ({"training"}, lambda: stopwatch.milliseconds(training)),
-        "forward_backward_graph_ms": ({"training", "graphs"}, lambda: stopwatch.graph_milliseconds(training)),
-        "peak_mib": ({"memory"}, lambda: stopwatch.peak_mib(training)),
+        "forward_backward_ms": ({"training"}, lambda: timer.milliseconds(training)),
+        "forward_backward_graph_ms": ({"training", "graphs"}, lambda: timer.graph_milliseconds(training)),
+        "peak_mib": ({"memory"}, lambda: timer.peak_mib(training)),
     }
     for first_call, call, measures in (
         ("first_forward_s", forward, forward_measures),
@@ -202,10 +200,10 @@ def _contestant_rows(
     return rows
 
 
-def _seconds(call: Callable[[], object], stopwatch: Stopwatch) -> float:
+def _seconds(call: Callable[[], object], timer: Timer) -> float:
     start = time.perf_counter()
     call()
-    stopwatch.wait()
+    timer.wait()
     return time.perf_counter() - start
 
 
@@ -233,9 +231,9 @@ def _line(rows: list[Row]) -> str:
     return f"{head} {'  '.join(cells + errors)}"
 
 
-def _check_device(stopwatch: Stopwatch) -> None:
+def _check_device(timer: Timer) -> None:
     try:
-        stopwatch.wait()
+        timer.wait()
         if torch.cuda.is_available():
             torch.ones(1, device="cuda").sum().item()
     except RuntimeError as error:
