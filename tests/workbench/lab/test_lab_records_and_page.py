@@ -211,11 +211,8 @@ print(*(module.__file__ for name, module in sys.modules.items() if name.split(".
 def test_every_module_behind_a_result_is_in_its_key() -> None:
     package = Path(deltazoo.__file__).parent
     found = {Path(line).relative_to(package).as_posix() for line in run_python(MODULES_OF_A_RUN).splitlines()}
-    # Names for users, and what is done with results.
+    # What is done with results.
     idle = {
-        "__init__.py",
-        "_auto_registration.py",
-        "_lazy.py",
         "workbench/__init__.py",
         *(f"workbench/lab/{n}.py" for n in ("__init__", "claims", "experiment", "lab_records")),
     }

@@ -51,7 +51,7 @@ class Run:
 
 
 def _name_of_function(value: Any) -> str:
-    """Of a step size or gate that a spec holds; what the function computes is a matter of `results.code_digest`."""
+    """Of a step size or gate that a spec holds; `lab_records.code_digest` covers what the function computes."""
     if not hasattr(value, "__qualname__"):
         raise TypeError(f"a run is decided by plain values and named functions, got {value!r}")
     return f"{value.__module__}.{value.__qualname__}"

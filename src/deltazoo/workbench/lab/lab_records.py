@@ -20,8 +20,6 @@ from deltazoo.workbench.lab.fitting import Outcome, Score
 
 __all__ = ["Environment", "Record", "ResultFile", "read_records"]
 
-# `models` has the softmax attention that rules are compared with.
-_DECISIVE = ("ops", "layers", "variants", "models", "spec.py", "runtime.py")
 _DECISIVE_IN_LAB = ("tasks", "configurations.py", "network.py", "recipe.py", "task.py", "fitting.py")
 
 
@@ -209,13 +207,11 @@ def code_digest(load: tuple[Path, ...] = ()) -> str:
 
 
 def decisive_files() -> list[Path]:
-    """The Python files of the package that can change a result."""
+    """The Python files that can change a result: the library's, and those of the lab that build, train and test."""
     package = Path(__file__).resolve().parents[2]
-    roots = [
-        *(package / name for name in _DECISIVE),
-        *(package / "workbench" / "lab" / name for name in _DECISIVE_IN_LAB),
-    ]
-    return sorted(path for root in roots for path in ([root] if root.is_file() else root.rglob("*.py")))
+    library = [path for path in package.rglob("*.py") if "workbench" not in path.relative_to(package).parts]
+    lab = [package / "workbench" / "lab" / name for name in _DECISIVE_IN_LAB]
+    return sorted([*library, *(path for root in lab for path in ([root] if root.is_file() else root.rglob("*.py")))])
 
 
 def _version_of(package: str) -> str | None:
