@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.interop.accelerate.layouts import MIXER_LAYOUTS
+from deltazoo.interop.acceleration.transformers_layers import LAYER_ARRANGEMENTS
 
 VOCAB = 61
 COMMON: dict[str, Any] = {
@@ -130,7 +130,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 
 def mixer_of(model: Any) -> Any:
     """The model's one delta-rule layer."""
-    (mixer,) = [x for x in model.modules() if type(x).__name__.removeprefix("Accelerated") in MIXER_LAYOUTS]
+    (mixer,) = [x for x in model.modules() if type(x).__name__.removeprefix("Accelerated") in LAYER_ARRANGEMENTS]
     return mixer
 
 

@@ -16,8 +16,8 @@ from deltazoo.models import (
     EFLAConfig,
     GatedDeltaNetConfig,
     KDAConfig,
-    named,
 )
+from deltazoo.models.hub_classes import model_class_of
 from deltazoo.runtime import RUNTIME_OPTIONS
 
 VOCAB = 61
@@ -120,10 +120,8 @@ def _config(model_type: str, **options: Any) -> DeltaRuleConfig:
 
 
 def _model(config: DeltaRuleConfig, suffix: str, runtime: dict[str, Any]) -> Any:
-    name = type(config).__name__.removesuffix("Config") + suffix
     torch.manual_seed(1)
-    model_class = getattr(named, name, None) or getattr(deltazoo.models, name)
-    return model_class(config, **runtime).eval()
+    return model_class_of(type(config), suffix)(config, **runtime).eval()
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo import swap as swap
     from deltazoo import workbench as workbench
     from deltazoo.generation import generate as generate
-    from deltazoo.interop.accelerate import accelerate as accelerate
-    from deltazoo.interop.accelerate import restore as restore
+    from deltazoo.interop import accelerate as accelerate
+    from deltazoo.interop import restore as restore
     from deltazoo.layers import EFLA as EFLA
     from deltazoo.layers import DeltaNet as DeltaNet
     from deltazoo.layers import DeltaRuleAttention as DeltaRuleAttention
@@ -82,7 +82,7 @@ __version__ = "0.2.0"
 
 _NAMES = {
     "generation": ("generate",),
-    "interop.accelerate": ("accelerate", "restore"),
+    "interop": ("accelerate", "restore"),
     "layers": (
         "EFLA",
         "DeltaNet",

@@ -35,12 +35,11 @@ import deltazoo
 from deltazoo.models import (
     DeltaNetConfig,
     DeltaRuleConfig,
-    DeltaRuleForCausalLM,
     EFLAConfig,
     GatedDeltaNetConfig,
     KDAConfig,
-    named,
 )
+from deltazoo.models.hub_classes import model_class_of
 from deltazoo.ops import delta_rule, linear_attention
 
 FOLDER = Path(__file__).parent
@@ -170,7 +169,7 @@ def _write_checkpoints() -> dict[str, dict[str, float]]:
     models: dict[str, PreTrainedModel] = {}
     for name, config in MODELS.items():
         torch.manual_seed(len(models))
-        model_class = getattr(named, type(config).__name__.removesuffix("Config") + "ForCausalLM", DeltaRuleForCausalLM)
+        model_class = model_class_of(type(config), "ForCausalLM")
         models[name] = model_class(config)
     torch.manual_seed(len(models))
     llama_sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "initializer_range")}

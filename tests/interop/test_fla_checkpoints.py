@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import HYBRID, SIZES, tiny_named, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deltazoo.models import load_fla_checkpoint
+from deltazoo.interop import load_fla_checkpoint
 
 # What fla's configuration classes write into config.json, at the sizes of the tiny models.
 COMMON = {

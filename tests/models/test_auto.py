@@ -66,7 +66,7 @@ def test_a_variant_without_a_model_type_says_what_to_use():
 def test_import_is_enough_to_load(imports, tmp_path):
     tiny_named("gated_deltanet").save_pretrained(tmp_path)
     result = run(f"{imports}; print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__module__)")
-    assert result.stdout.strip() == "deltazoo.models.named", result.stderr
+    assert result.stdout.strip() == "deltazoo.models.hub_classes", result.stderr
 
 
 @pytest.mark.feature("Auto classes after import deltazoo")
@@ -127,7 +127,7 @@ def test_a_library_with_the_same_names(imports, exist_ok, warned, tmp_path):
         deltazoo.models.register_auto_classes(override=True)
         for name in rival.MODELS:
             model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/" + name)
-            assert type(model).__module__ == "deltazoo.models.named", name
+            assert type(model).__module__ == "deltazoo.models.hub_classes", name
         """
     )
     assert result.returncode == 0, result.stderr

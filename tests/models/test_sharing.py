@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from fake_hub import Hub
 from safetensors.torch import load_file
 from tiny_models import CONFIGS, HYBRID, tiny_model, tiny_named, tokens
 from transformers import AutoModelForCausalLM
 
 import deltazoo.models
-from deltazoo.models.auto import _AUTO_CLASSES
+from deltazoo.models.auto_map import HEADS, auto_class_name
+from deltazoo.models.hub_classes import model_class_of
+from deltazoo.models.hub_configs import CONFIG_CLASSES
 from deltazoo.models.model_card import is_own_card, make_model_card, state_bytes
-from deltazoo.models.remote_code import HEADS, export_remote_code
+from deltazoo.models.remote_code import export_remote_code
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -172,7 +175,9 @@ sys.meta_path.insert(0, Missing())
 @pytest.mark.feature("trust_remote_code checkpoints")
 class TestRemoteCode:
     def test_every_head_has_a_class(self):
-        assert set(HEADS) == set(_AUTO_CLASSES)
+        for head in HEADS:
+            assert hasattr(transformers, auto_class_name(head))
+            assert all(model_class_of(config, head).config_class is config for config in CONFIG_CLASSES)
 
     def test_loads_without_importing_deltazoo(self, tmp_path):
         """And what it saves again loads with the package as well, with the same weights."""
@@ -224,7 +229,7 @@ class TestRemoteCode:
         load = "import sys\nfrom transformers import AutoModelForCausalLM as Auto\n"
         load += "print(type(Auto.from_pretrained(sys.argv[1])))"
         with_package = run("import deltazoo\n" + load, tmp_path)
-        assert "deltazoo.models.named.KDAForCausalLM" in with_package.stdout, with_package.stderr
+        assert "deltazoo.models.hub_classes.KDAForCausalLM" in with_package.stdout, with_package.stderr
         without = run(load, tmp_path)
         assert without.returncode == 1 and "trust_remote_code=True" in without.stderr
         assert "runs code" not in with_package.stdout + without.stdout

@@ -1,17 +1,12 @@
 """HuggingFace models: configurations, classes per Hub type, and their registration with the Auto classes."""
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer, prepare_cache
-from deltazoo.models.auto import load_fla_checkpoint, model_types, register_auto_classes
-from deltazoo.models.configuration import (
-    DeltaNetConfig,
-    DeltaRuleConfig,
-    EFLAConfig,
-    GatedDeltaNetConfig,
-    KDAConfig,
-)
+from deltazoo.models.auto import model_types, register_auto_classes
+from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.models.hub_classes import *  # noqa: F403
+from deltazoo.models.hub_classes import __all__ as _named
+from deltazoo.models.hub_configs import DeltaNetConfig, EFLAConfig, GatedDeltaNetConfig, KDAConfig
 from deltazoo.models.modeling import DeltaRuleForCausalLM, DeltaRuleModel, DeltaRulePreTrainedModel
-from deltazoo.models.named import *  # noqa: F403
-from deltazoo.models.named import __all__ as _named
 from deltazoo.models.remote_code import export_remote_code
 
 __all__ = [  # noqa: PLE0604
@@ -25,7 +20,6 @@ __all__ = [  # noqa: PLE0604
     "GatedDeltaNetConfig",
     "KDAConfig",
     "export_remote_code",
-    "load_fla_checkpoint",
     "model_types",
     "prepare_cache",
     "register_auto_classes",

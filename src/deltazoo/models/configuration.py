@@ -1,4 +1,4 @@
-"""One configuration for every model of the zoo, and a named subclass per established Hub type.
+"""One configuration for every model of the zoo.
 
 Keys carry fla-hub's names where fla-hub has one. A key given to the constructor acts or is refused. Three kinds of keys
 are kept although they do not act, with one warning: what others wrote into a `config.json`, what others set as an
@@ -17,16 +17,17 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
 from deltazoo.distributed.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
-from deltazoo.interop.fla_checkpoints import add_fla_keys, translate_fla_config, without_runtime_options
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.adapters import offer_lora_targets
+from deltazoo.models.auto_map import AutoMapConfig
+from deltazoo.models.fla_keys import translate_fla_config
 from deltazoo.models.outside_rules import module_of_variant
-from deltazoo.models.remote_code import AutoMapConfig
+from deltazoo.models.runtime_keys import not_a_key, without_runtime_options
 from deltazoo.names import did_you_mean, one_slip_away, unknown
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.spec import DeltaRuleSpec, get_variant
 
-__all__ = ["DeltaNetConfig", "DeltaRuleConfig", "EFLAConfig", "GatedDeltaNetConfig", "KDAConfig"]
+__all__ = ["DeltaRuleConfig"]
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 _LEGACY_LAYER_TYPES = {"attention": "full_attention"}
@@ -174,7 +175,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     def __setattr__(self, key: str, value: Any) -> None:
         if key in RUNTIME_OPTIONS:
-            raise AttributeError(_not_a_key(key))
+            raise AttributeError(not_a_key(key))
         # Tools set attributes of their own on a configuration, and those are saved. A typo must not be.
         if not (key.startswith("_") or key in self.__dict__ or hasattr(type(self), key)):
             meant = one_slip_away(key, _OWN_KEYS)
@@ -325,7 +326,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             if key in _BASE_KEYS or key in generation_keys:
                 continue
             if key in RUNTIME_OPTIONS:
-                raise ValueError(_not_a_key(key))
+                raise ValueError(not_a_key(key))
             if self.transformers_version is None or one_slip_away(key, _OWN_KEYS):
                 raise ValueError(
                     f"{type(self).__name__}: {unknown('key', key, [field.name for field in fields(self)])}"
@@ -335,61 +336,3 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
 
 _OWN_KEYS = [field.name for field in fields(DeltaRuleConfig) if field.name in DeltaRuleConfig.__annotations__]
-
-
-def _not_a_key(option: str) -> str:
-    return (
-        f"{option} says how a model runs, not what it is, and is no key of its configuration: pass it to "
-        f"from_pretrained or to the model's constructor, or call model.set_runtime({option}=...)"
-    )
-
-
-class _NamedConfig(DeltaRuleConfig):
-    """A Hub type that stands for one variant: its `mixer` is fixed, and what it saves fla-hub's classes can load."""
-
-    def __post_init__(self, **extra: Any) -> None:
-        if self.mixer != type(self).mixer:
-            raise ValueError(
-                f"model type {self.model_type!r} has mixer {type(self).mixer!r}, got mixer={self.mixer!r}; "
-                "use DeltaRuleConfig for a free choice"
-            )
-        super().__post_init__(**extra)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain values, in our keys and in those that fla-hub's classes read."""
-        return add_fla_keys(super().to_dict())
-
-
-@strict
-class DeltaNetConfig(_NamedConfig):
-    """DeltaNet (arXiv:2406.06484); with `allow_neg_eigval=True` its variant of arXiv:2411.12537."""
-
-    model_type: ClassVar[str] = "delta_net"
-    mixer: str = "delta_net"
-
-
-@strict
-class GatedDeltaNetConfig(_NamedConfig):
-    """Gated DeltaNet (arXiv:2412.06464)."""
-
-    model_type: ClassVar[str] = "gated_deltanet"
-    num_hidden_layers: int = 21
-    num_heads: int = 6
-    head_dim: int | None = 256
-
-
-@strict
-class KDAConfig(_NamedConfig):
-    """Kimi Delta Attention (arXiv:2510.26692)."""
-
-    model_type: ClassVar[str] = "kda"
-    mixer: str = "kda"
-    head_dim: int | None = 128
-
-
-@strict
-class EFLAConfig(_NamedConfig):
-    """Error-free linear attention (arXiv:2512.12602)."""
-
-    model_type: ClassVar[str] = "efla"
-    mixer: str = "efla"

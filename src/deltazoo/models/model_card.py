@@ -13,7 +13,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.models.remote_code import INSTALL, has_remote_code
+from deltazoo.models.auto_map import has_remote_code
+from deltazoo.models.remote_code import INSTALL
 from deltazoo.models.softmax_attention import SoftmaxAttention
 from deltazoo.spec import DeltaRuleSpec
 

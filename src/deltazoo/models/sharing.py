@@ -16,9 +16,10 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from transformers.modeling_utils import PreTrainedModel
 
+from deltazoo.models.auto_map import auto_map, has_remote_code
 from deltazoo.models.model_card import CARD, is_own_card, make_model_card, write_model_card
 from deltazoo.models.outside_rules import source_of_variant
-from deltazoo.models.remote_code import auto_map, has_remote_code, write_remote_code
+from deltazoo.models.remote_code import write_remote_code
 
 __all__ = ["SharedModel"]
 

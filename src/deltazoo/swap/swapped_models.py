@@ -31,11 +31,11 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.generation.cache import prepare_cache_layer
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.interop.fla_checkpoints import without_runtime_options
 from deltazoo.models.adapters import offer_lora_targets
+from deltazoo.models.auto_map import AutoMapConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates, refuse_undescribed
 from deltazoo.models.outside_rules import module_of_variant
-from deltazoo.models.remote_code import AutoMapConfig
+from deltazoo.models.runtime_keys import without_runtime_options
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap.batch import describe_batches, token_mask_for
 from deltazoo.swap.drop_in_layer import drop_in_class

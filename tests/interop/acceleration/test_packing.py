@@ -19,7 +19,7 @@ from foreign_models import (
 from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel
 
 import deltazoo
-from deltazoo.interop.accelerate.packing import FORWARD_ARGUMENTS
+from deltazoo.interop.acceleration.packing import FORWARD_ARGUMENTS
 
 LENGTHS = [5, 1, 66, 2]
 PACKED = [family for family in FUSED if family not in SPARSE_SOFTMAX]

@@ -8,9 +8,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from deltazoo.interop.accelerate.layouts import MIXER_LAYOUTS, MixerLayout, layout_of
-from deltazoo.interop.accelerate.mixer import AcceleratedMixer, accelerated_class, rule_of
-from deltazoo.interop.accelerate.packing import describe_documents
+from deltazoo.interop.acceleration.mixer import AcceleratedMixer, accelerated_class, rule_of
+from deltazoo.interop.acceleration.packing import describe_documents
+from deltazoo.interop.acceleration.transformers_layers import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
 from deltazoo.layers.report import ModelReport, RuleDescription, report
 from deltazoo.ops import resolve_backend
 
@@ -45,12 +45,12 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
         ValueError: no layer that is known, or one that cannot be accelerated; the model is untouched then.
         NotImplementedError: the named backend, or the fused kernels, cannot run a layer.
     """
-    found = [(module, layout, name) for name, module in model.named_modules() if (layout := _layout(module))]
+    found = [(module, known, name) for name, module in model.named_modules() if (known := _arrangement(module))]
     if not found:
         raise ValueError(f"{type(model).__name__} has no delta-rule layer of transformers; known: {_known_layers()}")
     bases = [_base_model(model, name) for _, _, name in found]
-    for module, layout, name in found:
-        _check(module, layout, name, backend, fused_kernels)
+    for module, known, name in found:
+        _check(module, known, name, backend, fused_kernels)
 
     for module, _, _ in found:
         if not isinstance(module, AcceleratedMixer):
@@ -85,12 +85,12 @@ def restore(model: nn.Module) -> None:
                 del base._forward_pre_hooks_with_kwargs[key]
 
 
-def _layout(module: nn.Module) -> MixerLayout | None:
-    return module.layout if isinstance(module, AcceleratedMixer) else layout_of(type(module))
+def _arrangement(module: nn.Module) -> LayerArrangement | None:
+    return module.arrangement if isinstance(module, AcceleratedMixer) else arrangement_of(type(module))
 
 
 def _known_layers() -> str:
-    return ", ".join(f"{layout.family} ({name})" for name, layout in MIXER_LAYOUTS.items())
+    return ", ".join(f"{arrangement.family} ({name})" for name, arrangement in LAYER_ARRANGEMENTS.items())
 
 
 def _base_model(model: nn.Module, name: str) -> PreTrainedModel:
@@ -110,7 +110,7 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
 
 
-def _check(module: Any, layout: MixerLayout, name: str, backend: str | None, fused_kernels: bool | None) -> None:
+def _check(module: Any, known: LayerArrangement, name: str, backend: str | None, fused_kernels: bool | None) -> None:
     if not hasattr(module, "conv1d"):
         raise ValueError(
             f"{name}: transformers {transformers.__version__} arranges {type(module).__name__} in a way of its own "
@@ -123,7 +123,7 @@ def _check(module: Any, layout: MixerLayout, name: str, backend: str | None, fus
     own = module.__dict__.get("forward")
     if own is not None and not _is_own_forward(module, own) and not hasattr(module, "_hf_hook"):
         raise ValueError(f"{name}: its forward has been replaced by {own!r}, which accelerating would undo")
-    rule = rule_of(module, layout, backend)
+    rule = rule_of(module, known, backend)
     _resolve(rule, backend)
     if fused_kernels:
         best, reason = _resolve(rule, None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltazoo.ops.decay import softplus_decay
 
-__all__ = ["MIXER_LAYOUTS", "MixerLayout", "Projections", "layout_of"]
+__all__ = ["LAYER_ARRANGEMENTS", "LayerArrangement", "Projections", "arrangement_of"]
 
 
 class Projections(NamedTuple):
@@ -29,7 +29,7 @@ class Projections(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MixerLayout:
+class LayerArrangement:
     """One layer class of transformers."""
 
     family: str
@@ -81,22 +81,22 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 
 _QWEN = {"norm": "norm", "output": "out_proj"}
 
-MIXER_LAYOUTS: Mapping[str, MixerLayout] = {
-    "Qwen3NextGatedDeltaNet": MixerLayout("qwen3_next", "gated_deltanet", _fused_by_key_head, **_QWEN),
-    "Qwen3_5GatedDeltaNet": MixerLayout("qwen3_5", "gated_deltanet", _fused_qkv, **_QWEN),
-    "Qwen3_5MoeGatedDeltaNet": MixerLayout("qwen3_5_moe", "gated_deltanet", _fused_qkv, **_QWEN),
-    "Qwen4ExpTextGatedDeltaNet": MixerLayout("qwen4_exp", "gated_deltanet", _fused_qkv, **_QWEN),
-    "OlmoHybridGatedDeltaNet": MixerLayout("olmo_hybrid", "gated_deltanet", _separate),
-    "KimiLinearDeltaAttention": MixerLayout("kimi_linear", "kda", _kda),
-    "Glm5NextTextLinearAttention": MixerLayout("glm5_next", "kda", _kda),
-    "BailingHybridDeltaAttention": MixerLayout("bailing_hybrid", "kda", _kda_with_full_gate),
+LAYER_ARRANGEMENTS: Mapping[str, LayerArrangement] = {
+    "Qwen3NextGatedDeltaNet": LayerArrangement("qwen3_next", "gated_deltanet", _fused_by_key_head, **_QWEN),
+    "Qwen3_5GatedDeltaNet": LayerArrangement("qwen3_5", "gated_deltanet", _fused_qkv, **_QWEN),
+    "Qwen3_5MoeGatedDeltaNet": LayerArrangement("qwen3_5_moe", "gated_deltanet", _fused_qkv, **_QWEN),
+    "Qwen4ExpTextGatedDeltaNet": LayerArrangement("qwen4_exp", "gated_deltanet", _fused_qkv, **_QWEN),
+    "OlmoHybridGatedDeltaNet": LayerArrangement("olmo_hybrid", "gated_deltanet", _separate),
+    "KimiLinearDeltaAttention": LayerArrangement("kimi_linear", "kda", _kda),
+    "Glm5NextTextLinearAttention": LayerArrangement("glm5_next", "kda", _kda),
+    "BailingHybridDeltaAttention": LayerArrangement("bailing_hybrid", "kda", _kda_with_full_gate),
 }
 """By class name: the delta-rule layers of transformers, whichever of them the installed version has."""
 
 
-def layout_of(cls: type[nn.Module]) -> MixerLayout | None:
-    """The layout of exactly this class of transformers; None for any other, subclasses included."""
-    layout = MIXER_LAYOUTS.get(cls.__name__)
-    if layout is None or cls.__module__ != f"transformers.models.{layout.family}.modeling_{layout.family}":
+def arrangement_of(cls: type[nn.Module]) -> LayerArrangement | None:
+    """The arrangement of exactly this class of transformers; None for any other, also for a subclass."""
+    known = LAYER_ARRANGEMENTS.get(cls.__name__)
+    if known is None or cls.__module__ != f"transformers.models.{known.family}.modeling_{known.family}":
         return None
-    return layout
+    return known

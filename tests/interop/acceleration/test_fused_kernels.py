@@ -70,7 +70,7 @@ def test_padded_and_packed_rows_take_plain_torch(monkeypatch):
     layer, x, mask = mixer_of(model), torch.randn(1, 6, 32), torch.tensor([[0, 0, 1, 1, 1, 1]])
     expected = layer(x, attention_mask=mask)
     layer.deltazoo_fused_kernels = True  # accelerate() would refuse it here
-    mixer = sys.modules["deltazoo.interop.accelerate.mixer"]
+    mixer = sys.modules["deltazoo.interop.acceleration.mixer"]
     monkeypatch.setattr(mixer, "fused_gated_rms_norm", lambda x, gate, weight, eps, activation: layer.norm(x, gate))
     torch.testing.assert_close(layer(x, attention_mask=mask), expected)
     torch.testing.assert_close(layer(x[:, 2:], deltazoo_places=torch.arange(4)[None]), expected[:, 2:])
@@ -83,7 +83,7 @@ def test_a_norm_that_does_more_than_the_kernel_runs_by_itself(monkeypatch):
     deltazoo.accelerate(model)
     layer, output, gate = mixer_of(model), *torch.randn(2, 1, 6, 2, mixer_of(model).head_v_dim)
     layer.deltazoo_fused_kernels = True
-    mixer = sys.modules["deltazoo.interop.accelerate.mixer"]
+    mixer = sys.modules["deltazoo.interop.acceleration.mixer"]
     monkeypatch.setattr(mixer, "fused_gated_rms_norm", lambda *arguments: "the kernel")
     assert layer._norm_and_gate(output, gate) == "the kernel"
 

@@ -13,13 +13,9 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 
-from deltazoo.models.configuration import (
-    DeltaNetConfig,
-    DeltaRuleConfig,
-    EFLAConfig,
-    GatedDeltaNetConfig,
-    KDAConfig,
-)
+from deltazoo.models.auto_map import class_name
+from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.models.hub_configs import DeltaNetConfig, EFLAConfig, GatedDeltaNetConfig, KDAConfig
 from deltazoo.models.modeling import DeltaRuleForCausalLM, DeltaRuleModel, DeltaRulePreTrainedModel
 
 __all__ = [
@@ -47,6 +43,11 @@ __all__ = [
     "KDAForTokenClassification",
     "KDAModel",
 ]
+
+
+def model_class_of(config: type[DeltaRuleConfig], head: str) -> type[Any]:
+    """The model class of a configuration class, with one of `deltazoo.models.auto_map.HEADS`."""
+    return globals()[class_name(config.__name__, head)]
 
 
 class _TakesRuntimeOptions(DeltaRulePreTrainedModel):

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import StaticCache
 
 import deltazoo
-from deltazoo.interop.accelerate.layouts import MIXER_LAYOUTS
+from deltazoo.interop.acceleration.transformers_layers import LAYER_ARRANGEMENTS
 
 
 def logits(model, ids=None, **kwargs):
@@ -34,7 +34,7 @@ def model():
 
 def uses_our_operator(model, monkeypatch) -> bool:
     calls = []
-    module = sys.modules["deltazoo.interop.accelerate.mixer"]
+    module = sys.modules["deltazoo.interop.acceleration.mixer"]
     rule = module.delta_rule
     monkeypatch.setattr(module, "delta_rule", lambda *args, **kwargs: calls.append(1) or rule(*args, **kwargs))
     logits(model)
@@ -52,7 +52,7 @@ def test_restore_undoes_it_exactly(family, monkeypatch):
 
     report = deltazoo.accelerate(model)
     assert [layer.variant for layer in report.layers] == [
-        MIXER_LAYOUTS[type(mixer_of(model)).original.__name__].variant
+        LAYER_ARRANGEMENTS[type(mixer_of(model)).original.__name__].variant
     ]
     assert report == deltazoo.report(model)
     assert list(model.state_dict()) == keys
@@ -71,10 +71,10 @@ def test_every_delta_rule_model_of_the_installed_version_is_known():
     folder = Path(transformers.__file__).parent / "models"
     rule = re.compile(r'"(chunk_gated_delta_rule|chunk_kda)"|import chunk_gated_delta_rule')
     found = {path.parent.name for path in folder.glob("*/modeling_*.py") if rule.search(path.read_text("utf-8"))}
-    assert found == set(INSTALLED) <= {layout.family for layout in MIXER_LAYOUTS.values()}
+    assert found == set(INSTALLED) <= {arrangement.family for arrangement in LAYER_ARRANGEMENTS.values()}
 
 
-@pytest.mark.skipif("olmo_hybrid" in FUSED, reason="this version of transformers has OLMo Hybrid's newer layout")
+@pytest.mark.skipif("olmo_hybrid" in FUSED, reason="this version of transformers has OLMo Hybrid's newer arrangement")
 def test_an_older_layout_is_refused():
     with pytest.raises(ValueError, match="accelerating it needs a newer version"):
         deltazoo.accelerate(foreign_model("olmo_hybrid"))

@@ -13,9 +13,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from deltazoo.interop.accelerate.cache import keep_states, stored_states
-from deltazoo.interop.accelerate.layouts import MIXER_LAYOUTS, MixerLayout, Projections, layout_of
-from deltazoo.interop.accelerate.packing import EXPLICIT_PACKING, PLACES, has_explicit_packing
+from deltazoo.interop.acceleration.layer_states import keep_states, stored_states
+from deltazoo.interop.acceleration.packing import EXPLICIT_PACKING, PLACES, has_explicit_packing
+from deltazoo.interop.acceleration.transformers_layers import (
+    LAYER_ARRANGEMENTS,
+    LayerArrangement,
+    Projections,
+    arrangement_of,
+)
 from deltazoo.layers.layout import PaddedLayout
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.report import RuleDescription
@@ -35,7 +40,7 @@ class AcceleratedMixer:
 
     original: ClassVar[type[nn.Module]]
     """The class of transformers."""
-    layout: ClassVar[MixerLayout]
+    arrangement: ClassVar[LayerArrangement]
     deltazoo_backend: str | None = None
     """Of the operator: None, "triton", "chunkwise" or "reference"."""
     deltazoo_fused_kernels: bool | None = None
@@ -76,7 +81,7 @@ class AcceleratedMixer:
             padding = PaddedLayout.from_mask(attention_mask)
             hidden_states = padding.compact(hidden_states)
 
-        projections = self.layout.project(self, hidden_states)
+        projections = self.arrangement.project(self, hidden_states)
         conv_state = recurrent_state = None
         if cache_params is not None:
             conv_state, recurrent_state = stored_states(cache_params, self.layer_idx, self.conv_kernel_size)
@@ -91,7 +96,7 @@ class AcceleratedMixer:
             keep_states(cache_params, self.layer_idx, projections.qkv, window, new_state)
 
         output = self._norm_and_gate(output, projections.output_gate)
-        output = self.get_submodule(self.layout.output)(output.flatten(2))
+        output = self.get_submodule(self.arrangement.output)(output.flatten(2))
         return output if padding is None else padding.restore(output)
 
     def _convolve(
@@ -119,7 +124,7 @@ class AcceleratedMixer:
         q, k, v = qkv.split([key_width, key_width, value_width], dim=-1)
         q, k = (l2_normalize(x.unflatten(-1, (-1, key_dim))) for x in (q, k))
         beta = effective_step(
-            get_variant(self.layout.variant),
+            get_variant(self.arrangement.variant),
             torch.sigmoid(at_least_float32(projections.step_gate)),
             k,
             allow_neg_eigval=_doubles_step(self),
@@ -133,7 +138,7 @@ class AcceleratedMixer:
         return delta_rule(*arguments, initial_state=state, backend=self.deltazoo_backend)
 
     def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
-        norm = self.get_submodule(self.layout.norm)
+        norm = self.get_submodule(self.arrangement.norm)
         activation = getattr(norm, "activation", "silu")  # older versions know no other
         if not (self._fuses(output) and activation in ("silu", "sigmoid") and _is_plain(norm, self.original)):
             return norm(output, gate)
@@ -145,17 +150,17 @@ class AcceleratedMixer:
 
     def describe_rule(self: Any) -> RuleDescription:
         """What the layer asks of the operator, for `deltazoo.report`."""
-        return rule_of(self, self.layout, self.deltazoo_backend)
+        return rule_of(self, self.arrangement, self.deltazoo_backend)
 
 
-def rule_of(layer: Any, layout: MixerLayout, backend: str | None) -> RuleDescription:
-    """What a layer of that layout, accelerated or not, asks of the operator."""
-    norm = layer.get_submodule(layout.norm)  # never quantised
+def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> RuleDescription:
+    """What a layer of that arrangement, accelerated or not, asks of the operator."""
+    norm = layer.get_submodule(arrangement.norm)  # never quantised
     # Where weights are offloaded, a hook of accelerate knows where the layer will run.
     device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)
     device = norm.weight.device if device is None else torch.device(device)
     key_dim, value_dim = _head_dims(layer)
-    return RuleDescription(layout.variant, backend, device, norm.weight.dtype, key_dim, value_dim)
+    return RuleDescription(arrangement.variant, backend, device, norm.weight.dtype, key_dim, value_dim)
 
 
 def _is_plain(norm: nn.Module, original: type[nn.Module]) -> bool:
@@ -183,17 +188,17 @@ def _forget_at_starts(inputs: RuleInputs, places: Tensor) -> RuleInputs:
 
 
 def accelerated_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The accelerated subclass of a layer class in `MIXER_LAYOUTS`, always the same one."""
+    """The accelerated subclass of a layer class in `LAYER_ARRANGEMENTS`, always the same one."""
     name = _PREFIX + original.__name__
     if name not in globals():
-        members = {"__module__": __name__, "original": original, "layout": layout_of(original)}
+        members = {"__module__": __name__, "original": original, "arrangement": arrangement_of(original)}
         globals()[name] = type(name, (AcceleratedMixer, original), members)
     return globals()[name]
 
 
 def __getattr__(name: str) -> Any:
-    layout = MIXER_LAYOUTS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
-    if layout is None:
+    arrangement = LAYER_ARRANGEMENTS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+    if arrangement is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modeling = importlib.import_module(f"transformers.models.{layout.family}.modeling_{layout.family}")
+    modeling = importlib.import_module(f"transformers.models.{arrangement.family}.modeling_{arrangement.family}")
     return accelerated_class(getattr(modeling, name.removeprefix(_PREFIX)))

@@ -12,7 +12,7 @@ from helpers import record_precision
 from transformers import DynamicCache
 
 import deltazoo
-from deltazoo.interop.accelerate import mixer
+from deltazoo.interop.acceleration import mixer
 
 
 def logits_and_gradients(ids):

@@ -1,0 +1,59 @@
+"""The entry `auto_map` of a config.json: the classes that transformers imports from the checkpoint's own Python files.
+
+`remote_code` writes the files themselves.
+"""
+
+from typing import Any
+
+__all__ = ["HEADS", "AutoMapConfig", "auto_class_name", "auto_map", "class_name", "has_remote_code"]
+
+CONFIGURATION_FILE, MODELING_FILE = "configuration_deltazoo", "modeling_deltazoo"
+"""The files' names, without `.py`."""
+HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+"""What every model type has a class for, in the names of transformers."""
+
+
+class AutoMapConfig:
+    """A configuration that has `auto_map`, empty unless it comes from a checkpoint with the two files.
+
+    Mixed into our configuration classes: TRL reads it of every model whose class is not one of transformers' own.
+    """
+
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """The classes of a checkpoint's own files, by the name of the Auto class."""
+        return self.__dict__.setdefault("auto_map", {})
+
+    @auto_map.setter
+    def auto_map(self, classes: dict[str, str]) -> None:
+        self.__dict__["auto_map"] = classes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values, without an empty `auto_map`."""
+        values = super().to_dict()  # type: ignore[misc]
+        if not self.auto_map:
+            values.pop("auto_map", None)
+        return values
+
+
+def class_name(config: str, head: str) -> str:
+    """The model class of the configuration class `config`, with one of `HEADS`."""
+    return config.removesuffix("Config") + head
+
+
+def auto_class_name(head: str) -> str:
+    """transformers' Auto class for one of `HEADS`."""
+    return f"AutoModel{head.removeprefix('Model')}"
+
+
+def auto_map(config: str) -> dict[str, str]:
+    """What `config.json` must say for transformers to find the classes in the two files."""
+    return {"AutoConfig": f"{CONFIGURATION_FILE}.{config}"} | {
+        auto_class_name(head): f"{MODELING_FILE}.{class_name(config, head)}" for head in HEADS
+    }
+
+
+def has_remote_code(config: object) -> bool:
+    """Whether a configuration comes from a checkpoint with the two files."""
+    found = getattr(config, "auto_map", None) or {}
+    return str(found.get("AutoConfig", "")).rpartition("--")[2].startswith(f"{CONFIGURATION_FILE}.")

@@ -1,0 +1,175 @@
+"""Configuration keys of fla-hub checkpoints, translated to ours and back.
+
+A `config.json` of fla-hub says a few things differently: the width of a head is given relative to the model, hybrid
+layers come as one `attn` dictionary, and several keys choose kernels. `translate_fla_config` rewrites such a
+dictionary. It refuses by name what would change the model and cannot be expressed here. `add_fla_keys` goes the other
+way, so that flash-linear-attention loads what we save.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from deltazoo.spec import get_variant
+
+__all__ = ["add_fla_keys", "translate_fla_config"]
+
+# They pick a kernel or a fusion; the model computes the same function whatever they say.
+_KERNEL_CHOICES = frozenset({"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"})
+
+# Keys that do change the model, with the values that our layers implement.
+_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
+    "use_beta": (True,),
+    "use_output_norm": (True,),
+    "qk_norm": ("l2",),
+    "qk_activation": ("silu",),
+    "hidden_act": ("silu", "swish"),
+    "use_l2warp": (False,),
+    "conv_bias": (False,),
+    "attnres_block_size": (None,),
+    "is_causal": (True,),
+}
+
+
+def translate_fla_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rewrite configuration keys that only fla-hub uses; all other keys pass through unchanged.
+
+    Args:
+        values: keys as found in a `config.json` or given by a caller, `mixer` among them.
+
+    Returns:
+        A new dictionary in the keys of `DeltaRuleConfig`.
+
+    Raises:
+        NotImplementedError: for a value that stands for a different model than our layers compute.
+        ValueError: for contradicting keys.
+    """
+    translated = {key: value for key, value in values.items() if key not in _KERNEL_CHOICES}
+    for key, implemented in _IMPLEMENTED.items():
+        value = translated.pop(key, implemented[0])
+        if value not in implemented:
+            raise NotImplementedError(f"{key}={value!r} is not implemented, only {' or '.join(map(repr, implemented))}")
+    _translate_head_width(translated)
+    _translate_decay_bound(translated)
+    _check_gate_activation(translated)
+    _translate_hybrid_layers(translated)
+    return translated
+
+
+def _translate_decay_bound(values: dict[str, Any]) -> None:
+    """`lower_bound` is our `decay_lower_bound`; `safe_gate` picks kernels that rely on it."""
+    bound, safe = values.pop("lower_bound", None), values.pop("safe_gate", False)
+    ours = values.get("decay_lower_bound")
+    if bound is not None and ours not in (None, bound):
+        raise ValueError(f"lower_bound={bound} and decay_lower_bound={ours} contradict each other")
+    if bound is not None:
+        values["decay_lower_bound"] = bound
+    elif safe and ours is None:
+        raise ValueError("safe_gate=True needs a bound on the decay: set decay_lower_bound")
+
+
+def _check_gate_activation(values: dict[str, Any]) -> None:
+    activation = values.pop("output_gate_activation", None)
+    if activation is None:
+        return
+    implemented = get_variant(values["mixer"]).gate_activation
+    if {"swish": "silu"}.get(activation, activation) != implemented:
+        raise NotImplementedError(
+            f"output_gate_activation={activation!r} is not implemented for {values['mixer']}, only {implemented!r}"
+        )
+
+
+def _translate_head_width(values: dict[str, Any]) -> None:
+    """`expand_k` makes both ratios relative to the hidden size (fla-hub's DeltaNet); ours are relative to a head."""
+    expand_k = values.pop("expand_k", None)
+    if expand_k is None:
+        return
+    if values.get("head_dim") is not None:
+        raise ValueError("give either head_dim or expand_k, not both")
+    missing = [key for key in ("hidden_size", "num_heads") if values.get(key) is None]
+    if missing:
+        raise ValueError(f"expand_k={expand_k} needs {' and '.join(missing)} to be given as well")
+    head_dim, value_dim = (
+        _channels_per_head(values, name, ratio)
+        for name, ratio in (("expand_k", expand_k), ("expand_v", values.get("expand_v") or 1))
+    )
+    values["head_dim"] = head_dim
+    values["expand_v"] = value_dim / head_dim
+
+
+def _channels_per_head(values: Mapping[str, Any], name: str, ratio: float) -> int:
+    channels = values["hidden_size"] * ratio / values["num_heads"]
+    if round(channels) < 1 or not math.isclose(channels, round(channels), rel_tol=1e-6):
+        raise ValueError(
+            f"hidden_size * {name} must be a multiple of num_heads, got {values['hidden_size']} * {ratio} and "
+            f"{values['num_heads']}"
+        )
+    return round(channels)
+
+
+def _translate_hybrid_layers(values: dict[str, Any]) -> None:
+    """`attn={"layers": [...], "num_heads": ...}` becomes `layer_types` and the keys of the softmax layers."""
+    attn = values.pop("attn", None)
+    if attn is None:
+        return
+    attn = _one_specification(attn)
+    if attn.pop("window_size", None) is not None:
+        raise NotImplementedError("sliding-window softmax layers (attn['window_size']) are not implemented")
+    if attn.pop("qk_norm", False):
+        raise NotImplementedError("normalised queries and keys in softmax layers (attn['qk_norm']) are not implemented")
+    layers, num_layers = attn.pop("layers"), values.get("num_hidden_layers")
+    if num_layers is None:
+        raise ValueError("attn={...} needs num_hidden_layers to be given as well")
+    layer_types = ["full_attention" if index in layers else "linear_attention" for index in range(num_layers)]
+    heads = attn.pop("num_heads")
+    translated = {
+        "layer_types": layer_types,
+        "num_attention_heads": heads,
+        "num_key_value_heads": attn.pop("num_kv_heads", None) or heads,
+        "qkv_bias": attn.pop("qkv_bias", False),
+        "rope_parameters": {"rope_type": "default", "rope_theta": attn.pop("rope_theta", 10000.0)},
+    }
+    if attn:
+        raise ValueError(f"unknown keys in attn: {', '.join(map(repr, attn))}")
+    if values.get("layer_types") is None:
+        values |= translated
+    elif values["layer_types"] != layer_types:
+        raise ValueError(
+            f"attn and layer_types place the softmax layers differently: {layers}, {values['layer_types']}"
+        )
+
+
+def _one_specification(attn: Mapping[str, Any] | list[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of all softmax layers; a list may give some of them settings of their own, which is refused."""
+    first, *others = [dict(part) for part in (attn if isinstance(attn, list) else [attn])]
+    layers = list(first.pop("layers"))
+    for other in others:
+        layers += other.pop("layers")
+        if other != first:
+            raise NotImplementedError(f"softmax layers that differ (attn) are not implemented, got {first} and {other}")
+    return {**first, "layers": sorted(layers)}
+
+
+def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """What fla-hub's classes need besides our keys to build the same model; `values` is one of our configurations.
+
+    `translate_fla_config` takes the result as well.
+    """
+    values = dict(values)
+    if values["model_type"] == "delta_net" and values["num_v_heads"] == values["num_heads"]:
+        head_dim = values.pop("head_dim")
+        values["expand_k"] = values["num_heads"] * head_dim / values["hidden_size"]
+        values["expand_v"] = values["num_heads"] * round(head_dim * values["expand_v"]) / values["hidden_size"]
+    if "full_attention" in values["layer_types"]:
+        values["attn"] = {
+            "layers": [i for i, layer_type in enumerate(values["layer_types"]) if layer_type == "full_attention"],
+            "num_heads": values["num_attention_heads"],
+            "num_kv_heads": values["num_key_value_heads"],
+            "qkv_bias": values["qkv_bias"],
+            "window_size": None,
+            "rope_theta": values["rope_parameters"]["rope_theta"],
+        }
+    if values["model_type"] == "kda" and values["decay_lower_bound"] is not None:
+        values["lower_bound"] = values["decay_lower_bound"]
+        values["safe_gate"] = values["lower_bound"] >= -5  # the range in which its kernels rely on the bound
+    return values

@@ -1,0 +1,87 @@
+"""The configurations of the established Hub types: `DeltaRuleConfig` with a fixed variant, one class per type."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+
+from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.models.fla_keys import add_fla_keys
+
+__all__ = [
+    "CONFIG_CLASSES",
+    "DeltaNetConfig",
+    "EFLAConfig",
+    "GatedDeltaNetConfig",
+    "KDAConfig",
+    "config_class_of",
+]
+
+
+class _NamedConfig(DeltaRuleConfig):
+    """A Hub type that stands for one variant: its `mixer` is fixed, and what it saves fla-hub's classes can load."""
+
+    def __post_init__(self, **extra: Any) -> None:
+        if self.mixer != type(self).mixer:
+            raise ValueError(
+                f"model type {self.model_type!r} has mixer {type(self).mixer!r}, got mixer={self.mixer!r}; "
+                "use DeltaRuleConfig for a free choice"
+            )
+        super().__post_init__(**extra)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as plain values, in our keys and in those that fla-hub's classes read."""
+        return add_fla_keys(super().to_dict())
+
+
+@strict
+class DeltaNetConfig(_NamedConfig):
+    """DeltaNet (arXiv:2406.06484); with `allow_neg_eigval=True` its variant of arXiv:2411.12537."""
+
+    model_type: ClassVar[str] = "delta_net"
+    mixer: str = "delta_net"
+
+
+@strict
+class GatedDeltaNetConfig(_NamedConfig):
+    """Gated DeltaNet (arXiv:2412.06464)."""
+
+    model_type: ClassVar[str] = "gated_deltanet"
+    num_hidden_layers: int = 21
+    num_heads: int = 6
+    head_dim: int | None = 256
+
+
+@strict
+class KDAConfig(_NamedConfig):
+    """Kimi Delta Attention (arXiv:2510.26692)."""
+
+    model_type: ClassVar[str] = "kda"
+    mixer: str = "kda"
+    head_dim: int | None = 128
+
+
+@strict
+class EFLAConfig(_NamedConfig):
+    """Error-free linear attention (arXiv:2512.12602)."""
+
+    model_type: ClassVar[str] = "efla"
+    mixer: str = "efla"
+
+
+CONFIG_CLASSES: tuple[type[DeltaRuleConfig], ...] = (
+    DeltaRuleConfig,
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
+    KDAConfig,
+    EFLAConfig,
+)
+"""One class per model type."""
+
+
+def config_class_of(model_type: str | None, path: Path) -> type[DeltaRuleConfig]:
+    """Our configuration class for the `model_type` found in the checkpoint at `path`; ValueError if it is not ours."""
+    classes = {config.model_type: config for config in CONFIG_CLASSES}
+    if model_type not in classes:
+        raise ValueError(f"model type {model_type!r} in {path} is none of {', '.join(classes)}")
+    return classes[model_type]
