@@ -107,6 +107,64 @@ def test_imports_point_downwards(module: str, path: Path) -> None:
     assert not violations(path.read_text(encoding="utf-8"), module, is_package=path.name == "__init__.py")
 
 
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, each sorted; `imports` has every module's own."""
+    reachable = {module: set(targets) for module, targets in imports.items()}
+    for middle in imports:
+        for targets in reachable.values():
+            if middle in targets:
+                targets |= reachable[middle]
+    mutual = {module: frozenset(t for t in reachable[module] if module in reachable[t]) for module in imports}
+    return sorted(sorted(group) for group in {*mutual.values()} if group)
+
+
+def imports_of(source: str, module: str, known: set[str], *, is_package: bool) -> set[str]:
+    """The modules among ``known`` that ``module`` imports when it is imported or used; not what type checkers read."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+    names = {
+        name if name in known else name.rpartition(".")[0]
+        for name in imported_modules(ast.unparse(tree), module, is_package=is_package)
+    }
+    # Python imports the packages around a module before it; those around both are there already.
+    names |= {package for name in names & known for package in _packages_around(name)} - {*_packages_around(module)}
+    return names & known - {module}
+
+
+def _packages_around(module: str) -> Iterator[str]:
+    while module := module.rpartition(".")[0]:
+        yield module
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    """Imports inside functions count: one that is there to break a circle hides it.
+
+    Names given to `importlib.import_module` are not seen: packages import what they offer lazily, and
+    `_auto_registration` the models when transformers first asks for one of their types.
+    """
+    paths = dict(modules())
+    imports = {
+        module: imports_of(path.read_text(encoding="utf-8"), module, {*paths}, is_package=path.name == "__init__.py")
+        for module, path in paths.items()
+    }
+    assert not circles(imports)
+
+
+def test_a_circle_is_noticed() -> None:
+    known = {"deltazoo.a", "deltazoo.b", "deltazoo.c"}
+    sources = {
+        "deltazoo.a": "from deltazoo.b import x",
+        "deltazoo.b": "def f():\n    from deltazoo import c",
+        "deltazoo.c": "import deltazoo.a",
+    }
+    imports = {module: imports_of(source, module, known, is_package=False) for module, source in sources.items()}
+    assert circles(imports) == [sorted(known)]
+    only_for_types = "if TYPE_CHECKING:\n    import deltazoo.a"
+    assert not circles({**imports, "deltazoo.c": imports_of(only_for_types, "deltazoo.c", known, is_package=False)})
+
+
 def test_every_part_of_the_package_has_its_place() -> None:
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert parts <= set(MAY_IMPORT), f"say in MAY_IMPORT what {sorted(parts - set(MAY_IMPORT))} may import"

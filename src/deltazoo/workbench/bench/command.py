@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-from deltazoo.names import unknown
+from deltazoo.workbench.bench.arguments import choices, fail
 from deltazoo.workbench.bench.model_command import model
 from deltazoo.workbench.bench.operator_options import GATES, GROUPS, OPS, parse_peers
 from deltazoo.workbench.bench.shapes import parse_shapes
@@ -28,21 +28,6 @@ app = typer.Typer(
 )
 
 
-def _fail(message: object) -> NoReturn:
-    typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(1)
-
-
-def _choices(text: str, allowed: tuple[str, ...], what: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in allowed:
-            raise ValueError(unknown(what, name, allowed))
-    if not names:
-        raise ValueError(f"no {what} given, expected a comma-separated list out of {', '.join(allowed)}")
-    return names
-
-
 @app.callback(invoke_without_command=True, epilog="Example: [bold]deltazoo bench --check[/]")
 def main(
     context: typer.Context,
@@ -58,15 +43,15 @@ def main(
     """
     if context.invoked_subcommand is not None:
         if check:
-            _fail("--check stands alone: run `deltazoo bench --check`")
+            fail("--check stands alone: run `deltazoo bench --check`")
         return
     if not check:
-        _fail("nothing to do: use --check or a subcommand; see --help")
+        fail("nothing to do: use --check or a subcommand; see --help")
     try:
-        [name] = _choices(backend, _BACKENDS, "backend")
+        [name] = choices(backend, _BACKENDS, "backend")
         check_device(device)
     except ValueError as error:
-        _fail(error)
+        fail(error)
 
     import torch
 
@@ -76,7 +61,7 @@ def main(
     try:
         resolve_backend(name, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)
     except (ValueError, RuntimeError) as error:
-        _fail(error)
+        fail(error)
 
     def report(verdict: Verdict) -> None:
         outcome = "ok  " if verdict.passed else "FAIL"
@@ -131,22 +116,22 @@ def ops(
     """
     try:
         check_device(device)
-        precisions = _choices(precision, ("default", "fast", "strict"), "precision")
-        groups, named_peers = _choices(measure, GROUPS, "measure"), parse_peers(peers)
+        precisions = choices(precision, ("default", "fast", "strict"), "precision")
+        groups, named_peers = choices(measure, GROUPS, "measure"), parse_peers(peers)
         on_cpu = device == "cpu"
         if on_cpu:
             groups, named_peers = _possible_on_a_cpu(groups, named_peers, backend)
         chosen: dict[str, Any] = {
             "shapes": parse_shapes(shapes or (_CPU_SHAPES if on_cpu else "table")),
-            "ops": _choices(operators, OPS, "operator"),
-            "gates": _choices(gates, tuple(GATES), "gate strength"),
+            "ops": choices(operators, OPS, "operator"),
+            "gates": choices(gates, tuple(GATES), "gate strength"),
             "groups": groups,
             "peers": named_peers,
             "precisions": [None if name == "default" else name for name in precisions],
-            "backend": _choices(backend or ("chunkwise" if on_cpu else "triton"), _BACKENDS, "backend")[0],
+            "backend": choices(backend or ("chunkwise" if on_cpu else "triton"), _BACKENDS, "backend")[0],
         }
     except ValueError as error:
-        _fail(error)
+        fail(error)
 
     from deltazoo.workbench.bench.operator_candidates import installed_peers, our_options
     from deltazoo.workbench.bench.operator_suite import DeviceLost, Plan, bench_ops
@@ -165,7 +150,7 @@ def ops(
             typer.echo(f"{error}; going on in a new process", err=True)
             sys.stdout.flush()
             os.execv(sys.executable, [*sys.orig_argv, *([] if resume else ["--resume"])])
-        _fail(error)
+        fail(error)
     failed = [row for row in results.rows.values() if row.error is not None]
     typer.echo(f"{len(results.rows)} rows, {len(failed)} of them failures" + ("" if warm_up_only else f", in {out}"))
     # Failures of an earlier run are this one's only if it goes on with that.

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from deltazoo.rule_files import LoadOption
+from deltazoo.workbench.bench.arguments import choices, fail
 
 __all__ = ["model"]
 
@@ -61,7 +62,6 @@ def model(
     """Time whole models, in training and in decoding, beside peers of the same size, and write a JSON result file."""
     import torch
 
-    from deltazoo.workbench.bench.command import _choices, _fail
     from deltazoo.workbench.bench.model_candidates import SIZES
     from deltazoo.workbench.bench.model_decoding import DECODING_WAYS
     from deltazoo.workbench.bench.model_suite import GROUPS, ModelPlan, bench_models
@@ -75,23 +75,23 @@ def model(
         if threads is not None:
             torch.set_num_threads(threads)
         plan = ModelPlan(
-            size=_choices(size or defaults["size"], tuple(SIZES), "size")[0],
+            size=choices(size or defaults["size"], tuple(SIZES), "size")[0],
             mixers=[] if models == "none" else models.split(","),
             peers=[] if peers == "none" else peers.split(","),
-            groups=_choices(measure, GROUPS, "measure"),
+            groups=choices(measure, GROUPS, "measure"),
             device=device,
-            dtypes=_choices(dtype or default_dtype, ("float32", "bfloat16", AUTOCAST), "dtype"),
+            dtypes=choices(dtype or default_dtype, ("float32", "bfloat16", AUTOCAST), "dtype"),
             shapes=[_shape(text) for text in (shapes or defaults["shapes"]).split(",")],
             batches=_numbers(batches or defaults["batches"], "batches"),
             contexts=_numbers(contexts or defaults["contexts"], "contexts"),
-            training_ways=_choices(training, TRAINING_WAYS, "way to train"),
-            decoding_ways=_choices(decoding, DECODING_WAYS, "way to decode"),
+            training_ways=choices(training, TRAINING_WAYS, "way to train"),
+            decoding_ways=choices(decoding, DECODING_WAYS, "way to decode"),
             training_steps=steps,
             new_tokens=new_tokens,
         )
         results = bench_models(plan, out, commit=commit, command=sys.argv[1:], report=typer.echo)
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     failed = [row for row in results.rows.values() if row.error is not None]
     typer.echo(f"{len(results.rows)} rows, {len(failed)} of them failures, in {out}")
     if any(row.run == list(results.runs)[-1] for row in failed):
