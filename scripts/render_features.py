@@ -142,7 +142,7 @@ were built for this table.
 
 {runs}
 
-[huggingface.md](huggingface.md) shows how each feature is used."""
+[models.md](models.md), [generation.md](generation.md) and [training.md](training.md) show how each is used."""
 
 
 def _cell(feature: str, model: str, counts: dict[str, Counts]) -> str:

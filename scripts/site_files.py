@@ -2,12 +2,14 @@
 
 README.md is the first page, CONTRIBUTING.md and CHANGELOG.md are pages. Every other file of the repository that a page
 links to is copied, as text, under `files/`. Links are written as they work in the repository; here they are rewritten.
+Formulas, written as GitHub reads them, become MathML, which browsers show without a script.
 """
 
 import posixpath
 import re
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -17,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))|^(\[[^\]]+\]: )(\S+)()$", re.MULTILINE)
 CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+FORMULA = re.compile(r"^```math\n(.*?)^```$|\$`(.+?)`\$", re.MULTILINE | re.DOTALL)
 TEXT = {".txt", ".json", ".svg", ".png"}  # what a browser shows; other files are copied as .txt
 
 
@@ -71,5 +74,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Links as the site needs them."""
+    """Links as the site needs them; formulas by number, so that Markdown finds nothing to format in them."""
+    page.meta["formulas"] = [
+        convert(match[1] or match[2], display="block" if match[1] else "inline") for match in FORMULA.finditer(markdown)
+    ]
+    numbers = iter(range(len(page.meta["formulas"])))
+    markdown = FORMULA.sub(lambda _: f"@formula{next(numbers)}@", markdown)
     return rewrite(markdown, page.file.src_uri)[0]
+
+
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    """The formulas in their places."""
+    formulas = page.meta["formulas"]
+    return re.sub(r"@formula(\d+)@", lambda match: formulas[int(match[1])], html)
