@@ -20,6 +20,7 @@ class TestChoosingLayers:
             ("1:2", [0, 3]),
             ("1:0", [0, 1, 2, 3, 4, 5]),
             ([4, 1], [1, 4]),
+            ("4,1", [1, 4]),
             (range(2), [0, 1]),
             (lambda index: index > 3, [4, 5]),
         ],
@@ -38,6 +39,7 @@ class TestChoosingLayers:
             ("0:1", "chooses none"),
             ("0:0", "a ratio such as"),
             ("half", "a ratio such as"),
+            ("0,,1", "numbers such as"),
             (lambda index: False, "chooses none"),
         ],
     )

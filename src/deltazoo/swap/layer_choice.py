@@ -3,10 +3,10 @@
 import re
 from collections.abc import Callable, Sequence
 
-__all__ = ["LayerChoice", "choose_layers"]
+__all__ = ["LayerChoice", "choose_layers", "parse_layers"]
 
 LayerChoice = str | Sequence[int] | Callable[[int], bool]
-"""`"all"`, a ratio `"3:1"`, numbers, or a predicate of the number."""
+"""`"all"`, a ratio `"3:1"`, numbers (a sequence, or written `"0,2,5"`), or a predicate of the number."""
 
 
 def choose_layers(choice: LayerChoice, num_layers: int) -> list[int]:
@@ -14,31 +14,38 @@ def choose_layers(choice: LayerChoice, num_layers: int) -> list[int]:
 
     Args:
         choice: `"all"`; a ratio of delta-rule to softmax layers such as `"3:1"`, repeated from the first layer on
-            (three delta-rule layers, one softmax layer, ...); numbers from 0; or a function from number to bool.
+            (three delta-rule layers, one softmax layer, ...); numbers from 0, as a sequence or written `"0,2,5"`; or
+            a function from number to bool.
         num_layers: of the model.
 
     Raises:
         ValueError: an unreadable choice, a number outside the model or twice, or no layer at all.
     """
-    if isinstance(choice, str):
-        chosen = _by_name(choice, num_layers)
-    elif callable(choice):
-        chosen = [index for index in range(num_layers) if choice(index)]
-    else:
-        chosen = _by_number(choice, num_layers)
+    read = parse_layers(choice) if isinstance(choice, str) else choice
+    chosen = [index for index in range(num_layers) if read(index)] if callable(read) else _by_number(read, num_layers)
     if not chosen:
         raise ValueError(f"layers={choice!r} chooses none of the {num_layers} layers")
     return chosen
 
 
-def _by_name(choice: str, num_layers: int) -> list[int]:
+def parse_layers(choice: str) -> Sequence[int] | Callable[[int], bool]:
+    """The numbers or the predicate that a written choice stands for: `"all"`, `"3:1"` or `"0,2,5"`.
+
+    Raises:
+        ValueError: none of these forms.
+    """
     if choice == "all":
-        return list(range(num_layers))
+        return lambda index: True
+    if re.fullmatch(r"\d+(,\d+)*", choice):
+        return [int(number) for number in choice.split(",")]
     ratio = re.fullmatch(r"(\d+):(\d+)", choice)
     if ratio is None or ratio[1] == ratio[2] == "0":
-        raise ValueError(f'layers must be "all", a ratio such as "3:1", numbers or a function, got {choice!r}')
+        raise ValueError(
+            'layers must be "all", a ratio such as "3:1", numbers such as "0,2,5", or in Python a sequence of numbers '
+            f"or a function, got {choice!r}"
+        )
     delta, softmax = int(ratio[1]), int(ratio[2])
-    return [index for index in range(num_layers) if index % (delta + softmax) < delta]
+    return lambda index: index % (delta + softmax) < delta
 
 
 def _by_number(numbers: Sequence[int], num_layers: int) -> list[int]:

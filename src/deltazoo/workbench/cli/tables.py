@@ -1,21 +1,21 @@
-"""Tables for a person."""
+"""Tables that the commands print."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from deltazoo.workbench.evaluate.comparison import Baseline
 
-if TYPE_CHECKING:  # it brings torch, which a table of facts does not need
+if TYPE_CHECKING:  # these bring torch, which a table of facts does not need
+    from deltazoo.workbench.convert import ConversionResult, Ranking
     from deltazoo.workbench.evaluate.score import Score
 
 
-def comparison_table(
-    name: str, score: "Score", others: Sequence[Baseline], has_seen: str = "the training text"
-) -> Table:
+def comparison_table(name: str, score: "Score", others: Sequence[Baseline]) -> Table:
     """The model and the baselines, best first."""
-    rows = sorted([Baseline(name, score.bits_per_byte, has_seen), *others], key=lambda row: row.bits_per_byte)
+    model = Baseline(name, score.bits_per_byte, "the training text")
+    rows = sorted([model, *others], key=lambda row: row.bits_per_byte)
     table = Table(title=f"documents scored: {score.documents}, {score.bytes:,} bytes")
     table.add_column("predictor")
     table.add_column("bits per byte", justify="right")
@@ -33,4 +33,30 @@ def facts_table(facts: dict[str, str]) -> Table:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, value)
+    return table
+
+
+def ranking_table(ranking: "Ranking") -> Table:
+    """The layers, the least missed first."""
+    table = Table(title=f"one layer swapped for {ranking.variant} after transfer, {ranking.tokens:,} tokens")
+    for heading in ("layer", "loss, nats per token", "rise"):
+        table.add_column(heading, justify="right")
+    for score in sorted(ranking.layers, key=lambda score: score.rise):
+        table.add_row(str(score.layer), f"{score.loss:.4f}", f"{score.rise:+.4f}")
+    table.add_row("none", f"{ranking.loss:.4f}", "", style="dim")
+    return table
+
+
+def conversion_table(result: "ConversionResult") -> Table:
+    """Held-out bits per byte from stage to stage."""
+    names = {"original": "original", "transfer": "swapped, weights transferred"}
+    gap = result.scores["transfer"] - result.scores["original"]
+    table = Table(title="conversion")
+    for heading in ("", "held-out bits per byte", "gap recovered", "tokens"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, bits in result.scores.items():
+        stage: Any = result.stages.get(name)
+        recovered = f"{(result.scores['transfer'] - bits) / gap:.1%}" if stage and gap > 0 else ""
+        tokens = f"{stage.tokens:,}" if stage else ""
+        table.add_row(names.get(name, f"after {name}"), f"{bits:.3f}", recovered, tokens)
     return table

@@ -46,7 +46,16 @@ from deltazoo.workbench.train.training_run import (
 )
 from deltazoo.workbench.train.validation_loss import score_rows
 
-__all__ = ["ConversionResult", "ConversionText", "StageResult", "convert", "read_stage", "run_stage", "stage_as_run"]
+__all__ = [
+    "ConversionResult",
+    "ConversionText",
+    "StageResult",
+    "convert",
+    "read_stage",
+    "run_stage",
+    "save_swapped",
+    "stage_as_run",
+]
 
 _RESULT, _SCORES, _SWAP = "result.json", "scores.json", "swap.json"
 
@@ -120,6 +129,21 @@ class ConversionText:
         rows = self.validation_rows(stage.row_length)
         nats, tokens = score_rows(model, rows, stage.rows_per_batch, collate_side_by_side)
         return nats / tokens / math.log(2) / self.bytes_per_token
+
+
+def save_swapped(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+    """Save a swapped model with its tokenizer, whole or not at all.
+
+    Raises:
+        ValueError: there is a model already.
+    """
+    target = folder / "model"
+    if target.exists():
+        raise ValueError(f"{target} exists already: choose another --output")
+    with whole_or_not_at_all(target) as staging:
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+    return target
 
 
 def convert(

@@ -1,20 +1,28 @@
 """Which layers lose least when their attention is swapped: one at a time, after transfer, on the user's own text."""
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
 from deltazoo.workbench.console import track
-from deltazoo.workbench.train.packed_rows import collate_side_by_side
+from deltazoo.workbench.train.config import DataConfig
+from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, first_documents, read_corpus
+from deltazoo.workbench.train.packed_rows import collate_side_by_side, pack_in_order
+from deltazoo.workbench.train.text import open_text
+from deltazoo.workbench.train.tokenizer import encode_documents
 from deltazoo.workbench.train.validation_loss import score_rows
 
-__all__ = ["LayerScore", "Ranking", "rank_layers"]
+__all__ = ["LayerScore", "Ranking", "rank_layers", "ranking_rows"]
+
+_BYTES_PER_TOKEN = 16  # more than any tokenizer makes of ordinary text, so that enough of it is read
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,33 @@ class Ranking:
         # A loss that is not a number is as bad as can be.
         ordered = sorted(self.layers, key=lambda score: (math.isnan(score.rise), score.rise, score.layer))
         return sorted(score.layer for score in ordered[:count])
+
+    def save(self, path: Path) -> None:
+        """Write the ranking as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def ranking_rows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DataConfig, held_out: bool, max_tokens: int
+) -> list[dict[str, np.ndarray]]:
+    """The beginning of a text in rows no longer than the model was made for.
+
+    Args:
+        model: what will read it.
+        tokenizer: the model's own.
+        data: the text.
+        held_out: take the part that a conversion with this ``data`` holds out, instead of all documents.
+        max_tokens: how much of it at most.
+    """
+    source = open_text(data)
+    if held_out:
+        documents = read_corpus(source, data, DEFAULT_TOKENIZER_SAMPLE).validation
+    else:
+        documents = first_documents(source, max_tokens * _BYTES_PER_TOKEN)
+    row_length = min(1024, getattr(model.config, "max_position_embeddings", None) or 1024, max_tokens)
+    encoded = encode_documents(tokenizer, documents, "tokenizing the text to rank on")
+    return pack_in_order(encoded, row_length)[: max_tokens // row_length]
 
 
 def rank_layers(

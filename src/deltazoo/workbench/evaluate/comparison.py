@@ -1,11 +1,17 @@
 """A model beside the baselines, all measured on the same held-out bytes."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deltazoo.workbench.console import console
 from deltazoo.workbench.evaluate.baselines import ByteContextModel, gzip_bits_per_byte, xz_bits_per_byte
 from deltazoo.workbench.train.text import Document
+
+if TYPE_CHECKING:  # it brings torch, which a wrong argument of a command does not wait for
+    from deltazoo.workbench.evaluate.score import Score
 
 
 @dataclass(frozen=True)
@@ -47,3 +53,16 @@ def baselines(train: Sequence[Document], held_out: Sequence[Document], *, primed
                 Baseline("order-2 byte model", ByteContextModel(2).fit(known).bits_per_byte(pieces), everything)
             )
     return found
+
+
+def save_comparison(path: str | Path, model: str, text: str, score: "Score", others: Sequence[Baseline]) -> None:
+    """Write a model's score and the baselines as JSON; ``model`` and ``text`` name what was measured."""
+    figures = {
+        "model": model,
+        "text": text,
+        "bits_per_byte": score.bits_per_byte,
+        "perplexity": score.perplexity,
+        "score": asdict(score),
+        "baselines": [asdict(baseline) for baseline in others],
+    }
+    Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -40,6 +40,18 @@ def num_bytes(document: Document) -> int:
     return len(document.text.encode("utf-8"))
 
 
+def first_documents(source: TextFiles | Records, max_bytes: int | None = None) -> list[Document]:
+    """The documents of a text from the first on, until they hold ``max_bytes``; all of them if None."""
+    documents: list[Document] = []
+    size = 0
+    for document in source.documents():
+        if max_bytes is not None and size >= max_bytes:
+            break
+        documents.append(document)
+        size += num_bytes(document)
+    return documents
+
+
 def read_corpus(source: TextFiles | Records, data: DataConfig, train_sample_bytes: int | None = None) -> Corpus:
     """Read both parts into memory.
 

@@ -32,15 +32,19 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
 ) -> None:
     """Score a model on text it was not trained on, beside gzip, xz and an order-2 byte model."""
-    from deltazoo.workbench.cli.evaluation import choose_documents, write_json
     from deltazoo.workbench.cli.tables import comparison_table, facts_table
     from deltazoo.workbench.device import check_device
+    from deltazoo.workbench.evaluate.documents import choose_documents
+    from deltazoo.workbench.train.config import DataConfig
 
     if device is not None:
         check_device(device)
-    documents = choose_documents(path, text, text_field, max_bytes)
+    if text is None and (max_bytes is not None or text_field != DataConfig.text_field):
+        raise ValueError("--max-bytes and --text-field act on --text only")
+    data = None if text is None else DataConfig(text=text, text_field=text_field)
+    documents = choose_documents(path, data, max_bytes)
     from deltazoo.workbench.evaluate import score_documents
-    from deltazoo.workbench.evaluate.comparison import baselines
+    from deltazoo.workbench.evaluate.comparison import baselines, save_comparison
     from deltazoo.workbench.evaluate.loading import load_checkpoint
 
     model, tokenizer = load_checkpoint(path, device)
@@ -60,4 +64,4 @@ def evaluate(
         )
     )
     if json_file:
-        write_json(json_file, path, documents.description, score, others)
+        save_comparison(json_file, path, documents.description, score, others)

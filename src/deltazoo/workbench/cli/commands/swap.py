@@ -1,5 +1,6 @@
 """``deltazoo swap PATH``: delta-rule layers in the attention slots of a transformers model, and training them in."""
 
+import re
 from typing import Annotated, Any
 
 import typer
@@ -51,18 +52,24 @@ def swap(
     from pathlib import Path
 
     from deltazoo.spec import get_variant
-    from deltazoo.workbench.cli.layer_choice import best_count, parse_layers
-    from deltazoo.workbench.cli.tables import facts_table
+    from deltazoo.swap.layer_choice import parse_layers
+    from deltazoo.workbench.cli.tables import conversion_table, facts_table, ranking_table
     from deltazoo.workbench.console import say
-    from deltazoo.workbench.convert.conversion_config import STAGES, load_conversion
+    from deltazoo.workbench.convert import STAGES, load_conversion
     from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
     from deltazoo.workbench.presets import find_config
     from deltazoo.workbench.train.config import DataConfig
 
     get_variant(variant)
-    chosen = parse_layers(layers)
-    best = best_count(chosen)
+    best = re.fullmatch(r"best:(\d+)", layers)
+    if best is None:
+        try:
+            parse_layers(layers)
+        except ValueError as error:
+            raise ValueError(
+                f"--layers takes all, numbers such as 0,2,5, a ratio such as 3:1, or best:K, got {layers!r}"
+            ) from error
     ranks = rank or best is not None
     _refuse_without_effect(
         {
@@ -88,16 +95,14 @@ def swap(
 
     # Only now what imports torch: a mistyped argument is answered at once.
     from deltazoo.swap import swap_attention
-    from deltazoo.workbench.cli.swapping import (
-        conversion_table,
+    from deltazoo.workbench.convert import (
+        convert,
+        draw_conversion,
+        draw_ranking,
+        rank_layers,
         ranking_rows,
-        ranking_table,
-        save_ranking,
         save_swapped,
     )
-    from deltazoo.workbench.convert.conversion import convert
-    from deltazoo.workbench.convert.conversion_plots import draw_conversion
-    from deltazoo.workbench.convert.layer_ranking import rank_layers
     from deltazoo.workbench.evaluate.loading import load_checkpoint, load_model
     from deltazoo.workbench.train.training_run import check_run, has_saved
 
@@ -105,6 +110,7 @@ def swap(
         check_run(recipe, folder, resume, load=load_conversion, stages=STAGES)
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
     console = Console()
+    chosen: Any = layers
     # Only a text needs the tokenizer, or a model that is saved.
     model, tokenizer = (load_model(path, device), None) if dry_run and not ranks else load_checkpoint(path, device)
     if recipe is not None:
@@ -115,10 +121,12 @@ def swap(
         rows = ranking_rows(model, tokenizer, data, held_out=text is None, max_tokens=rank_tokens)
         ranking = rank_layers(model, variant, rows, **options)
         console.print(ranking_table(ranking))
-        chosen = chosen if best is None else ranking.best(best)
+        if best is not None:
+            chosen = ranking.best(int(best[1]))
         if folder is not None:
-            marked = [] if isinstance(chosen, str) else chosen
-            console.print(facts_table({"picture": str(save_ranking(ranking, folder, marked))}))
+            ranking.save(folder / "ranking.json")
+            picture = draw_ranking(folder / "ranking.png", ranking, [] if best is None else chosen)
+            console.print(facts_table({"picture": str(picture)}))
     if rank:
         return
 
