@@ -73,7 +73,7 @@ def delta_rule(
             fast up to the first chunk of 64 tokens in which the erase gain `beta * |k|^2` of some token exceeds 1
             (1.005, to be exact: keys are rounded), and strictly from there on. Above 1 a repeated key turns the state
             over again and again, and the rounding of single half-precision terms would grow, so the products that
-            carry the state take two or three terms (docs/kernels.md). "fast" and "strict" force one for all tokens;
+            carry the state take two or three terms (docs/precision.md). "fast" and "strict" force one for all tokens;
             "fast" is wrong for repeated keys with a gain near 2. The torch backends, and triton in float32, are strict
             always.
 

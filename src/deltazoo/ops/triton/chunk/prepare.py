@@ -25,7 +25,7 @@ HALF_RANGE = tl.constexpr(6.0)
 BFLOAT_RANGE = tl.constexpr(116.0)
 FLOAT_RANGE = tl.constexpr(100.0)
 # The largest erase gain `beta |k|^2` of a chunk that fast precision is right for. Step sizes up to 1 on unit keys stay
-# below: rounding to bfloat16 makes |k|^2 at most 1.004. What lies above is measured in docs/kernels.md.
+# below: rounding to bfloat16 makes |k|^2 at most 1.004. What lies above is measured in docs/precision.md.
 MAX_FAST_GAIN = tl.constexpr(1.005)
 
 
