@@ -1,0 +1,184 @@
+"""Time the same calls in two checkouts, in alternation, and compare their results bit for bit.
+
+    python scripts/compare_checkouts.py ../before --out comparison.json
+
+Small calls take as long as the host takes to prepare them; large ones, on a GPU, as long as their kernels. The other
+checkout needs the names of the public interface alone. A ratio above 1 says that this checkout is slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+Call = Callable[[], Any]
+
+
+def calls(device: str) -> Iterator[tuple[str, int, Call]]:
+    """Name, repetitions per measurement, and the call; what it returns is compared."""
+    import torch
+    import torch.nn.functional as F
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import deltazoo
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def inputs(B: int, T: int, H: int, D: int, decay: str) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        q, k, v = torch.randn(3, B, T, H, D)
+        sizes = {"none": None, "scalar": (B, T, H), "channel": (B, T, H, D)}[decay]
+        log_decay = None if sizes is None else -0.1 * torch.rand(sizes)
+        tensors = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, torch.rand(B, T, H), log_decay]
+        return [x if x is None else x.to(device, dtype if x.ndim == 4 and i < 3 else None).requires_grad_()
+                for i, x in enumerate(tensors)]  # fmt: skip
+
+    def both_ways(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Call:
+        d_output = torch.ones_like(function())
+        return lambda: torch.autograd.grad(function(), tensors, d_output)
+
+    shapes = {"small": (1, 128, 2, 64)} | ({"large": (8, 4096, 16, 128)} if device == "cuda" else {})
+    for size, shape in shapes.items():
+        for decay in ("none", "scalar", "channel"):
+            tensors = inputs(*shape, decay)
+            given = [x for x in tensors if x is not None]
+            rule = lambda tensors=tensors: deltazoo.delta_rule(*tensors).output  # noqa: E731
+            repetitions = 30 if size == "small" else 3
+            yield f"operator, {size}, decay {decay}: forward", repetitions, torch.no_grad()(rule)
+            yield f"operator, {size}, decay {decay}: with backward", repetitions, both_ways(rule, given)
+    tokens = [x[:, :1].detach() for x in inputs(1, 2, 2, 64, "scalar") if x is not None]
+    state = torch.zeros(1, 2, 64, 64, device=device)
+    yield "operator, one token", 50, lambda: deltazoo.delta_rule_step(*tokens, state=state).output
+
+    for name in ("DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"):
+        torch.manual_seed(0)
+        layer = getattr(deltazoo, name)(64, 2, 32, layer_idx=0).to(device, dtype)
+        x = torch.randn(1, 70, 64).to(device, dtype)
+        yield f"{name}: forward", 20, torch.no_grad()(lambda layer=layer, x=x: layer(x))
+        yield f"{name}: with backward", 20, both_ways(lambda layer=layer, x=x: layer(x), list(layer.parameters()))
+        states = deltazoo.LayerStates()
+        with torch.no_grad():
+            layer(x, past_key_values=states)
+
+        def decode(layer: Any = layer, x: Any = x, states: Any = states) -> Any:
+            return layer(x[:, :1], past_key_values=states)
+
+        yield f"{name}: one token", 30, torch.no_grad()(decode)
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_heads=2, vocab_size=256)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gated_deltanet", **sizes)).to(device, dtype)
+    prompt = torch.arange(40, device=device)[None]
+    training = lambda: model(prompt, labels=prompt).loss  # noqa: E731
+    yield "model: loss with backward", 5, both_ways(training, list(model.parameters()))
+    model.eval()
+    options = dict(max_new_tokens=16, do_sample=False)
+    yield "model.generate, 16 tokens", 1, lambda: model.generate(prompt, **options)
+    yield "deltazoo.generate, 16 tokens", 1, lambda: deltazoo.generate(model, prompt, max_new_tokens=16)
+
+
+def serve(device: str) -> None:
+    """Answer each line of standard input, a number, with that call's seconds and, the first time, its result's hash."""
+    import torch
+
+    torch.set_num_threads(1)
+    known = list(calls(device))
+    answer({"names": [name for name, *_ in known]})
+    for line in sys.stdin:
+        _, repetitions, call = known[int(line)]
+        result = call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repetitions):
+            call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        answer({"seconds": (time.perf_counter() - start) / repetitions, "hash": digest(result)})
+
+
+def digest(result: Any) -> str:
+    import torch
+
+    tensors = result if isinstance(result, tuple | list) else [result]
+    hashed = hashlib.blake2b(digest_size=8)
+    for x in tensors:
+        hashed.update(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def answer(value: dict[str, Any]) -> None:
+    print("\x00" + json.dumps(value), flush=True)
+
+
+class Checkout:
+    """A process that runs the calls with one checkout's package."""
+
+    def __init__(self, root: Path, device: str) -> None:
+        environment = os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", device],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+        )  # fmt: skip
+        self.names: list[str] = self._read()["names"]
+
+    def ask(self, number: int) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        print(number, file=self.process.stdin, flush=True)
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        stdout: IO[str] | None = self.process.stdout
+        assert stdout is not None
+        for line in stdout:
+            if line.startswith("\x00"):
+                return json.loads(line[1:])
+        raise RuntimeError(f"the process of a checkout ended with status {self.process.wait()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, nargs="?", help="root of the checkout to compare with")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--serve", metavar="DEVICE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve)
+        return
+    if options.other is None or not (options.other / "src" / "deltazoo").is_dir():
+        parser.error(f"expected the root of another checkout, got {options.other}")
+    pair = Checkout(ROOT, options.device), Checkout(options.other.resolve(), options.device)
+    rows = []
+    for number, name in enumerate(pair[0].names):
+        for checkout in pair:
+            checkout.ask(number)  # compiles, allocates
+        answers = [
+            [checkout.ask(number) for checkout in (pair if i % 2 else pair[::-1])] for i in range(options.rounds)
+        ]
+        ordered = [found if i % 2 else found[::-1] for i, found in enumerate(answers)]
+        here, there = (statistics.median(found[side]["seconds"] for found in ordered) for side in (0, 1))
+        ratio = statistics.median(found[0]["seconds"] / found[1]["seconds"] for found in ordered)
+        same = ordered[0][0]["hash"] == ordered[0][1]["hash"]
+        rows.append({"call": name, "here_us": 1e6 * here, "other_us": 1e6 * there, "ratio": ratio, "same_bits": same})
+        print(
+            f"{name:48} {1e6 * here:9.1f} us {1e6 * there:9.1f} us   {ratio:5.3f}  {'' if same else 'OTHER BITS'}",
+            flush=True,
+        )
+    if options.out:
+        options.out.write_text(json.dumps({"device": options.device, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
