@@ -1,15 +1,27 @@
-"""What caches take: keys and values of softmax layers against states of delta-rule layers, per sequence."""
+"""Memory of caches per sequence: keys and values of softmax layers, states of delta-rule layers."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.swap.attention_weights import HeadShape
-from deltazoo.swap.swap_report import CONTEXTS, MemoryAtLength
 
-__all__ = ["memory_of_swap", "sliding_window", "state_bytes"]
+__all__ = ["CONTEXTS", "MemoryAtLength", "memory_of_swap", "sliding_window", "state_bytes"]
+
+CONTEXTS = {"1k": 1024, "32k": 32 * 1024, "1M": 1024 * 1024}
+"""Context lengths, in tokens, at which memory is compared."""
+
+
+@dataclass(frozen=True)
+class MemoryAtLength:
+    """Bytes that the cache of one sequence takes, before and after the swap."""
+
+    num_tokens: int
+    before: int
+    after: int
 
 
 def state_bytes(layer: DeltaRuleAttention) -> int:

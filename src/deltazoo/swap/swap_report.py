@@ -1,15 +1,19 @@
-"""What a swap did, or would do: per layer, in parameters, and in memory per sequence."""
+"""The report of a swap, done or planned: per layer, in parameters, and in memory per sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
+from transformers import PreTrainedModel
 
-__all__ = ["CONTEXTS", "LayerSwap", "MemoryAtLength", "SwapReport"]
+from deltazoo.swap.cache_memory import CONTEXTS, MemoryAtLength, memory_of_swap, sliding_window, state_bytes
+from deltazoo.swap.families import ModelFamily, decoder_layers_of
+from deltazoo.swap.starting_point import copied_parameters
+from deltazoo.swap.swap_plan import LayerPlan
+from deltazoo.swap.swapped_attention import SwappedAttention
 
-CONTEXTS = {"1k": 1024, "32k": 32 * 1024, "1M": 1024 * 1024}
-"""Context lengths, in tokens, at which memory is compared."""
+__all__ = ["LayerSwap", "SwapReport", "report_swap"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,6 @@ class LayerSwap:
     """Parameters and properties of the original attention that have no counterpart."""
     state_bytes: int
     """Of one sequence, at any length."""
-
-
-@dataclass(frozen=True)
-class MemoryAtLength:
-    """Bytes that the cache of one sequence takes."""
-
-    num_tokens: int
-    before: int
-    after: int
 
 
 @dataclass(frozen=True)
@@ -95,6 +90,71 @@ class SwapReport:
             ratio = memory.after / memory.before
             table.add_row(label, _size(memory.before), _size(memory.after), f"{ratio:.3g}")
         return table
+
+
+def report_swap(
+    model: PreTrainedModel,
+    family: ModelFamily,
+    variant: str,
+    init: str,
+    dry_run: bool,
+    plans: Sequence[LayerPlan],
+    replacements: Sequence[SwappedAttention],
+) -> SwapReport:
+    """The report of a swap whose replacements are built and not yet in their slots."""
+    num_layers = len(decoder_layers_of(model, family))
+    slot = f"{family.layers}.{{}}.{family.attention}"
+    layers = []
+    for plan, replacement in zip(plans, replacements, strict=True):
+        names = [name for name, _ in replacement.delta.named_parameters()]
+        copied = copied_parameters(replacement.delta) if init == "transfer" else []
+        layers.append(
+            LayerSwap(
+                index=plan.index,
+                path=slot.format(plan.index),
+                copied=tuple(copied),
+                created=tuple(name for name in names if name not in copied),
+                dropped=tuple(_dropped(model, family, plan, init)),
+                state_bytes=state_bytes(replacement.delta),
+            )
+        )
+    before = sum(p.numel() for p in model.parameters())
+    removed = sum(p.numel() for plan in plans for p in plan.attention.parameters())
+    added = sum(p.numel() for replacement in replacements for p in replacement.parameters())
+    return SwapReport(
+        model_type=family.model_type,
+        variant=variant,
+        init=init,
+        dry_run=dry_run,
+        layers=tuple(layers),
+        num_layers=num_layers,
+        parameters_before=before,
+        parameters_after=before - removed + added,
+        memory=memory_of_swap(
+            model.config, plans[0].shape, model.dtype, num_layers, {layer.index: layer.state_bytes for layer in layers}
+        ),
+    )
+
+
+def _dropped(model: PreTrainedModel, family: ModelFamily, plan: LayerPlan, init: str) -> list[str]:
+    """What of the original attention has no counterpart: parameters first, then properties without parameters."""
+    lost = []
+    if init == "random":
+        lost += [name for name, _ in plan.attention.named_parameters()]
+    elif plan.shape.qk_norm is not None and "qk_norm" not in plan.options:
+        lost += [f"{name}.weight" for name in family.norms or ()]
+    if plan.shape.has_rope and not plan.options["rope"]:
+        lost.append("rotary embedding")
+    config = model.config
+    if window := sliding_window(config, plan.index):
+        lost.append(f"window of {window} tokens")
+    if cap := getattr(config, "attn_logit_softcapping", None):
+        lost.append(f"score cap of {cap:g}")
+    if dropout := getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None):
+        lost.append(f"attention dropout of {dropout:g}")
+    if dropout := getattr(getattr(plan.attention, "resid_dropout", None), "p", None):
+        lost.append(f"output dropout of {dropout:g}")
+    return lost
 
 
 def _ranges(numbers: Sequence[int]) -> str:

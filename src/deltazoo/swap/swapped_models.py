@@ -1,12 +1,12 @@
-"""Model and configuration classes of swapped models, made from the original ones when they are first needed.
+"""Model and configuration classes of swapped models, made from the original classes when they are first needed.
 
 A swapped Llama is a `DeltazooLlamaForCausalLM` with a `DeltazooLlamaConfig` of model type `deltazoo_llama`, whose
-`delta_layers` says what each swapped layer is. transformers alone cannot load such a checkpoint, and so cannot load it
-with softmax attention started afresh; after `import deltazoo` the Auto classes can.
+`delta_layers` records what each swapped layer is. The Auto classes load such a checkpoint after `import deltazoo`.
+transformers alone refuses it, so nobody loads it with softmax attention and random weights by mistake.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import transformers
@@ -31,26 +31,20 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.generation.cache import prepare_cache_layer
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.models.adapters import offer_lora_targets
-from deltazoo.models.auto_map import AutoMapConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates, refuse_undescribed
 from deltazoo.models.outside_rules import module_of_variant
-from deltazoo.models.runtime_keys import without_runtime_options
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap.batch import describe_batches, token_mask_for
-from deltazoo.swap.drop_in_layer import drop_in_class
-from deltazoo.swap.families import FAMILIES, ModelFamily, decoder_layers_of
-from deltazoo.swap.swapped_attention import SwappedAttention
+from deltazoo.swap.families import FAMILIES, decoder_layers_of
+from deltazoo.swap.swapped_config import SwappedConfig, build_swapped_attention, recorded_layers
 
 __all__ = [
     "SwappedModel",
     "auto_classes_of",
-    "build_swapped_attention",
-    "install",
     "register_swapped_classes",
-    "relabel",
     "swapped_class",
-    "uninstall",
+    "turn_back",
+    "turn_into_swapped",
 ]
 
 _AUTO_CLASSES = (
@@ -61,33 +55,8 @@ _AUTO_CLASSES = (
     AutoModelForQuestionAnswering,
 )
 _PREFIX = "Deltazoo"
-# What `install` adapts of the properties that transformers gathers when a model is made.
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan", "_fsdp_plan")
-
-
-class SwappedConfig(AutoMapConfig):
-    """What the configuration of a swapped model adds; mixed into the original class."""
-
-    model_type: ClassVar[str]
-    original_model_type: ClassVar[str]
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As transformers documents it; runtime options, which older versions saved, are left out with a warning."""
-        layers = config_dict.get("delta_layers") or {}
-        found = {name: value for options in layers.values() for name, value in options.items()}
-        without_runtime_options(found)  # warns once for all layers
-        cleaned = {
-            index: {name: value for name, value in options.items() if name not in RUNTIME_OPTIONS}
-            for index, options in layers.items()
-        }
-        return super().from_dict({**config_dict, **({"delta_layers": cleaned} if layers else {})}, **kwargs)  # type: ignore[misc]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain values."""
-        # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
-        offer_lora_targets(self.model_type, like=self.original_model_type)
-        return super().to_dict()
+"""Properties that transformers gathers when a model is made, and that change with the layers."""
 
 
 class SwappedModel(ModelWithDeltaLayers):
@@ -98,16 +67,16 @@ class SwappedModel(ModelWithDeltaLayers):
         super().__init__(config, *args, **kwargs)
         family = FAMILIES[config.original_model_type]
         decoder_layers = decoder_layers_of(self, family)
-        for index, options in _delta_layers(config).items():
+        for index, options in recorded_layers(config).items():
             module_of_variant(options["variant"], config.mixer_module)  # says what is missing
             attention = build_swapped_attention(family, config, index, options)
             setattr(decoder_layers[index], family.attention, attention)
-        install(self, family)
+        _adapt(self)
         self.set_runtime(**runtime)
 
     def prepare_cache(self, cache: Cache) -> None:
         """Make a fresh cache fit this model's swapped layers, in place; ValueError if it cannot."""
-        for index in _delta_layers(self.config):
+        for index in recorded_layers(self.config):
             prepare_cache_layer(cache, index)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -120,15 +89,15 @@ class SwappedModel(ModelWithDeltaLayers):
         super().save_pretrained(*args, **kwargs)
 
     def refuse_undescribed_layers(self) -> None:
-        """Raise ValueError if a swapped layer is not what the configuration would load in its place."""
+        """Raise ValueError if a swapped layer is not what the configuration would load in its slot."""
         family, config = FAMILIES[self.config.original_model_type], self.config
-        for index, options in _delta_layers(config).items():
+        for index, options in recorded_layers(config).items():
             found: Any = decoder_layers_of(self, family)[index].get_submodule(family.attention)
             with torch.device("meta"):
                 described = build_swapped_attention(family, config, index, options)
-            place = f"{family.layers}.{index}.{family.attention}"
-            refuse_undescribed(found, described, place)
-            refuse_undescribed(found.delta, described.delta, f"{place}.delta")
+            path = f"{family.layers}.{index}.{family.attention}"
+            refuse_undescribed(found, described, path)
+            refuse_undescribed(found.delta, described.delta, f"{path}.delta")
 
 
 class SwappedGeneration(CapturedGeneration, GenerationMixin):
@@ -142,7 +111,7 @@ class SwappedGeneration(CapturedGeneration, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in the original; besides, padding stays known where masks are prepared ahead of the model."""
+        """As in the original. Padding also stays known where masks are prepared ahead of the model."""
         inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids,  # type: ignore[arg-type]
             past_key_values=past_key_values,
@@ -153,43 +122,18 @@ class SwappedGeneration(CapturedGeneration, GenerationMixin):
         return inputs | token_mask_for(attention_mask, inputs)
 
 
-def _delta_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
-    """The swapped layers as recorded, of those that run; JSON made strings of their numbers."""
-    if not config.delta_layers:
-        raise ValueError(
-            f"a {type(config).__name__} without delta_layers describes no model; swap_attention writes them"
-        )
-    layers = {int(index): options for index, options in config.delta_layers.items()}
-    # from_pretrained(..., num_hidden_layers=n) keeps the first n layers, and so does early exit for a while.
-    return {index: options for index, options in layers.items() if index < config.num_hidden_layers}
+def turn_into_swapped(model: PreTrainedModel, delta_layers: dict[str, dict[str, Any]]) -> None:
+    """Give a live model whose slots hold swapped layers the swapped class; its configuration records the layers."""
+    model.__class__ = swapped_class(type(model))
+    model.config.__class__ = model.config_class  # type: ignore[assignment]
+    model.config.delta_layers = delta_layers
+    variant = next(iter(delta_layers.values()))["variant"]
+    model.config.mixer_module = module_of_variant(variant, None)
+    _adapt(model)
 
 
-def build_swapped_attention(
-    family: ModelFamily, config: PreTrainedConfig, index: int, options: dict[str, Any], teacher: nn.Module | None = None
-) -> SwappedAttention:
-    """The module for one slot, from what the configuration records; parameters start as in the variant's paper."""
-    options = dict(options)
-    rope = options.pop("rope")
-    delta = drop_in_class(options["variant"])(
-        hidden_size=config.hidden_size, layer_idx=index, initializer_range=config.initializer_range, **options
-    )
-    return SwappedAttention(delta, family, index, rope=rope, teacher=teacher)
-
-
-def install(model: PreTrainedModel, family: ModelFamily) -> None:
-    """Bring a model whose slots hold swapped layers in order: base model's class, hook, parallel plans, dtypes."""
-    base = model.base_model
-    if not isinstance(base, SwappedModel):
-        base.__class__ = swapped_class(type(base))
-    base._delta_hook = describe_batches(base)  # type: ignore[assignment]
-    for part in _parts(model):
-        part._original_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]
-        declare_gates(part)
-        part._tp_plan = {entry: style for entry, style in (part._tp_plan or {}).items() if _matches(part, entry)}
-
-
-def uninstall(model: PreTrainedModel) -> None:
-    """Undo `install` and what `relabel` did, once the slots hold the original attention again."""
+def turn_back(model: PreTrainedModel) -> None:
+    """Undo `turn_into_swapped`, once the slots hold the original attention again."""
     model.base_model._delta_hook.remove()  # type: ignore[operator, union-attr]
     del model.base_model._delta_hook, model.config.delta_layers, model.config.mixer_module
     for part in _parts(model):
@@ -201,13 +145,16 @@ def uninstall(model: PreTrainedModel) -> None:
     model.config.__class__ = model.config_class  # type: ignore[assignment]
 
 
-def relabel(model: PreTrainedModel, delta_layers: dict[str, dict[str, Any]]) -> None:
-    """Turn a live model of an original class into one of the swapped class; its configuration records the layers."""
-    model.__class__ = swapped_class(type(model))
-    model.config.__class__ = model.config_class  # type: ignore[assignment]
-    model.config.delta_layers = delta_layers
-    variant = next(iter(delta_layers.values()))["variant"]
-    model.config.mixer_module = module_of_variant(variant, None)
+def _adapt(model: PreTrainedModel) -> None:
+    """Adapt to swapped layers what a model has besides modules: the base model's class and hook, plans, dtypes."""
+    base = model.base_model
+    if not isinstance(base, SwappedModel):
+        base.__class__ = swapped_class(type(base))
+    base._delta_hook = describe_batches(base)  # type: ignore[assignment]
+    for part in _parts(model):
+        part._original_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]
+        declare_gates(part)
+        part._tp_plan = {entry: style for entry, style in (part._tp_plan or {}).items() if _matches(part, entry)}
 
 
 def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -244,19 +191,16 @@ def _swapped_config_class(original_config: type[Any]) -> type[Any]:
 
 def swapped_class(original_class: type[Any]) -> type[Any]:
     """The class of models of `original_class` with swapped layers."""
-    generates = issubclass(original_class, GenerationMixin)
-    bases = (
-        (SwappedModel, SwappedGeneration, original_class, GenerationMixin)
-        if generates
-        else (SwappedModel, original_class)
-    )
+    bases: tuple[type, ...] = (SwappedModel, original_class)
+    if issubclass(original_class, GenerationMixin):
+        bases = (SwappedModel, SwappedGeneration, original_class, GenerationMixin)
     members = {
         "__doc__": f"{original_class.__name__} with delta-rule layers in some of its attention slots.",
         "config_class": _swapped_config_class(original_class.config_class),
         "original_class": original_class,
     }
     made = _make(_PREFIX + original_class.__name__, bases, members)
-    # What models register when they are made, and one that changes its class does not: output_hidden_states needs it.
+    # Models register this when they are made, and output_hidden_states needs it: a changed class does not register.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), original_class._can_record_outputs)
     return made
 
