@@ -179,7 +179,7 @@ def in_float32(launch: Launch, shape: Shape) -> dict[str, Any]:
     tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor)}
     changes: dict[str, Any] = {name: x.float() for name, x in tensors.items() if x.is_floating_point()}
     options = {"chunk_gradients": tiles.gradients, "chunk_gradients_channel": tiles.gradients}
-    options |= {"reverse_scan(keep)": tiles.reverse, "scan(keep)": tiles.keep}
+    options |= {"reverse_scan(keep)": tiles.reverse_scan, "scan(keep)": tiles.scan_keep}
     strict = launch.arguments.get("STRICT", False)
     if "AP" in changes and strict:  # below the diagonal is the inverse's second term, mirrored
         A, P = changes["AP"].unbind(1)

@@ -1,10 +1,10 @@
 """A hash of the PTX of every kernel at many sizes, compiled for a Hopper card without one: same hash, same code.
 
     python scripts/kernel_hashes.py > before.txt    # on the commit to compare with
-    python scripts/kernel_hashes.py before.txt      # on another: prints what differs, exit status 1 if anything does
+    python scripts/kernel_hashes.py before.txt      # on another: prints what differs, exit status 1 if any code does
 
-Names of kernels, source lines and comments do not count, so kernels may move and be renamed (a renamed one is printed
-as gone and new, with the same hash). Another version of Triton gives other PTX. Takes minutes.
+Names of kernels, source lines and comments do not count, so kernels may move and be renamed: a kernel with another name
+and the same code in the same call is printed as renamed. Another version of Triton gives other PTX. Takes minutes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import hashlib
 import re
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -92,21 +92,44 @@ def compile_all(recorder: Recorder) -> Iterator[str]:
             yield from (f"{digest}  {name} {kernel.name}" for digest in recorder.take())
 
 
+def differences(before: Iterable[str], after: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Kernels that were renamed, and lines whose code is gone or new, from the lines of two runs.
+
+    The first word behind a hash names the call. Two lines of one call with one hash are the same kernel.
+    """
+    gone, new = Counter(before), Counter(after)
+    gone, new = gone - new, new - gone
+    renamed, by_code = [], defaultdict(list)
+    for line in new.elements():
+        digest, what = line.split(maxsplit=1)
+        by_code[digest, what.split()[0]].append(line)
+    for line in list(gone.elements()):
+        digest, what = line.split(maxsplit=1)
+        if same := by_code[digest, what.split()[0]]:
+            other = same.pop(0)
+            renamed.append(f"renamed, same code: {what} -> {other.split(maxsplit=1)[1]}")
+            gone[line] -= 1
+            new[other] -= 1
+    changed = [f"- {line}" for line in gone.elements()] + [f"+ {line}" for line in new.elements()]
+    return renamed, sorted(changed, key=lambda line: line.split(maxsplit=2)[2])
+
+
 def main() -> int:
-    before = Counter(Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()) if len(sys.argv) > 1 else None
-    recorder, found = Recorder(), Counter[str]()
+    before = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines() if len(sys.argv) > 1 else None
+    recorder, found = Recorder(), list[str]()
     with tempfile.TemporaryDirectory() as cache:
         triton.knobs.cache.dir = cache
         triton.knobs.runtime.add_stages_inspection_hook = recorder
         for line in compile_all(recorder):
-            found[line] += 1
+            found.append(line)
             if before is None:
                 print(line, flush=True)
     if before is None:
         return 0
-    differences = [f"- {line}" for line in before - found] + [f"+ {line}" for line in found - before]
-    print("\n".join(sorted(differences, key=lambda line: line[20:])) or f"{found.total()} kernels, all as before")
-    return bool(differences)
+    renamed, changed = differences(before, found)
+    print("\n".join([*renamed, *changed]))
+    print(f"{len(found)} kernels, {len(renamed)} renamed, {'CODE CHANGED' if changed else 'all code as before'}")
+    return bool(changed)
 
 
 if __name__ == "__main__":

@@ -79,8 +79,8 @@ class Call:
         strict = None if self.precision is None else self.precision == "strict"
         inputs = (q, q, v, beta, log_decay, 0.1, state, cu_seqlens, strict)
         problem = pipeline.Problem(*inputs)
-        output, final_state, *kept = pipeline.forward(problem)
-        pipeline.backward(problem, pipeline.Kept(*kept), output, final_state if self.state else None)
+        output, final_state, kept = pipeline.forward(problem)
+        pipeline.backward(problem, kept, output, final_state if self.state else None)
 
 
 @dataclass(frozen=True)

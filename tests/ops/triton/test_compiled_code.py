@@ -97,8 +97,8 @@ def judge(case: DeltaRuleCase, strict: bool | None, monkeypatch: pytest.MonkeyPa
     x = case.make(dtype=torch.bfloat16)
     inputs = (x.q, x.k, x.v, x.beta, x.log_decay, case.K**-0.5, x.initial_state, x.cu_seqlens, strict)
     problem = pipeline.Problem(*inputs)
-    output, final_state, *kept = pipeline.forward(problem)
-    gradients = pipeline.backward(problem, pipeline.Kept(*kept), x.d_output, x.d_final_state)
+    output, final_state, kept = pipeline.forward(problem)
+    gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state)
     names = [f"d_{name}" for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
     actual = {"output": output, "final_state": final_state}
     actual |= {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}

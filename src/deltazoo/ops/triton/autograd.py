@@ -11,7 +11,8 @@ from deltazoo.ops.transforms import refuse_second_derivative
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.pipeline import Kept, Problem
-from deltazoo.ops.triton.plan import Shapes, sizes_of
+from deltazoo.ops.triton.plan import Plan, sizes_of
+from deltazoo.ops.triton.tiling import HOPPER
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["triton_delta_rule"]
@@ -47,7 +48,8 @@ def _launch(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):
     check_tensor_values(log_decay, cu_seqlens, v.shape[1])
     with torch.cuda.device_of(v):
         p = Problem(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
-        return *pipeline.forward(p), p.plan
+        output, final, kept = pipeline.forward(p)
+    return output, final, *kept, p.plan
 
 
 def _forward(q, *rest):
@@ -72,10 +74,8 @@ def _like(gradient, x):
 
 def _backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, *rest):
     *tensors, d_output, d_final = rest
-    kept = Kept(*tensors)
-    kept = kept._replace(beta=None if beta is None else kept.beta, G=None if log_decay is None else kept.G)
     grads = _launch_backward(
-        q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, kept, d_output, d_final
+        q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, Kept(*tensors), d_output, d_final
     )
     return [grad for grad in grads if grad is not None]
 
@@ -86,26 +86,11 @@ _library.impl("triton_delta_rule_backward", _backward, "CompositeExplicitAutogra
 
 @torch.library.register_fake("deltazoo::triton_delta_rule", lib=_library)
 def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):
-    problem = Shapes(*sizes_of(q, v, beta, log_decay, cu_seqlens, strict))
-    kept = {name: q.new_empty(0) for name in _KEPT}
-    slots, C, K = problem.slots, pipeline.CHUNK, problem.K
-    kept["AP"] = q.new_empty(slots, problem.matrices, C, C)
-    if problem.by_gain:
-        kept["large_gain"] = q.new_empty(slots, dtype=torch.int32)
-    if beta is not None:
-        kept["beta"] = q.new_empty(slots, C, dtype=torch.float32)
-    if log_decay is not None:
-        kept["G"] = q.new_empty(slots, K if problem.decay == 2 else C, dtype=torch.float32)
-    if problem.decay == 2:
-        for name in ("q_in", "k_in", "k_out"):
-            kept[name] = q.new_empty(problem.B, problem.T, problem.HV, K)
-        kept["strong_decay"] = q.new_empty(slots, dtype=torch.int32)
-    if problem.segments > 1:
-        sizes = (problem.scans, problem.HV, K)
-        kept["starts"] = q.new_empty((*sizes, problem.V), dtype=torch.float32)
-        kept["transitions"] = q.new_empty((*sizes, K), dtype=torch.float32)
-    final = q.new_empty((problem.N, problem.HV, problem.K, problem.V), dtype=torch.float32)
-    return v.new_empty(v.shape), final, *kept.values()
+    # Launches are not worked out here, so any card serves for the shared memory that they may use.
+    plan = Plan(*sizes_of(q, v, beta, log_decay, cu_seqlens, strict), scale, HOPPER)
+    kept = (q.new_empty(0) if x is None else x for x in Kept.empty(plan, q))
+    final = q.new_empty((plan.N, plan.HV, plan.K, plan.V), dtype=torch.float32)
+    return v.new_empty(v.shape), final, *kept
 
 
 @torch.library.register_fake("deltazoo::triton_delta_rule_backward", lib=_library)

@@ -1,14 +1,15 @@
-"""What all calls of the same sizes share: sizes, tiles, and the constants of every launch. Worked out once."""
+"""What all calls of the same sizes share: sizes, tiles, and the grid and constants of every launch. Worked out once."""
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltazoo.ops.triton.launch import Constants
-from deltazoo.ops.triton.tiling import CHUNK, tiles_for
+from deltazoo.ops.triton.tiling import CHUNK, Tiles, tiles_for
 
-__all__ = ["plan_for", "sizes_of"]
+__all__ = ["Plan", "plan_for", "sizes_of"]
 
 MIN_SEGMENT = 32
 """Chunks in the shortest segment worth its three scans."""
@@ -18,10 +19,10 @@ FEW_SCANS = 66
 
 
 def segments_of(chunks: int, programs: int) -> tuple[int, int]:
-    """Into how many segments to cut rows of so many chunks, and how many chunks each has.
+    """Number of segments that rows of so many chunks are cut into, and the chunks in each.
 
     Args:
-        programs: what the serial scans would run without a cut; about 256 fill a large GPU.
+        programs: those of a serial scan without a cut; about 256 fill a large GPU.
     """
     if chunks < 2 * MIN_SEGMENT or programs > 128:
         return 1, chunks
@@ -32,113 +33,138 @@ def segments_of(chunks: int, programs: int) -> tuple[int, int]:
 def sizes_of(
     q: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None
 ) -> tuple[torch.Size, torch.Size, bool, int, bool, int | None, bool | None]:
-    """The arguments of `Shapes`."""
+    """The arguments of `Plan` that follow from the inputs."""
     decay = 0 if log_decay is None else log_decay.ndim - 2
     sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return q.shape, v.shape, q.dtype != torch.float32, decay, beta is not None, sequences, strict
 
 
-class Shapes:
-    """The sizes of one call.
+per_plan = lru_cache(maxsize=1024)
+
+
+class Plan:
+    """Sizes of a call, the tensors it keeps for the backward pass, and its launches, each by the name of its kernel.
+
+    Sizes may be symbolic as long as nothing is launched.
 
     Args:
         q, v: shapes.
         half: 16-bit inputs.
         decay: 0 none, 1 per head, 2 per channel.
         has_beta: with step sizes.
-        sequences: how many are packed into a row; None if rows are not packed.
+        sequences: number of sequences packed into a row; None if rows are not packed.
         strict: strict precision, or fast (False), or as each chunk's erase gain needs (None).
+        scale: factor on q.
+        shared: shared memory per thread block in bytes (`tiling.shared_memory`).
     """
 
     def __init__(
         self, q: torch.Size, v: torch.Size, half: bool, decay: int, has_beta: bool, sequences: int | None,
-        strict: bool | None,
+        strict: bool | None, scale: float, shared: int,
     ) -> None:  # fmt: skip
         self.B, self.T, self.H, self.K = q
         self.HV, self.V = v[2:]
-        self.half, self.decay, self.has_beta = half, decay, has_beta
+        self.half, self.decay, self.has_beta, self.packed = half, decay, has_beta, sequences is not None
+        self.scale, self.shared = scale, shared
         chooses = half and has_beta  # float32 has one precision, and without beta there is nothing to be strict about
         self.by_gain, self.strict = chooses and strict is None, bool(chooses and strict)
-        self.parts = (False, True) if self.by_gain else (self.strict,)
-        """Whether the launches of a serial scan, in the order of the tokens, are strict."""
+        self.scan_modes = (False, True) if self.by_gain else (self.strict,)
+        """Whether each launch of a serial scan is strict, in the order of the tokens."""
         self.matrices = 2 if has_beta else 1
         """Per chunk: A and P, or P alone."""
         self.N = self.B if sequences is None else sequences
         self.NT = -(-self.T // CHUNK) if sequences is None else self.T // CHUNK + self.N
-        """Chunks per row of the batch; packed, with room for the last, partial chunk of every sequence."""
+        """Chunks per row of the batch; of packed rows an upper bound: every sequence may end in a partial chunk."""
         self.slots = self.B * self.NT * self.HV
         self.segments, self.segment_chunks = 1, self.NT
         if sequences is None:
             self.segments, self.segment_chunks = segments_of(self.NT, self.B * self.HV * -(-self.V // 64))
         self.scans = self.N * self.segments
         """Independent scans: sequences, or their segments."""
-        self.crowded = self.scans * self.HV * -(-self.V // 128) > FEW_SCANS
+        self.many_scans = self.scans * self.HV * -(-self.V // 128) > FEW_SCANS
 
+    @cached_property
+    def kept(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Shape and dtype (None: as q) of every tensor that the forward pass keeps, by its name in `pipeline.Kept`."""
+        per_token, chunk = (self.B, self.T, self.HV, self.K), (self.slots, CHUNK)
+        kept: dict[str, tuple[tuple[int, ...], torch.dtype | None]]
+        kept = {"AP": ((self.slots, self.matrices, CHUNK, CHUNK), None)}
+        if self.has_beta:
+            kept["beta"] = chunk, torch.float32
+        if self.decay:
+            kept["G"] = (self.slots, self.K) if self.decay == 2 else chunk, torch.float32
+        if self.by_gain:
+            kept["large_gain"] = (self.slots,), torch.int32
+        if self.decay == 2:
+            kept |= {name: (per_token, None) for name in ("q_in", "k_in", "k_out")}
+            kept["strong_decay"] = (self.slots,), torch.int32
+        if self.segments > 1:
+            kept["starts"] = (self.scans, self.HV, self.K, self.V), torch.float32
+            kept["transitions"] = (self.scans, self.HV, self.K, self.K), torch.float32
+        return kept
 
-per_plan = lru_cache(maxsize=1024)
-
-
-class Plan(Shapes):
-    """What all calls of the same sizes share: tiles, and the constants of each launch, by the name of its kernel."""
-
-    def __init__(self, *arguments) -> None:
-        *sizes, self.scale, shared = arguments
-        super().__init__(*sizes)
-        *_, sequences, _ = sizes
-        packed = sequences is not None
-        self.serial = {
-            strict: tiles_for(self.K, self.V, self.half, self.decay, self.has_beta, strict, shared, self.crowded)
-            for strict in self.parts
+    @cached_property
+    def scan_tiles(self) -> dict[bool, Tiles]:
+        """Tiles of the strict and of the other launches of the serial scans."""
+        return {
+            strict: tiles_for(
+                self.K, self.V, self.half, self.decay, self.has_beta, strict, self.shared, self.many_scans
+            )
+            for strict in self.scan_modes
         }
-        """Tiles of strict and of other launches of the serial scans."""
-        self.tiles = self.serial[self.parts[0]]
-        """Those of all other kernels do not depend on it."""
-        self.precision = "tf32" if self.half else "tf32x3"
-        common = dict(
-            scale=self.scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, C=CHUNK, HAS_BETA=self.has_beta,
-            PACKED=packed, PRECISION=self.precision,
-        )  # fmt: skip
-        self.chunks = dict(T=self.T, NT=self.NT, HV=self.HV, C=CHUNK, PACKED=packed)
-        """Where the chunks lie."""
-        self.per_chunk = dict(H=self.H, GROUPED=self.H != self.HV, **common)
-        """Arguments of the kernels that run one program per chunk and value head, and read keys."""
-        self.per_sequence = dict(
-            HK=self.HV if self.decay == 2 else self.H, DECAY=self.decay, BY_GAIN=self.by_gain, segments=self.segments,
-            chunks=self.segment_chunks, **common,
-        )  # fmt: skip
-        """Arguments of the kernels that walk through a sequence."""
-        self.precisions = dict(STRICT=self.strict, BY_GAIN=self.by_gain)
-        """Of the kernels that decide per chunk."""
-        self.key_tiles, self.value_tiles = (
-            -(-self.K // self.tiles.gradients["BK"]),
-            -(-self.V // self.tiles.gradients["BV"]),
-        )
-        """Of the tail."""
 
-    def chunk_grid(self, tiles: int = 1) -> tuple[int, int, int]:
-        """One program per chunk and value head, or several; heads run fastest."""
+    @cached_property
+    def tiles(self) -> Tiles:
+        """Tiles of all other kernels, which do not depend on the precision."""
+        return self.scan_tiles[self.scan_modes[0]]
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """Arguments of all kernels but `invert_kernel` and `chain_kernel`."""
+        return dict(
+            scale=self.scale, T=self.T, NT=self.NT, HV=self.HV, K=self.K, C=CHUNK, HAS_BETA=self.has_beta,
+            PACKED=self.packed, PRECISION="tf32" if self.half else "tf32x3",
+        )  # fmt: skip
+
+    @cached_property
+    def per_chunk(self) -> dict[str, Any]:
+        """Arguments of the kernels that run one program per chunk and value head, and read keys."""
+        return self.common | dict(H=self.H, GROUPED=self.H != self.HV)
+
+    @cached_property
+    def per_sequence(self) -> dict[str, Any]:
+        """Arguments of the serial scans."""
+        return self.common | dict(
+            HK=self.HV if self.decay == 2 else self.H, DECAY=self.decay, BY_GAIN=self.by_gain, V=self.V,
+            segments=self.segments, chunks=self.segment_chunks,
+        )  # fmt: skip
+
+    @property
+    def precisions(self) -> dict[str, bool]:
+        """Arguments of the kernels that choose a precision per chunk."""
+        return dict(STRICT=self.strict, BY_GAIN=self.by_gain)
+
+    def chunk_grid(self) -> tuple[int, int, int]:
+        """One program per chunk and value head; heads run fastest."""
         if max(self.NT, self.B) > 65_535:  # CUDA's limit for the second and third dimension of a grid
             raise NotImplementedError(
                 f"the triton backend takes up to 65535 rows of up to 65535 chunks of {CHUNK} tokens, "
                 f"got {self.B} rows of {self.NT} chunks; use backend='chunkwise'"
             )
-        return tiles * self.HV, self.NT, self.B
+        return self.HV, self.NT, self.B
 
     def neighbour_grid(self) -> tuple[tuple[int], dict[str, int]]:
-        """Grid of a kernel for few of the chunks: each program looks at some neighbours."""
+        """Grid and arguments of a kernel for few of the chunks: each program looks at up to 16 neighbouring ones."""
         chunks = min(max(self.slots // 512, 1), 16)
         return (-(-self.slots // chunks),), dict(chunks=chunks, slots=self.slots)
 
-    @per_plan
-    def invert(self) -> Constants:
-        grid, neighbours = self.neighbour_grid()
-        return Constants(*grid, C=CHUNK, **neighbours, **self.tiles.invert)
-
     def scan_grid(self, V: int, BV: int) -> tuple[int]:
+        """One program per tile of value channels, value head, and sequence or segment."""
         return (-(-V // BV) * self.HV * self.scans,)
 
     @per_plan
     def prepare(self) -> Constants:
+        """No decay, or one per head."""
         return Constants(
             *self.chunk_grid(), DECAY=self.decay, BK=self.tiles.BK, **self.precisions, **self.per_chunk,
             **self.tiles.prepare,
@@ -146,8 +172,8 @@ class Plan(Shapes):
 
     @per_plan
     def prepare_channel(self) -> list[Constants]:
-        """Of one launch or, if a chunk's channels take several tiles, of one without far chunks and one of them."""
-        tiles = self.tiles.channel
+        """One launch; or two, the second one for strong decay, if the channels of a chunk take several tiles."""
+        tiles = self.tiles.prepare_channel
         return [
             Constants(
                 *self.chunk_grid(), level_tiles=tiles["BK"] // tiles["LEVEL_BK"], PART=part, **self.precisions,
@@ -157,27 +183,32 @@ class Plan(Shapes):
         ]  # fmt: skip
 
     @per_plan
-    def scan(self, initial: bool, keep: bool, strict: bool) -> Constants:
-        tiles = self.serial[strict].keep if keep else self.serial[strict].scan
-        return Constants(
-            *self.scan_grid(self.V, tiles["BV"]), V=self.V, HAS_V=True, INITIAL=int(initial), OUTPUT=not keep,
-            KEEP=keep, STRICT=strict, **self.per_sequence, **tiles,
-        )  # fmt: skip
+    def invert(self) -> Constants:
+        """The inverse of strict chunks."""
+        grid, neighbours = self.neighbour_grid()
+        return Constants(*grid, C=CHUNK, **neighbours, **self.tiles.invert)
 
     @per_plan
-    def scan_segment(self, transition: bool, strict: bool) -> Constants:
-        """Of the scan for a segment's transition, or for what the segment adds to it."""
-        V, initial = (self.K, 2) if transition else (self.V, 0)
-        if strict and self.by_gain:
-            initial = 1  # it goes on from where the other launch stopped
-        tiles = self.serial[strict].keep
+    def scan(self, initial: int, values: bool, output: bool, keep: bool, strict: bool) -> Constants:
+        """One launch of the scan.
+
+        Args:
+            initial: it starts from zero (0), a given state (1) or the identity (2).
+            values: with values; without them the state is `[K, K]`, a segment's transition.
+            output: it stores the output.
+            keep: it stores U and the states that enter the chunks.
+            strict: precision.
+        """
+        tiles = self.scan_tiles[strict].scan if output else self.scan_tiles[strict].scan_keep
+        V = self.V if values else self.K
         return Constants(
-            *self.scan_grid(V, tiles["BV"]), V=V, HAS_V=not transition, INITIAL=initial, OUTPUT=False, KEEP=False,
-            STRICT=strict, **self.per_sequence, **tiles,
+            *self.scan_grid(V, tiles["BV"]), HAS_V=values, INITIAL=initial, OUTPUT=output, KEEP=keep, STRICT=strict,
+            **self.per_sequence | dict(V=V), **tiles,
         )  # fmt: skip
 
     @per_plan
     def chain(self, reverse: bool) -> Constants:
+        """From segment to segment of a row."""
         tiles = self.tiles.chain
         return Constants(
             -(-self.V // tiles["BV"]) * self.HV * self.N, segments=self.segments, HV=self.HV, K=self.K, V=self.V,
@@ -186,34 +217,41 @@ class Plan(Shapes):
 
     @per_plan
     def reverse_scan(self, final: bool, initial: bool, keep: bool, strict: bool) -> Constants:
-        tiles = self.serial[strict].reverse
+        """One launch of the reverse scan.
+
+        Args:
+            final: it starts from a given gradient of the final state, otherwise from zero.
+            initial: it stores the gradient of the initial state.
+            keep: it stores Z and the gradients of the states that leave the chunks.
+            strict: precision.
+        """
+        tiles = self.scan_tiles[strict].reverse_scan
         return Constants(
-            *self.scan_grid(self.V, tiles["BV"]), V=self.V, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep,
-            STRICT=strict, **self.per_sequence, **tiles,
+            *self.scan_grid(self.V, tiles["BV"]), HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep, STRICT=strict,
+            **self.per_sequence, **tiles,
         )  # fmt: skip
+
+    def _gradient_arguments(self, tiles: dict[str, int]) -> dict[str, Any]:
+        key_tiles, value_tiles = -(-self.K // tiles["BK"]), -(-self.V // tiles["BV"])
+        return dict(V=self.V, key_tiles=key_tiles, value_tiles=value_tiles, **self.per_chunk, **tiles)
 
     @per_plan
     def chunk_gradients(self) -> Constants:
-        return Constants(
-            *self.chunk_grid(), DECAY=self.decay, V=self.V, key_tiles=self.key_tiles, value_tiles=self.value_tiles,
-            **self.precisions, **self.per_chunk, **self.tiles.gradients,
-        )  # fmt: skip
+        """No decay, or one per head."""
+        arguments = self._gradient_arguments(self.tiles.gradients)
+        return Constants(*self.chunk_grid(), DECAY=self.decay, **self.precisions, **arguments)
 
     @per_plan
     def chunk_gradients_channel(self) -> Constants:
-        return Constants(
-            *self.chunk_grid(), key_tiles=self.key_tiles, value_tiles=self.value_tiles, V=self.V, **self.per_chunk,
-            **self.tiles.gradients,
-        )  # fmt: skip
+        """16-bit inputs: the chunks without strong decay."""
+        return Constants(*self.chunk_grid(), **self._gradient_arguments(self.tiles.gradients))
 
     @per_plan
     def chunk_gradients_exact(self, strong: bool) -> Constants:
+        """The chunks with strong decay, or all others."""
         grid, neighbours = self.neighbour_grid() if strong else ((self.slots,), dict(chunks=1, slots=self.slots))
-        tiles = self.tiles.gradients_exact
-        return Constants(
-            *grid, key_tiles=-(-self.K // tiles["BK"]), value_tiles=-(-self.V // tiles["BV"]), V=self.V,
-            STRONG=int(strong), **neighbours, **self.per_chunk, **tiles,
-        )  # fmt: skip
+        arguments = self._gradient_arguments(self.tiles.gradients_exact)
+        return Constants(*grid, STRONG=int(strong), **neighbours, **arguments)
 
 
 plan_for = lru_cache(maxsize=1024)(Plan)

@@ -22,11 +22,11 @@ class Tiles(NamedTuple):
     """All key channels, as a power of two."""
     prepare: dict[str, int]
     invert: dict[str, int]
-    channel: dict[str, int]
+    prepare_channel: dict[str, int]
     chain: dict[str, int]
     scan: dict[str, int]
-    keep: dict[str, int]
-    reverse: dict[str, int]
+    scan_keep: dict[str, int]
+    reverse_scan: dict[str, int]
     gradients: dict[str, int]
     gradients_exact: dict[str, int]
 
@@ -50,7 +50,7 @@ def shared_memory(device: torch.device) -> int:
 
 @lru_cache
 def tiles_for(
-    K: int, V: int, half: bool, decay: int, has_beta: bool, strict: bool, shared: int = HOPPER, crowded: bool = True
+    K: int, V: int, half: bool, decay: int, has_beta: bool, strict: bool, shared: int = HOPPER, many_scans: bool = True
 ) -> Tiles:
     """Tiles for head sizes K and V.
 
@@ -60,7 +60,7 @@ def tiles_for(
         has_beta: with step sizes.
         strict: the serial scans take the inverse in two terms.
         shared: the card's shared memory per thread block, in bytes (`shared_memory`).
-        crowded: there are more scans than half the multiprocessors, so that wide tiles fill the card too.
+        many_scans: there are more scans than half the multiprocessors, so that wide tiles fill the card too.
     """
     BK = max(16, 1 << (K - 1).bit_length())
     BV = min(64, max(16, 1 << (V - 1).bit_length()))
@@ -81,7 +81,7 @@ def tiles_for(
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         gradients = _options(4, 1, min(BV, 32)) | tile
         return Tiles(BK, prepare, invert, channel, chain, serial, serial, reverse, gradients, gradients)
-    output, keep, reverse = _serial(BK, BV, V, decay, has_beta, strict, shared, crowded)
+    output, keep, reverse = _serial(BK, BV, V, decay, has_beta, strict, shared, many_scans)
     gradients = _options(4, 2, BV) | tile
     if shared >= HOPPER:
         gradients = _options(4, 3, BV) | tile
@@ -95,7 +95,7 @@ def tiles_for(
 
 
 def _serial(
-    BK: int, BV: int, V: int, decay: int, has_beta: bool, strict: bool, shared: int, crowded: bool
+    BK: int, BV: int, V: int, decay: int, has_beta: bool, strict: bool, shared: int, many_scans: bool
 ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """The scan for the output, the one that keeps states, and the reverse scan, for 16-bit inputs."""
     keys = (2 if decay == 2 and has_beta else 1) * CHUNK * BK * 2  # bytes of one chunk's keys
@@ -109,14 +109,14 @@ def _serial(
             serial = _scan_options(8 if BV == 64 else 4, 1 if large and shared < 160_000 else 2, BV, BK)
         return serial, serial, serial
     return (
-        _hopper_scan(BK, BV, V, keys + A + P + q, split, 0, crowded),
-        _hopper_scan(BK, BV, V, keys + A, split, 2, crowded),
-        _hopper_scan(BK, BV, V, keys + A + P + q, split, 2, crowded, largest=64 if decay else 128),
+        _hopper_scan(BK, BV, V, keys + A + P + q, split, 0, many_scans),
+        _hopper_scan(BK, BV, V, keys + A, split, 2, many_scans),
+        _hopper_scan(BK, BV, V, keys + A + P + q, split, 2, many_scans, largest=64 if decay else 128),
     )
 
 
 def _hopper_scan(
-    BK: int, BV: int, V: int, operands: int, single: int, kept: int, crowded: bool, largest: int = 128
+    BK: int, BV: int, V: int, operands: int, single: int, kept: int, many_scans: bool, largest: int = 128
 ) -> dict[str, int]:
     """One of the scans, given the bytes of a chunk's operands, of those made of them on the way, of which there is a
     single copy, and of each state element that it stores.
@@ -124,7 +124,7 @@ def _hopper_scan(
     With three stages the next chunk is copied while this one is worked on; with two, every chunk waits for memory. The
     state is held in tiles of up to 128 key channels, or of `largest`, which takes fewer registers.
     """
-    wide = V > 64 and crowded
+    wide = V > 64 and many_scans
     BV = 128 if wide else BV
     for stages, tile in ((3, BK if largest >= BK else 64), (3, min(BK, 64)), (2, min(BK, 64))):
         values = 0 if wide else 4 * CHUNK * BV  # fetched into registers, or twice into shared memory

@@ -1,81 +1,10 @@
-"""The chunk-parallel end of the backward pass: from U, Z, S and dS of a chunk to the gradients of its inputs."""
+"""The gradients of a chunk's inputs from U, Z, S and dS, in parallel over chunks; no decay, or one per head."""
 
 import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
-
-
-@triton.jit
-def load_values(d_output, U, Z, offsets, mask):
-    """A tile of value channels of what the scans left for every token."""
-    b_dO = tl.load(d_output + offsets, mask=mask, other=0.0)
-    b_U = tl.load(U + offsets, mask=mask, other=0.0)
-    b_Z = tl.load(Z + offsets, mask=mask, other=0.0)
-    return b_dO, b_U, b_Z
-
-
-@triton.jit
-def values_gradient(v, dv, offsets, mask, b_beta, b_Z, HAS_BETA: tl.constexpr):
-    """Stores dv of a tile of value channels; its part of d_beta."""
-    if HAS_BETA:
-        b_v = tl.load(v + offsets, mask=mask, other=0.0)
-        part = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
-        b_dv = b_beta[:, None] * b_Z.to(tl.float32)
-    else:
-        part = tl.zeros([b_Z.shape[0]], dtype=tl.float32)
-        b_dv = b_Z
-    tl.store(dv + offsets, b_dv.to(dv.dtype.element_ty), mask=mask)
-    return part
-
-
-@triton.jit
-def score_gradients(
-    v, dv, d_output, U, Z, b_beta, o_cv, o_v, m_c, value_tiles,
-    V: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr, HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the scores of a chunk, dP and -dL, with entries above the diagonal; stores dv.
-
-    Also the values' part of d_beta, and with WHOLE, where a tile has all value channels, dO, U and Z.
-    """
-    C: tl.constexpr = m_c.shape[0]
-    b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    b_dbeta = tl.zeros([C], dtype=tl.float32)
-    b_dO, b_U, b_Z = o_v, o_v, o_v
-    if WHOLE:
-        m_cv = m_c[:, None] & (o_v < V)[None, :]
-        b_dO, b_U, b_Z = load_values(d_output, U, Z, o_cv, m_cv)
-        b_dbeta += values_gradient(v, dv, o_cv, m_cv, b_beta, b_Z, HAS_BETA)
-        b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION)
-        if HAS_BETA:
-            b_dL = tl.dot(b_Z, tl.trans(b_U), b_dL, input_precision=PRECISION)
-    else:
-        for i_v in tl.range(0, value_tiles, num_stages=STAGES):
-            m_cv = m_c[:, None] & (i_v * BV + o_v < V)[None, :]
-            dO_tile, U_tile, Z_tile = load_values(d_output, U, Z, i_v * BV + o_cv, m_cv)
-            b_dbeta += values_gradient(v, dv, i_v * BV + o_cv, m_cv, b_beta, Z_tile, HAS_BETA)
-            if HAS_BETA:
-                b_dL = tl.dot(Z_tile, tl.trans(U_tile), b_dL, input_precision=PRECISION)
-            # A sum with the last product makes the trip wait for all of its products. Without it they run on while the
-            # next tile is copied over their operands: Triton has a single buffer for what registers read as well
-            # (docs/log.md).
-            b_dP = tl.dot(dO_tile, tl.trans(U_tile), b_dP, input_precision=PRECISION) + 0.0
-    return b_dO, b_U, b_Z, b_dP, b_dL, b_dbeta
-
-
-@triton.jit
-def store_step_gradient(d_beta, b_beta, b_ZU, m_c):
-    """Stores d_beta of the tokens of a chunk with a step size: `<z, u> / beta`, from the products `Z U^T`.
-
-    Returns which tokens these are. d_beta is also `<z, v> + <k, row>`, but with nearly parallel keys that is a sum of
-    many terms that cancel, while the correction u has only been rounded. Step sizes near zero leave no u.
-    """
-    o = tl.arange(0, b_ZU.shape[0])
-    large = b_beta > 0.0625
-    diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_ZU, 0.0), 1)
-    tl.store(d_beta, diagonal / tl.where(large, b_beta, 1.0), mask=m_c & large)
-    return large
+from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradients, store_step_gradient
 
 
 @triton.jit

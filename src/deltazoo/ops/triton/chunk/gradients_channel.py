@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
-from deltazoo.ops.triton.chunk.gradients import load_values, score_gradients, store_step_gradient
-from deltazoo.ops.triton.chunk.prepare import LOG2_FLOOR, LOG2E
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
+from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradients, store_step_gradient
 
 
 @triton.jit

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
-from deltazoo.ops.triton.chunk.gradients import score_gradients, store_step_gradient
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, level_mask, three_terms, undo_decay
 from deltazoo.ops.triton.chunk.gradients_channel import two_terms
-from deltazoo.ops.triton.chunk.prepare import LOG2_FLOOR, LOG2E, level_mask, three_terms, undo_decay
+from deltazoo.ops.triton.chunk.score_gradients import score_gradients, store_step_gradient
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
-from deltazoo.ops.triton.chunk.prepare import (
+from deltazoo.ops.triton.chunk.decay_factors import (
     BFLOAT_RANGE,
     FLOAT_RANGE,
     HALF_RANGE,
@@ -24,10 +24,10 @@ from deltazoo.ops.triton.chunk.prepare import (
     level_mask,
     log2_decay,
     masked_sum,
-    store_inverse,
-    store_scores,
     three_terms,
 )
+from deltazoo.ops.triton.chunk.inverse import store_inverse
+from deltazoo.ops.triton.chunk.prepare import store_scores
 
 
 @triton.jit
