@@ -1,4 +1,4 @@
-"""Writes the measured part of docs/swap.md and its pictures from benchmarks/results/swap_*.json.
+"""Writes the measured part of docs/conversions.md and its pictures from benchmarks/results/swap_*.json.
 
     python scripts/render_swap.py
 
@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "swap.md"
+PAGE = ROOT / "docs" / "conversions.md"
 IMAGES = ROOT / "docs" / "images"
 BEGIN = "<!-- measured: written by scripts/render_swap.py from benchmarks/results/swap_*.json -->"
 END = "<!-- end of what was measured -->"

@@ -2,24 +2,31 @@
 
 README.md is the first page, CONTRIBUTING.md and CHANGELOG.md are pages. Every other file of the repository that a page
 links to is copied, as text, under `files/`. Links are written as they work in the repository; here they are rewritten.
-Formulas, written as GitHub reads them, become MathML, which browsers show without a script.
+Formulas, written as GitHub reads them, become MathML, which browsers show without a script. The page on the command
+line is written from the commands themselves.
 """
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import typer
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from deltazoo.workbench.cli.app import build_app
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))|^(\[[^\]]+\]: )(\S+)()$", re.MULTILINE)
 CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(r"^```math\n(.*?)^```$|\$`(.+?)`\$", re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(r"^<!-- commands: .* -->$", re.MULTILINE)
 TEXT = {".txt", ".json", ".svg", ".png"}  # what a browser shows; other files are copied as .txt
 
 
@@ -62,6 +69,24 @@ def rewrite(markdown: str, page: str) -> tuple[str, dict[str, str]]:
     return "".join([*parts, LINK.sub(link, markdown[end:])]), linked
 
 
+def command_lines(name: str, command: Any) -> Iterator[str]:
+    """Markdown of a command, its options and its subcommands."""
+    if name != "deltazoo":
+        yield from (f"## {name}", "", re.sub(r"\[/?[a-z]*\]", "", command.help or ""), "")
+        yield from ("| | |", "|---|---|")
+        for parameter in command.params:
+            if parameter.param_type_name == "argument":
+                words = f"`{parameter.name}`"
+            else:
+                words = ", ".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts))
+            default = parameter.default
+            shown = "" if default in (None, "", True, False, (), []) or parameter.required else f" Default: {default}."
+            yield f"| {words} | {(parameter.help or '').replace('|', chr(92) + '|')}{shown} |"
+        yield ""
+    for inner, subcommand in getattr(command, "commands", {}).items():
+        yield from command_lines(inner if name == "deltazoo" else f"{name} {inner}", subcommand)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages at the top of the repository, and whatever the pages link to."""
     for source, page in PAGES.items():
@@ -79,6 +104,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         convert(match[1] or match[2], display="block" if match[1] else "inline") for match in FORMULA.finditer(markdown)
     ]
     numbers = iter(range(len(page.meta["formulas"])))
+    markdown = COMMANDS.sub(
+        lambda _: "\n".join(command_lines("deltazoo", typer.main.get_command(build_app()))), markdown
+    )
     markdown = FORMULA.sub(lambda _: f"@formula{next(numbers)}@", markdown)
     return rewrite(markdown, page.file.src_uri)[0]
 
