@@ -14,7 +14,6 @@ import argparse
 import functools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from torch import Tensor
 from deltazoo.ops import reference
 from deltazoo.ops.triton import decode
 from deltazoo.ops.triton.decode import Tile
+from deltazoo.workbench.provenance import git_commit
 
 DEVICE = "cuda"
 SCALE = 128**-0.5
@@ -160,7 +160,7 @@ class Report:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
             "torch": torch.__version__,
             "triton": triton.__version__,
-            "commit": commit(),
+            "commit": git_commit(),
         }
         print(self.about)
 
@@ -190,14 +190,6 @@ def show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2e}" if 0 < abs(value) < 0.01 else f"{value:9.2f}"
     return str(value)
-
-
-def commit() -> str:
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def time_tile(B: int, H: int, K: int, tile: Tile, decay: str = "scalar", beta: bool = True) -> dict[str, float]:

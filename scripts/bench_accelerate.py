@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import deltazoo
-from deltazoo.workbench.bench.operator_results import describe_run
 from deltazoo.workbench.bench.timing import Timer, timer_for
+from deltazoo.workbench.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
@@ -80,7 +80,6 @@ def main() -> int:
     out = args.out or ROOT / "benchmarks" / "results" / f"accelerate_{args.device}{suffix}.json"
 
     run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
-    description = {**asdict(run), "transformers": version("transformers"), "threads": torch.get_num_threads()}
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for family in args.families:
@@ -89,7 +88,7 @@ def main() -> int:
             continue
         config = make_config(family, args.small)
         rows += measure_family(config, batch, tokens, torch.device(args.device), dtype, False if args.plain else None)
-        out.write_text(json.dumps({"run": description, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n", encoding="utf-8")
     Console(width=110).print(table(rows))
     print(out)
     return 0

@@ -30,12 +30,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
 from deltazoo.swap import swap_attention
-from deltazoo.workbench.bench.operator_results import describe_run
 from deltazoo.workbench.convert.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
 from deltazoo.workbench.convert.conversion_config import STAGES, FineTuningConfig, load_conversion
 from deltazoo.workbench.convert.layer_ranking import rank_layers
 from deltazoo.workbench.evaluate.long_context import measure_decoding
 from deltazoo.workbench.evaluate.recall_probes import cut_passages, probe_copying, probe_recall
+from deltazoo.workbench.provenance import describe_run
 from deltazoo.workbench.train.config import TokenizerConfig
 from deltazoo.workbench.train.corpus import read_corpus
 from deltazoo.workbench.train.packed_rows import spread

@@ -35,9 +35,9 @@ from torch.overrides import TorchFunctionMode
 from deltazoo.layers import nonexpansive
 from deltazoo.ops import delta_rule
 from deltazoo.workbench.bench.inputs import Inputs, make_inputs
-from deltazoo.workbench.bench.operator_results import describe_run
 from deltazoo.workbench.bench.shapes import Shape
 from deltazoo.workbench.bench.timing import CudaTimer
+from deltazoo.workbench.provenance import describe_run
 
 PRECISIONS: dict[str, str | None] = {"default": None, "fast": "fast", "strict": "strict"}
 SHAPES = {"train": Shape(8, 4096, 16, 128, 128), "long": Shape(1, 32768, 16, 128, 128)}

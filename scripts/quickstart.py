@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 
-from deltazoo.workbench.bench.operator_results import describe_run
+from deltazoo.workbench.provenance import describe_run
 from deltazoo.workbench.train.training_run import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]

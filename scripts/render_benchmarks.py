@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from deltazoo.workbench.bench.operator_page import write_page
-from deltazoo.workbench.bench.operator_results import load_results
+from deltazoo.workbench.bench.operator_results import OperatorResults
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,7 +26,7 @@ def main() -> int:
         print(f"no result files (ops_*.json) in {args.results}", file=sys.stderr)
         return 1
     try:
-        results = load_results(files)
+        results = OperatorResults.load(files)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from deltazoo.workbench.bench.model_page import write_model_page
-from deltazoo.workbench.bench.model_results import load_model_results
+from deltazoo.workbench.bench.model_results import ModelResults
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,7 +26,7 @@ def main() -> int:
         print(f"no result files (model_*.json) in {args.results}", file=sys.stderr)
         return 1
     try:
-        results = load_model_results(files)
+        results = ModelResults.load(files)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

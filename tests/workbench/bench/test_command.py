@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from deltazoo.workbench.bench import command, operator_suite
 from deltazoo.workbench.bench.command import app
-from deltazoo.workbench.bench.operator_results import load_results
+from deltazoo.workbench.bench.operator_results import OperatorResults
 from deltazoo.workbench.bench.operator_suite import DeviceLost
 from deltazoo.workbench.bench.selfcheck import Verdict
 
@@ -66,7 +66,7 @@ def test_the_module_runs_without_the_packages_of_training(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "4 rows, 0 of them failures" in done.stdout
-    assert {row.library for row in load_results([out]).rows.values()} == {"deltazoo chunkwise", "sdpa"}
+    assert {row.library for row in OperatorResults.load([out]).rows.values()} == {"deltazoo chunkwise", "sdpa"}
     assert (
         subprocess.run([sys.executable, "-m", "deltazoo.workbench.bench", "--help"], capture_output=True).returncode
         == 0
@@ -80,7 +80,7 @@ def test_on_a_cpu_everything_that_is_measured_works(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, [*arguments, "--out", str(out)])
     assert outcome.exit_code == 0, outcome.output
     assert "not measured on a CPU: graphs, memory, cold, decode, fla" in outcome.output
-    rows = load_results([out]).rows.values()
+    rows = OperatorResults.load([out]).rows.values()
     assert {row.measure for row in rows} >= {"forward_ms", "forward_backward_ms", "host_forward_us"}
     assert {row.library for row in rows} == {"deltazoo chunkwise", "sdpa"}
     assert all(row.value is not None for row in rows)

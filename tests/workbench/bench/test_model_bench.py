@@ -17,9 +17,9 @@ from deltazoo.workbench.bench import model_candidates, model_page, model_suite
 from deltazoo.workbench.bench.command import app
 from deltazoo.workbench.bench.model_candidates import Size, candidates
 from deltazoo.workbench.bench.model_page import write_model_page
-from deltazoo.workbench.bench.model_results import ModelResults, ModelRow, load_model_results
+from deltazoo.workbench.bench.model_results import ModelResults, ModelRow
 from deltazoo.workbench.bench.model_training import OUR_WAYS, kind_of_work
-from deltazoo.workbench.bench.operator_results import describe_run
+from deltazoo.workbench.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = Size(32, 2, 2, 16, 48, 61)
@@ -40,7 +40,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_setting_has_a_number(result: Path) -> None:
-    results = load_model_results([result])
+    results = ModelResults.load([result])
     assert all(row.value is not None and row.value > 0 for row in results.rows.values())
     settings = {(row.library, row.measure, row.way, row.batch, row.tokens) for row in results.rows.values()}
     for library, loop in (("deltazoo", "loop"), ("transformers", "generate")):
@@ -60,7 +60,7 @@ def test_decoding_of_swapped_and_accelerated_models(tmp_path: Path, monkeypatch:
     options = ["--models", "none", "--peers", "swapped,qwen3-next", "--measure", "decode", "--batches", "1"]
     outcome = CliRunner().invoke(app, [*QUICK, *options, "--out", str(path)])
     assert outcome.exit_code == 0, outcome.output
-    rows = load_model_results([path]).rows.values()
+    rows = ModelResults.load([path]).rows.values()
     assert all(row.value is not None and row.value > 0 for row in rows)
     assert {(row.model, row.library, row.way) for row in rows} == {
         ("llama-swapped", "deltazoo", "generate"),
@@ -73,14 +73,14 @@ def test_decoding_of_swapped_and_accelerated_models(tmp_path: Path, monkeypatch:
 
 
 def test_the_run_names_machine_versions_and_commit(result: Path) -> None:
-    (run,) = load_model_results([result]).runs.values()
+    (run,) = ModelResults.load([result]).runs.values()
     assert run.torch == torch.__version__ and run.transformers and run.cpu and run.commit
     assert run.threads == torch.get_num_threads()
     assert run.missing_peers == {"fla": "its kernels need a GPU"}
 
 
 def test_the_page_shows_every_number_and_draws_the_plots(result: Path, tmp_path: Path) -> None:
-    written = write_model_page(load_model_results([result]), tmp_path / "docs" / "page.md", tmp_path / "docs" / "plots")
+    written = write_model_page(ModelResults.load([result]), tmp_path / "docs" / "page.md", tmp_path / "docs" / "plots")
     page = written[0].read_text()
     for heading in (
         "### Training",
@@ -101,7 +101,7 @@ def test_a_line_joins_steps_of_as_many_tokens_and_names_an_older_commit(
     run = replace(describe_run(device="cpu", commit="0123456789", command=[]), id="new", date="2099-01-02T00:00:00")
     old = replace(run, id="old", commit="abcdefghij", date="2099-01-01T00:00:00")
     results = ModelResults({"new": run, "old": old})
-    row = ModelRow("tiny", "kda", "deltazoo", "eager", "float32", "train_tok_s", 8, 16, value=3.0, run="new")
+    row = ModelRow("tiny", "kda", "deltazoo", "eager", "float32", 8, 16, measure="train_tok_s", value=3.0, run="new")
     for settings in ({}, {"batch": 4, "tokens": 32}, {"tokens": 64}, {"way": "compile", "run": "old"}):
         results.add(replace(row, **settings))
     drawn: list[dict[tuple[str, str], list[tuple[int, float]]]] = []
@@ -121,8 +121,8 @@ def test_a_later_run_replaces_the_same_settings(result: Path, tmp_path: Path) ->
     later = tmp_path / "model_later.json"
     later.write_text(json.dumps(content))
     for order in ([result, later], [later, result]):
-        merged = load_model_results(order)
-        assert len(merged.rows) == len(load_model_results([result]).rows)
+        merged = ModelResults.load(order)
+        assert len(merged.rows) == len(ModelResults.load([result]).rows)
         assert [row.value for row in merged.rows.values() if row.run == "later"] == [123.0]
 
 
@@ -135,7 +135,7 @@ def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: py
     path = tmp_path / "model_x.json"
     outcome = CliRunner().invoke(app, [*QUICK, "--measure", "train,decode", "--peers", "none", "--out", str(path)])
     assert outcome.exit_code == 1 and "2 of them failures" in outcome.output
-    results = load_model_results([path])
+    results = ModelResults.load([path])
     assert [row.error for row in results.of("train_tok_s")] == ["RuntimeError: CUDA out of memory"] * 2
     assert all(row.value for row in results.of("decode_tok_s"))
     page = write_model_page(results, tmp_path / "page.md", tmp_path / "plots")[0].read_text()
@@ -151,13 +151,13 @@ def test_recompute_levels_and_a_fused_loss_keep_less_and_ligers_kernels_need_a_g
     shape = ["--shapes", "4x128"]  # with fewer tokens the gradients that the fused loss keeps outweigh logits
     arguments = ["--measure", "memory", *shape, "--training", ways, "--peers", "llama", "--out", str(path)]
     assert CliRunner().invoke(app, [*QUICK, *arguments]).exit_code == 1, "of the way fast, which needs a GPU"
-    ours = {row.way: row for row in load_model_results([path]).of("kept_kib") if row.library == "deltazoo"}
+    ours = {row.way: row for row in ModelResults.load([path]).of("kept_kib") if row.library == "deltazoo"}
     kept = [ours[way].value for way in ways.split(",")[:3]]
     assert kept[0] > kept[1] > kept[2] > 0
     assert ours["fused-loss"].value == kept[0] < ours["no-options"].value
     assert ours["plain"].value == ours["no-options"].value  # there are no kernels on a CPU
     assert ours["fast"].error.startswith("NotImplementedError: Liger's kernels run on GPUs, not on cpu")
-    assert [row.way for row in load_model_results([path]).of("kept_kib") if row.library == "transformers"] == ["eager"]
+    assert [row.way for row in ModelResults.load([path]).of("kept_kib") if row.library == "transformers"] == ["eager"]
 
 
 def test_several_dtypes_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_several_dtypes_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     options = ["--training", ",".join(ways), "--dtype", "float32,autocast", "--peers", "none", "--out", str(path)]
     outcome = CliRunner().invoke(app, [*QUICK, "--measure", "train", *options])
     assert outcome.exit_code == 0, outcome.output
-    results = load_model_results([path])
+    results = ModelResults.load([path])
     rows = {(row.way, row.dtype) for row in results.of("train_tok_s") if row.value}
     assert rows == {(way, dtype) for way in ways for dtype in ("float32", "autocast")} and len(results.runs) == 1
 
@@ -203,7 +203,7 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_unknown_measures_and_runs_are_refused() -> None:
     results = ModelResults({"one": replace(describe_run(device="cpu", commit="x", command=[]), id="one")})
-    row = ModelRow("tiny", "kda", "deltazoo", "eager", "float32", "train_tok_s", 1, 2, value=3.0, run="one")
+    row = ModelRow("tiny", "kda", "deltazoo", "eager", "float32", 1, 2, measure="train_tok_s", value=3.0, run="one")
     with pytest.raises(ValueError, match="unknown measure 'speed'"):
         results.add(replace(row, measure="speed"))
     with pytest.raises(KeyError, match="run 'two'"):
@@ -253,7 +253,7 @@ def test_on_a_gpu_memory_is_measured_too(tmp_path: Path, monkeypatch: pytest.Mon
     arguments = [*QUICK, "--device", "cuda", "--size", "quickstart", "--peers", "llama", "--out", str(path)]
     outcome = CliRunner().invoke(app, arguments)
     assert outcome.exit_code == 0, outcome.output
-    results = load_model_results([path])
+    results = ModelResults.load([path])
     assert all(row.value for row in [*results.of("train_peak_gib"), *results.of("context_peak_gib")])
     assert not [row.error for row in results.rows.values() if row.error]
 
@@ -266,5 +266,5 @@ def test_on_a_gpu_every_way_to_train_runs(tmp_path: Path, monkeypatch: pytest.Mo
     arguments = ["--device", "cuda", "--size", "quickstart", "--measure", "train", "--training", ",".join(ways)]
     outcome = CliRunner().invoke(app, [*QUICK, *arguments, "--peers", "none", "--out", str(path)])
     assert outcome.exit_code == 0, outcome.output
-    rows = load_model_results([path]).of("train_tok_s")
+    rows = ModelResults.load([path]).of("train_tok_s")
     assert {row.way for row in rows} == set(ways) and not [row.error for row in rows if row.error]

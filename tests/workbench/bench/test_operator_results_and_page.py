@@ -14,11 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_fakes import FakeTimer
 
 from deltazoo.workbench.bench.operator_page import render_page, write_page
-from deltazoo.workbench.bench.operator_results import Results, Row, Run, describe_run, load_results
+from deltazoo.workbench.bench.operator_results import OperatorResults, OperatorRow
 from deltazoo.workbench.bench.operator_suite import Plan, bench_ops
 from deltazoo.workbench.bench.shapes import SWEEP, TABLE, Shape
 from deltazoo.workbench.bench.targets import TARGETS, verdict
 from deltazoo.workbench.bench.timing import CpuTimer, Spread, timer_for
+from deltazoo.workbench.provenance import Run, describe_run
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN, NARROW, SMALL = (str(TABLE[name]) for name in ("train", "narrow", "small"))
@@ -30,8 +31,8 @@ def some_run(id: str = "one", date: str = "2026-01-02T03:04:05.000000+00:00") ->
 
 
 @pytest.fixture
-def results() -> Results:
-    one = Results({"one": some_run()})
+def results() -> OperatorResults:
+    one = OperatorResults({"one": some_run()})
     rows = [
         (TRAIN, "gdn", "medium", "deltazoo", "forward_ms", 0.30),
         (TRAIN, "gdn", "medium", "fla", "forward_ms", 0.90),
@@ -47,8 +48,10 @@ def results() -> Results:
         ("2x2048x16x128x128", "delta", "none", "deltazoo", "new_kernels", 2.0),
     ]
     for *key, value in rows:
-        one.add(Row(*key, value=value, run="one"))
-    refusal = Row(TRAIN, "gdn", "medium", "fla", "forward_backward_ms", None, samples=0, run="one")
+        one.add(OperatorRow(*key[:-1], measure=key[-1], value=value, run="one"))
+    refusal = OperatorRow(
+        TRAIN, "gdn", "medium", "fla", measure="forward_backward_ms", value=None, samples=0, run="one"
+    )
     one.add(replace(refusal, error="RuntimeError: wrong results"))
     return one
 
@@ -61,19 +64,19 @@ def line(page: str, *cells: str) -> list[str]:
     return [cell.strip() for cell in found[0].split("|")[1:-1]]
 
 
-def test_a_saved_file_reads_back(results: Results, tmp_path: Path) -> None:
+def test_a_saved_file_reads_back(results: OperatorResults, tmp_path: Path) -> None:
     results.save(tmp_path / "deep" / "run.json")
-    assert load_results([tmp_path / "deep" / "run.json"]) == results
+    assert OperatorResults.load([tmp_path / "deep" / "run.json"]) == results
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["run.json"]
 
 
-def test_the_later_run_wins_whatever_the_order_of_the_files(results: Results, tmp_path: Path) -> None:
-    later = Results({"two": some_run("two", "2026-02-01T00:00:00.000000+00:00")})
-    later.add(Row(TRAIN, "gdn", "medium", "deltazoo", "forward_ms", 0.25, run="two"))
+def test_the_later_run_wins_whatever_the_order_of_the_files(results: OperatorResults, tmp_path: Path) -> None:
+    later = OperatorResults({"two": some_run("two", "2026-02-01T00:00:00.000000+00:00")})
+    later.add(OperatorRow(TRAIN, "gdn", "medium", "deltazoo", measure="forward_ms", value=0.25, run="two"))
     results.save(tmp_path / "b.json")
     later.save(tmp_path / "a.json")
     for order in (["a.json", "b.json"], ["b.json", "a.json"]):
-        merged = load_results(tmp_path / name for name in order)
+        merged = OperatorResults.load(tmp_path / name for name in order)
         assert merged.find(TRAIN, "gdn", "medium", "deltazoo", "forward_ms").value == 0.25
         assert merged.find(TRAIN, "gdn", "medium", "fla", "forward_ms").value == 0.90
 
@@ -89,14 +92,14 @@ def test_the_later_run_wins_whatever_the_order_of_the_files(results: Results, tm
         (lambda c: c.pop("runs"), "runs"),
     ],
 )
-def test_other_files_are_refused_by_name(results: Results, tmp_path: Path, spoil, complaint: str) -> None:
+def test_other_files_are_refused_by_name(results: OperatorResults, tmp_path: Path, spoil, complaint: str) -> None:
     path = tmp_path / "run.json"
     results.save(path)
     content = json.loads(path.read_text())
     spoil(content)
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"run\.json is not a benchmark result.*{complaint}"):
-        load_results([path])
+        OperatorResults.load([path])
 
 
 def test_verdicts() -> None:
@@ -112,7 +115,7 @@ def test_no_two_targets_are_about_one_row() -> None:
     assert len(keys) == len(set(keys))
 
 
-def test_the_page_sets_targets_and_peers_beside_the_values(results: Results) -> None:
+def test_the_page_sets_targets_and_peers_beside_the_values(results: OperatorResults) -> None:
     page = render_page(results, {})
     gdn = line(page, "gdn", "medium", "fwd")
     assert gdn[4:10] == ["0.3", "<= 0.36", "met", "0.9", "3.00x", "1.02"]
@@ -122,20 +125,20 @@ def test_the_page_sets_targets_and_peers_beside_the_values(results: Results) -> 
     assert "1. fla gdn: RuntimeError: wrong results" in page
 
 
-def test_the_summary_counts_and_lists_what_was_missed(results: Results) -> None:
+def test_the_summary_counts_and_lists_what_was_missed(results: OperatorResults) -> None:
     page = render_page(results, {})
     summary = page[page.index("## Targets") : page.index("## Times")]
     assert "3 of 7 measured values meet their target; these do not:" in summary
     assert sum(line.startswith("| ") for line in summary.splitlines()) == 2 + 4
-    good = Results(results.runs)
+    good = OperatorResults(results.runs)
     good.add(results.find(TRAIN, "gdn", "medium", "deltazoo", "forward_ms"))
     assert "1 of 1 measured values meet their target." in render_page(good, {})
 
 
-def test_the_page_tells_runs_apart(results: Results) -> None:
+def test_the_page_tells_runs_apart(results: OperatorResults) -> None:
     later = replace(some_run("two", "2026-02-01T00:00:00.000000+00:00"), commit="fedcba9876543210+changes")
     results.runs["two"] = later
-    results.add(Row(TRAIN, "gdn", "medium", "deltazoo", "forward_ms", 0.45, run="two"))
+    results.add(OperatorRow(TRAIN, "gdn", "medium", "deltazoo", measure="forward_ms", value=0.45, run="two"))
     page = render_page(results, {})
     assert "(2 of 6 of run a, 0 of 1 of run b)" in page
     assert line(page, "gdn", "medium", "fwd")[-1] == "a, b"
@@ -147,20 +150,20 @@ def test_the_page_tells_runs_apart(results: Results) -> None:
     )
 
 
-def test_targets_relative_to_a_peer_need_it(results: Results) -> None:
+def test_targets_relative_to_a_peer_need_it(results: OperatorResults) -> None:
     page = render_page(results, {})
     assert line(page, "delta", "none", "fwd")[5:7] == ["<= 0.5", "missed by 20%"]
     assert line(page, "kda", "weak", "fwd")[5:7] == ["0.5 x fla", "no fla value"]
     assert line(page, SMALL, "delta")[5:9] == ["1000", "<= 1200", "met", "1200"]
 
 
-def test_rates_first_calls_and_recompilations_are_judged(results: Results) -> None:
+def test_rates_first_calls_and_recompilations_are_judged(results: OperatorResults) -> None:
     page = render_page(results, {})
     assert line(page, "64x1x16x128x128", "tb_s")[4:7] == ["1.6", ">= 3.2", "missed by 50%"]
     assert "| 12 | <= 15 | met |" in page and "| 2 | <= 0 | missed: 2 instead of none |" in page
 
 
-def test_the_page_names_the_machine_and_the_commit(results: Results) -> None:
+def test_the_page_names_the_machine_and_the_commit(results: OperatorResults) -> None:
     run = line(render_page(results, {}), "a", "NVIDIA H200")
     assert run[1:3] == ["2026-01-02 03:04", "`0123456789`"] and run[-2:] == ["4.3", "790"]
 
@@ -176,9 +179,9 @@ def test_the_script_renders_what_the_harness_wrote(tmp_path: Path) -> None:
     )
     bench_ops(plan, tmp_path / "results" / "ops_a.json", timer=FakeTimer(), report=lambda line: None)
     # The rows of the small shapes pass for those of the sweep, which a CPU would take too long to measure.
-    measured = load_results([tmp_path / "results" / "ops_a.json"])
+    measured = OperatorResults.load([tmp_path / "results" / "ops_a.json"])
     [run] = [replace(run, copy_tb_s=4.0, matmul_tflop_s=700.0) for run in measured.runs.values()]
-    sweep = Results({run.id: run})
+    sweep = OperatorResults({run.id: run})
     for row in measured.rows.values():
         shape = SWEEP[0] if row.shape.startswith("1x32x") else SWEEP[6]
         sweep.add(replace(row, shape=str(shape), library=row.library.removesuffix(" chunkwise")))
@@ -195,7 +198,7 @@ def test_the_script_renders_what_the_harness_wrote(tmp_path: Path) -> None:
     assert "### long: 1x32768x16x128x128" in page
 
 
-def test_without_a_sweep_there_are_no_plots(results: Results, tmp_path: Path) -> None:
+def test_without_a_sweep_there_are_no_plots(results: OperatorResults, tmp_path: Path) -> None:
     assert write_page(results, tmp_path / "page.md", tmp_path / "plots") == [tmp_path / "page.md"]
     assert "![" not in (tmp_path / "page.md").read_text()
 

@@ -17,7 +17,7 @@ from deltazoo.workbench.bench import operator_suite
 from deltazoo.workbench.bench.inputs import make_inputs
 from deltazoo.workbench.bench.operator_candidates import candidates_for
 from deltazoo.workbench.bench.operator_options import GATES, gates_of, parse_peers
-from deltazoo.workbench.bench.operator_results import Results, load_results
+from deltazoo.workbench.bench.operator_results import OperatorResults
 from deltazoo.workbench.bench.operator_suite import DeviceLost, Plan, bench_ops
 from deltazoo.workbench.bench.shapes import Shape
 from deltazoo.workbench.bench.warm_up import warm_up_commands, warm_up_peers
@@ -42,11 +42,11 @@ def plan() -> Plan:
     )
 
 
-def run(plan: Plan, out: Path, **options: object) -> Results:
+def run(plan: Plan, out: Path, **options: object) -> OperatorResults:
     return bench_ops(plan, out, **{"timer": FakeTimer(), "report": lambda line: None, **options})
 
 
-def measures(results: Results, op: str, library: str) -> set[str]:
+def measures(results: OperatorResults, op: str, library: str) -> set[str]:
     return {row.measure for row in results.rows.values() if (row.op, row.library) == (op, library)}
 
 
@@ -88,7 +88,7 @@ def test_every_measure_of_every_candidate_is_saved(plan: Plan, tmp_path: Path) -
     assert all(row.value is not None and row.error is None for row in results.rows.values())
     row = results.find(SHAPE, "delta", "none", "deltazoo chunkwise", "forward_ms")
     assert (row.value, row.low, row.high, row.samples) == (1.0, 0.5, 1.5, 7)
-    assert load_results([tmp_path / "run.json"]) == results
+    assert OperatorResults.load([tmp_path / "run.json"]) == results
 
 
 def test_groups_choose_what_is_measured(plan: Plan, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_lost_device_ends_the_run_after_saving(plan: Plan, tmp_path: Path, ins
     run(replace(plan, ops=["delta"], peers=[]), tmp_path / "count.json", timer=waits)
     with pytest.raises(DeviceLost, match="illegal memory access"):
         run(replace(plan, ops=["delta", "kda"], peers=["fla"]), out, timer=FakeTimer(waits.waits + 1))
-    saved = load_results([out])
+    saved = OperatorResults.load([out])
     assert measures(saved, "delta", "deltazoo chunkwise") == TIMED
     assert saved.find(SHAPE, "delta", "none", "fla", "forward_backward_ms").error is not None
     assert not measures(saved, "kda", "fla")

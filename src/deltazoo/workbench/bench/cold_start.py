@@ -21,7 +21,7 @@ import torch
 from deltazoo.workbench.bench.inputs import make_inputs
 from deltazoo.workbench.bench.operator_candidates import candidates_for, our_label
 from deltazoo.workbench.bench.operator_options import gates_of
-from deltazoo.workbench.bench.operator_results import Row
+from deltazoo.workbench.bench.operator_results import OperatorRow
 from deltazoo.workbench.bench.shapes import Shape
 from deltazoo.workbench.bench.timing import timer_for
 
@@ -45,10 +45,12 @@ def _other_sizes(first: Shape) -> list[Shape]:
     return [replace(first, B=B, T=T, H=H) for B, T, H in sizes]
 
 
-def cold_start_rows(op: str, *, backend: str, device: str, first: Shape = FIRST, timeout_s: float = 300) -> list[Row]:
+def cold_start_rows(
+    op: str, *, backend: str, device: str, first: Shape = FIRST, timeout_s: float = 300
+) -> list[OperatorRow]:
     """First-call seconds with an empty and with a filled kernel cache, and the kernels compiled on the way."""
     gates = "medium" if "medium" in gates_of(op) else "none"
-    row = Row(str(first), op, gates, our_label(backend, None), "cold_first_call_s", value=None)
+    row = OperatorRow(str(first), op, gates, our_label(backend, None), measure="cold_first_call_s")
     measures = ("cold_first_call_s", "kernels", "new_kernels", "warm_first_call_s")
     with tempfile.TemporaryDirectory() as cache:
         try:

@@ -42,7 +42,7 @@ def decoding_rows(
     if row.way.startswith("loop"):
         steps = _decoder(model, row, new_tokens).stream(ids, max_new_tokens=_WARM_UP + new_tokens)
         gaps = _stream_gaps(steps, clock)[_WARM_UP:]
-        yield row.measured("decode_tok_s", _speed(gaps, row.batch))
+        yield row.about("decode_tok_s").measured(_speed(gaps, row.batch))
         return
     options = {"do_sample": False, "capture_step": False} if row.way == "generate-plain" else {"do_sample": False}
     mask = torch.ones_like(ids)
@@ -50,7 +50,7 @@ def decoding_rows(
     began = clock()
     model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **options)
     _wait(device)
-    yield row.measured("decode_tok_s", row.batch * new_tokens / (clock() - began))
+    yield row.about("decode_tok_s").measured(row.batch * new_tokens / (clock() - began))
 
 
 @torch.no_grad()
@@ -69,11 +69,11 @@ def context_rows(
         steps = _plain_steps(model, ids, _WARM_UP + new_tokens)
     began = clock()
     next(steps)
-    yield row.measured("prefill_tok_s", row.batch * row.tokens / (clock() - began))
+    yield row.about("prefill_tok_s").measured(row.batch * row.tokens / (clock() - began))
     gaps = _stream_gaps(steps, clock)[_WARM_UP - 1 :]
-    yield row.measured("token_ms", Spread.of([1e3 * gap for gap in gaps]))
+    yield row.about("token_ms").measured(Spread.of([1e3 * gap for gap in gaps]))
     if on_gpu:
-        yield row.measured("context_peak_gib", torch.cuda.max_memory_allocated() / 2**30)
+        yield row.about("context_peak_gib").measured(torch.cuda.max_memory_allocated() / 2**30)
 
 
 def _prepared(build: Callable[[], Any], row: ModelRow, device: str, dtype: torch.dtype) -> tuple[Any, Tensor]:

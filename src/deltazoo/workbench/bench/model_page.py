@@ -10,7 +10,7 @@ from string import ascii_lowercase
 
 from deltazoo.workbench.bench.model_plots import draw_bars, draw_lines
 from deltazoo.workbench.bench.model_results import MEASURES, ModelResults, ModelRow
-from deltazoo.workbench.bench.operator_results import Run
+from deltazoo.workbench.provenance import Run
 
 __all__ = ["write_model_page"]
 

@@ -1,19 +1,13 @@
-"""Result files of whole models: one number per row, every row pointing at the run that produced it."""
+"""Rows and result files of the whole-model benchmark."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from deltazoo.names import unknown
-from deltazoo.workbench.bench.operator_results import Run, write_rows
-from deltazoo.workbench.bench.timing import Spread
+from deltazoo.workbench.bench.result_files import MeasuredRow, Results
 
-__all__ = ["MEASURES", "ModelResults", "ModelRow", "load_model_results"]
-
-SCHEMA = 1
+__all__ = ["MEASURES", "ModelResults", "ModelRow"]
 
 MEASURES = {
     "first_step_s": "first training step of a fresh model, compilation included",
@@ -29,33 +23,27 @@ MEASURES = {
 
 
 @dataclass(frozen=True)
-class ModelRow:
-    """One measured number, or the reason why there is none.
+class ModelRow(MeasuredRow):
+    """One number about one model.
 
     `size` and `model` name an architecture, `library` whose code runs it and `way` how; `batch` rows of `tokens` tokens
-    (prompt or context for decoding); `part` a kind of work, for profiles; `low` and `high` are the 20th and 80th
-    percentile of `samples` repeats.
+    (prompt or context for decoding); `part` a kind of work, for profiles.
     """
+
+    MEASURES: ClassVar[dict[str, str]] = MEASURES
 
     size: str
     model: str
     library: str
     way: str
     dtype: str
-    measure: str
     batch: int
     tokens: int
     part: str = ""
-    value: float | None = None
-    low: float | None = None
-    high: float | None = None
-    samples: int = 0
-    error: str | None = None
-    run: str = ""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a later measurement of the same thing replaces."""
+        """What was measured."""
         return (self.size, self.model, self.library, self.way, self.dtype, self.measure, self.batch, self.tokens,
                 self.part)  # fmt: skip
 
@@ -64,66 +52,18 @@ class ModelRow:
         """Model and library, for tables and legends."""
         return f"{self.model} ({self.library})"
 
-    def measured(self, measure: str, value: Spread | float, part: str = "") -> ModelRow:
-        """The same row with a number."""
-        row = replace(self, measure=measure, part=part)
-        if isinstance(value, Spread):
-            return replace(row, value=value.median, low=value.low, high=value.high, samples=value.count)
-        return replace(row, value=float(value), samples=1)
-
-    def failed(self, measure: str, error: BaseException) -> ModelRow:
-        """The same row with the reason why there is no number: class and first line."""
-        lines = str(error).strip().splitlines()
-        return replace(self, measure=measure, error=f"{type(error).__name__}: {lines[0] if lines else ''}"[:300])
+    def about(self, measure: str, part: str = "") -> ModelRow:
+        """The same settings for another measure."""
+        return replace(self, measure=measure, part=part)
 
 
-@dataclass
-class ModelResults:
-    """The content of one or several result files; a later row with the same key replaces an earlier one."""
+class ModelResults(Results[ModelRow]):
+    """Numbers about models."""
 
-    runs: dict[str, Run] = field(default_factory=dict)
-    rows: dict[tuple[object, ...], ModelRow] = field(default_factory=dict)
-
-    def add(self, row: ModelRow) -> None:
-        """Adds or replaces a row; ValueError for an unknown measure, KeyError for an unknown run."""
-        if row.measure not in MEASURES:
-            raise ValueError(unknown("measure", row.measure, MEASURES))
-        if row.run not in self.runs:
-            raise KeyError(f"row of run {row.run!r}, which the results do not describe")
-        self.rows[row.key] = row
+    row_type = ModelRow
+    kind = "a result of `deltazoo bench model`"
 
     def of(self, measure: str) -> list[ModelRow]:
         """All rows of a measure, in the order of their settings."""
         rows = [row for row in self.rows.values() if row.measure == measure]
         return sorted(rows, key=lambda row: (row.tokens, row.batch, row.library != "deltazoo", row.name, row.way))
-
-    def save(self, path: Path) -> None:
-        """Writes atomically, so that a run that is killed leaves the rows measured so far."""
-        write_rows(path, SCHEMA, self.runs.values(), self.rows.values())
-
-
-def load_model_results(paths: Iterable[Path]) -> ModelResults:
-    """Reads and merges result files, later runs last.
-
-    Raises:
-        ValueError: a file that is not one of ours, naming the file and what is wrong with it.
-    """
-    files = []
-    for path in paths:
-        try:
-            content = json.loads(path.read_text())
-            if content["schema"] != SCHEMA:
-                raise ValueError(f"schema {content['schema']}, expected {SCHEMA}")
-            one = ModelResults({run["id"]: Run(**run) for run in content["runs"]})
-            for row in content["rows"]:
-                one.add(ModelRow(**row))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a result of `deltazoo bench model`: {error}") from error
-        files.append(one)
-    merged = ModelResults()
-    for one in files:
-        merged.runs.update(one.runs)
-    rows = [row for one in files for row in one.rows.values()]
-    for row in sorted(rows, key=lambda row: merged.runs[row.run].date):
-        merged.add(row)
-    return merged

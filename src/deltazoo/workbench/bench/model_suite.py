@@ -14,9 +14,9 @@ import torch
 
 from deltazoo.workbench.bench.model_candidates import SIZES, Candidate, candidates
 from deltazoo.workbench.bench.model_decoding import context_rows, decoding_rows, decoding_ways
-from deltazoo.workbench.bench.model_results import ModelResults, ModelRow, load_model_results
+from deltazoo.workbench.bench.model_results import ModelResults, ModelRow
 from deltazoo.workbench.bench.model_training import AUTOCAST, OUR_WAYS, kept_rows, profile_rows, training_rows
-from deltazoo.workbench.bench.operator_results import describe_run
+from deltazoo.workbench.provenance import describe_run
 
 __all__ = ["GROUPS", "ModelPlan", "bench_models"]
 
@@ -56,7 +56,7 @@ def bench_models(
     """
     if AUTOCAST in plan.dtypes and {"decode", "context"} & set(plan.groups):
         raise ValueError("autocast is for training: measure train, memory or profile with it")
-    results = load_model_results([out]) if out.exists() else ModelResults()
+    results = ModelResults.load([out]) if out.exists() else ModelResults()
     taking_part, missing = candidates(SIZES[plan.size], plan.mixers, plan.peers, plan.device)
     run = describe_run(device=plan.device, commit=commit, command=command, missing_peers=missing)
     results.runs[run.id] = run
@@ -70,8 +70,8 @@ def bench_models(
                     results.add(found)
                     report(_line(found))
             except Exception as error:  # peers and kernels under test may raise anything
-                results.add(row.failed(first, error))
-                report(_line(row.failed(first, error)))
+                results.add(row.about(first).failed(error))
+                report(_line(row.about(first).failed(error)))
             results.save(out)
             gc.collect()
             torch.compiler.reset()
@@ -84,7 +84,7 @@ def _measurements(
     plan: ModelPlan, candidate: Candidate, dtype: str
 ) -> Iterator[tuple[ModelRow, Callable[[ModelRow], Iterator[ModelRow]], str]]:
     """Every setting of one candidate: its row without a number, what measures it, and the number that comes first."""
-    row = ModelRow(plan.size, candidate.model, candidate.library, "eager", dtype, "train_tok_s", 0, 0)
+    row = ModelRow(plan.size, candidate.model, candidate.library, "eager", dtype, 0, 0, measure="train_tok_s")
     weights = torch.float32 if dtype == AUTOCAST else getattr(torch, dtype)
     options: dict[str, Any] = {"device": plan.device, "dtype": weights}
 

@@ -76,7 +76,7 @@ def training_rows(
 ) -> Iterator[ModelRow]:
     """`first_step_s`, `train_tok_s` and on a GPU `train_peak_gib` for `row`'s way, batch and tokens."""
     step = _TrainingStep(build, row, device, dtype)
-    yield row.measured("first_step_s", step.seconds())
+    yield row.about("first_step_s").measured(step.seconds())
     step.seconds()
     if step.on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -84,9 +84,9 @@ def training_rows(
     tokens = row.batch * row.tokens
     # A slow step is a low speed: the percentiles change places.
     speed = Spread(tokens / seconds.median, tokens / seconds.high, tokens / seconds.low, seconds.count)
-    yield row.measured("train_tok_s", speed)
+    yield row.about("train_tok_s").measured(speed)
     if step.on_gpu:
-        yield row.measured("train_peak_gib", torch.cuda.max_memory_allocated() / 2**30)
+        yield row.about("train_peak_gib").measured(torch.cuda.max_memory_allocated() / 2**30)
 
 
 def profile_rows(build: Callable[[], Any], row: ModelRow, *, device: str, dtype: torch.dtype) -> Iterator[ModelRow]:
@@ -106,7 +106,7 @@ def profile_rows(build: Callable[[], Any], row: ModelRow, *, device: str, dtype:
         kind = kind_of_work(event.key)
         spent[kind] = spent.get(kind, 0.0) + microseconds / 1e3
     for kind, milliseconds in spent.items():
-        yield row.measured("profile_ms", milliseconds, part=kind)
+        yield row.about("profile_ms", part=kind).measured(milliseconds)
 
 
 def kept_rows(build: Callable[[], Any], row: ModelRow, *, device: str, dtype: torch.dtype) -> Iterator[ModelRow]:
@@ -122,7 +122,7 @@ def kept_rows(build: Callable[[], Any], row: ModelRow, *, device: str, dtype: to
             loss = step.loss()
         kept = sum(event.self_cpu_memory_usage for event in recorded.key_averages())
     loss.backward()  # only now may what it needs be let go
-    yield row.measured("kept_kib", kept / (row.batch * row.tokens) / 1024)
+    yield row.about("kept_kib").measured(kept / (row.batch * row.tokens) / 1024)
 
 
 def kind_of_work(name: str) -> str:

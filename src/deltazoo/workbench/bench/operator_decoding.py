@@ -12,7 +12,7 @@ from torch import Tensor
 from deltazoo.workbench.bench.inputs import Inputs, make_inputs
 from deltazoo.workbench.bench.operator_candidates import step_candidates
 from deltazoo.workbench.bench.operator_options import gates_of
-from deltazoo.workbench.bench.operator_results import Row
+from deltazoo.workbench.bench.operator_results import OperatorRow
 from deltazoo.workbench.bench.shapes import Shape
 from deltazoo.workbench.bench.timing import Spread, Timer
 
@@ -24,7 +24,7 @@ _STEPS = 16
 """Steps per graph: the states of 64 sequences then exceed every L2 cache, and the launch of the graph hardly counts."""
 
 
-def decoding_rows(op: str, *, backend: str | None, peers: list[str], device: str, timer: Timer) -> list[Row]:
+def decoding_rows(op: str, *, backend: str | None, peers: list[str], device: str, timer: Timer) -> list[OperatorRow]:
     """`step_us` and `step_tb_s` of every library for a full and a single-sequence batch, with medium gates.
 
     Ours takes part only if a backend is given.
@@ -33,7 +33,7 @@ def decoding_rows(op: str, *, backend: str | None, peers: list[str], device: str
     rows = []
     for shape in STEP_SHAPES.values():
         for library, step in step_candidates(op, backend=backend, peers=peers).items():
-            row = Row(str(shape), op, gates, library, "step_us", value=None)
+            row = OperatorRow(str(shape), op, gates, library, measure="step_us")
             try:
                 time = _step_time(shape, op, gates, step, device, timer)
             except Exception as error:  # peers and kernels under test may raise anything

@@ -11,9 +11,10 @@ from deltazoo.workbench.bench.cold_start import FIRST
 from deltazoo.workbench.bench.operator_decoding import STEP_SHAPES
 from deltazoo.workbench.bench.operator_options import GATES, OPS
 from deltazoo.workbench.bench.operator_plots import draw_plots, share_of_lower_bound
-from deltazoo.workbench.bench.operator_results import MEASURES, Results, Row, Run
+from deltazoo.workbench.bench.operator_results import MEASURES, OperatorResults, OperatorRow
 from deltazoo.workbench.bench.shapes import TABLE
 from deltazoo.workbench.bench.targets import TARGETS, verdict
+from deltazoo.workbench.provenance import Run
 
 __all__ = ["render_page", "write_page"]
 
@@ -35,7 +36,7 @@ lines time older kernels; "+changes" marks a run of a commit with changes on top
 """
 
 
-def write_page(results: Results, page: Path, plots: Path) -> list[Path]:
+def write_page(results: OperatorResults, page: Path, plots: Path) -> list[Path]:
     """Writes the page and its plots; returns what was written. Links in the page are relative to it."""
     pictures = draw_plots(results, plots)
     links = {name: picture.relative_to(page.parent).as_posix() for name, picture in pictures.items()}
@@ -44,7 +45,7 @@ def write_page(results: Results, page: Path, plots: Path) -> list[Path]:
     return [page, *pictures.values()]
 
 
-def render_page(results: Results, pictures: dict[str, str]) -> str:
+def render_page(results: OperatorResults, pictures: dict[str, str]) -> str:
     """The page as Markdown.
 
     Args:
@@ -73,7 +74,7 @@ def render_page(results: Results, pictures: dict[str, str]) -> str:
 class _Page:
     """Tables that share the letters of the runs and the numbers of the footnotes."""
 
-    def __init__(self, results: Results) -> None:
+    def __init__(self, results: OperatorResults) -> None:
         self.results = results
         used = {row.run for row in results.rows.values()}
         ordered = sorted((run for run in results.runs.values() if run.id in used), key=lambda run: run.date)
@@ -113,7 +114,7 @@ class _Page:
         header = ["shape", "op", "gates", "measure", "ours", "target", "verdict", "run"]
         return f"## Targets\n\n{met}; these do not:\n\n" + _table(header, missed)
 
-    def ours(self, row: Row) -> bool:
+    def ours(self, row: OperatorRow) -> bool:
         return row.library.startswith("deltazoo")
 
     def times(self) -> str:
@@ -131,7 +132,7 @@ class _Page:
                 sections.append(f"### {name}: {shape}\n\n" + _table(header, rows))
         return "## Times\n\n" + "\n".join(sections) if sections else ""
 
-    def _time_line(self, row: Row) -> list[str]:
+    def _time_line(self, row: OperatorRow) -> list[str]:
         peer = self.results.find(row.shape, row.op, row.gates, "fla", row.measure)
         softmax = self.results.find(row.shape, "softmax", "none", "sdpa", row.measure)
         ratio = f"{peer.value / row.value:.2f}x" if peer and peer.value and row.value else ""
@@ -139,7 +140,7 @@ class _Page:
         cells += [self._value(peer), ratio, self._value(softmax), self._share(row)]
         return [*cells, self._runs(row, peer, softmax)]
 
-    def _share(self, row: Row) -> str:
+    def _share(self, row: OperatorRow) -> str:
         share = share_of_lower_bound(self.results, row)
         return "" if share is None else f"{share:.0%}"
 
@@ -181,11 +182,11 @@ class _Page:
         lines = [f"{number}. {text}" for text, number in self.errors.items()]
         return "## Calls that failed\n\n" + "\n".join(lines) + "\n" if lines else ""
 
-    def _ordered(self, shape: str, measure: str) -> list[Row]:
+    def _ordered(self, shape: str, measure: str) -> list[OperatorRow]:
         rows = [row for row in self.results.rows.values() if (row.shape, row.measure) == (shape, measure)]
         return sorted(rows, key=lambda row: (OPS.index(row.op), ["none", *GATES].index(row.gates), row.library))
 
-    def _target(self, row: Row) -> tuple[str, str]:
+    def _target(self, row: OperatorRow) -> tuple[str, str]:
         for target in TARGETS:
             if target.applies_to(row):
                 limit = target.limit(self.results, row)
@@ -197,7 +198,7 @@ class _Page:
                 return shown, verdict(row.value, limit, target.at_least)
         return "", ""
 
-    def _value(self, row: Row | None) -> str:
+    def _value(self, row: OperatorRow | None) -> str:
         if row is None:
             return ""
         if row.value is None:
@@ -205,7 +206,7 @@ class _Page:
             return f"fails ({number})"
         return _number(row.value)
 
-    def _runs(self, *rows: Row | None) -> str:
+    def _runs(self, *rows: OperatorRow | None) -> str:
         return ", ".join(sorted({self.letters[row.run] for row in rows if row is not None}))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deltazoo.workbench.bench.lower_bound import Ceilings, lower_bound_ms
-from deltazoo.workbench.bench.operator_results import Results, Row
+from deltazoo.workbench.bench.operator_results import OperatorResults, OperatorRow
 from deltazoo.workbench.bench.shapes import SWEEP, Shape
 
 __all__ = ["draw_plots", "share_of_lower_bound"]
@@ -18,7 +18,7 @@ _OTHER_COLOURS = ("#009E73", "#CC79A7", "#56B4E9")
 _STYLES = {"delta": ("o", "-"), "gdn": ("s", "--"), "kda": ("^", "-."), "softmax": ("x", ":")}
 
 
-def share_of_lower_bound(results: Results, row: Row) -> float | None:
+def share_of_lower_bound(results: OperatorResults, row: OperatorRow) -> float | None:
     """Lower bound over measured time. None for softmax, without a value or in a run without measured hardware rates."""
     run = results.runs[row.run]
     if row.value is None or row.op == "softmax" or run.copy_tb_s is None or run.matmul_tflop_s is None:
@@ -28,10 +28,10 @@ def share_of_lower_bound(results: Results, row: Row) -> float | None:
     return lower_bound_ms(shape, row.op, backward=backward, ceilings=ceilings) / row.value
 
 
-def draw_plots(results: Results, folder: Path) -> dict[str, Path]:
+def draw_plots(results: OperatorResults, folder: Path) -> dict[str, Path]:
     """Draws `time`, `share` and `memory`, each if at least two lengths were measured; returns the PNG files by name."""
     passes = {"forward_ms": "forward", "forward_backward_ms": "forward and backward"}
-    wanted: dict[str, tuple[dict[str, str], str, Callable[[Row], float | None]]] = {
+    wanted: dict[str, tuple[dict[str, str], str, Callable[[OperatorRow], float | None]]] = {
         "time": (passes, "milliseconds", lambda row: row.value),
         "share": (
             passes,
@@ -56,7 +56,7 @@ def _percent(share: float | None) -> float | None:
 _Lines = dict[tuple[str, str], list[tuple[int, float]]]
 
 
-def _lines(results: Results, measure: str, value_of: Callable[[Row], float | None]) -> _Lines:
+def _lines(results: OperatorResults, measure: str, value_of: Callable[[OperatorRow], float | None]) -> _Lines:
     """`{(library, op): [(T, value), ...]}` over the sweep, gates medium where there are gates."""
     lines: _Lines = {}
     for shape in SWEEP:

@@ -15,9 +15,10 @@ from deltazoo.workbench.bench.lower_bound import Ceilings
 from deltazoo.workbench.bench.operator_candidates import Candidate, candidates_for, installed_peers
 from deltazoo.workbench.bench.operator_decoding import decoding_rows
 from deltazoo.workbench.bench.operator_options import GROUPS, OPS, gates_of
-from deltazoo.workbench.bench.operator_results import Results, Row, describe_run, load_results
+from deltazoo.workbench.bench.operator_results import OperatorResults, OperatorRow
 from deltazoo.workbench.bench.shapes import TABLE, Shape
 from deltazoo.workbench.bench.timing import Spread, Timer, timer_for
+from deltazoo.workbench.provenance import describe_run
 
 __all__ = ["DeviceLost", "Plan", "bench_ops"]
 
@@ -65,7 +66,7 @@ def bench_ops(
     resume: bool = False,
     timer: Timer | None = None,
     report: Callable[[str], None] = print,
-) -> Results:
+) -> OperatorResults:
     """Measures a plan and writes `out` after every candidate; rows already in `out` are kept or replaced.
 
     Args:
@@ -87,8 +88,8 @@ def bench_ops(
     plan = replace(plan, peers=peers)
     for name, reason in missing.items():
         report(f"{name}: not measured, {reason}")
-    results = load_results([out]) if out.exists() and not plan.warm_up_only else Results()
-    done: set[tuple[str, ...]] = set()
+    results = OperatorResults.load([out]) if out.exists() and not plan.warm_up_only else OperatorResults()
+    done: set[tuple[object, ...]] = set()
     if resume:
         done = {row.key[:4] for row in results.rows.values()} | {(row.measure, row.op) for row in results.rows.values()}
     on_gpu = torch.device(plan.device).type == "cuda"
@@ -103,7 +104,7 @@ def bench_ops(
     )
     results.runs[run.id] = run
 
-    def keep(rows: list[Row]) -> None:
+    def keep(rows: list[OperatorRow]) -> None:
         for row in rows:
             results.add(replace(row, run=run.id))
         if not plan.warm_up_only:
@@ -120,7 +121,7 @@ def bench_ops(
             try:
                 rows = _candidate_rows(plan, shape, op, gates, candidate, timer)
             except torch.OutOfMemoryError as error:  # not even the inputs fit
-                rows = [Row(str(shape), op, gates, candidate.library, "forward_ms", value=None).failed(error)]
+                rows = [OperatorRow(str(shape), op, gates, candidate.library, measure="forward_ms").failed(error)]
             keep(rows)
     for op in plan.ops:
         if op == "softmax" or plan.warm_up_only:
@@ -143,12 +144,14 @@ def measure_ceilings(timer: Timer) -> Ceilings:
     return Ceilings(copy_tb_s=2 * 2**31 / copy_ms / 1e9, matmul_tflop_s=2 * 8192**3 / matmul_ms / 1e9)
 
 
-def _candidate_rows(plan: Plan, shape: Shape, op: str, gates: str, candidate: Candidate, timer: Timer) -> list[Row]:
+def _candidate_rows(
+    plan: Plan, shape: Shape, op: str, gates: str, candidate: Candidate, timer: Timer
+) -> list[OperatorRow]:
     """Everything about one candidate on one shape; what fails leaves its error as a row."""
-    rows: list[Row] = []
+    rows: list[OperatorRow] = []
 
     def record(measure: str, measurement: Callable[[], Spread | float]) -> str | None:
-        row = Row(str(shape), op, gates, candidate.library, measure, value=None)
+        row = OperatorRow(str(shape), op, gates, candidate.library, measure=measure)
         try:
             rows.append(row.measured(measurement()))
         except Exception as error:  # peers and kernels under test may raise anything
@@ -222,7 +225,7 @@ _SHORT = {
 }
 
 
-def _line(rows: list[Row]) -> str:
+def _line(rows: list[OperatorRow]) -> str:
     """One line for the log; each distinct error once."""
     first = rows[0]
     cells = [f"{_SHORT.get(row.measure, row.measure)} {row.value:.4g}" for row in rows if row.value is not None]

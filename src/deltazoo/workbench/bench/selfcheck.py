@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.ops import delta_rule, delta_rule_step
+from deltazoo.workbench.bench.result_files import one_line
 
 __all__ = ["Case", "Verdict", "cases", "check_case", "run_selfcheck"]
 
@@ -162,9 +163,7 @@ def judge(case: Case, backend: str, device: str) -> Verdict:
     try:
         errors = check_case(case, backend, device)
     except Exception as error:  # a broken kernel may raise anything
-        lines = str(error).strip().splitlines()
-        message = f"{type(error).__name__}: {lines[0] if lines else ''}"
-        return Verdict(str(case), "-", float("inf"), case.tolerance, message)
+        return Verdict(str(case), "-", float("inf"), case.tolerance, one_line(error))
     worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
     return Verdict(str(case), worst, errors[worst], case.tolerance)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from deltazoo.workbench.bench.cold_start import FIRST
 from deltazoo.workbench.bench.operator_decoding import STEP_SHAPES
-from deltazoo.workbench.bench.operator_results import Results, Row
+from deltazoo.workbench.bench.operator_results import OperatorResults, OperatorRow
 from deltazoo.workbench.bench.shapes import TABLE
 
 __all__ = ["TARGETS", "Target", "verdict"]
@@ -31,14 +31,14 @@ class Target:
     relative_to: str | None = None
     at_least: bool = False
 
-    def limit(self, results: Results, row: Row) -> float | None:
+    def limit(self, results: OperatorResults, row: OperatorRow) -> float | None:
         """The bound in the measure's unit; None if the library it refers to was not measured."""
         if self.relative_to is None:
             return self.bound
         peer = results.find(row.shape, row.op, row.gates, self.relative_to, self.measure)
         return None if peer is None or peer.value is None else self.bound * peer.value
 
-    def applies_to(self, row: Row) -> bool:
+    def applies_to(self, row: OperatorRow) -> bool:
         """Whether a row is about what the target is about, whoever was measured."""
         return (row.shape, row.measure) == (str(_SHAPES[self.shape]), self.measure) and row.op in self.ops
 

@@ -3,12 +3,9 @@
 import hashlib
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch
 from deltazoo import __version__
 from deltazoo.workbench.lab.experiment import Run
 from deltazoo.workbench.lab.fitting import Outcome, Score
+from deltazoo.workbench.provenance import git_commit, gpu_name, package_version, processor_name
 
 __all__ = ["Environment", "Record", "ResultFile", "read_records"]
 
@@ -40,15 +38,14 @@ class Environment:
     @classmethod
     def here(cls, device: str, commit: str | None = None, load: Sequence[Path] = ()) -> "Environment":
         """Of this process. `commit` is read from git unless given; `load` are the files that a user loads."""
-        on_gpu = torch.device(device).type == "cuda"
         return cls(
-            device=torch.cuda.get_device_name(device) if on_gpu else f"CPU, {_processor()}",
+            device=gpu_name(device) or f"CPU, {processor_name()}",
             torch=torch.__version__,
-            triton=_version_of("triton"),
+            triton=package_version("triton"),
             version=__version__,
-            commit=commit or _commit(),
+            commit=commit or git_commit(),
             code=code_digest(tuple(load)),
-            transformers=_version_of("transformers"),
+            transformers=package_version("transformers"),
         )
 
 
@@ -212,33 +209,3 @@ def decisive_files() -> list[Path]:
     library = [path for path in package.rglob("*.py") if "workbench" not in path.relative_to(package).parts]
     lab = [package / "workbench" / "lab" / name for name in _DECISIVE_IN_LAB]
     return sorted([*library, *(path for root in lab for path in ([root] if root.is_file() else root.rglob("*.py")))])
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
