@@ -1,0 +1,128 @@
+"""Draws docs/images/speed_and_memory.png, the README's picture, from the operators' result files.
+
+    python scripts/render_readme_picture.py
+
+All bars are from one run: the newest one that trained at the table's shape `train` and has values of deltazoo, fla and
+sdpa.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deltazoo.workbench.bench.operator_results import OperatorResults, OperatorRow
+from deltazoo.workbench.bench.shapes import TABLE
+from deltazoo.workbench.figures import BLUE, GREY, ORANGE, new_figure, save_figure
+from deltazoo.workbench.provenance import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "images" / "speed_and_memory.png"
+SHAPE = TABLE["train"]
+RULES = {"delta": "DeltaNet", "gdn": "Gated DeltaNet", "kda": "KDA", "softmax": "softmax attention"}
+LIBRARIES = {"deltazoo": ("deltazoo", BLUE), "fla": ("flash-linear-attention", ORANGE), "sdpa": ("torch SDPA", GREY)}
+PANELS = {"forward_backward_ms": ("time", "ms"), "peak_mib": ("peak memory above the inputs", "MiB")}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One implementation of one rule; None where it gave no result."""
+
+    rule: str
+    library: str
+    values: dict[str, float | None]
+
+
+def collect(paths: Iterable[Path]) -> tuple[Run, list[Bar]]:
+    """The newest run that has every library, and its bars in the order of `RULES` and `LIBRARIES`.
+
+    Raises:
+        ValueError: no run has them all.
+    """
+    runs: dict[str, Run] = {}
+    rows: dict[str, dict[tuple[str, str], dict[str, OperatorRow]]] = {}
+    for path in paths:
+        results = OperatorResults.load([path])
+        runs |= results.runs
+        for row in results.rows.values():
+            known = row.library in LIBRARIES and row.gates in ("none", "medium")
+            if known and row.shape == str(SHAPE) and row.measure in PANELS:
+                rows.setdefault(row.run, {}).setdefault((row.op, row.library), {})[row.measure] = row
+    complete = [run for run, found in rows.items() if {library for _, library in found} == set(LIBRARIES)]
+    if not complete:
+        raise ValueError(f"no run has {', '.join(LIBRARIES)} at {SHAPE}")
+    newest = max(complete, key=lambda run: runs[run].date)
+    found = rows[newest]
+    bars = [
+        Bar(op, library, {measure: row.value for measure, row in found[op, library].items()})
+        for op in RULES
+        for library in LIBRARIES
+        if (op, library) in found
+    ]
+    return runs[newest], bars
+
+
+def draw(path: Path, run: Run, bars: list[Bar]) -> Path:
+    """Time and memory side by side, the rules one below the other."""
+    figure, axes = new_figure(2, width=10, height=4.4)
+    positions, middles = place(bars)
+    for axis, (measure, (title, unit)) in zip(axes, PANELS.items(), strict=True):
+        draw_panel(axis, positions, bars, measure, f"fails with Triton {run.triton}")
+        axis.set_title(f"{title}, {unit}", loc="left", fontsize=13)
+    axes[0].set_yticks(list(middles.values()), [RULES[rule] for rule in middles], fontsize=12)
+    axes[1].set_yticks([])
+    handles = [axes[0].barh(0, 0, color=colour, label=name) for name, colour in LIBRARIES.values()]
+    figure.legend(handles=handles, loc="outside upper left", ncols=3, fontsize=12, frameon=False)
+    figure.supxlabel(
+        f"forward and backward pass of one call, {SHAPE.B} x {SHAPE.T:,} tokens, {SHAPE.H} heads of {SHAPE.K}, "
+        f"bfloat16, {run.gpu}; shorter is better",
+        fontsize=10,
+    )
+    return save_figure(figure, path, dpi=160)
+
+
+def place(bars: list[Bar]) -> tuple[list[float], dict[str, float]]:
+    """Height of every bar from above, with a gap between rules; and of the middle of every rule."""
+    positions: list[float] = []
+    of_rule: dict[str, list[float]] = {}
+    for bar in bars:
+        gap = 0.0 if not positions else 1.0 if bar.rule in of_rule else 1.6
+        positions.append(positions[-1] + gap if positions else 0.0)
+        of_rule.setdefault(bar.rule, []).append(positions[-1])
+    return positions, {rule: sum(found) / len(found) for rule, found in of_rule.items()}
+
+
+def draw_panel(axis: Any, positions: list[float], bars: list[Bar], measure: str, missing: str) -> None:
+    """Bars with their values beside them, or with the text `missing`."""
+    for position, bar in zip(positions, bars, strict=True):
+        value = bar.values[measure]
+        text = missing if value is None else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+        axis.barh(position, value or 0.0, height=0.9, color=LIBRARIES[bar.library][1])
+        style = {
+            "color": LIBRARIES[bar.library][1] if value is None else "black",
+            "weight": "bold" if bar.library == "deltazoo" else "normal",
+        }
+        axis.text(value or 0.0, position, f" {text}", va="center", fontsize=12, **style)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.14 * max(bar.values[measure] or 0.0 for bar in bars))
+    axis.grid(False)
+    axis.spines[["bottom"]].set_visible(False)
+    axis.tick_params(bottom=False, labelbottom=False, left=False)
+
+
+def main() -> int:
+    try:
+        run, bars = collect(sorted(RESULTS.glob("ops_*.json")))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(draw(PICTURE, run, bars))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""The README's picture shows committed numbers, all of one run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("render_readme_picture", ROOT / "scripts" / "render_readme_picture.py")
+assert SPEC is not None and SPEC.loader is not None
+render = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = render
+SPEC.loader.exec_module(render)
+
+FILES = sorted(render.RESULTS.glob("ops_*.json"))
+
+
+def test_every_bar_is_a_row_of_one_run() -> None:
+    run, bars = render.collect(FILES)
+    rows = [row for path in FILES for row in json.loads(path.read_text())["rows"] if row["run"] == run.id]
+    for bar in bars:
+        for measure, value in bar.values.items():
+            settings = {"shape": str(render.SHAPE), "op": bar.rule, "library": bar.library, "measure": measure}
+            [row] = [row for row in rows if settings.items() <= row.items()]
+            assert row["value"] == value
+    assert {bar.library for bar in bars} == set(render.LIBRARIES)
+    assert [bar.library for bar in bars if bar.values["forward_backward_ms"] is None] == ["fla"]
+
+
+def test_a_run_without_a_peer_gives_no_picture(tmp_path: Path) -> None:
+    content = json.loads(FILES[0].read_text())
+    content["rows"] = [row for row in content["rows"] if row["library"] != "fla"]
+    path = tmp_path / "ops_without_fla.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="no run has deltazoo, fla, sdpa"):
+        render.collect([path])
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    path = render.draw(tmp_path / "picture.png", *render.collect(FILES))
+    assert path.stat().st_size > 10_000 and render.PICTURE.exists()
