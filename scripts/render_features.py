@@ -1,11 +1,11 @@
-"""Makes docs/features.md from test results: what works for which model type, on which version of transformers.
+"""Writes docs/features.md from test results: what works for which model family.
 
     python scripts/render_features.py               # the page from the committed results
     python scripts/render_features.py --run         # runs tests/models on every model type first (half an hour)
 
 `--run` adds the results of the transformers version it runs with to benchmarks/results/features.json; run it once per
-supported version, in an environment of its own. Which feature a test is about stands in its `feature` marker, and which
-models it built is recorded while it runs (tests/models/conftest.py), so nothing here lists tests.
+supported version, in an environment of its own. A test names its feature in a `feature` marker, and tests/models/
+conftest.py records which models it builds, so nothing here lists tests.
 """
 
 import argparse
@@ -16,11 +16,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
+
+from deltazoo.workbench.markdown import table
+from deltazoo.workbench.provenance import git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "features.json"
@@ -29,6 +31,18 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "huggingface_hub", "t
 
 # Key of counts that belong to no model: errors, registration, what is shared.
 NO_MODEL = "any"
+
+# Features that start so are about messages, not about what a model can do.
+ERRORS = "errors: "
+
+KINDS = {"pure": "models of linear layers alone", "hybrid": "hybrids"}
+
+LEGEND = """\
+**yes**: every test of the feature passes. **no**: a test fails. **-**: no test, which says nothing about whether it
+works. A family is a rule, under its own model type (`kda`, ...) or as a mixer of `delta_rule`. A hybrid mixes linear
+and softmax layers. [models.md](models.md), [generation.md](generation.md) and [training.md](training.md) show how each
+feature is used. `scripts/render_features.py` writes this page from runs of `tests/models`.
+"""
 
 
 class Count(NamedTuple):
@@ -74,13 +88,6 @@ def count(report: Path) -> Counts:
     return counts
 
 
-def commit() -> str:
-    """The checked-out commit, marked if the package or its tests differ from it."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "src", "tests"], cwd=ROOT, check=False)
-    return head.stdout.strip() + (" and changes" if changed.returncode else "")
-
-
 def add_results(report: Path) -> None:
     """Put pytest's report into the committed file, in place of an older one with the same version of transformers."""
     suites = list(ElementTree.parse(report).iter("testsuite"))
@@ -92,7 +99,7 @@ def add_results(report: Path) -> None:
         "versions": {name: version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "machine": f"{platform.machine()} CPU, one thread",
-        "commit": commit(),
+        "commit": git_commit(ROOT / "src", ROOT / "tests"),
         "passed": tests - failed - errors - skipped,
         "failed": failed + errors,
         "skipped": skipped,
@@ -105,60 +112,97 @@ def add_results(report: Path) -> None:
 
 def page(results: dict[str, dict]) -> str:
     """The page, from results by version of transformers."""
-    counts = {release: _counts(result["counts"]) for release, result in results.items()}
-    features = sorted({feature for release in counts.values() for feature in release}, key=str.casefold)
-    models = {model for release in counts.values() for by_model in release.values() for model in by_model}
-    sections = [_heading(results)]
-    for kind, title in (("pure", "Linear layers only"), ("hybrid", "Hybrids of linear and softmax layers")):
-        columns = sorted(model for model in models if model.endswith(f", {kind}"))
-        columns.sort(key=lambda model: model.startswith("delta_rule"))
-        header = [column.removesuffix(f", {kind}") for column in columns]
-        rows = [[feature, *(_cell(feature, column, counts) for column in columns)] for feature in features]
-        rows = [row for row in rows if any(row[1:])]
-        sections.append(f"## {title}\n\n{_table(['feature', *header], rows)}")
-    rows = [[f, _cell(f, NO_MODEL, counts)] for f in features if _cell(f, NO_MODEL, counts)]
-    sections.append(
-        "## Whatever the model\n\nRegistration, errors, checkpoints of others, and what runs in processes of its own."
-        f"\n\n{_table(['feature', 'tests'], rows)}"
-    )
-    return "\n\n".join(sections) + "\n"
+    return _Page(results).text()
 
 
-def _heading(results: dict[str, dict]) -> str:
-    lines = [
-        f"* transformers {release} (torch {r['versions']['torch']}, Python {r['python']}, {r['machine']}), "
-        f"commit `{r['commit'][:12]}`{r['commit'][40:]}: {r['passed']:,} tests passed, {r['failed']:,} failed, "
-        f"{r['skipped']:,} skipped"
-        for release, r in results.items()
-    ]
-    runs = "\n".join(lines)
-    return f"""# What works for which model
+class _Page:
+    """Tables of yes and no that share their footnotes."""
 
-How many tests of a feature pass for a model, counted by `scripts/render_features.py` from runs of `tests/models`. One
-number where all pass on all versions; otherwise passed/run for each. An empty cell: no test builds that model for that
-feature, which says nothing about whether it works. A test that builds several models counts for each of them.
-The columns are model types, `delta_rule` with each of its mixers; short convolutions are on in half of the models that
-were built for this table.
+    def __init__(self, results: dict[str, dict]) -> None:
+        self.results = results
+        self.counts = {release: _counts(result["counts"]) for release, result in results.items()}
+        found = {
+            (feature, model) for release in self.counts.values() for feature in release for model in release[feature]
+        }
+        self.features = sorted({feature for feature, _ in found if not feature.startswith(ERRORS)}, key=str.casefold)
+        self.families = sorted({_family(model) for _, model in found} - {NO_MODEL})
+        self.footnotes: dict[str, int] = {}
 
-{runs}
+    def text(self) -> str:
+        general = [feature for feature in self.features if 2 * len(self.tested(feature)) > len(self.families)]
+        special = [feature for feature in self.features if feature not in general]
+        cells = {feature: [self.cell(feature, [family], kinds=True) for family in self.families] for feature in general}
+        by_family = table(["feature", *self.families], [[feature, *row] for feature, row in cells.items()])
+        rows = [
+            [feature, self.cell(feature, self.tested(feature) or [NO_MODEL]), ", ".join(self.tested(feature)) or "-"]
+            for feature in special
+        ]
+        some = table(["feature", "works", "tested with"], rows)
+        notes = "".join(f"{number}. {text}\n" for text, number in self.footnotes.items())
+        parts = [
+            f"# What works for which model\n\n{self.answer(cells)}\n\n{LEGEND}",
+            f"## By family\n\n{by_family}",
+            f"## Tested with some families only\n\nHere the families do not differ, or only some have the feature.\n\n{some}",
+            *([f"## Exceptions\n\n{notes}"] if notes else []),
+            f"## Test runs\n\n{self.runs()}",
+        ]
+        return "\n".join(parts)
 
-[models.md](models.md), [generation.md](generation.md) and [training.md](training.md) show how each is used."""
+    def answer(self, cells: dict[str, list[str]]) -> str:
+        """One sentence for a reader who wants no table."""
+        releases = " and ".join(self.results)
+        exceptions = [feature for feature, row in cells.items() if any(not cell.startswith("yes") for cell in row)]
+        everything = f"All {len(cells)} features of the first table work for every family"
+        if exceptions:
+            everything = f"{len(cells) - len(exceptions)} of the {len(cells)} features below work for every family"
+        return f"{everything}, in models of linear layers alone and in hybrids, with transformers {releases}."
+
+    def tested(self, feature: str) -> list[str]:
+        """Families with a test of a feature."""
+        models = {_family(model) for release in self.counts.values() for model in release.get(feature, {})}
+        return [family for family in self.families if family in models]
+
+    def cell(self, feature: str, families: list[str], *, kinds: bool = False) -> str:
+        """yes, no or -, with the numbers of footnotes; `kinds` wants tests of both kinds of model."""
+        found = [
+            (_kind(model), release, count)
+            for release, by_feature in self.counts.items()
+            for model, count in by_feature.get(feature, {}).items()
+            if _family(model) in families
+        ]
+        if not found:
+            return "-"
+        failing = [
+            f"with transformers {release}, {count.run - count.passed} of {count.run} tests of {kind} fail"
+            for kind, release, count in found
+            if count.passed < count.run
+        ]
+        releases = {release for _, release, _ in found}
+        notes = failing or [f"not tested with transformers {one}" for one in self.counts if one not in releases]
+        if kinds:
+            untested = sorted(set(KINDS.values()) - {kind for kind, _, _ in found})
+            notes += [f"not tested in {kind}" for kind in untested]
+        return ("no" if failing else "yes") + "".join(f" ({self.footnote(note)})" for note in notes)
+
+    def footnote(self, text: str) -> int:
+        return self.footnotes.setdefault(text, len(self.footnotes) + 1)
+
+    def runs(self) -> str:
+        rows = [
+            [release, r["versions"]["torch"], r["python"], r["machine"], f"`{r['commit'][:12]}`{r['commit'][40:]}",
+             f"{r['passed']:,}", f"{r['failed']:,}", f"{r['skipped']:,}"]
+            for release, r in self.results.items()
+        ]  # fmt: skip
+        return table(["transformers", "torch", "Python", "machine", "commit", "passed", "failed", "skipped"], rows)
 
 
-def _cell(feature: str, model: str, counts: dict[str, Counts]) -> str:
-    cells = {release: by_feature.get(feature, {}).get(model) for release, by_feature in counts.items()}
-    if not any(cells.values()):
-        return ""
-    found = set(cells.values())
-    first = next(iter(found))
-    if len(found) == 1 and first is not None and first.passed == first.run:
-        return str(first.passed)
-    return ", ".join(f"{c.passed}/{c.run} ({release})" if c else f"none ({release})" for release, c in cells.items())
+def _family(model: str) -> str:
+    """`delta_rule: kda, hybrid` -> `kda`."""
+    return model.split(", ")[0].removeprefix("delta_rule: ")
 
 
-def _table(header: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _kind(model: str) -> str:
+    return KINDS[model.split(", ")[1]] if ", " in model else "no model"
 
 
 def _counts(values: dict[str, dict[str, list[int]]]) -> Counts:

@@ -39,10 +39,22 @@ def test_tests_are_counted_by_feature_and_model(tmp_path: Path) -> None:
     }
 
 
-def test_a_cell_says_where_the_versions_differ() -> None:
-    count = render_features.Count
-    same = {"5.14.1": {"beams": {"kda": count(3, 3)}}, "5.23.0": {"beams": {"kda": count(3, 3)}}}
-    other = {"5.14.1": {"beams": {"kda": count(2, 3)}}, "5.23.0": {"beams": {"kda": count(3, 3)}}}
-    assert render_features._cell("beams", "kda", same) == "3"
-    assert render_features._cell("beams", "kda", other) == "2/3 (5.14.1), 3/3 (5.23.0)"
-    assert render_features._cell("beams", "efla", same) == ""
+def cell(*counts_by_release: dict[str, tuple[int, int]]) -> tuple[str, list[str]]:
+    """The cell of kda's beam search, and the footnotes, for counts by model and version."""
+    results = {
+        release: {"counts": {"beams": counts, "other": {"kda, pure": (1, 1)}}}
+        for release, counts in zip(("5.14.1", "5.23.0"), counts_by_release, strict=True)
+    }
+    made = render_features._Page(results)
+    return made.cell("beams", ["kda"], kinds=True), list(made.footnotes)
+
+
+def test_a_cell_says_yes_no_or_nothing_and_names_exceptions() -> None:
+    both = {"kda, pure": (3, 3), "delta_rule: kda, hybrid": (2, 2)}
+    assert cell(both, both) == ("yes", [])
+    assert cell({}, {}) == ("-", [])
+    assert cell({"efla, pure": (1, 1)}, {"efla, pure": (1, 1)}) == ("-", [])
+    assert cell({}, both) == ("yes (1)", ["not tested with transformers 5.14.1"])
+    assert cell(*[{"kda, pure": (3, 3)}] * 2) == ("yes (1)", ["not tested in hybrids"])
+    failing = both | {"delta_rule: kda, hybrid": (1, 2)}
+    assert cell(failing, both) == ("no (1)", ["with transformers 5.14.1, 1 of 2 tests of hybrids fail"])
