@@ -142,7 +142,7 @@ class _Page:
         parts = [
             f"# What works for which model\n\n{self.answer(cells)}\n\n{LEGEND}",
             f"## By family\n\n{by_family}",
-            f"## Tested with some families only\n\nHere the families do not differ, or only some have the feature.\n\n{some}",
+            f"## Tested with some families only\n\nThe families do not differ here, or only some have it.\n\n{some}",
             *([f"## Exceptions\n\n{notes}"] if notes else []),
             f"## Test runs\n\n{self.runs()}",
         ]
