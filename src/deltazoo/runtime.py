@@ -32,8 +32,8 @@ class RuntimeOptions:
         fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see
             `deltazoo.models.loss`. True: a model whose loss cannot be computed so raises.
         recompute: what training works out again in the backward pass instead of keeping it: `"none"`, `"elementwise"`
-            or `"block"`, see `deltazoo.models.recompute`. Gradient checkpointing takes its place where both are on; as
-            with that, training then begins no cache.
+            or `"block"`, see `deltazoo.layers.recompute_levels`. Gradient checkpointing takes its place where both are
+            on; as with that, training then begins no cache.
 
     Raises:
         ValueError: a value that an option does not have.

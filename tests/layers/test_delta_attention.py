@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo import layers
-from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, token_layout
+from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, describe_sequences
 from deltazoo.spec import get_variant
 
 HIDDEN, HEADS, HEAD_DIM = 32, 2, 8
@@ -336,11 +336,11 @@ def test_packed_sequences_continue_from_one_state_each() -> None:
         torch.testing.assert_close(whole, torch.cat(parts, dim=1), rtol=0, atol=1e-13)
 
 
-def test_a_shared_layout_equals_its_mask() -> None:
+def test_a_shared_description_equals_its_mask() -> None:
     layer, x = make(), tokens(4)
     mask = torch.tensor([[0, 1, 1, 1], [1, 0, 1, 1]])
-    layout = token_layout(2, 4, attention_mask=mask)
-    assert torch.equal(layer(x, layout=layout), layer(x, attention_mask=mask))
+    sequences = describe_sequences(2, 4, attention_mask=mask)
+    assert torch.equal(layer(x, sequences=sequences), layer(x, attention_mask=mask))
 
 
 # Errors.
@@ -386,13 +386,13 @@ def test_unknown_options_are_refused() -> None:
         ({"cu_seqlens": torch.tensor([0, 18])}, "need batch size 1, got 2"),
         (
             {
-                "layout": token_layout(2, 9, attention_mask=torch.ones(2, 9, dtype=torch.long)),
+                "sequences": describe_sequences(2, 9, attention_mask=torch.ones(2, 9, dtype=torch.long)),
                 "cu_seqlens": torch.zeros(2),
             },
-            "layout already says",
+            "sequences already says",
         ),
     ],
-    ids=["width", "rank", "mask", "packed batch", "layout and cu_seqlens"],
+    ids=["width", "rank", "mask", "packed batch", "sequences and cu_seqlens"],
 )
 def test_bad_inputs_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -10,8 +10,8 @@ from torch import Tensor
 from deltazoo.layers import (
     DeltaRuleAttention,
     LayerStates,
+    PaddedSequences,
     RuleInputs,
-    delta_attention,
     l2_normalize,
     nonexpansive,
     rule,
@@ -99,15 +99,16 @@ def test_eulers_step_on_raw_keys_is_guarded_too() -> None:
     assert rule.effective_step(raw, torch.ones(1, 1, 1), k, allow_neg_eigval=False).item() == pytest.approx(2 / 36)
 
 
-def test_silenced_tokens_neither_write_nor_erase_nor_decay() -> None:
+def test_padding_tokens_neither_write_nor_erase_nor_decay() -> None:
     real = torch.tensor([[True, True, False], [True, False, False]])
+    sequences = PaddedSequences.from_mask(real)
     q, k, v = torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 4), torch.randn(2, 3, 2, 4)
     for gate_shape in ((2, 3, 2), (2, 3, 2, 4)):
-        inputs = RuleInputs(q, k, v, torch.rand(2, 3, 2), -torch.rand(gate_shape)).silence(real)
+        inputs = RuleInputs(q, k, v, torch.rand(2, 3, 2), -torch.rand(gate_shape)).mask_padding(sequences)
         for x in inputs[2:]:
             assert x is not None
             assert (x[~real] == 0).all() and (x[real] != 0).all()
-    assert RuleInputs(q, k, v, None, None).silence(real)[3:] == (None, None)
+    assert RuleInputs(q, k, v, None, None).mask_padding(sequences)[3:] == (None, None)
 
 
 @pytest.mark.parametrize("neg_eigval", ["both", "erase"])
@@ -131,7 +132,7 @@ def test_doubling_acts_on_erase_and_write_or_on_erase_alone(neg_eigval: str) -> 
 @pytest.mark.parametrize("variant", [name for name in list_variants() if get_variant(name).corrects])
 def test_step_sizes_above_one_never_run_in_fast_precision(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fast precision is for step sizes up to 1, and nothing else on a CPU would show that a layer asks for it."""
-    asked = record_precision(monkeypatch, delta_attention)
+    asked = record_precision(monkeypatch, rule)
     DeltaRuleAttention(variant, 16, 2, 8, allow_neg_eigval=True)(torch.randn(1, 3, 16))
     assert asked and set(asked) <= {None, "strict"}
 

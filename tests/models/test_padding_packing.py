@@ -251,7 +251,7 @@ def test_descriptions_move_between_devices():
     for kwargs in ({"attention_mask": mask}, {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, {}):
         described = model.model.describe(ids, kwargs.get("attention_mask"), kwargs.get("position_ids"), None, {})
         moved = described.to("meta", non_blocking=True)
-        tensors = [moved.position_ids, moved.starts, moved.attention_mask, *vars(moved.layout or mask).values()]
+        tensors = [moved.position_ids, moved.attention_mask, *vars(moved.sequences).values()]
         devices = {x.device.type for x in tensors if isinstance(x, torch.Tensor)}
         assert devices == {"meta"}
 

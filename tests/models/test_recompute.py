@@ -15,11 +15,12 @@ from torch import nn
 from torch.func import functional_call, grad, jvp
 from torch.profiler import ProfilerActivity, profile
 
-import deltazoo.layers.delta_attention
 import deltazoo.layers.mlp
 import deltazoo.layers.norm
-import deltazoo.layers.short_conv
-from deltazoo.models import block, recompute
+import deltazoo.layers.rule
+import deltazoo.layers.short_convolution
+from deltazoo.layers import recompute_levels
+from deltazoo.models import block
 from deltazoo.ops import DeltaRuleOutput
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
@@ -55,7 +56,7 @@ def test_gradients_are_the_same(case, level):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """What a GPU does by default, on this machine's CPU."""
-    monkeypatch.setattr(recompute, "_recomputes_by_default", lambda device: True)
+    monkeypatch.setattr(recompute_levels, "_recomputes_by_default", lambda device: True)
 
 
 def levels_run(monkeypatch):
@@ -67,12 +68,12 @@ def levels_run(monkeypatch):
 
 def test_by_default_a_gpu_recomputes_elementwise_and_a_cpu_nothing():
     devices = [torch.device(name) for name in ("cpu", "cuda", "meta")]
-    assert [recompute.level_of(None, device) for device in devices] == ["none", "elementwise", "none"]
-    assert [recompute.level_of("block", device) for device in devices] == ["block"] * 3
+    assert [recompute_levels.level_of(None, device) for device in devices] == ["none", "elementwise", "none"]
+    assert [recompute_levels.level_of("block", device) for device in devices] == ["block"] * 3
     with torch.no_grad():
-        assert recompute.level_of(None, torch.device("cuda")) == "none"
+        assert recompute_levels.level_of(None, torch.device("cuda")) == "none"
     with torch.autograd.graph.save_on_cpu():  # and other hooks, such as those of others' activation checkpointing
-        assert recompute.level_of(None, torch.device("cuda")) == "none"
+        assert recompute_levels.level_of(None, torch.device("cuda")) == "none"
 
 
 def test_the_default_on_a_gpu(on_a_gpu, monkeypatch):
@@ -233,12 +234,12 @@ def test_what_is_kept_around_kernels(monkeypatch):
     monkeypatch.setattr(layers.norm, "liger_add_rms_norm", lambda x, residual, weight, eps: add(x, residual, weight))
     monkeypatch.setattr(layers.norm, "fused_rms_norm", lambda x, weight, eps, dtype: like_first(x, weight))
     monkeypatch.setattr(layers.mlp, "liger_swiglu", like_first)
-    monkeypatch.setattr(layers.short_conv, "fused_short_conv", lambda x, weight, *_, **__: like_first(x, weight))
+    monkeypatch.setattr(layers.short_convolution, "fused_short_conv", lambda x, weight, *_, **__: like_first(x, weight))
 
     def rule(q, k, v, beta, *_, **__):
         return DeltaRuleOutput(like_third(q, k, v, beta), None)
 
-    monkeypatch.setattr(layers.delta_attention, "delta_rule", rule)
+    monkeypatch.setattr(layers.rule, "delta_rule", rule)
     sizes = {"hidden_size": 64, "num_heads": 2, "head_dim": 32, "intermediate_size": 176}
     options = {"fused_kernels": True, "liger": True, "fuse_linear_cross_entropy": False, **sizes}
     kept = {level: kept_per_layer(level, case="delta_net", **options) for level in LEVELS[:2]}

@@ -16,7 +16,7 @@ __all__ = ["FSDP_PLAN", "PIPELINE_PLAN", "tensor_parallel_plan"]
 
 PIPELINE_PLAN: dict[str, Any] = {
     "embeddings": (["input_ids"], ["inputs_embeds"]),
-    "layers": (["hidden_states", "sequences"], ["hidden_states"]),
+    "layers": (["hidden_states", "batch"], ["hidden_states"]),
     "norm": (["hidden_states"], ["hidden_states"]),
 }
 """Inputs and outputs of each stage."""

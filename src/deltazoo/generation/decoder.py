@@ -23,7 +23,7 @@ from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.step_capture import FixedTensors, capture, fixed_cache
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.layers.report import RunsDeltaRule
+from deltazoo.layers.backend_report import RunsDeltaRule
 
 __all__ = ["Decoder", "generate"]
 

@@ -1,9 +1,9 @@
 """The delta-rule attention that all variants share, the variants' layers by name, and what a model adds to them."""
 
+from deltazoo.layers.backend_report import LayerReport, ModelReport, report
 from deltazoo.layers.delta_attention import DeltaRuleAttention, layer_class, make_layer
-from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout, token_layout
 from deltazoo.layers.mlp import SwiGLU, default_intermediate_size
-from deltazoo.layers.named import (
+from deltazoo.layers.named_layers import (
     EFLA,
     DeltaNet,
     GatedDeltaNet,
@@ -13,14 +13,24 @@ from deltazoo.layers.named import (
     NegativeEigenvalueDeltaNet,
 )
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize
-from deltazoo.layers.report import LayerReport, ModelReport, report
 from deltazoo.layers.rule import RuleInputs, nonexpansive
-from deltazoo.layers.short_conv import ShortConvolution
+from deltazoo.layers.sequences import (
+    WHOLE_ROWS,
+    BatchDescription,
+    PackedSequences,
+    PaddedSequences,
+    Sequences,
+    describe_batch,
+    describe_sequences,
+)
+from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerStates, MixerState, StateStore
 from deltazoo.layers.weight_decay import parameters_without_decay
 
 __all__ = [
     "EFLA",
+    "WHOLE_ROWS",
+    "BatchDescription",
     "DeltaNet",
     "DeltaRuleAttention",
     "GatedDeltaNet",
@@ -33,20 +43,21 @@ __all__ = [
     "MixerState",
     "ModelReport",
     "NegativeEigenvalueDeltaNet",
-    "PackedLayout",
-    "PaddedLayout",
+    "PackedSequences",
+    "PaddedSequences",
     "RMSNorm",
     "RuleInputs",
+    "Sequences",
     "ShortConvolution",
     "StateStore",
     "SwiGLU",
-    "TokenLayout",
     "default_intermediate_size",
+    "describe_batch",
+    "describe_sequences",
     "l2_normalize",
     "layer_class",
     "make_layer",
     "nonexpansive",
     "parameters_without_decay",
     "report",
-    "token_layout",
 ]

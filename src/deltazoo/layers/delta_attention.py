@@ -1,7 +1,7 @@
 """The layer that every variant shares: project, convolve, normalise, run the rule, gate, project."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
-from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout, token_layout
-from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize
+from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize, l2_normalize_both
 from deltazoo.layers.recompute import recomputable
-from deltazoo.layers.rotary import Rotary, rotate
-from deltazoo.layers.rule import RuleInputs, effective_step
-from deltazoo.layers.short_conv import ShortConvolution, activation_function, can_join, convolve_token
-from deltazoo.layers.state import MixerState, StateStore
-from deltazoo.ops import DeltaRuleOutput, decay, delta_rule, delta_rule_step, linear_attention, linear_attention_step
+from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
+from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
+from deltazoo.layers.sequences import Sequences, describe_sequences
+from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
+from deltazoo.layers.state import StateAccess, StateStore
+from deltazoo.ops import DeltaRuleOutput, decay
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import RuntimeOptions
@@ -268,7 +268,7 @@ class DeltaRuleAttention(Float32Parameters):
         past_key_values: StateStore | None = None,
         cu_seqlens: Tensor | None = None,
         *,
-        layout: TokenLayout | None = None,
+        sequences: Sequences | None = None,
         rotary: Rotary | None = None,
     ) -> Tensor:
         """Mix the tokens.
@@ -280,8 +280,8 @@ class DeltaRuleAttention(Float32Parameters):
             past_key_values: where the layer finds and leaves its state (`StateStore`); any number of tokens may follow
                 any number of earlier ones.
             cu_seqlens: `[N + 1]` boundaries of sequences packed along T, with B = 1.
-            layout: attention_mask or cu_seqlens already worked out with `token_layout`, so that the layers of a model
-                share it.
+            sequences: the description that `describe_sequences` makes of the mask or the boundaries, in place of them;
+                the layers of a model share one.
             rotary: cosines and sines `[B or 1, T, d]` that turn the first d channels of queries and keys, before they
                 are normalised; None: positions act through the recurrence alone, as in the papers.
 
@@ -292,26 +292,60 @@ class DeltaRuleAttention(Float32Parameters):
             ValueError: arguments that do not fit each other or the layer. TypeError: a list in place of a tensor, or
                 `past_key_values` of another kind.
         """
-        layout = self._resolve_layout(hidden_states, attention_mask, cu_seqlens, layout)
-        past = self._load_state(past_key_values)
+        sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences)
+        past = StateAccess(past_key_values, self.layer_idx)
 
-        x = recomputable(layout.compact, hidden_states) if isinstance(layout, PaddedLayout) else hidden_states
-        if isinstance(layout, PaddedLayout) and rotary is not None:
-            rotary = layout.compact(_rows(rotary[0], x)), layout.compact(_rows(rotary[1], x))
-        q, k, v, window = self._convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x), past, layout, past_key_values)
+        x = sequences.arrange(hidden_states)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
         q, k, v = self._split_heads(q, k, v)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k = rotate_queries_and_keys(q, k, rotary, sequences)
         q, k = self._normalize(q, k)
-        inputs = self.rule_inputs(x, q, k, v)
-        if isinstance(layout, PaddedLayout):
-            inputs = inputs.silence(layout.real)
-        in_place = past_key_values is not None and past_key_values.fixed
-        output, recurrent_state = self._run_rule(inputs, past, layout, in_place)
-        output = self.o_proj(self._norm_and_gate(output, x).flatten(2))
+        inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
+        output, state = self._run_rule(inputs, past, sequences)
+        output = self._norm_and_gate(output, x)
+        output = self.o_proj(output.flatten(2))
 
-        self._store_state(past_key_values, MixerState(window, recurrent_state), num_new_tokens=x.shape[1])
-        return layout.restore(output) if isinstance(layout, PaddedLayout) else output
+        past.keep(conv_state, state, num_new_tokens=x.shape[1])
+        return sequences.restore(output)
+
+    def _describe(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        sequences: Sequences | None,
+    ) -> Sequences:
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {tuple(hidden_states.shape)}")
+        if sequences is None:
+            batch_size, num_tokens = hidden_states.shape[:2]
+            return describe_sequences(batch_size, num_tokens, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
+        if attention_mask is not None or cu_seqlens is not None:
+            raise ValueError(
+                "sequences already says where sequences begin: pass no attention_mask or cu_seqlens beside it"
+            )
+        return sequences
+
+    def _convolve(
+        self, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if not self.conv_size:
+            q, k, v = (recomputable(self._activate, x) for x in (q, k, v))
+            return q, k, v, None
+        return convolve((self.q_conv1d, self.k_conv1d, self.v_conv1d), q, k, v, past, sequences)
+
+    def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        K, V = self.head_k_dim, self.head_v_dim
+        return _per_head(q, K), _per_head(k, K), _per_head(v, V)
+
+    def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        # Convolutions may have done it.
+        normalize_q = self.spec.normalize_q and not (self.conv_size and self.q_conv1d.unit_heads)
+        normalize_k = self.spec.normalize_k and not (self.conv_size and self.k_conv1d.unit_heads)
+        if normalize_q and normalize_k:
+            return l2_normalize_both(q, k)
+        return l2_normalize(q) if normalize_q else q, l2_normalize(k) if normalize_k else k
 
     def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """What the operator takes for the current tokens. A subclass may override it.
@@ -352,125 +386,21 @@ class DeltaRuleAttention(Float32Parameters):
         a = _per_head(self.f_proj(hidden_states), self.head_k_dim)
         return recomputable(self.decay_gate, a, self.A_log, self.dt_bias)
 
-    def _convolve(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: MixerState | None,
-        layout: TokenLayout | None,
-        store: StateStore | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        if not self.conv_size:
-            q, k, v = (recomputable(self._activate, x) for x in (q, k, v))
-            return q, k, v, None
-        widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
-        q_past = k_past = v_past = None
-        if past is not None:
-            state = self._conv_state(past, sum(widths))
-            convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-            if layout is None and _is_step(q) and can_join(convolutions, q):
-                in_place = store is not None and store.fixed
-                (q, k, v), window = convolve_token(convolutions, (q, k, v), state, inplace=in_place)
-                return q, k, v, window
-            q_past, k_past, v_past = state.split(widths, dim=1)
-        with_state = store is not None
-        q, q_state = self.q_conv1d(q, q_past, layout, with_state=with_state)
-        k, k_state = self.k_conv1d(k, k_past, layout, with_state=with_state)
-        v, v_state = self.v_conv1d(v, v_past, layout, with_state=with_state)
-        return q, k, v, torch.cat([q_state, k_state, v_state], dim=1) if with_state else None
-
-    @staticmethod
-    def _conv_state(past: MixerState, channels: int) -> Tensor:
-        if past.conv is None or past.conv.ndim != 3 or past.conv.shape[1] != channels:
-            shape = None if past.conv is None else tuple(past.conv.shape)
-            raise ValueError(f"the convolution state must have shape [N, {channels}, conv_size - 1], got {shape}")
-        return past.conv
-
-    def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        K, V = self.head_k_dim, self.head_v_dim
-        return _per_head(q, K), _per_head(k, K), _per_head(v, V)
-
-    def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # Convolutions may have done it.
-        normalize_q = self.spec.normalize_q and not (self.conv_size and self.q_conv1d.unit_heads)
-        normalize_k = self.spec.normalize_k and not (self.conv_size and self.k_conv1d.unit_heads)
-        if normalize_q and normalize_k and _is_step(q):
-            q, k = l2_normalize(torch.cat([q, k], dim=2)).split([q.shape[2], k.shape[2]], dim=2)
-            return q, k
-        return (
-            recomputable(l2_normalize, q) if normalize_q else q,
-            recomputable(l2_normalize, k) if normalize_k else k,
-        )
-
-    def _run_rule(
-        self, inputs: RuleInputs, past: MixerState | None, layout: TokenLayout | None, in_place: bool
-    ) -> DeltaRuleOutput:
-        steps = self.num_micro_steps
-        packed = isinstance(layout, PackedLayout)
-        one_token = _is_step(inputs.v) and not packed
-        if steps > 1:
-            inputs = inputs.interleave(steps)
-        if one_token and past is not None:
-            return self._run_steps(inputs, past.recurrent, in_place)
-        rule: Callable[..., DeltaRuleOutput] = linear_attention if inputs.beta is None else delta_rule
-        output, final_state = rule(
-            *inputs.arguments(),
-            initial_state=None if past is None else past.recurrent,
-            cu_seqlens=layout.cu_seqlens * steps if isinstance(layout, PackedLayout) else None,
+    def _run_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
+        return run_rule(
+            inputs,
+            past.recurrent,
+            sequences,
+            num_micro_steps=self.num_micro_steps,
+            in_place=past.in_place,
             backend=self.backend,
         )
-        return DeltaRuleOutput(output if steps == 1 else output[:, steps - 1 :: steps], final_state)
-
-    def _run_steps(self, inputs: RuleInputs, state: Tensor, in_place: bool) -> DeltaRuleOutput:
-        """One token after a state: its micro-steps, read after the last."""
-        step: Callable[..., DeltaRuleOutput] = linear_attention_step if inputs.beta is None else delta_rule_step
-        output = inputs.v
-        for i in range(self.num_micro_steps):
-            arguments = (None if x is None else x[:, i : i + 1] for x in inputs.arguments())
-            output, state = step(*arguments, state=state, inplace=in_place, backend=self.backend)
-        return DeltaRuleOutput(output, state)
 
     def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         if self.spec.output_gate == "none":
             return self.o_norm(output)
         gate = _per_head(self.g_proj(hidden_states), self.head_v_dim)
         return self.o_norm(output, gate)
-
-    def _resolve_layout(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        layout: TokenLayout | None,
-    ) -> TokenLayout | None:
-        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {tuple(hidden_states.shape)}")
-        if layout is not None:
-            if attention_mask is not None or cu_seqlens is not None:
-                raise ValueError(
-                    "layout already says where sequences lie: pass no attention_mask or cu_seqlens beside it"
-                )
-            return layout
-        batch_size, num_tokens = hidden_states.shape[:2]
-        return token_layout(batch_size, num_tokens, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
-
-    def _load_state(self, past_key_values: StateStore | None) -> MixerState | None:
-        if past_key_values is None:
-            return None
-        if not (hasattr(past_key_values, "get_state") and hasattr(past_key_values, "set_state")):
-            raise TypeError(
-                "past_key_values must hold states as deltazoo.LayerStates() does (get_state and set_state), "
-                f"got {type(past_key_values).__name__}"
-            )
-        if self.layer_idx is None:
-            raise ValueError("past_key_values needs to know which layer asks: construct the layer with layer_idx")
-        return past_key_values.get_state(self.layer_idx)
-
-    def _store_state(self, past_key_values: StateStore | None, state: MixerState, *, num_new_tokens: int) -> None:
-        if past_key_values is not None:
-            assert self.layer_idx is not None  # _load_state saw to it
-            past_key_values.set_state(self.layer_idx, state, num_new_tokens)
 
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
         """How each of the layer's parameters starts: name -> function that fills the tensor in place.
@@ -510,16 +440,6 @@ class DeltaRuleAttention(Float32Parameters):
         signs = f", negative eigenvalues on {self.neg_eigval}" if self.allow_neg_eigval else ""
         steps = f", {self.num_micro_steps} micro-steps" if self.num_micro_steps > 1 else ""
         return f"{self.spec.name}, {heads}, {values}{signs}{steps}"
-
-
-def _is_step(x: Tensor) -> bool:
-    """Whether `[B, T, ...]` is a token to decode: then the number of calls counts, not what they copy."""
-    return x.shape[1] == 1 and not torch.is_grad_enabled()
-
-
-def _rows(x: Tensor, batch: Tensor) -> Tensor:
-    """`[B or 1, T, d]` with the rows of `batch`."""
-    return x.expand(batch.shape[0], -1, -1)
 
 
 def _per_head(x: Tensor, channels: int) -> Tensor:

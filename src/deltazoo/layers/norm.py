@@ -1,12 +1,14 @@
 """Normalisations, computed in float32 at least: RMSNorm with and without a gate, the L2 norm of queries and keys."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.layers.recompute import recomputable
+from deltazoo.layers.state import is_decoding_step
 from deltazoo.ops.fused import (
     MOST_NORM_COLUMNS,
     fused_add_rms_norm,
@@ -17,7 +19,7 @@ from deltazoo.ops.fused import (
 from deltazoo.ops.fused.liger import liger_add_rms_norm, liger_rms_norm
 from deltazoo.ops.named_choices import function_of
 
-__all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize"]
+__all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize", "l2_normalize_both"]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -30,8 +32,20 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
     The epsilon is inside the root, as in the released checkpoints: it bounds the gradient at the zero vector.
     """
+    return recomputable(partial(_unit_length, eps=eps), x)
+
+
+def _unit_length(x: Tensor, eps: float) -> Tensor:
     wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def l2_normalize_both(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """`l2_normalize` of queries and keys `[B, T, heads, K]`, in one go for a decoding step."""
+    if is_decoding_step(q):
+        q, k = l2_normalize(torch.cat([q, k], dim=2)).split([q.shape[2], k.shape[2]], dim=2)
+        return q, k
+    return l2_normalize(q), l2_normalize(k)
 
 
 class RMSNorm(nn.Module):

@@ -1,9 +1,11 @@
-"""Rotary position embedding of queries and keys (arXiv:2104.09864), the half-split form of Llama and its kin."""
+"""Rotary position embedding of queries and keys (arXiv:2104.09864), the half-split form of Llama."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["Rotary", "rotate"]
+from deltazoo.layers.sequences import Sequences
+
+__all__ = ["Rotary", "rotate", "rotate_queries_and_keys"]
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines `[B or 1, T, d]`, each angle twice: channels i and i + d/2 form a pair."""
@@ -16,3 +18,17 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def rotate_queries_and_keys(q: Tensor, k: Tensor, rotary: Rotary | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Turn both; None leaves them as they are.
+
+    Args:
+        q, k: `[B, T, H, K]`, arranged by `sequences`.
+        rotary: cosines and sines in the caller's order.
+        sequences: of the batch.
+    """
+    if rotary is None:
+        return q, k
+    arranged = sequences.arrange(rotary[0]), sequences.arrange(rotary[1])
+    return rotate(q, arranged), rotate(k, arranged)

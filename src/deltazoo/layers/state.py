@@ -1,14 +1,15 @@
-"""What a mixer carries from one call to the next, and a plain container for it."""
+"""The state that a layer carries from one call to the next, and a plain container for the states of several layers."""
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["LayerStates", "MixerState", "StateStore"]
+__all__ = ["LayerStates", "MixerState", "StateAccess", "StateStore", "is_decoding_step"]
 
 
 class MixerState(NamedTuple):
-    """The whole past of one layer, in a size that does not grow with its length."""
+    """The state of one layer. Its size does not grow with the number of tokens before."""
 
     conv: Tensor | None
     """`[N, C, conv_size - 1]`: the last inputs of the short convolutions of q, k and v, concatenated; None without."""
@@ -20,7 +21,7 @@ class StateStore(Protocol):
     """What a layer asks of `past_key_values`."""
 
     fixed: bool
-    """Whether states stay at their addresses, so that a step may write the recurrent one where it lies."""
+    """Whether states stay at their addresses, so that a step may overwrite them in place."""
 
     def get_state(self, layer_idx: int) -> MixerState | None:
         """The layer's state, or None before its first token."""
@@ -60,3 +61,50 @@ class LayerStates:
         copy = LayerStates()
         copy.states, copy.num_tokens = dict(self.states), dict(self.num_tokens)
         return copy
+
+
+class StateAccess:
+    """What one call of a layer reads from its `past_key_values` and writes back.
+
+    Args:
+        store: the `past_key_values`; None: the call starts from zeros, and its states are not kept.
+        layer_idx: which layer asks.
+
+    Raises:
+        TypeError: `store` is of another kind. ValueError: there is a store, and the layer has no number.
+    """
+
+    def __init__(self, store: StateStore | None, layer_idx: int | None) -> None:
+        self.conv: Tensor | None = None
+        self.recurrent: Tensor | None = None
+        self.wanted = store is not None
+        """Whether the states after the call are wanted."""
+        self.in_place = False
+        """Whether a decoding step may overwrite the states in place."""
+        if store is None:
+            return
+        if not (hasattr(store, "get_state") and hasattr(store, "set_state")):
+            raise TypeError(
+                "past_key_values must hold states as deltazoo.LayerStates() does (get_state and set_state), "
+                f"got {type(store).__name__}"
+            )
+        if layer_idx is None:
+            raise ValueError("past_key_values needs to know which layer asks: construct the layer with layer_idx")
+        self._store, self._layer_idx = store, layer_idx
+        self.in_place = store.fixed
+        before = store.get_state(layer_idx)
+        if before is not None:
+            self.conv, self.recurrent = before
+
+    def keep(self, conv: Tensor | None, recurrent: Tensor, *, num_new_tokens: int) -> None:
+        """Store the states after `num_new_tokens` further tokens, if they are wanted."""
+        if self.wanted:
+            self._store.set_state(self._layer_idx, MixerState(conv, recurrent), num_new_tokens)
+
+
+def is_decoding_step(x: Tensor) -> bool:
+    """Whether `[B, T, ...]` is one token per row without gradients.
+
+    The number of operations then decides the time rather than their size, so layers join small operations into one.
+    """
+    return x.shape[1] == 1 and not torch.is_grad_enabled()

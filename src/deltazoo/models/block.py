@@ -8,12 +8,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from deltazoo.generation.cache import CacheStates
 from deltazoo.layers import make_layer
-from deltazoo.layers.layout import PaddedLayout
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
+from deltazoo.layers.recompute_levels import level_of, run_block
+from deltazoo.layers.sequences import BatchDescription
 from deltazoo.models.configuration import DeltaRuleConfig
-from deltazoo.models.recompute import level_of, run_block
-from deltazoo.models.sequences import BatchSequences
 from deltazoo.models.softmax_attention import SoftmaxAttention
 from deltazoo.runtime import RuntimeOptions
 
@@ -58,7 +57,7 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        sequences: BatchSequences,
+        batch: BatchDescription,
         softmax: SoftmaxInputs | None = None,
         past_key_values: Cache | None = None,
     ) -> Tensor:
@@ -66,19 +65,19 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
 
         Args:
             hidden_states: the residual stream.
-            sequences: padding or packing of the batch.
+            batch: where sequences begin, the same for all blocks.
             softmax: masks and rotary embeddings, needed by softmax layers only.
             past_key_values: a cache made ready by `prepare_cache`.
         """
         # Gradient checkpointing keeps less than any level; what is written to a cache must not be written twice.
         keeps_all = not self.training or self.gradient_checkpointing or past_key_values is not None
         level = "none" if keeps_all else level_of(self.recompute, hidden_states.device)
-        return run_block(level, self._run, hidden_states, sequences, softmax, past_key_values)
+        return run_block(level, self._run, hidden_states, batch, softmax, past_key_values)
 
     def _run(
         self,
         hidden_states: Tensor,
-        sequences: BatchSequences,
+        batch: BatchDescription,
         softmax: SoftmaxInputs | None,
         past_key_values: Cache | None,
     ) -> Tensor:
@@ -89,16 +88,13 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
                 mixed, softmax.position_embeddings, softmax.attention_mask, past_key_values, **softmax.kernel_kwargs
             )
         else:
-            mixed = self._mix(mixed, sequences, past_key_values)
+            mixed = self._mix(mixed, batch, past_key_values)
         normalized, hidden_states = self.mlp_norm(mixed, residual=hidden_states)
         return hidden_states + self.mlp(normalized)
 
-    def _mix(self, x: Tensor, sequences: BatchSequences, cache: Cache | None) -> Tensor:
-        if sequences.flattened:
-            return self.attn(x.reshape(1, -1, x.shape[-1]), layout=sequences.layout).view_as(x)
+    def _mix(self, x: Tensor, batch: BatchDescription, cache: Cache | None) -> Tensor:
         if cache is None:
-            return self.attn(x, layout=sequences.layout)
+            return self.attn(x, sequences=batch.sequences)
         states = CacheStates(cache)
-        mask = sequences.layout.mask if isinstance(sequences.layout, PaddedLayout) else None
-        states.remember(self.attn, self.layer_idx, x, mask)
-        return self.attn(x, past_key_values=states, layout=sequences.layout)
+        states.remember(self.attn, self.layer_idx, x, batch.padding)
+        return self.attn(x, past_key_values=states, sequences=batch.sequences)

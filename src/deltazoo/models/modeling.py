@@ -22,13 +22,13 @@ import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be k
 from deltazoo.generation.cache import prepare_cache
 from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.layers.norm import RMSNorm
+from deltazoo.layers.recompute_levels import level_of
+from deltazoo.layers.sequences import BatchDescription, describe_batch
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, refuse_undescribed
 from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
 from deltazoo.models.loss import fuses_loss, loss_without_logits, obstacle_to_fused_loss
-from deltazoo.models.recompute import level_of
-from deltazoo.models.sequences import BatchSequences, describe_batch
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
 from deltazoo.names import did_you_mean
@@ -153,7 +153,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        sequences: BatchSequences | None = None,
+        batch: BatchDescription | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Final hidden states.
@@ -165,7 +165,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             past_key_values: the cache to continue; changed in place.
             inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
             use_cache: return a cache; a packed batch, which no further call could continue, returns none.
-            sequences: padding and packing as `describe_batch` makes them; worked out here unless given.
+            batch: the description that `describe_batch` makes of the arguments; made here unless given.
             kwargs: `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` for packed documents, and what transformers passes through.
                 `token_type_ids` have no effect, as in transformers' decoders.
 
@@ -180,17 +180,17 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             inputs_embeds = self.embeddings(input_ids)
         if past_key_values is not None:
             self.prepare_cache(past_key_values)
-        if sequences is None:
-            sequences = self.describe(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+        if batch is None:
+            batch = self.describe(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
         recomputes = self.training and self.runtime.recompute not in (None, "none")
-        if use_cache and past_key_values is None and sequences.starts is None and not recomputes:
+        if use_cache and past_key_values is None and not batch.packed and not recomputes:
             past_key_values = DynamicCache(config=self.config)
             self.prepare_cache(past_key_values)
 
-        softmax = self._softmax_inputs(inputs_embeds, sequences, past_key_values, kwargs)
+        softmax = self._softmax_inputs(inputs_embeds, batch, past_key_values, kwargs)
         hidden_states = inputs_embeds
         for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states = layer(hidden_states, sequences=sequences, softmax=softmax, past_key_values=past_key_values)
+            hidden_states = layer(hidden_states, batch=batch, softmax=softmax, past_key_values=past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def describe(
@@ -200,8 +200,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         position_ids: Tensor | None,
         past_key_values: Cache | None,
         kwargs: Mapping[str, Any],
-    ) -> BatchSequences:
-        """Where the sequences of a batch lie; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
+    ) -> BatchDescription:
+        """Where the sequences of a batch begin; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
         # A pipeline stage fills its own layers of the cache alone; transformers puts identities in place of the others.
         here = next((i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)), 0)
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length(here)
@@ -218,23 +218,23 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         )
 
     def _softmax_inputs(
-        self, x: Tensor, sequences: BatchSequences, cache: Cache | None, kwargs: Mapping[str, Any]
+        self, x: Tensor, batch: BatchDescription, cache: Cache | None, kwargs: Mapping[str, Any]
     ) -> SoftmaxInputs | None:
         if self.rotary_emb is None or "full_attention" not in self.running_layer_types:
             return None
-        positions, packed = sequences.position_ids, sequences.document_positions
-        if isinstance(sequences.attention_mask, Mapping):
-            mask: Any = sequences.attention_mask["full_attention"]
+        packed = batch.sequences.positions
+        if isinstance(batch.attention_mask, Mapping):
+            mask: Any = batch.attention_mask["full_attention"]
         else:
             mask = create_causal_mask(
                 config=self.config,
                 inputs_embeds=x,
-                attention_mask=sequences.attention_mask,
+                attention_mask=batch.attention_mask,
                 past_key_values=cache,
                 position_ids=packed,
             )
         kernel_kwargs = {key: kwargs[key] for key in (*_SEQUENCE_KEYS, *_PASSED_THROUGH) if key in kwargs}
-        return SoftmaxInputs(mask, self.rotary_emb(x, positions), {**kernel_kwargs, "position_ids": packed})
+        return SoftmaxInputs(mask, self.rotary_emb(x, batch.position_ids), {**kernel_kwargs, "position_ids": packed})
 
 
 class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, GenerationMixin):
@@ -287,11 +287,11 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         kwargs = _unwrapped(kwargs)
         shift_labels = kwargs.pop("shift_labels", None)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        sequences = None
+        batch = None
         if labels is not None and tokens is not None:
             if past_key_values is not None:
                 self.prepare_cache(past_key_values)
-            sequences = self.model.describe(tokens, attention_mask, position_ids, past_key_values, kwargs)
+            batch = self.model.describe(tokens, attention_mask, position_ids, past_key_values, kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -299,7 +299,7 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            sequences=sequences,
+            batch=batch,
             **kwargs,
         )
         hidden_states = _select_positions(outputs.last_hidden_state, logits_to_keep)
@@ -309,8 +309,8 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         if not fused:
             logits = self.lm_head(hidden_states)
         if labels is not None:
-            if sequences is not None and sequences.starts is not None:
-                labels = labels.masked_fill(sequences.starts, -100)
+            if batch is not None and batch.packed:
+                labels = labels.masked_fill(batch.sequences.positions == 0, -100)  # type: ignore[arg-type]
             targets = {"num_items_in_batch": kwargs.get("num_items_in_batch"), "shift_labels": shift_labels}
             if fused:
                 loss = loss_without_logits(self, hidden_states, labels, **targets)

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from deltazoo.generation.cache import CacheStates, prepare_cache_layer
-from deltazoo.layers.layout import PaddedLayout
 from deltazoo.layers.rotary import Rotary
-from deltazoo.models.sequences import BatchSequences
+from deltazoo.layers.sequences import WHOLE_ROWS, BatchDescription
 from deltazoo.swap.drop_in_layer import DropInDeltaAttention
 from deltazoo.swap.families import ModelFamily
 
@@ -68,7 +67,7 @@ class SwappedAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: Rotary | None = None,
         attention_mask: Any = None,
-        delta_batch: BatchSequences | None = None,
+        delta_batch: BatchDescription | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Mix tokens.
@@ -86,19 +85,14 @@ class SwappedAttention(nn.Module):
         """
         cache: Cache | None = kwargs.get(self._cache_argument)
         rotary = position_embeddings if self.rope else None
-        layout = None if delta_batch is None else delta_batch.layout
-        if delta_batch is not None and delta_batch.flattened:
-            rows = hidden_states.shape[:2]
-            rotary = _map(rotary, lambda x: x.expand(*rows, -1).reshape(1, rows.numel(), -1))
-            flat = hidden_states.reshape(1, rows.numel(), -1)
-            return self.delta(flat, layout=layout, rotary=rotary).view_as(hidden_states), None
-        if cache is None:
-            return self.delta(hidden_states, layout=layout, rotary=rotary), None
+        sequences = WHOLE_ROWS if delta_batch is None else delta_batch.sequences
+        if cache is None or (delta_batch is not None and delta_batch.packed):
+            return self.delta(hidden_states, sequences=sequences, rotary=rotary), None
         prepare_cache_layer(cache, self.layer_idx)
         states = CacheStates(cache)
-        mask = layout.mask if isinstance(layout, PaddedLayout) else None
-        states.remember(self.delta, self.layer_idx, hidden_states, mask, rotary)
-        return self.delta(hidden_states, past_key_values=states, layout=layout, rotary=rotary), None
+        padding = None if delta_batch is None else delta_batch.padding
+        states.remember(self.delta, self.layer_idx, hidden_states, padding, rotary)
+        return self.delta(hidden_states, past_key_values=states, sequences=sequences, rotary=rotary), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the teacher along, whose parameters are not the module's."""
@@ -109,7 +103,3 @@ class SwappedAttention(nn.Module):
     def extra_repr(self) -> str:
         """Place and what was kept, for printing."""
         return f"layer_idx={self.layer_idx}, rope={self.rope}, teacher={'kept' if self._teacher else None}"
-
-
-def _map(rotary: Rotary | None, function: Callable[[Tensor], Tensor]) -> Rotary | None:
-    return None if rotary is None else (function(rotary[0]), function(rotary[1]))

@@ -34,7 +34,7 @@ from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates, refuse_undescribed
 from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.runtime import RUNTIME_OPTIONS
-from deltazoo.swap.batch import describe_batches, token_mask_for
+from deltazoo.swap.batch_hook import describe_batches, token_mask_for
 from deltazoo.swap.families import FAMILIES, decoder_layers_of
 from deltazoo.swap.swapped_config import SwappedConfig, build_swapped_attention, recorded_layers
 

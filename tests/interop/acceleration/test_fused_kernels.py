@@ -73,7 +73,7 @@ def test_padded_and_packed_rows_take_plain_torch(monkeypatch):
     mixer = sys.modules["deltazoo.interop.acceleration.mixer"]
     monkeypatch.setattr(mixer, "fused_gated_rms_norm", lambda x, gate, weight, eps, activation: layer.norm(x, gate))
     torch.testing.assert_close(layer(x, attention_mask=mask), expected)
-    torch.testing.assert_close(layer(x[:, 2:], deltazoo_places=torch.arange(4)[None]), expected[:, 2:])
+    torch.testing.assert_close(layer(x[:, 2:], deltazoo_positions=torch.arange(4)[None]), expected[:, 2:])
     with pytest.raises(NotImplementedError, match="fused kernels run on NVIDIA GPUs"):
         layer(x)
 

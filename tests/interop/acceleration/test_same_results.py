@@ -12,7 +12,7 @@ from helpers import record_precision
 from transformers import DynamicCache
 
 import deltazoo
-from deltazoo.interop.acceleration import mixer
+from deltazoo.layers import rule
 
 
 def logits_and_gradients(ids):
@@ -40,7 +40,7 @@ def test_logits_and_all_gradients(family):
 
 @pytest.mark.skipif("olmo_hybrid" not in FUSED, reason="accelerate refuses this version's OLMo Hybrid")
 def test_step_sizes_above_one_never_run_in_fast_precision(monkeypatch):
-    asked = record_precision(monkeypatch, mixer)
+    asked = record_precision(monkeypatch, rule)
     accelerated(foreign_model("olmo_hybrid"))(tokens(1, 3))
     assert asked and set(asked) <= {None, "strict"}
 

@@ -22,16 +22,17 @@ from helpers import Missed, known_miss
 from torch import Tensor
 
 from deltazoo.layers import (
+    WHOLE_ROWS,
     DeltaRuleAttention,
     GatedRMSNorm,
     LayerStates,
     RMSNorm,
     ShortConvolution,
     SwiGLU,
+    describe_sequences,
     l2_normalize,
-    token_layout,
 )
-from deltazoo.layers.short_conv import convolve_token
+from deltazoo.layers.short_convolution import convolve_token
 from deltazoo.ops.fused import (
     fused_add_rms_norm,
     fused_cross_entropy_,
@@ -80,13 +81,13 @@ class Convolution:
         module.weight = torch.nn.Parameter(draw(self.channels, 1, self.taps))
         x = draw(1 if self.lengths else self.B, T, self.channels).requires_grad_()
         state = draw(N, self.channels, self.taps - 1) if self.past else None
-        layout = None
+        sequences = WHOLE_ROWS
         if self.lengths:
             bounds = torch.tensor([0, *torch.tensor(self.lengths).cumsum(0)], dtype=torch.int32, device=device)
-            layout = token_layout(1, T, cu_seqlens=bounds)
+            sequences = describe_sequences(1, T, cu_seqlens=bounds)
         enough = 1 if self.long_runs else short_conv_operator._ENOUGH_PROGRAMS
         with mock.patch.object(short_conv_operator, "_ENOUGH_PROGRAMS", enough):
-            y, window = module(x, state, layout)
+            y, window = module(x, state, sequences)
             d_x, d_weight = torch.autograd.grad([y, window], [x, module.weight], [draw(*y.shape), draw(*window.shape)])
         return {"y": y.detach(), "window": window.detach(), "d_x": d_x, "d_weight": d_weight}
 

@@ -14,19 +14,18 @@ from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from deltazoo.interop.acceleration.layer_states import keep_states, stored_states
-from deltazoo.interop.acceleration.packing import EXPLICIT_PACKING, PLACES, has_explicit_packing
+from deltazoo.interop.acceleration.packing_hook import EXPLICIT_PACKING, POSITIONS, has_explicit_packing
 from deltazoo.interop.acceleration.transformers_layers import (
     LAYER_ARRANGEMENTS,
     LayerArrangement,
     Projections,
     arrangement_of,
 )
-from deltazoo.layers.layout import PaddedLayout
+from deltazoo.layers.backend_report import RuleDescription
 from deltazoo.layers.norm import at_least_float32, l2_normalize
-from deltazoo.layers.report import RuleDescription
-from deltazoo.layers.rule import RuleInputs, effective_step
-from deltazoo.layers.short_conv import depthwise_sum
-from deltazoo.ops import DeltaRuleOutput, delta_rule, delta_rule_step
+from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
+from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences
+from deltazoo.layers.short_convolution import depthwise_sum
 from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv
 from deltazoo.spec import get_variant
 
@@ -61,7 +60,7 @@ class AcceleratedMixer:
             cache_params: the model's cache; the layer finds and leaves its state there as its original does.
             attention_mask: `[B, T]` for these tokens, nonzero = real. Padding may lie anywhere: it leaves no trace in
                 other positions, and comes out as zeros.
-            kwargs: what else the decoder layer hands on; only the place of each token in its document is read.
+            kwargs: what else the decoder layer hands on; only the position of each token in its document is read.
 
         Returns:
             `[B, T, hidden_size]`.
@@ -69,53 +68,50 @@ class AcceleratedMixer:
         Raises:
             ValueError: packed documents that the model around the layer did not describe.
         """
-        places = kwargs.get(PLACES)
-        if places is None and has_explicit_packing(kwargs):
+        positions = kwargs.get(POSITIONS)
+        if positions is None and has_explicit_packing(kwargs):
             raise ValueError(
                 f"{type(self).__name__} was given packed documents ({', '.join(EXPLICIT_PACKING)}) that no accelerated "
                 "model around it has described: call the whole model"
             )
         # A single token is never padding, and a mask of one column says nothing.
-        padding = None
-        if attention_mask is not None and hidden_states.shape[1] > 1:
-            padding = PaddedLayout.from_mask(attention_mask)
-            hidden_states = padding.compact(hidden_states)
+        padded = attention_mask is not None and hidden_states.shape[1] > 1
+        sequences = PaddedSequences.from_mask(attention_mask) if padded else WHOLE_ROWS
+        hidden_states = sequences.arrange(hidden_states)
 
         projections = self.arrangement.project(self, hidden_states)
         conv_state = recurrent_state = None
         if cache_params is not None:
             conv_state, recurrent_state = stored_states(cache_params, self.layer_idx, self.conv_kernel_size)
-        qkv, window = self._convolve(projections.qkv, conv_state, padding, places)
-        inputs = self._rule_inputs(qkv, projections)
-        if padding is not None:
-            inputs = inputs.silence(padding.real)
-        if places is not None:
-            inputs = _forget_at_starts(inputs, places)
-        output, new_state = self._run_rule(inputs, recurrent_state)
+        qkv, window = self._convolve(projections.qkv, conv_state, sequences, positions)
+        inputs = self._rule_inputs(qkv, projections).mask_padding(sequences)
+        if positions is not None:
+            inputs = _forget_at_starts(inputs, positions)
+        output, new_state = run_rule(inputs, recurrent_state, backend=self.deltazoo_backend)
         if cache_params is not None:
             keep_states(cache_params, self.layer_idx, projections.qkv, window, new_state)
 
         output = self._norm_and_gate(output, projections.output_gate)
         output = self.get_submodule(self.arrangement.output)(output.flatten(2))
-        return output if padding is None else padding.restore(output)
+        return sequences.restore(output)
 
     def _convolve(
-        self: Any, qkv: Tensor, state: Tensor | None, padding: PaddedLayout | None, places: Tensor | None
+        self: Any, qkv: Tensor, state: Tensor | None, sequences: Sequences, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, taps, C]`."""
         taps = self.conv_kernel_size
         past = qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2]) if state is None else state.transpose(1, 2).to(qkv.dtype)
-        if padding is None and places is None and self._fuses(qkv, state):
+        if sequences.whole_rows and positions is None and self._fuses(qkv, state):
             before = None if state is None else past[:, 1:].transpose(1, 2)
             window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
             return fused_short_conv(qkv, self.conv1d.weight[:, 0], before), window
         history = torch.cat([past, qkv], dim=1)
-        if padding is None:
-            window = history[:, -taps:]
-        else:
-            index = padding.lengths + torch.arange(taps, device=qkv.device)
+        if isinstance(sequences, PaddedSequences):
+            index = sequences.lengths + torch.arange(taps, device=qkv.device)
             window = history.gather(1, index[..., None].expand(-1, -1, qkv.shape[2]))
-        return F.silu(depthwise_sum(history[:, 1:], self.conv1d.weight, places)).to(qkv.dtype), window
+        else:
+            window = history[:, -taps:]
+        return F.silu(depthwise_sum(history[:, 1:], self.conv1d.weight, positions)).to(qkv.dtype), window
 
     def _rule_inputs(self: Any, qkv: Tensor, projections: Projections) -> RuleInputs:
         key_dim, value_dim = _head_dims(self)
@@ -130,12 +126,6 @@ class AcceleratedMixer:
             allow_neg_eigval=_doubles_step(self),
         )
         return RuleInputs(q, k, v.unflatten(-1, (-1, value_dim)), beta, projections.log_decay)
-
-    def _run_rule(self: Any, inputs: RuleInputs, state: Tensor | None) -> DeltaRuleOutput:
-        arguments: Any = inputs.arguments()
-        if state is not None and inputs.v.shape[1] == 1 and not torch.is_grad_enabled():
-            return delta_rule_step(*arguments, state=state, backend=self.deltazoo_backend)
-        return delta_rule(*arguments, initial_state=state, backend=self.deltazoo_backend)
 
     def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
         norm = self.get_submodule(self.arrangement.norm)
@@ -180,10 +170,10 @@ def _doubles_step(layer: Any) -> bool:
     return getattr(layer, "allow_neg_eigval", False)
 
 
-def _forget_at_starts(inputs: RuleInputs, places: Tensor) -> RuleInputs:
+def _forget_at_starts(inputs: RuleInputs, positions: Tensor) -> RuleInputs:
     """Begin every document with an empty state: a log-decay of -inf is a sequence boundary, and has no gradient."""
     log_decay: Any = inputs.log_decay
-    starts = (places == 0).reshape(*places.shape, *[1] * (log_decay.ndim - 2))
+    starts = (positions == 0).reshape(*positions.shape, *[1] * (log_decay.ndim - 2))
     return inputs._replace(log_decay=log_decay.masked_fill(starts, -torch.inf))
 
 

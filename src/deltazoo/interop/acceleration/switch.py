@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deltazoo.interop.acceleration.mixer import AcceleratedMixer, accelerated_class, rule_of
-from deltazoo.interop.acceleration.packing import describe_documents
+from deltazoo.interop.acceleration.packing_hook import describe_documents
 from deltazoo.interop.acceleration.transformers_layers import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
-from deltazoo.layers.report import ModelReport, RuleDescription, report
+from deltazoo.layers.backend_report import ModelReport, RuleDescription, report
 from deltazoo.ops import resolve_backend
 
 __all__ = ["accelerate", "restore"]

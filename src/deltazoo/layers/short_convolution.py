@@ -1,4 +1,4 @@
-"""Short causal depthwise convolution with a state, for padded and for packed sequences."""
+"""Short causal depthwise convolutions of queries, keys and values, with a state, for padded and packed sequences."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.layers.layout import PackedLayout, PaddedLayout, TokenLayout
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.recompute import recomputable
+from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, PaddedSequences, Sequences
+from deltazoo.layers.state import StateAccess, is_decoding_step
 from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step
 
-__all__ = ["ShortConvolution", "activation_function", "can_join", "convolve_token", "depthwise_sum"]
+__all__ = ["Convolutions", "ShortConvolution", "activation_function", "convolve", "convolve_token", "depthwise_sum"]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -29,14 +30,14 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     return _ACTIVATIONS[name]
 
 
-def depthwise_sum(history: Tensor, weight: Tensor, places: Tensor | None = None) -> Tensor:
+def depthwise_sum(history: Tensor, weight: Tensor, positions: Tensor | None = None) -> Tensor:
     """`sum_j w_j x_{t-j}` per channel, as shifted products in float32.
 
     Args:
-        history: `[B, taps - 1 + T, C]`, the inputs behind the `taps - 1` before them.
+        history: `[B, taps - 1 + T, C]`, the `taps - 1` inputs before the first token, then the T inputs.
         weight: `[C, 1, taps]` as in nn.Conv1d; the last tap belongs to the current token.
-        places: `[B, T]` integer, place of each token in its document, from 0: no tap reaches past its beginning. None
-            if every row is one document.
+        positions: `[B, T]` integer, position of each token in its document, from 0: no tap reaches past its beginning.
+            None if every row is one document.
 
     Returns:
         `[B, T, C]` in float32 (float64 stays).
@@ -44,15 +45,15 @@ def depthwise_sum(history: Tensor, weight: Tensor, places: Tensor | None = None)
     history = at_least_float32(history)
     taps = at_least_float32(weight)[:, 0].T.contiguous()
     last, num_tokens = len(taps) - 1, history.shape[1] - len(taps) + 1
-    total = _shifted(history, 0, num_tokens, last, places) * taps[0]
+    total = _shifted(history, 0, num_tokens, last, positions) * taps[0]
     for i in range(1, len(taps)):
-        total = torch.addcmul(total, _shifted(history, i, num_tokens, last - i, places), taps[i])
+        total = torch.addcmul(total, _shifted(history, i, num_tokens, last - i, positions), taps[i])
     return total
 
 
-def _shifted(history: Tensor, start: int, num_tokens: int, lag: int, places: Tensor | None) -> Tensor:
+def _shifted(history: Tensor, start: int, num_tokens: int, lag: int, positions: Tensor | None) -> Tensor:
     x = history[:, start : start + num_tokens]
-    return x if places is None or lag == 0 else x.masked_fill((places < lag)[..., None], 0)
+    return x if positions is None or lag == 0 else x.masked_fill((positions < lag)[..., None], 0)
 
 
 class ShortConvolution(nn.Module):
@@ -103,106 +104,99 @@ class ShortConvolution(nn.Module):
         self,
         x: Tensor,
         state: Tensor | None = None,
-        layout: TokenLayout | None = None,
+        sequences: Sequences = WHOLE_ROWS,
         *,
         with_state: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Convolve, and hand on the last inputs.
+        """Convolve the inputs, and return the last of them as the new state.
 
         Args:
-            x: `[B, T, channels]`; rows with padding come compacted, real tokens first (`PaddedLayout.compact`).
+            x: `[B, T, channels]`, arranged by `sequences`.
             state: `[N, channels, kernel_size - 1]`, the inputs before x, oldest first; zeros unless given. N is B, or
                 the number of packed sequences.
-            layout: how many tokens of each row are real, or where packed sequences begin.
+            sequences: how many tokens of each row are real, or where packed sequences begin.
             with_state: whether the new state is wanted.
 
         Returns:
             The output in x's shape and dtype, and the new state `[N, channels, kernel_size - 1]` or None.
         """
-        fused = self.fuses(x, state) and x.numel() and not isinstance(layout, PaddedLayout)
-        if state is not None and layout is None and x.shape[1] == 1 and not fused:
-            y, window = self._convolve_token(x, state)
+        fused = self.fuses(x, state) and x.numel() and not isinstance(sequences, PaddedSequences)
+        if state is not None and sequences.whole_rows and x.shape[1] == 1 and not fused:
+            y, window = _convolve_window(self._checked(state, x.shape[0]), x, self.weight, self.activate)
             return self.normalized(y), window
         convolve = self._convolve_fused if fused else self._convolve_plainly
-        y = recomputable(partial(convolve, state=state, layout=layout), x, self.weight)
-        return y, self._window_after(x, state, layout) if with_state else None
+        y = recomputable(partial(convolve, state=state, sequences=sequences), x, self.weight)
+        return y, self._window_after(x, state, sequences) if with_state else None
 
     def fuses(self, x: Tensor, state: Tensor | None = None) -> bool:
         """Whether the kernel takes inputs like `x`, after this state."""
         return fused_kernels_fit(x, state) if self.fused is None else self.fused
 
-    def _convolve_fused(self, x: Tensor, weight: Tensor, *, state: Tensor | None, layout: TokenLayout | None) -> Tensor:
-        assert not isinstance(layout, PaddedLayout)
-        sequence, cu_seqlens = (None, None) if layout is None else (layout.sequence, layout.cu_seqlens)
+    def _convolve_fused(self, x: Tensor, weight: Tensor, *, state: Tensor | None, sequences: Sequences) -> Tensor:
+        packed = sequences if isinstance(sequences, PackedSequences) else None
         return fused_short_conv(
             x,
             weight[:, 0],
-            None if state is None else self._past(x, state, layout).transpose(1, 2),
-            sequence=sequence,
-            cu_seqlens=cu_seqlens,
+            None if state is None else self._past(x, state, sequences).transpose(1, 2),
+            sequence=None if packed is None else packed.index,
+            cu_seqlens=None if packed is None else packed.cu_seqlens,
             head_dim=self.unit_heads,
         )
 
-    def _convolve_plainly(
-        self, x: Tensor, weight: Tensor, *, state: Tensor | None, layout: TokenLayout | None
-    ) -> Tensor:
-        past = self._past(x, state, layout)
-        if isinstance(layout, PackedLayout):
-            total = self._sum_packed(x, weight, past, layout)
+    def _convolve_plainly(self, x: Tensor, weight: Tensor, *, state: Tensor | None, sequences: Sequences) -> Tensor:
+        past = self._past(x, state, sequences)
+        if isinstance(sequences, PackedSequences):
+            total = self._sum_packed(x, weight, past, sequences)
         else:
             total = depthwise_sum(torch.cat([past, x], dim=1), weight)
         return self.normalized(self.activate(total).to(x.dtype))
 
     def normalized(self, y: Tensor) -> Tensor:
-        """The output over the norms of its heads, if that is wanted."""
+        """The output divided by the norms of its heads, if that is wanted."""
         return l2_normalize(y.unflatten(2, (-1, self.unit_heads))).flatten(2) if self.unit_heads else y
 
-    def _sum_packed(self, x: Tensor, weight: Tensor, past: Tensor, layout: PackedLayout) -> Tensor:
-        """Write each sequence behind its own past into one long row; then no tap can reach another sequence."""
+    def _sum_packed(self, x: Tensor, weight: Tensor, past: Tensor, sequences: PackedSequences) -> Tensor:
+        """Put the past of each sequence before it in one long row; then no tap can reach another sequence."""
         width = self.kernel_size - 1
-        begins = layout.cu_seqlens[:-1].long() + width * torch.arange(layout.num_sequences, device=x.device)
-        outputs = torch.arange(x.shape[1], device=x.device) + width * layout.sequence
+        begins = sequences.cu_seqlens[:-1].long() + width * torch.arange(sequences.num_sequences, device=x.device)
+        outputs = torch.arange(x.shape[1], device=x.device) + width * sequences.index
 
-        history = x.new_empty(x.shape[1] + width * layout.num_sequences, self.channels)
+        history = x.new_empty(x.shape[1] + width * sequences.num_sequences, self.channels)
         befores = begins[:, None] + torch.arange(width, device=x.device)
         history = history.index_copy(0, befores.flatten(), past.flatten(0, 1))
         history = history.index_copy(0, outputs + width, x[0])
         return depthwise_sum(history[None], weight).index_select(1, outputs)
 
-    def _convolve_token(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One token per row: a product with the window, in a third of the calls that shifting takes."""
-        window = torch.cat([self._checked(state, x.shape[0]).to(x.dtype), x.transpose(1, 2)], dim=2)
-        total = (at_least_float32(window) * at_least_float32(self.weight)[:, 0]).sum(2)
-        return self.activate(total).to(x.dtype)[:, None], window[..., 1:]
-
-    def _window_after(self, x: Tensor, state: Tensor | None, layout: TokenLayout | None) -> Tensor:
+    def _window_after(self, x: Tensor, state: Tensor | None, sequences: Sequences) -> Tensor:
         """The last `kernel_size - 1` inputs of each row or sequence, which may reach into those before it."""
         width = self.kernel_size - 1
-        past = self._past(x, state, layout)
+        past = self._past(x, state, sequences)
         if not x.numel():
             return past.transpose(1, 2)
-        if layout is None:
+        if sequences.whole_rows:
             recent = x[:, max(0, x.shape[1] - width) :]
             return torch.cat([past.transpose(1, 2), recent.transpose(1, 2)], dim=2)[..., -width:]
-        if isinstance(layout, PaddedLayout):
-            places = layout.lengths + torch.arange(width, device=x.device)
+        steps = torch.arange(width, device=x.device)
+        if isinstance(sequences, PaddedSequences):
             history = torch.cat([past, x], dim=1)
-            return history.gather(1, places[..., None].expand(-1, -1, self.channels)).transpose(1, 2)
-        places = (layout.cu_seqlens.diff()[:, None] + torch.arange(width, device=x.device)).long()
-        tokens = layout.cu_seqlens[:-1, None] + places - width
+            last = sequences.lengths + steps
+            return history.gather(1, last[..., None].expand(-1, -1, self.channels)).transpose(1, 2)
+        assert isinstance(sequences, PackedSequences)
+        last = (sequences.cu_seqlens.diff()[:, None] + steps).long()
+        tokens = sequences.cu_seqlens[:-1, None] + last - width
         recent = x[0, tokens.clamp(0, x.shape[1] - 1)]
-        before = past.gather(1, places.clamp(max=max(0, width - 1))[..., None].expand(-1, -1, self.channels))
-        return torch.where((places < width)[..., None], before, recent).transpose(1, 2)
+        before = past.gather(1, last.clamp(max=max(0, width - 1))[..., None].expand(-1, -1, self.channels))
+        return torch.where((last < width)[..., None], before, recent).transpose(1, 2)
 
-    def _past(self, x: Tensor, state: Tensor | None, layout: TokenLayout | None) -> Tensor:
+    def _past(self, x: Tensor, state: Tensor | None, sequences: Sequences) -> Tensor:
         """The state with time before channels `[N, kernel_size - 1, channels]`, zeros if there is none."""
-        sequences = layout.num_sequences if isinstance(layout, PackedLayout) else x.shape[0]
+        num_sequences = sequences.num_sequences if isinstance(sequences, PackedSequences) else x.shape[0]
         if state is None:
-            return x.new_zeros(sequences, self.kernel_size - 1, self.channels)
-        return self._checked(state, sequences).transpose(1, 2).to(x.dtype)
+            return x.new_zeros(num_sequences, self.kernel_size - 1, self.channels)
+        return self._checked(state, num_sequences).transpose(1, 2).to(x.dtype)
 
-    def _checked(self, state: Tensor, sequences: int) -> Tensor:
-        expected = (sequences, self.channels, self.kernel_size - 1)
+    def _checked(self, state: Tensor, num_sequences: int) -> Tensor:
+        expected = (num_sequences, self.channels, self.kernel_size - 1)
         if state.shape != expected:
             raise ValueError(f"the convolution state must have shape {expected}, got {tuple(state.shape)}")
         return state
@@ -212,11 +206,51 @@ class ShortConvolution(nn.Module):
         return f"{self.channels}, kernel_size={self.kernel_size}"
 
 
-def can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:
-    """Whether `convolve_token` may take the weights of these modules, instead of calling them.
+Convolutions = tuple[ShortConvolution, ShortConvolution, ShortConvolution]
+"""Of queries, keys and values."""
 
-    Not so if they are of another kind or have hooks, or if only a call brings the weights here: those divided among
-    devices, or waiting elsewhere.
+
+def convolve(
+    convolutions: Convolutions, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Convolve queries, keys and values; a decoding step computes all three at once.
+
+    Args:
+        convolutions: one each.
+        q, k, v: `[B, T, channels]`, arranged by `sequences`.
+        past: the state before, that of the three concatenated along the channels.
+        sequences: of the batch.
+
+    Returns:
+        The three outputs, and the new state `[N, C, kernel_size - 1]`, None unless it is wanted.
+    """
+    widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
+    q_past = k_past = v_past = None
+    if past.recurrent is not None:
+        state = _checked_state(past.conv, sum(widths))
+        if sequences.whole_rows and is_decoding_step(q) and _can_join(convolutions, q):
+            (q, k, v), state = convolve_token(convolutions, (q, k, v), state, inplace=past.in_place)
+            return q, k, v, state
+        q_past, k_past, v_past = state.split(widths, dim=1)
+    q_conv, k_conv, v_conv = convolutions
+    q, q_state = q_conv(q, q_past, sequences, with_state=past.wanted)
+    k, k_state = k_conv(k, k_past, sequences, with_state=past.wanted)
+    v, v_state = v_conv(v, v_past, sequences, with_state=past.wanted)
+    return q, k, v, torch.cat([q_state, k_state, v_state], dim=1) if past.wanted else None
+
+
+def _checked_state(state: Tensor | None, channels: int) -> Tensor:
+    if state is None or state.ndim != 3 or state.shape[1] != channels:
+        shape = None if state is None else tuple(state.shape)
+        raise ValueError(f"the convolution state must have shape [N, {channels}, conv_size - 1], got {shape}")
+    return state
+
+
+def _can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:
+    """Whether `convolve_token` may read the weights of these modules instead of calling them.
+
+    It may not if they are of another kind or have hooks, or if only a call brings the weights to this device: sharded
+    or offloaded ones.
     """
     return all(
         type(convolution) is ShortConvolution
@@ -228,20 +262,16 @@ def can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:
 
 
 def convolve_token(
-    convolutions: tuple[ShortConvolution, ShortConvolution, ShortConvolution],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    state: Tensor,
-    *,
-    inplace: bool = False,
+    convolutions: Convolutions, inputs: tuple[Tensor, Tensor, Tensor], state: Tensor, *, inplace: bool = False
 ) -> tuple[Sequence[Tensor], Tensor]:
-    """What three alike convolutions make of one token, at once: a third of the calls. For inference.
+    """Convolve one token of queries, keys and values at once, with a third of the operations. For inference.
 
     Args:
         convolutions: of queries, keys and values; the same taps, activation and way to compute.
         inputs: a `[B, 1, channels]` for each.
         state: their states, concatenated along the channels.
-        inplace: `state` is where the caller keeps it: the fused kernel writes the new one there, plain torch leaves it
-            to the caller to copy a view of it there.
+        inplace: the caller keeps `state` at its address. The fused kernel overwrites it; plain torch returns a view
+            that the caller copies.
 
     Returns:
         The three outputs, and their new states, concatenated.
@@ -257,14 +287,25 @@ def convolve_token(
         heads = (q.unit_heads, k.unit_heads)
         y, state = fused_short_conv_step(inputs, weights, state, head_dims=heads, inplace=may_write)
         return y.split(channels, dim=-1), state
-    token, weight = torch.cat(inputs, dim=-1), torch.cat([convolution.weight for convolution in convolutions])
-    window = torch.cat([state.to(token.dtype), token.transpose(1, 2)], dim=2)
-    total = (at_least_float32(window) * at_least_float32(weight)[:, 0]).sum(2)
-    state = window[..., 1:] if inplace else window[..., 1:].contiguous()
-    y = q.activate(total).to(token.dtype)[:, None]
+    weight = torch.cat([convolution.weight for convolution in convolutions])
+    y, state = _convolve_window(state, torch.cat(inputs, dim=-1), weight, q.activate)
+    state = state if inplace else state.contiguous()
     if q.unit_heads and q.unit_heads == k.unit_heads:
         directions, values = y.split([channels[0] + channels[1], channels[2]], dim=-1)
         directions = l2_normalize(directions.unflatten(2, (-1, q.unit_heads))).flatten(2)
         return (*directions.split(channels[:2], dim=-1), values), state
     parts = y.split(channels, dim=-1)
     return tuple(one.normalized(part) for one, part in zip(convolutions, parts, strict=True)), state
+
+
+def _convolve_window(
+    state: Tensor, x: Tensor, weight: Tensor, activate: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """One token `[B, 1, C]` per row: one product with the window, in a third of the operations that shifting takes.
+
+    Returns:
+        The activated output `[B, 1, C]`, and the new state `[B, C, taps - 1]`, a view of the window.
+    """
+    window = torch.cat([state.to(x.dtype), x.transpose(1, 2)], dim=2)
+    total = (at_least_float32(window) * at_least_float32(weight)[:, 0]).sum(2)
+    return activate(total).to(x.dtype)[:, None], window[..., 1:]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.layers import PaddedLayout, ShortConvolution, token_layout
+from deltazoo.layers import PaddedSequences, ShortConvolution, describe_sequences
 
 CHANNELS = 6
 DOCUMENTS = [[5, 1, 0, 2, 7], [3], [1, 1, 1], [0, 4], [4, 0], [2, 0, 0, 3]]
@@ -64,7 +64,7 @@ def test_packed_sequences_equal_separate_ones(lengths: list[int], with_state: bo
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     x = torch.randn(1, sum(lengths), CHANNELS, dtype=torch.float64)
     state = torch.randn(len(lengths), CHANNELS, 3, dtype=torch.float64) if with_state else None
-    packed, last = layer(x, state, token_layout(1, sum(lengths), cu_seqlens=bounds))
+    packed, last = layer(x, state, describe_sequences(1, sum(lengths), cu_seqlens=bounds))
     for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
         alone, alone_last = layer(x[:, start:stop], None if state is None else state[n : n + 1])
         torch.testing.assert_close(packed[:, start:stop], alone, rtol=0, atol=1e-14)
@@ -74,7 +74,7 @@ def test_packed_sequences_equal_separate_ones(lengths: list[int], with_state: bo
 def test_gradients_never_cross_a_document_boundary() -> None:
     layer = convolution()
     x = torch.randn(1, 12, CHANNELS, dtype=torch.float64, requires_grad=True)
-    y, _ = layer(x, None, token_layout(1, 12, cu_seqlens=torch.tensor([0, 5, 7, 12])))
+    y, _ = layer(x, None, describe_sequences(1, 12, cu_seqlens=torch.tensor([0, 5, 7, 12])))
     (gradient,) = torch.autograd.grad(y[:, 5:7].sum(), x)
     assert gradient[:, 5:7].abs().min() > 0
     assert gradient[:, :5].abs().max() == 0 and gradient[:, 7:].abs().max() == 0
@@ -84,17 +84,17 @@ def test_gradient_of_the_final_state_of_a_short_document_reaches_its_past() -> N
     layer = convolution()
     x = torch.randn(1, 1, CHANNELS, dtype=torch.float64)
     state = torch.randn(1, CHANNELS, 3, dtype=torch.float64, requires_grad=True)
-    _, last = layer(x, state, token_layout(1, 1, cu_seqlens=torch.tensor([0, 1])))
+    _, last = layer(x, state, describe_sequences(1, 1, cu_seqlens=torch.tensor([0, 1])))
     (gradient,) = torch.autograd.grad(last.sum(), state)
     assert torch.equal(gradient[0, 0], torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
 
 
 def test_state_of_a_padded_row_ends_with_its_last_real_tokens() -> None:
     layer = convolution()
-    layout = PaddedLayout.from_mask(torch.tensor([[0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]))
+    sequences = PaddedSequences.from_mask(torch.tensor([[0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]))
     x = torch.randn(3, 6, CHANNELS, dtype=torch.float64)
     before = torch.randn(3, CHANNELS, 3, dtype=torch.float64)
-    _, last = layer(layout.compact(x), before, layout)
+    _, last = layer(sequences.arrange(x), before, sequences)
     assert torch.equal(last[0], x[0, [1, 3, 4]].T)
     assert torch.equal(last[1], before[1])
     assert torch.equal(last[2], x[2, 3:].T)

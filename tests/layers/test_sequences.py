@@ -1,47 +1,60 @@
-"""Padding masks and packing boundaries turned into layouts."""
+"""Padding masks and packing boundaries turned into descriptions of a batch."""
 
 import pytest
 import torch
 
-from deltazoo.layers import PackedLayout, PaddedLayout, token_layout
+from deltazoo.layers import WHOLE_ROWS, PackedSequences, PaddedSequences, describe_sequences
 
 
-def test_compacting_keeps_the_order_and_restoring_undoes_it() -> None:
+def test_arranging_keeps_the_order_and_restoring_undoes_it() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
-    layout = token_layout(5, 5, attention_mask=mask)
-    assert isinstance(layout, PaddedLayout)
+    sequences = describe_sequences(5, 5, attention_mask=mask)
+    assert isinstance(sequences, PaddedSequences)
     x = torch.arange(1.0, 26.0).view(5, 5, 1)
-    compact = layout.compact(x)
-    assert compact[..., 0].tolist() == [
+    arranged = sequences.arrange(x)
+    assert arranged[..., 0].tolist() == [
         [3, 4, 5, 0, 0],
         [6, 7, 8, 0, 0],
         [11, 13, 15, 0, 0],
         [0, 0, 0, 0, 0],
         [21, 22, 23, 24, 25],
     ]
-    assert torch.equal(layout.lengths[:, 0], mask.sum(1))
-    assert torch.equal(layout.real, compact[..., 0] > 0)
-    assert torch.equal(layout.restore(compact), x * mask[..., None])
+    assert torch.equal(sequences.lengths[:, 0], mask.sum(1))
+    assert torch.equal(sequences.real, arranged[..., 0] > 0)
+    assert torch.equal(sequences.restore(arranged), x * mask[..., None])
 
 
 def test_values_at_padded_positions_go_nowhere_not_even_nan() -> None:
-    layout = PaddedLayout.from_mask(torch.tensor([[1, 0, 1]]))
+    sequences = PaddedSequences.from_mask(torch.tensor([[1, 0, 1]]))
     x = torch.tensor([1.0, float("nan"), 3.0]).view(1, 3, 1).requires_grad_()
-    y = layout.restore(layout.compact(x))
+    y = sequences.restore(sequences.arrange(x))
     assert y.flatten().tolist() == [1, 0, 3]
     assert torch.autograd.grad(y.sum(), x)[0].flatten().tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_packed_tokens_know_their_sequence(dtype: torch.dtype) -> None:
-    layout = token_layout(1, 6, cu_seqlens=torch.tensor([0, 0, 2, 2, 5, 6, 6], dtype=dtype))
-    assert isinstance(layout, PackedLayout)
-    assert layout.sequence.tolist() == [1, 1, 3, 3, 3, 4]
-    assert layout.num_sequences == 6
+    sequences = describe_sequences(1, 6, cu_seqlens=torch.tensor([0, 0, 2, 2, 5, 6, 6], dtype=dtype))
+    assert isinstance(sequences, PackedSequences)
+    assert sequences.index.tolist() == [1, 1, 3, 3, 3, 4]
+    assert sequences.num_sequences == 6
+    assert sequences.positions.tolist() == [[0, 1, 0, 1, 2, 0]]
 
 
-def test_whole_rows_need_no_layout() -> None:
-    assert token_layout(2, 3) is None
+def test_packed_rows_are_joined_into_one() -> None:
+    starts = torch.tensor([[True, False, True], [True, False, False]])
+    sequences = PackedSequences.from_starts(starts)
+    assert sequences.cu_seqlens.tolist() == [0, 2, 3, 6]
+    assert torch.equal(sequences.positions == 0, starts)
+    x = torch.arange(12.0).view(2, 3, 2)
+    joined = sequences.arrange(x)
+    assert joined.shape == (1, 6, 2)
+    assert torch.equal(sequences.restore(joined), x)
+    assert torch.equal(sequences.arrange(x[:1]), torch.cat([x[:1], x[:1]], dim=1))
+
+
+def test_whole_rows() -> None:
+    assert describe_sequences(2, 3) is WHOLE_ROWS
 
 
 @pytest.mark.parametrize(
@@ -61,4 +74,4 @@ def test_whole_rows_need_no_layout() -> None:
 )
 def test_bad_descriptions_are_refused(batch_size: int, arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        token_layout(batch_size, 4, **arguments)
+        describe_sequences(batch_size, 4, **arguments)

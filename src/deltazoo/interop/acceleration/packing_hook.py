@@ -1,8 +1,9 @@
-"""Packed documents, worked out once per forward pass of an accelerated model and handed to its delta-rule layers.
+"""How packed documents reach accelerated layers: a hook finds them in the arguments of the base model's forward pass.
 
 transformers tells its softmax layers where documents begin by `position_ids` that start again, and tells its
-delta-rule layers by other arguments, or not at all. Here both learn it from whatever the caller passed. A document's
-first token forgets the state before it, so packed rows take no other path than unpacked ones, in any batch size.
+delta-rule layers by other arguments, or not at all. The hook tells both, from whatever the caller passed. The layers
+get each token's position in its document. A document's first token forgets the state before it, so packed rows take no
+other path than unpacked ones, in any batch size.
 """
 
 from collections.abc import Mapping
@@ -11,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers.layout import PackedLayout, token_layout
+from deltazoo.layers.sequences import agreeing_starts, document_starts, positions_in_documents
 
-__all__ = ["EXPLICIT_PACKING", "FORWARD_ARGUMENTS", "PLACES", "describe_documents", "has_explicit_packing"]
+__all__ = ["EXPLICIT_PACKING", "FORWARD_ARGUMENTS", "POSITIONS", "describe_documents", "has_explicit_packing"]
 
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 """The first arguments of every base model's forward, in order."""
 EXPLICIT_PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that say where documents begin and mean nothing else."""
-PLACES = "deltazoo_places"
-"""The argument that takes each token's place in its document, `[B, T]` from 0, down to the layers."""
+POSITIONS = "deltazoo_positions"
+"""The argument that takes each token's position in its document, `[B, T]` from 0, down to the layers."""
 SPARSE_LAYER_TYPES = {"indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention"}
 """Softmax layers that choose among pooled tokens: one name since transformers 5.18, one per family before."""
 
@@ -44,20 +45,21 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         return None  # a decoding step
     mask = _padding_mask(call.get("attention_mask"), shape[1])
     positions = _text_positions(call.get("position_ids"), shape)
-    starts = _explicit_starts(call, shape)
-    if starts is None:
-        starts = _starts_by_positions(model, call, positions, mask)
-        if starts is None:
-            return None
+    found = document_starts(shape, {name: call.get(name) for name in EXPLICIT_PACKING})
+    if found:
+        starts = _starts_by_all(found, positions, call.get("position_ids"))
     else:
-        _check_positions(starts, positions, call.get("position_ids"))
+        by_positions = _starts_by_positions(model, call, positions, mask)
+        if by_positions is None:
+            return None
+        starts = by_positions
 
     _check_layers(model)
     _drop_padding_mask(call, mask)
-    _forgo_cache(call)
-    call[PLACES] = places = _places(starts)
+    _refuse_cache(call)
+    call[POSITIONS] = positions_in_documents(starts)
     if call.get("position_ids") is None:
-        call["position_ids"] = places
+        call["position_ids"] = call[POSITIONS]
     call.pop("cu_seqlens", None)  # our name, which softmax layers do not know
     return (), call
 
@@ -83,37 +85,21 @@ def _text_positions(position_ids: Tensor | None, shape: tuple[int, int]) -> Tens
     return (position_ids[0] if position_ids.ndim == 3 else position_ids).expand(shape)
 
 
-def _explicit_starts(call: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:
-    """`[B, T]` bool: where documents begin by the arguments that say nothing else."""
-    found: dict[str, Tensor] = {}
-    for name in EXPLICIT_PACKING:
-        given = call.get(name)
-        if given is None:
-            continue
-        if name == "seq_idx":
-            if given.shape != shape:
-                raise ValueError(f"seq_idx must have shape {shape}, got {tuple(given.shape)}")
-            found[name] = _changes(given)
-        else:
-            layout = token_layout(*shape, cu_seqlens=given)
-            assert isinstance(layout, PackedLayout)
-            found[name] = _changes(layout.sequence[None])
-    if not found:
-        return None
-    (first, starts), *others = found.items()
-    for name, other in others:
-        if not torch.compiler.is_compiling() and not torch.equal(starts, other):
-            raise ValueError(f"{first} and {name} place the documents differently")
-    return starts
+def _starts_by_all(found: Mapping[str, Tensor], positions: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    """`[B, T]` bool: where documents begin by the explicit arguments, checked against positions if there are any."""
+    if position_ids is not None and positions is None:
+        raise ValueError(
+            "packed documents need the text positions as the first of four rows of position_ids, got three rows "
+            f"{tuple(position_ids.shape)}: softmax layers would not separate the documents"
+        )
+    if positions is not None:
+        found = {**found, "position_ids": _begins_where_positions_jump(positions)}
+    return agreeing_starts(found, check=not torch.compiler.is_compiling())
 
 
-def _changes(numbers: Tensor) -> Tensor:
-    return _after_first(numbers.diff(dim=1) != 0)
-
-
-def _after_first(starts: Tensor) -> Tensor:
-    """`[B, T]` from what is known of all but the first token, which always begins a document."""
-    return torch.cat([starts.new_ones(starts.shape[0], 1), starts], dim=1)
+def _begins_where_positions_jump(positions: Tensor) -> Tensor:
+    """`[B, T]` bool: a document begins wherever the position does not rise by one, as in transformers."""
+    return torch.nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
 
 
 def _starts_by_positions(
@@ -122,15 +108,14 @@ def _starts_by_positions(
     """Where documents begin by positions alone; None if the batch is not packed."""
     if positions is None:
         return None
-    steps = positions.diff(dim=1)
-    starts = _after_first(steps != 1)
+    starts = _begins_where_positions_jump(positions)
     if torch.compiler.is_compiling():
         # Values are not known yet. transformers' softmax layers, too, look for documents only where nothing else can be
         # meant, and then do so whatever the values.
         return None if mask is not None or _fills_cache(model, call) else starts
     padded = mask is not None and not bool(mask.all())
     if padded or call.get("past_key_values") is not None:
-        restarts = steps <= 0
+        restarts = positions.diff(dim=1) <= 0
         if mask is not None:
             restarts = restarts & mask[:, 1:] & mask[:, :-1]
         if bool(restarts.any()):
@@ -150,33 +135,16 @@ def _fills_cache(model: nn.Module, call: Mapping[str, Any]) -> bool:
     return bool(use_cache) or call.get("past_key_values") is not None
 
 
-def _check_positions(starts: Tensor, positions: Tensor | None, position_ids: Tensor | None) -> None:
-    if position_ids is not None and positions is None:
-        raise ValueError(
-            "packed documents need the text positions as the first of four rows of position_ids, got three rows "
-            f"{tuple(position_ids.shape)}: softmax layers would not separate the documents"
-        )
-    if positions is None or torch.compiler.is_compiling():
-        return
-    differ = (_after_first(positions.diff(dim=1) != 1) != starts).nonzero()
-    if len(differ):
-        row, place = differ[0].tolist()
-        raise ValueError(
-            "position_ids and the packing arguments place the documents differently, first at "
-            f"row {row}, token {place}: position_ids must start again with every document, or be left out"
-        )
-
-
 def _check_layers(model: nn.Module) -> None:
     config: Any = model.config
     if SPARSE_LAYER_TYPES.intersection(config.layer_types):
-        culprit = "sparse softmax layers, which pool neighbouring tokens,"
+        layers = "sparse softmax layers, which pool neighbouring tokens,"
     elif getattr(config, "ple_layer_ids", None):
-        culprit = "n-gram layers"
+        layers = "n-gram layers"
     else:
         return
     raise NotImplementedError(
-        f"{type(model).__name__} cannot take packed documents: its {culprit} would mix them; pass them as padded rows"
+        f"{type(model).__name__} cannot take packed documents: its {layers} would mix them; pass them as padded rows"
     )
 
 
@@ -189,15 +157,10 @@ def _drop_padding_mask(call: dict[str, Any], mask: Tensor | None) -> None:
     call["attention_mask"] = None
 
 
-def _forgo_cache(call: dict[str, Any]) -> None:
+def _refuse_cache(call: dict[str, Any]) -> None:
     if call.get("past_key_values") is not None or call.get("use_cache"):
         raise ValueError(
             "a packed batch cannot fill or continue a cache: pass use_cache=False and no past_key_values, "
             "or run the documents as rows of a batch"
         )
     call["use_cache"] = False
-
-
-def _places(starts: Tensor) -> Tensor:
-    tokens = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
-    return tokens - torch.where(starts, tokens, 0).cummax(1).values

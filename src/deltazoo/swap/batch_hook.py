@@ -2,7 +2,7 @@
 
 By the time a mask arrives at an attention layer it speaks of pairs of tokens, within a sliding window perhaps, and no
 longer says which tokens are padding. So a hook on the base model works the description out from what the caller passed
-(`deltazoo.models.sequences`) and hands it down as one more keyword argument, which every model passes on to its
+(`deltazoo.layers.sequences`) and hands it down as one more keyword argument, which every model passes on to its
 attention. An argument survives recomputation under gradient checkpointing and leaves compiled code nothing to guard.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deltazoo.models.sequences import describe_batch
+from deltazoo.layers.sequences import describe_batch
 
 __all__ = ["describe_batches", "token_mask_for"]
 
@@ -56,10 +56,10 @@ def _with_description(kwargs: dict[str, Any]) -> dict[str, Any]:
     )
     kwargs["delta_batch"] = batch
     kwargs.pop("cu_seqlens", None)  # the one name of ours that transformers does not know
-    if batch.starts is not None:
+    if batch.packed:
         # The softmax layers that remain tell documents apart by position_ids, and only without a mask.
         padded = kwargs.pop("attention_mask", None) is not None
-        kwargs["position_ids"] = position_ids if position_ids is not None and not padded else batch.document_positions
+        kwargs["position_ids"] = position_ids if position_ids is not None and not padded else batch.sequences.positions
         kwargs["use_cache"] = False
     return kwargs
 
