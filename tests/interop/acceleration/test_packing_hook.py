@@ -19,11 +19,7 @@ from foreign_models import (
 from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel
 
 import deltazoo
-<<<<<<<< HEAD:tests/interop/acceleration/test_packing.py
-from deltazoo.interop.acceleration.packing import FORWARD_ARGUMENTS
-========
 from deltazoo.interop.acceleration.packing_hook import FORWARD_ARGUMENTS
->>>>>>>> 18f0890 (One description of a batch: layers/sequences.py, used by own, swapped and accelerated models):tests/interop/acceleration/test_packing_hook.py
 
 LENGTHS = [5, 1, 66, 2]
 PACKED = [family for family in FUSED if family not in SPARSE_SOFTMAX]

@@ -34,7 +34,7 @@ def model():
 
 def uses_our_operator(model, monkeypatch) -> bool:
     calls = []
-    module = sys.modules["deltazoo.interop.acceleration.mixer"]
+    module = sys.modules["deltazoo.layers.rule"]
     rule = module.delta_rule
     monkeypatch.setattr(module, "delta_rule", lambda *args, **kwargs: calls.append(1) or rule(*args, **kwargs))
     logits(model)
