@@ -29,7 +29,9 @@ WRONG = {
 
 @pytest.mark.parametrize("variant", ["kda", "neg_delta_net", "longhorn", "linear_attention"])
 def test_rules_of_the_zoo_pass(variant: str) -> None:
-    assert {finding.title: finding.problem for finding in check_rule(variant)} == dict.fromkeys(CHECKS)
+    findings = list(check_rule(variant))
+    assert {finding.title: finding.problem for finding in findings} == dict.fromkeys(CHECKS)
+    assert not any(finding.remark for finding in findings)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -42,6 +44,22 @@ def test_a_wrong_rule_is_caught(name: str) -> None:
     assert words in (found[expected[0]] or "")
 
 
+def test_a_rule_that_draws_random_numbers_is_called_so_and_not_checked_further() -> None:
+    with forget_rules():
+        load_rule_file(RULES / "draws_random_numbers.py")
+        (finding,) = check_rule("draws_random_numbers")
+    assert "two equal calls give different outputs" in (finding.problem or "")
+
+
+def test_a_step_size_that_is_clipped_is_mentioned() -> None:
+    with forget_rules():
+        load_rule_file(RULES / "clipped_step.py")
+        findings = {finding.title: finding for finding in check_rule("clipped_step")}
+    assert not any(finding.problem for finding in findings.values())
+    remark = findings["the state does not expand"].remark or ""
+    assert "is clipped" in remark and "no gradient reaches the gate" in remark
+
+
 def test_a_right_rule_outside_the_package_passes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with forget_rules():
         main_exits_with(0, "check", str(RULES / "trapezoid.py"))
@@ -52,7 +70,7 @@ def test_a_right_rule_outside_the_package_passes_on_the_command_line(capsys: pyt
 def test_the_command_says_what_is_wrong_and_exits_with_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = {title: CHECKS[title] for title in list(CHECKS)[:3]}
+    first = {title: CHECKS[title] for title in list(CHECKS)[:4]}
     monkeypatch.setattr("deltazoo.workbench.check.rule_check.CHECKS", first)
     with forget_rules():
         main_exits_with(1, "check", str(RULES / "reads_the_future.py"))

@@ -1,4 +1,7 @@
-"""Checks of a single layer, in float64, where two ways to compute one quantity differ by rounding alone."""
+"""Checks of a single layer, in float64, where two ways to compute one quantity differ by rounding alone.
+
+Each check takes the name of a variant and returns what is wrong with it in a sentence or two, or None.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +14,7 @@ from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_la
 from deltazoo.spec import get_variant
 
 __all__ = [
+    "clipped_step_sizes",
     "difference",
     "parameters_are_filled_and_act",
     "same_decoded",
@@ -18,6 +22,7 @@ __all__ = [
     "same_in_chunks_as_by_definition",
     "same_packed",
     "same_padded",
+    "same_twice",
     "sees_no_future",
     "state_does_not_expand",
 ]
@@ -76,6 +81,18 @@ def parameters_are_filled_and_act(variant: str) -> str | None:
                 return f"in {dtype} the {'output' if name == 'output' else f'gradient of {name!r}'} is not finite"
             if dtype == torch.float64 and not tensor.any():
                 return f"the gradient of parameter {name!r} is zero: it has no effect"
+    return None
+
+
+def same_twice(variant: str) -> str | None:
+    """The same layer on the same input, twice."""
+    layer, x = make(variant), tokens()
+    with torch.no_grad():
+        if found := difference(layer(x).nan_to_num(), layer(x).nan_to_num()):
+            return (
+                f"two equal calls give different outputs, {found}: the rule draws random numbers, or keeps something "
+                "from one call to the next. The other checks compare calls, so they are left out"
+            )
     return None
 
 
@@ -144,6 +161,29 @@ def _expansion(inputs: RuleInputs) -> str | None:
                 "deltazoo.layers.nonexpansive(beta, k) keeps a step size below 2 / |k|^2"
             )
     return None
+
+
+def clipped_step_sizes(variant: str) -> str | None:
+    """How often the layer clips the step size to 2 / |k|^2; None if never by more than a rounding error."""
+    ratios: list[Tensor] = []
+    clip = rule.nonexpansive
+
+    def record(beta: Tensor, k: Tensor) -> Tensor:
+        bounded = clip(beta, k)
+        ratios.append((beta / bounded).flatten())
+        return bounded
+
+    layer = make(variant, torch.float32)
+    with torch.no_grad(), patch.object(rule, "nonexpansive", record):
+        layer(tokens(256, dtype=torch.float32))
+    ratio = torch.cat(ratios) if ratios else torch.ones(1)
+    clipped = ratio > 1.01
+    if not clipped.any():
+        return None
+    return (
+        f"the step size of {clipped.double().mean():.0%} of the tokens exceeds 2 / |k|^2, by a factor of up to "
+        f"{ratio.max():.3g}, and is clipped to that: the state does not expand, and no gradient reaches the gate there"
+    )
 
 
 def same_in_chunks_as_by_definition(variant: str) -> str | None:

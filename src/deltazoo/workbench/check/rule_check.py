@@ -1,4 +1,4 @@
-"""Runs the checks of a rule one after another and says what each found."""
+"""Run the checks of a rule one after another, each with what it found."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -7,12 +7,14 @@ import torch
 
 from deltazoo.spec import get_variant
 from deltazoo.workbench.check.layer_checks import (
+    clipped_step_sizes,
     parameters_are_filled_and_act,
     same_decoded,
     same_gradients_as_finite_differences,
     same_in_chunks_as_by_definition,
     same_packed,
     same_padded,
+    same_twice,
     sees_no_future,
     state_does_not_expand,
 )
@@ -20,7 +22,10 @@ from deltazoo.workbench.check.model_checks import same_after_reload, same_genera
 
 __all__ = ["CHECKS", "Finding", "check_rule"]
 
+_REPEATABLE = "the same call twice = the same output"
+
 CHECKS: dict[str, Callable[[str], str | None]] = {
+    _REPEATABLE: same_twice,
     "every parameter is filled and acts": parameters_are_filled_and_act,
     "no token reads the future": sees_no_future,
     "the state does not expand": state_does_not_expand,
@@ -35,6 +40,8 @@ CHECKS: dict[str, Callable[[str], str | None]] = {
 }
 """What is checked, in this order: title -> function from a variant's name to what is wrong with it, None if nothing."""
 
+_REMARKS = {"the state does not expand": clipped_step_sizes}
+
 
 class Finding(NamedTuple):
     """What one check found."""
@@ -42,10 +49,14 @@ class Finding(NamedTuple):
     title: str
     problem: str | None
     """What is wrong, in a sentence or two; None: the rule passes."""
+    remark: str | None = None
+    """What is worth knowing about a rule that passes."""
 
 
 def check_rule(variant: str) -> Iterator[Finding]:
     """Check a registered variant; findings come as they are made.
+
+    A rule whose results differ from call to call gets no further check.
 
     Args:
         variant: its name.
@@ -56,8 +67,13 @@ def check_rule(variant: str) -> Iterator[Finding]:
     get_variant(variant)
     for title, check in CHECKS.items():
         torch.manual_seed(0)
+        remark, raised = None, False
         try:
             problem = check(variant)
+            if problem is None and title in _REMARKS:
+                remark = _REMARKS[title](variant)
         except Exception as error:  # a rule under test may raise anything
-            problem = f"raised {type(error).__name__}: {error}"
-        yield Finding(title, problem)
+            problem, raised = f"raised {type(error).__name__}: {error}", True
+        yield Finding(title, problem, remark)
+        if title == _REPEATABLE and problem is not None and not raised:
+            return

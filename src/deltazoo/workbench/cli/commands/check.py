@@ -41,6 +41,8 @@ def check(
             if finding.problem is not None:
                 failed += 1
                 console.print(Text(finding.problem), soft_wrap=True)
+            if finding.remark is not None:
+                console.print(Text(finding.remark), soft_wrap=True)
     if failed:
         console.print(Text(f"{failed} {'check has' if failed == 1 else 'checks have'} found something wrong."))
         raise typer.Exit(1)

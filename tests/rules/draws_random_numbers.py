@@ -1,0 +1,16 @@
+"""Wrong: noise on the gate, so that two equal calls differ."""
+
+import torch
+
+from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+
+
+@register_variant(
+    DeltaRuleSpec(
+        name="draws_random_numbers", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler"
+    )
+)
+class DrawsRandomNumbers(DeltaRuleAttention):
+    def step_gate(self, hidden_states):
+        b = super().step_gate(hidden_states)
+        return b * torch.rand_like(b)
