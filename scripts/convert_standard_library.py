@@ -39,9 +39,9 @@ from deltazoo.workbench.provenance import describe_run
 from deltazoo.workbench.train.config import TokenizerConfig
 from deltazoo.workbench.train.corpus import read_corpus
 from deltazoo.workbench.train.packed_rows import spread
+from deltazoo.workbench.train.run_folder import has_saved
 from deltazoo.workbench.train.text import open_text
 from deltazoo.workbench.train.tokenizer import build_tokenizer
-from deltazoo.workbench.train.training_run import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARE_OF_TOKENS = 0.1

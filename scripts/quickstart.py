@@ -20,7 +20,7 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 
 from deltazoo.workbench.provenance import describe_run
-from deltazoo.workbench.train.training_run import has_saved
+from deltazoo.workbench.train.run_folder import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from deltazoo.names import unknown
 from deltazoo.workbench.train.config import RUN_CONFIG
+from deltazoo.workbench.train.run_folder import nearest_run
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
@@ -25,13 +26,17 @@ def find_config(name: str, *, conversions: bool = False) -> Path:
     Raises:
         ValueError: none of them; names the nearest.
     """
-    if Path(name).is_file():
-        return Path(name)
-    if Path(name).is_dir():
-        if not (Path(name) / RUN_CONFIG).is_file():
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / RUN_CONFIG).is_file():
             raise ValueError(f"the folder {name!r} holds no run: it has no {RUN_CONFIG}")
-        return Path(name) / RUN_CONFIG
+        return path / RUN_CONFIG
     known = presets(conversions=conversions)
     if name in known:
         return known[name]
-    raise ValueError(f"there is no file {name!r}, and it names no preset: {unknown('preset', name, known)}")
+    near = nearest_run(path)
+    if near or path.parent != Path():
+        raise ValueError(f"there is no file or folder {name!r}{near}")
+    raise ValueError(f"there is no file or folder {name!r}, and it names no preset: {unknown('preset', name, known)}")

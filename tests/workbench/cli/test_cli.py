@@ -126,7 +126,7 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
         (["nonsense"], "No such command"),
         (["list", "--nonsense"], "No such option"),
         (["show", "gated_deltanett"], "did you mean 'gated_deltanet'"),
-        (["train", "nowhere.yaml"], "there is no file 'nowhere.yaml'"),
+        (["train", "nowhere.yaml"], "there is no file or folder 'nowhere.yaml'"),
         (["train", "quickstart_cp"], "did you mean 'quickstart_cpu'"),
         (["train", "quickstart_cpu", "--set", "training.stepps=3"], "did you mean 'steps'"),
         (["train"], "name a configuration, or a text with --text"),
@@ -274,8 +274,16 @@ def test_a_run_is_not_overwritten(run: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_traceback_is_there_for_who_asks() -> None:
-    with pytest.raises(ValueError, match="no file 'nowhere.yaml'"):
+    with pytest.raises(ValueError, match="no file or folder 'nowhere.yaml'"):
         main(["--traceback", "train", "nowhere.yaml"])
+
+
+def test_a_mistyped_run_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mistyped = str(run) + "n"
+    for arguments in ([mistyped, "--resume"], ["quickstart_cpu", "--resume", "--output", mistyped]):
+        assert call("train", *arguments) == 1
+        shown = "".join(capsys.readouterr().err.split())  # the console breaks long lines
+        assert f"didyoumean'{run}'?" in shown and mistyped in shown
 
 
 def test_presets_are_found_by_name_and_by_path() -> None:
@@ -295,6 +303,10 @@ QUICK = [
     "train --text nowhere.txt",
     "train quickstart_cpu --set training.stepps=3",
     "train quickstart_cpu --set data.text=/nowhere",
+    "train runs/nowhere --resume",
+    "train quickstart_cpu --resume --output /nowhere",
+    "check nowhere.py",
+    "check kad",
     "generate --help",
     "generate ./nowhere --prompt x",
     "eval --help",

@@ -31,17 +31,15 @@ from deltazoo.workbench.train.checkpoint_files import checkpoints, whole_or_not_
 from deltazoo.workbench.train.config import MODEL_CONFIG, DataConfig, RunConfig, save_config
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
 from deltazoo.workbench.train.packed_rows import collate_side_by_side, pack_in_order, spread
+from deltazoo.workbench.train.run_folder import RESULT, begin_run, check_run, refuse_other_text
 from deltazoo.workbench.train.text import open_text
 from deltazoo.workbench.train.tokenizer import encode_documents
 from deltazoo.workbench.train.trainer import PackedTrainer, training_arguments
 from deltazoo.workbench.train.training_run import (
-    begin_run,
-    check_run,
     device_name,
     enable_gradient_checkpointing,
     encode_training,
     one_progress_bar,
-    refuse_other_text,
     training_rows,
 )
 from deltazoo.workbench.train.validation_loss import score_rows
@@ -57,7 +55,7 @@ __all__ = [
     "stage_as_run",
 ]
 
-_RESULT, _SCORES, _SWAP = "result.json", "scores.json", "swap.json"
+_SCORES, _SWAP = "scores.json", "swap.json"
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,7 @@ def convert(
     for stage in config.stages:
         run = stage_as_run(stage, variant, config, folder)
         path = _model_path(stage, config, folder)
-        if not ((Path(run.output) / _RESULT).is_file() and path.is_dir()):
+        if not ((Path(run.output) / RESULT).is_file() and path.is_dir()):
             run_stage(model, text, stage, run, original, path)
         results[stage.section] = read_stage(Path(run.output))
         # Also after an unbroken stage: so a resumed run goes on from the very same weights.
@@ -263,12 +261,12 @@ def run_stage(
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         device=device_name(trainer.args.device),
     )
-    _write(folder / _RESULT, asdict(result))
+    _write(folder / RESULT, asdict(result))
 
 
 def read_stage(folder: Path) -> StageResult:
     """The result of a finished stage."""
-    return StageResult(**json.loads((folder / _RESULT).read_text(encoding="utf-8")))
+    return StageResult(**json.loads((folder / RESULT).read_text(encoding="utf-8")))
 
 
 def _trainer(

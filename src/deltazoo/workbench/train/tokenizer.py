@@ -61,9 +61,11 @@ def train_bpe(documents: Sequence[Document], vocab_size: int, max_bytes: int | N
     with console.status(f"training a tokenizer with {vocab_size} entries"):
         tokenizer.train_from_iterator(_texts(documents, max_bytes), trainer)
     if tokenizer.get_vocab_size() < vocab_size:
+        found = tokenizer.get_vocab_size()
         raise ValueError(
-            f"the training text yields only {tokenizer.get_vocab_size()} tokenizer entries, and tokenizer.vocab_size "
-            f"asks for {vocab_size}: lower it, or give more text"
+            f"the training text yields only {found} tokenizer entries, and tokenizer.vocab_size asks for {vocab_size}: "
+            f"give more text, or tokenizer.vocab_size={found} or less (on the command line --set "
+            f"tokenizer.vocab_size={found})"
         )
     return _wrap(_byte_level(tokenizer.model))
 

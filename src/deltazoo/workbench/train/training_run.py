@@ -1,8 +1,7 @@
 """One training run from a configuration to a finished model on disk."""
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,30 +14,23 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from deltazoo.workbench.console import say
-from deltazoo.workbench.train.checkpoint_files import checkpoints, whole_or_not_at_all, write_whole
+from deltazoo.workbench.train.checkpoint_files import whole_or_not_at_all, write_whole
 from deltazoo.workbench.train.config import (
     MODEL_CONFIG,
-    RUN_CONFIG,
-    Configuration,
-    DataConfig,
     RunConfig,
     TokenizerConfig,
-    load_config,
     save_config,
 )
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, Corpus, read_corpus
 from deltazoo.workbench.train.model import build_model
 from deltazoo.workbench.train.packed_rows import PackedRows, pack_in_order, spread
+from deltazoo.workbench.train.run_folder import RESULT, begin_run, check_run, latest_checkpoint, refuse_other_text
 from deltazoo.workbench.train.streamed_rows import StreamedRows
 from deltazoo.workbench.train.text import Records, TextFiles, open_text
 from deltazoo.workbench.train.tokenizer import build_tokenizer, encode_documents
 from deltazoo.workbench.train.trainer import PackedTrainer, training_arguments
 
-_TEXT, _RESULT = "text.json", "result.json"
 _STORED = ("log_history", "num_parameters", "tokens_per_step", "seconds", "tokens_per_second", "device", "precision")
-# What a resumed run may change: nothing of it touches the losses of the steps so far.
-_FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.keep_checkpoints"}
-_FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +94,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     finished = stored is not None and stored.log_history[-1]["step"] == config.training.steps
     if stored is not None and finished and stored.model_path.is_dir():
         return stored
-    latest = _latest_checkpoint(folder, config.training.steps) if resume else None
+    latest = latest_checkpoint(folder, config.training.steps) if resume else None
     processes.wait_for_everyone()  # all have looked at the folder before one writes into it
     with processes.main_process_first():
         tokenizer = _tokenizer(config, corpus, folder, resume or not processes.is_main_process)
@@ -129,7 +121,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
             trainer.save_model(str(staging))
             save_config(config, staging / MODEL_CONFIG)
         values = {name: getattr(result, name) for name in _STORED}
-        write_whole(folder / _RESULT, json.dumps(values, indent=1))
+        write_whole(folder / RESULT, json.dumps(values, indent=1))
     processes.wait_for_everyone()
     return result
 
@@ -149,90 +141,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
-
-
-def check_run(
-    config: Configuration,
-    folder: Path,
-    resume: bool,
-    load: Callable[[Path], Configuration] = load_config,
-    stages: Sequence[str] = (),
-) -> None:
-    """Check that the folder is free for a new run, or that the run in it is this one; writes nothing.
-
-    A run that saved nothing leaves the folder free.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        resume: whether the run is to be there already.
-        load: reads a configuration of this kind.
-        stages: folders of the run that hold checkpoints and results of their own.
-
-    Raises:
-        ValueError: it is not.
-    """
-    written = folder / RUN_CONFIG
-    saved = has_saved(folder, stages)
-    if not resume:
-        if saved:
-            raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")
-        if written.is_file() and not (folder / _TEXT).is_file():
-            raise ValueError(f"{written} is there already and of no run that began: remove it or choose another output")
-        return
-    if not (saved and written.is_file()):
-        raise ValueError(f"there is nothing to resume in {folder}: no checkpoint was saved there. Leave out --resume")
-    before, now = _flat(load(written).to_dict()), _flat(config.to_dict())
-    changes = [
-        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and name not in _FREE_TO_CHANGE and not name.startswith("runtime.")
-    ]
-    if changes:
-        raise ValueError(f"the run in {folder} began with another configuration: {'; '.join(changes)}")
-
-
-def has_saved(folder: Path, stages: Sequence[str] = ()) -> bool:
-    """Whether a run has left a checkpoint or a result in the folder, or in those of its ``stages``."""
-    return any(
-        checkpoints(place) or (place / _RESULT).exists() or (place / "model").exists()
-        for place in [folder, *(folder / stage for stage in stages)]
-    )
-
-
-def begin_run(config: Configuration, folder: Path, corpus: Corpus) -> None:
-    """Write down what a run begins or goes on with: its configuration, and a digest of its text."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_config(config, folder / RUN_CONFIG)
-    write_whole(folder / _TEXT, json.dumps(_facts(corpus)))
-
-
-def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
-    """The text must be what the run began with: another Python version brings another standard library."""
-    written = folder / _TEXT
-    # What a stream begins with says little, and the Hub may put it in another order.
-    if data.streaming or not written.is_file():
-        return
-    if json.loads(written.read_text(encoding="utf-8")) != _facts(corpus):
-        raise ValueError(f"{corpus.description} is no longer the text that the run in {folder} began with")
-
-
-def _facts(corpus: Corpus) -> dict[str, str]:
-    digest = hashlib.blake2b(digest_size=16)
-    for document in [*corpus.train, *corpus.validation]:
-        digest.update(document.text.encode("utf-8"))
-    return {"text": corpus.description, "digest": digest.hexdigest()}
-
-
-def _latest_checkpoint(folder: Path, steps: int) -> Path:
-    """The checkpoint that a run of so many steps goes on from."""
-    found = checkpoints(folder)
-    if not found:
-        raise ValueError(f"the run in {folder} is finished, and no checkpoint to go on from is left of it")
-    reached = int(found[-1].name.removeprefix("checkpoint-"))
-    if steps < reached:
-        raise ValueError(f"the run in {folder} has reached step {reached}, and training.steps is {steps}: give more")
-    return found[-1]
 
 
 def _tokenizer(config: RunConfig, corpus: Corpus, folder: Path, there: bool) -> PreTrainedTokenizerBase:
@@ -309,14 +217,7 @@ def encode_training(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> list[
 
 def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult | None:
     """The result of a run that finished once; None of any other."""
-    if not (folder / _RESULT).is_file():
+    if not (folder / RESULT).is_file():
         return None
-    values = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
+    values = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     return TrainingResult(model_path=folder / "model", corpus=corpus, **values)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

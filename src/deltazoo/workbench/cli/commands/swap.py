@@ -60,6 +60,7 @@ def swap(
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
     from deltazoo.workbench.presets import find_config
     from deltazoo.workbench.train.config import DataConfig
+    from deltazoo.workbench.train.run_folder import check_run, has_saved
 
     get_variant(variant)
     best = re.fullmatch(r"best:(\d+)", layers)
@@ -89,6 +90,8 @@ def swap(
     if ranks and text is None and recipe is None:
         raise ValueError("ranking the layers needs a text: name one with --text")
     folder = None if output is None else Path(output)
+    if recipe is not None and folder is not None:
+        check_run(recipe, folder, resume, load=load_conversion, stages=STAGES)
     if device is not None:
         check_device(device)
     path = resolve_checkpoint(path)
@@ -104,10 +107,7 @@ def swap(
         save_swapped,
     )
     from deltazoo.workbench.evaluate.loading import load_checkpoint, load_model
-    from deltazoo.workbench.train.training_run import check_run, has_saved
 
-    if recipe is not None and folder is not None:
-        check_run(recipe, folder, resume, load=load_conversion, stages=STAGES)
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
     console = Console()
     chosen: Any = layers

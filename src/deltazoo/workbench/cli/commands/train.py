@@ -49,7 +49,10 @@ def train_model(
 
     Ctrl-C saves a checkpoint before it stops.
     """
+    from deltazoo.workbench.train.run_folder import check_run
+
     run = _configuration(config, text, output, list(override or []))
+    check_run(run, Path(run.output), resume)
 
     from accelerate import PartialState
     from torch import distributed

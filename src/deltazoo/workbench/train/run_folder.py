@@ -1,0 +1,124 @@
+"""What the folder of a run holds: checks before a run begins or goes on, and the record of what it began with.
+
+Imports no torch, so that a command can check the folder first.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from deltazoo.names import nearest
+from deltazoo.workbench.train.checkpoint_files import checkpoints, write_whole
+from deltazoo.workbench.train.config import RUN_CONFIG, Configuration, DataConfig, load_config, save_config
+from deltazoo.workbench.train.corpus import Corpus
+
+RESULT = "result.json"
+_TEXT = "text.json"
+# What a resumed run may change: nothing of it touches the losses of the steps so far.
+_FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.keep_checkpoints"}
+_FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
+
+
+def check_run(
+    config: Configuration,
+    folder: Path,
+    resume: bool,
+    load: Callable[[Path], Configuration] = load_config,
+    stages: Sequence[str] = (),
+) -> None:
+    """Check that the folder is free for a new run, or that the run in it is this one; writes nothing.
+
+    A run that saved nothing leaves the folder free.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        resume: whether the run is to be there already.
+        load: reads a configuration of this kind.
+        stages: folders of the run that hold checkpoints and results of their own.
+
+    Raises:
+        ValueError: the folder holds a run and ``resume`` is false, or none and it is true; the run in it has another
+            configuration.
+    """
+    written = folder / RUN_CONFIG
+    saved = has_saved(folder, stages)
+    if not resume:
+        if saved:
+            raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")
+        if written.is_file() and not (folder / _TEXT).is_file():
+            raise ValueError(f"{written} is there already and of no run that began: remove it or choose another output")
+        return
+    if not (saved and written.is_file()):
+        hint = "" if folder.is_dir() else nearest_run(folder)
+        raise ValueError(
+            f"there is nothing to resume in {folder}: no checkpoint was saved there{hint or '. Leave out --resume'}"
+        )
+    before, now = _flat(load(written).to_dict()), _flat(config.to_dict())
+    changes = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in _FREE_TO_CHANGE and not name.startswith("runtime.")
+    ]
+    if changes:
+        raise ValueError(f"the run in {folder} began with another configuration: {'; '.join(changes)}")
+
+
+def has_saved(folder: Path, stages: Sequence[str] = ()) -> bool:
+    """Whether a run has left a checkpoint or a result in the folder, or in those of its ``stages``."""
+    return any(
+        checkpoints(place) or (place / RESULT).exists() or (place / "model").exists()
+        for place in [folder, *(folder / stage for stage in stages)]
+    )
+
+
+def nearest_run(path: Path) -> str:
+    """The clause "; did you mean 'runs/mine'?" for a mistyped run or configuration file, or nothing if none is near."""
+    names = [beside.name for beside in path.parent.glob("*.yaml")]
+    names += [beside.parent.name for beside in path.parent.glob(f"*/{RUN_CONFIG}")]
+    near = nearest(path.name, names)
+    return f"; did you mean {str(path.parent / near)!r}?" if near else ""
+
+
+def begin_run(config: Configuration, folder: Path, corpus: Corpus) -> None:
+    """Write down what a run begins or goes on with: its configuration, and a digest of its text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config(config, folder / RUN_CONFIG)
+    write_whole(folder / _TEXT, json.dumps(_facts(corpus)))
+
+
+def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
+    """The text must be what the run began with: another Python version brings another standard library."""
+    written = folder / _TEXT
+    # What a stream begins with says little, and the Hub may put it in another order.
+    if data.streaming or not written.is_file():
+        return
+    if json.loads(written.read_text(encoding="utf-8")) != _facts(corpus):
+        raise ValueError(f"{corpus.description} is no longer the text that the run in {folder} began with")
+
+
+def latest_checkpoint(folder: Path, steps: int) -> Path:
+    """The checkpoint that a run of so many steps goes on from."""
+    found = checkpoints(folder)
+    if not found:
+        raise ValueError(f"the run in {folder} is finished, and no checkpoint to go on from is left of it")
+    reached = int(found[-1].name.removeprefix("checkpoint-"))
+    if steps < reached:
+        raise ValueError(f"the run in {folder} has reached step {reached}, and training.steps is {steps}: give more")
+    return found[-1]
+
+
+def _facts(corpus: Corpus) -> dict[str, str]:
+    digest = hashlib.blake2b(digest_size=16)
+    for document in [*corpus.train, *corpus.validation]:
+        digest.update(document.text.encode("utf-8"))
+    return {"text": corpus.description, "digest": digest.hexdigest()}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
