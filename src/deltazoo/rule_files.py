@@ -43,15 +43,13 @@ def load_rule_file(path: str | Path) -> list[str]:
     if specification is None or specification.loader is None:
         raise ValueError(f"{path} is no Python file: its name must end in .py")
     module = importlib.util.module_from_spec(specification)
-    registered = dict(spec._REGISTRY)
     # Known by name before it runs: what it defines has to be found again when it is sent to another process.
     sys.modules[name] = module
     try:
-        specification.loader.exec_module(module)
+        with spec.forgotten_on_error():
+            specification.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        spec._REGISTRY.clear()
-        spec._REGISTRY.update(registered)
         if isinstance(error, Exception):
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
             where = f", line {lines[-1]}" if lines else ""

@@ -9,7 +9,8 @@ This module imports no torch, so that the command line can list the variants at 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeltaRuleSpec",
     "choice_name",
+    "forgotten_on_error",
     "get_variant",
     "list_variants",
     "register_variant",
@@ -196,6 +198,18 @@ def register_variant(spec: DeltaRuleSpec, layer: type[Any] | None = None) -> Del
         known = entry
     _REGISTRY[spec.name] = known
     return spec
+
+
+@contextmanager
+def forgotten_on_error() -> Iterator[None]:
+    """Variants registered inside the block are forgotten if an exception leaves it."""
+    before = dict(_REGISTRY)
+    try:
+        yield
+    except BaseException:
+        _REGISTRY.clear()
+        _REGISTRY.update(before)
+        raise
 
 
 def _is_layer_class(layer: object) -> bool:
