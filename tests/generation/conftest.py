@@ -1,6 +1,6 @@
 import pytest
 
-from deltazoo.generation import capture_conditions, captured_generation, decoder
+from deltazoo.generation import capture_conditions, kept_steps, step_capture
 from deltazoo.generation.step_capture import NoWaiting
 from deltazoo.ops import api
 
@@ -25,8 +25,7 @@ def captures(monkeypatch):
         return step
 
     monkeypatch.setattr(api, "check_tensor_values", lambda *args: None)  # reads values on a CPU alone
-    for module in (captured_generation, decoder):
-        monkeypatch.setattr(module, "capture", as_a_graph)
-    for module in (capture_conditions, captured_generation):
+    monkeypatch.setattr(step_capture, "capture", as_a_graph)
+    for module in (capture_conditions, kept_steps):
         monkeypatch.setattr(module, "graphs_run_on", lambda device: True)
     return made

@@ -17,8 +17,8 @@ from transformers import CompileConfig, DynamicCache, LogitsProcessorList, Stati
 from transformers.generation.streamers import BaseStreamer
 
 import deltazoo
-from deltazoo.generation import captured_generation
-from deltazoo.generation.step_capture import FixedTensors
+from deltazoo.generation import kept_steps, step_capture
+from deltazoo.generation.static_cache import FixedTensors
 
 WAYS = {
     "greedy": {"do_sample": False},
@@ -68,11 +68,11 @@ def test_left_padded(case, device):
 def test_one_step_is_captured_and_the_rest_is_replayed(case, monkeypatch):
     captures, steps = [], []
 
-    def counting(step, changed):
+    def counting(step, changed, generators, compiled):
         captures.append(len(changed))
         return lambda: (steps.append(1), step())
 
-    monkeypatch.setattr(captured_generation, "capture", counting)
+    monkeypatch.setattr(step_capture, "capture", counting)
     generate(tiny_model(case), tokens(2, 6), capture_step=True, do_sample=False, eos_token_id=-1)
     assert len(captures) == 1 and len(steps) == 7  # the first of eight tokens comes from the prompt
 
@@ -269,7 +269,7 @@ class TestWithoutKeyword:
 
     def test_too_little_memory_for_all_keys_at_once(self, captures, monkeypatch):
         model, ids = tiny_model("hybrid"), tokens(2, 6)
-        monkeypatch.setattr(captured_generation, "_free_bytes", lambda device: 10_000)
+        monkeypatch.setattr(kept_steps, "_free_bytes", lambda device: 10_000)
         assert torch.equal(generate(model, ids), plain(model, ids, max_new_tokens=8))
         assert not captures
         generate(tiny_model("gated_deltanet"), ids)
@@ -278,11 +278,11 @@ class TestWithoutKeyword:
     def test_a_step_that_cannot_be_captured(self, captures, monkeypatch):
         attempts = []
 
-        def failing(step, changed):
+        def failing(step, changed, generators, compiled):
             attempts.append(step)
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-        monkeypatch.setattr(captured_generation, "capture", failing)
+        monkeypatch.setattr(step_capture, "capture", failing)
         model, ids = tiny_model("hybrid"), tokens(2, 6)
         for _ in range(2):
             assert torch.equal(generate(model, ids), plain(model, ids))
@@ -395,36 +395,36 @@ class TestBetweenCalls:
 
     def test_much_memory_is_given_back(self, captures, monkeypatch):
         model, ids = tiny_model("gated_deltanet"), tokens(2, 6)
-        monkeypatch.setattr(captured_generation, "_total_bytes", lambda device: 64_000)
+        monkeypatch.setattr(kept_steps, "_total_bytes", lambda device: 64_000)
         generate(model, ids)
-        assert vars(model)["_captured_steps"]._kept is None
+        assert vars(model)["_captured_steps"].kept is None
 
     @pytest.mark.parametrize("change", [lambda m: m.train(), lambda m: m.to(torch.bfloat16)], ids=["train", "cast"])
     def test_memory_is_given_back_when_the_model_does_something_else(self, change, captures):
         model = tiny_model("gated_deltanet")
         generate(model, tokens(2, 6))
-        assert vars(model)["_captured_steps"]._kept is not None
+        assert vars(model)["_captured_steps"].kept is not None
         change(model)
-        assert vars(model)["_captured_steps"]._kept is None
+        assert vars(model)["_captured_steps"].kept is None
 
     def test_copies_start_afresh(self, captures):
         model, ids = tiny_model("gated_deltanet"), tokens(2, 6)
         generate(model, ids)
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert vars(twin)["_captured_steps"]._kept is None
+            assert vars(twin)["_captured_steps"].kept is None
             assert torch.equal(generate(twin, ids), generate(model, ids))
 
     def test_a_model_is_let_go_with_its_last_reference(self, captures, monkeypatch):
         """A graph holds no Python objects: what is kept of it must not lead back to the model."""
 
-        def run_once(step, changed):
+        def run_once(step, changed, generators, compiled):
             step()
             return lambda: None
 
-        monkeypatch.setattr(captured_generation, "capture", run_once)
+        monkeypatch.setattr(step_capture, "capture", run_once)
         model = tiny_model("gated_deltanet")
         generate(model, tokens(2, 6))
-        assert vars(model)["_captured_steps"]._kept is not None
+        assert vars(model)["_captured_steps"].kept is not None
         gc.collect()
         gc.disable()
         try:
@@ -443,12 +443,12 @@ class TestOnAGPU:
     def test_weights_changed_in_place_are_read_anew(self, case):
         model, ids = tiny_model(case).cuda(), tokens(2, 6).cuda()
         generate(model, ids)
-        kept = vars(model)["_captured_steps"]._kept
+        kept = vars(model)["_captured_steps"].kept
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
         assert torch.equal(generate(model, ids, do_sample=False), plain(model, ids, do_sample=False))
-        assert vars(model)["_captured_steps"]._kept is kept
+        assert vars(model)["_captured_steps"].kept is kept
 
     def test_a_step_that_waits_for_the_device(self):
         class Waiting(nn.Module):

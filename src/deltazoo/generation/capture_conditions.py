@@ -1,32 +1,37 @@
-"""Where a captured step would do what the ordinary loop does: what stands against it in a model, and what a step of an
-earlier call relied on.
+"""When `generate` may capture its step: the reasons against it in a model, in arguments and in a cache.
 
-A graph repeats what the device was told while it was captured. Whatever Python does besides happens once: hooks, counts
-on the host, choices made from attributes.
+A graph repeats what the device was told while it was captured. Whatever else Python does happens once, at the capture:
+hooks, counts on the host, choices made from attributes. Where that would matter, the ordinary loop runs.
 """
 
-import weakref
-from collections.abc import Iterator
-from dataclasses import is_dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
+from transformers.generation import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import is_fsdp_managed_module
 
+from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.static_cache import check_fixed
 from deltazoo.generation.step_capture import graphs_run_on
 
-__all__ = ["Fingerprint", "why_not_this_model"]
+__all__ = ["why_not_these_arguments", "why_not_this_call", "why_not_this_model"]
 
-_INTERNAL = {*vars(nn.Module()), "forward", "_captured_steps"} - {"training"}
-"""What every module may have; what counts of it is compared, or stands against captured steps, by itself."""
 _IMPLEMENTATIONS = ("sdpa", "eager")
 """Of softmax attention; others read masks that grow, or that are no tensors."""
+_ONE_TOKEN_AT_A_TIME = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
 
 
 def why_not_this_model(model: Any) -> str | None:
-    """Why the steps of a model should run one by one as it is now; None if they may be captured."""
+    """Why the steps of a model should run one by one as the model is now; None if they may be captured."""
     device = model.device
     if not graphs_run_on(device):
         return f"the model is on {device}, where there are no CUDA graphs"
@@ -40,11 +45,11 @@ def why_not_this_model(model: Any) -> str | None:
         return "the model is quantised"
     if (getattr(model, "_tp_size", None) or 1) > 1 or is_fsdp_managed_module(model):
         return "the model is divided among processes"
-    return _odd_tensor(model, device) or _odd_module(model)
+    return _unusual_tensor(model, device) or _unusual_module(model)
 
 
-def _odd_tensor(model: nn.Module, device: torch.device) -> str | None:
-    for name, x in _tensors(model):
+def _unusual_tensor(model: nn.Module, device: torch.device) -> str | None:
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.device != device:
             return f"{name} is on {x.device} and the model on {device}"
         if type(x) not in (nn.Parameter, Tensor) or hasattr(x, "ds_id"):
@@ -52,7 +57,7 @@ def _odd_tensor(model: nn.Module, device: torch.device) -> str | None:
     return None
 
 
-def _odd_module(model: nn.Module) -> str | None:
+def _unusual_module(model: nn.Module) -> str | None:
     everywhere = torch.nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return "there are forward hooks for all modules"
@@ -72,49 +77,68 @@ def _odd_module(model: nn.Module) -> str | None:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether all that a hook does for one token happens on the device."""
-    function = getattr(hook, "func", hook)  # of a partial
+    """Whether a hook is of this package. All that those do for one token happens on the device."""
+    function = getattr(hook, "func", hook)  # the function of a partial
     return getattr(function, "__module__", "").startswith("deltazoo.")
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def why_not_these_arguments(kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call of `generate` with these keyword arguments should run its steps one by one; None if it need not."""
+    if kwargs.get("custom_generate") is not None:
+        return "custom_generate brings a loop of its own"
+    if kwargs.get("synced_gpus"):
+        return "synced_gpus keeps several processes in step"
+    return None
 
 
-class Fingerprint:
-    """What a captured step relies on: the model's modules, their settings, and where weights lie. `==` compares.
+def why_not_this_call(
+    config: GenerationConfig, cache: Cache | None, mode: GenerationMode, required: bool
+) -> str | None:
+    """Why a call of `generate` should run its steps one by one, once its arguments are known; None if it need not.
 
-    Weights changed where they lie (training, `load_state_dict`, merged adapters) are no other fingerprint: a graph
-    reads them anew.
+    Args:
+        config: of the call.
+        cache: that the call uses.
+        mode: way of decoding.
+        required: the user asked for captured steps; a cache of the user's is then allowed.
     """
+    if config.is_assistant or mode is GenerationMode.ASSISTED_GENERATION:
+        return "assisted decoding takes tokens back"
+    if mode not in _ONE_TOKEN_AT_A_TIME:
+        return f"{mode.value} is no plain sampling or beam search"
+    if cache is None:
+        return "use_cache=False keeps no state"
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(config, name):
+            return f"{name}=True asks a step for more than its logits"
+    if config.compile_config is not None:
+        return "compile_config asks for transformers' own compilation"
+    if required:
+        return _why_not_this_cache(cache)
+    if config.cache_implementation is not None:
+        return f"cache_implementation={config.cache_implementation!r} was asked for"
+    if getattr(cache, "_is_user_defined", False):
+        return "past_key_values was given"
+    if config.return_dict_in_generate:
+        return "return_dict_in_generate=True hands out the cache"
+    return _why_not_this_cache(cache)
 
-    def __init__(self, model: Any) -> None:
-        modules = list(model.modules())
-        self._modules = [weakref.ref(module) for module in modules]
-        self._rest = (
-            [(x.data_ptr(), x.dtype, x.shape, x.stride()) for _, x in _tensors(model)],
-            [_settings(vars(module)) for module in modules],
-            _settings(vars(model.config)),
-            torch.is_inference_mode_enabled(),
-        )
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Fingerprint) or len(self._modules) != len(other._modules):
-            return False
-        pairs = zip(self._modules, other._modules, strict=True)
-        return all(a() is b() is not None for a, b in pairs) and self._rest == other._rest
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _settings(values: Any) -> Any:
-    """The plain values in a nest of lists, dicts and dataclasses, and where something else is."""
-    if is_dataclass(values) and not isinstance(values, type | PreTrainedConfig):
-        values = vars(values)
-    if isinstance(values, dict):
-        return {key: _settings(value) for key, value in values.items() if key not in _INTERNAL}
-    if isinstance(values, list | tuple | set):
-        return [_settings(value) for value in values]
-    plain = isinstance(values, bool | int | float | str | torch.dtype | torch.device | None)
-    return values if plain else type(values)
+def _why_not_this_cache(cache: Any) -> str | None:
+    if type(cache) is StaticCache:
+        try:
+            check_fixed(cache)
+        except ValueError as error:
+            return str(error)
+        return None
+    if type(cache) is not DynamicCache:
+        return f"the cache is a {type(cache).__name__}"
+    if cache.offloading:
+        return "the cache is offloaded"
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DeltaRuleCacheLayer):
+            return f"the cache has a {type(layer).__name__}"
+        if layer.is_initialized:
+            return "the cache has been used"
+    return None

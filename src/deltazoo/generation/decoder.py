@@ -1,9 +1,9 @@
-"""Token by token: a static cache, one step that ends in its own next input, and the loop around it.
+"""A decoding loop over a static cache, whose step ends in its own next input.
 
     prompt -> [pieces through the chunk kernels] -> state -> step -> token -> step -> token ...
 
-All that a step reads and writes stays where it is: state, token, which rows are finished. So on a GPU the step, the
-sampling included, is one CUDA graph, and the host only asks for the next replay while it hands out the token before.
+All that a step reads and writes stays at its address: state, token, which rows are finished. So on a GPU the step,
+sampling included, is one CUDA graph. The host only starts the next replay while it hands out the token before.
 """
 
 from collections import deque
@@ -17,11 +17,10 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
-from deltazoo.generation.capture_conditions import Fingerprint
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.generation.sampling import Sampling
-from deltazoo.generation.step_capture import FixedTensors, capture, fixed_cache
+from deltazoo.generation.static_cache import fixed_cache
+from deltazoo.generation.step_capture import CapturedStep
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.backend_report import RunsDeltaRule
 
@@ -33,15 +32,16 @@ class Decoder:
 
     Args:
         model: a causal language model with delta-rule layers: ours, swapped or accelerated; in evaluation mode, on the
-            device where it stays. `MergedProjections` lays its weights out; where they move, a new step is captured.
+            device where it stays. The captured step arranges its weights in memory (`MergedProjections`); where they
+            move later, a new step is captured.
         batch_size: rows.
-        max_length: tokens of prompt and continuation at most; keys, values and masks of softmax layers take room for
-            them. Our models without such layers need no maximum.
-        sampling: how tokens are drawn; the likeliest each time unless given.
-        eos_token_id: tokens that end a row; the model's own unless given, an empty sequence for none.
-        pad_token_id: what follows an end while other rows go on; the model's own or the first end unless given.
-        prefill_chunk: tokens of the prompt per forward pass; all at once unless given. The state is handed over, so
-            the result is the same; the memory for a long prompt is that of one piece.
+        max_length: tokens of prompt and continuation at most. Softmax layers reserve keys, values and masks for that
+            many; our models without such layers need no maximum.
+        sampling: how tokens are drawn; default: the likeliest each time.
+        eos_token_id: tokens that end a row; default: the model's own. An empty sequence: none.
+        pad_token_id: what follows an end while other rows go on; default: the model's own, else the first end.
+        prefill_chunk: tokens of the prompt per forward pass; default: all at once. The state is handed over, so the
+            result is the same, and a long prompt needs the memory of one piece.
         seed: of the sampling.
         compile: run the step through `torch.compile`: fewer, larger kernels for a wait at the first token.
 
@@ -64,9 +64,9 @@ class Decoder:
     ) -> None:
         _check_model(model)
         self.cache = fixed_cache(model, max_length or 1)
-        self.takes_room = any(_length_of(layer) for layer in self.cache.layers)
-        if self.takes_room and max_length is None:
-            raise ValueError("max_length is needed: softmax layers and their masks take room for every token")
+        self.has_softmax_layers = any(_length_of(layer) for layer in self.cache.layers)
+        if self.has_softmax_layers and max_length is None:
+            raise ValueError("max_length is needed: softmax layers and their masks take memory for every token")
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         self.model = model
@@ -85,9 +85,7 @@ class Decoder:
         self.real = torch.ones(batch_size, max_length or 1, dtype=torch.long, device=model.device)
         self._forward: Callable[..., Any] = torch.compile(model, fullgraph=True) if compile else model
         self._is_compiled = compile
-        self._replay: Callable[[], object] | None = None
-        self._captured: Fingerprint | None = None
-        self._projections = MergedProjections(model)
+        self._captured: CapturedStep | None = None
 
     def stream(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128
@@ -107,8 +105,6 @@ class Decoder:
 
     def _stream(self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> Iterator[Tensor]:
         self._prefill(input_ids, attention_mask)
-        if self._replay is not None and self._captured != Fingerprint(self.model):
-            self._projections, self._replay = MergedProjections(self.model), None
         # A GPU works on the next token while the host reads the last one; a CPU does one thing at a time.
         ahead = 1 if self.token.device.type == "cuda" else 0
         waiting = deque([self._read()])
@@ -122,7 +118,7 @@ class Decoder:
                 if ended.all():
                     return
             if made < max_new_tokens:
-                self._advance()
+                self._advance(first=made == 1)
                 waiting.append(self._read())
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> None:
@@ -140,7 +136,11 @@ class Decoder:
             raise ValueError("attention_mask must end with real tokens: pad prompts on the left")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if self.takes_room and self.max_length is not None and input_ids.shape[1] + max_new_tokens > self.max_length:
+        if (
+            self.has_softmax_layers
+            and self.max_length is not None
+            and input_ids.shape[1] + max_new_tokens > self.max_length
+        ):
             raise ValueError(
                 f"{input_ids.shape[1]} prompt tokens and {max_new_tokens} new ones exceed max_length={self.max_length}"
             )
@@ -150,7 +150,7 @@ class Decoder:
         """Run the prompt from an empty state, and draw the first token."""
         self.cache.reset()
         num_tokens = input_ids.shape[1]
-        if self.takes_room:
+        if self.has_softmax_layers:
             self.real.fill_(1)
             if attention_mask is not None:
                 self.real[:, :num_tokens] = attention_mask
@@ -160,7 +160,7 @@ class Decoder:
             mask = positions = None
             if attention_mask is not None:
                 mask = attention_mask[:, :done]
-            if self.takes_room:
+            if self.has_softmax_layers:
                 positions = (self.real[:, :done].cumsum(1) - 1).clamp(min=0)[:, -piece.shape[1] :]
             output = self.model(**self._inputs(piece, mask, positions, is_first_iteration=True))
         if positions is not None:
@@ -190,24 +190,25 @@ class Decoder:
         self.token.copy_(chosen)
 
     def _step(self) -> None:
-        mask, positions = (self.real, self.position) if self.takes_room else (None, None)
+        """From the current token to the next one."""
+        mask, positions = (self.real, self.position) if self.has_softmax_layers else (None, None)
         inputs = self._inputs(self.token, mask, positions)
-        with self._projections.active():
+        # Experts have another implementation for decoding, but not in older versions of transformers.
+        with getattr(self.model, "_optimize_model_for_decode", nullcontext)():
             output = self._forward(**inputs)
         self._take(output.logits[:, -1])
-        if self.takes_room:  # linear layers do not look at it
+        if self.has_softmax_layers:  # linear layers do not use it
             self.position.add_(1)
 
     @torch.no_grad()
-    def _advance(self) -> None:
-        if self._replay is None:
-            changed = [*FixedTensors(self.cache).changed, self.token, self.finished, self.position]
-            # Older versions of transformers have no other experts for decoding.
-            with getattr(self.model, "_optimize_model_for_decode", nullcontext)():
-                self._replay = capture(self._step, changed, [self.generator], compiled=self._is_compiled)
-            self._captured = Fingerprint(self.model)
-        with torch.cuda.device_of(self.token):  # a graph is replayed on the current device
-            self._replay()
+    def _advance(self, first: bool) -> None:
+        """Replay the step; before the first of a prompt, capture it anew if the model has changed."""
+        if self._captured is None or (first and not self._captured.stands_for(self.model)):
+            changed = [self.token, self.finished, self.position]
+            self._captured = CapturedStep(
+                self.model, self._step, self.cache, changed, [self.generator], compiled=self._is_compiled
+            )
+        self._captured.replay()
 
     def _read(self) -> Callable[[], Tensor]:
         """The current token on its way to the host; calling the result waits for it and for nothing after it."""

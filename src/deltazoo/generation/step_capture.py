@@ -1,41 +1,35 @@
-"""A decoding step as one CUDA graph, and the caches that such a step can work on.
+"""A decoding step of a model as one CUDA graph.
 
-A one-token step is thousands of launches of microseconds each; a graph of them is one launch. A graph reads and writes
-fixed addresses, as a `StaticCache` has them; the state of a delta-rule layer keeps its size at every length.
+A step over one token is thousands of launches of microseconds each; a graph of them is one launch. A graph reads and
+writes fixed addresses, so the step works on a static cache (`deltazoo.generation.static_cache`) and on input tensors
+that stay. It repeats what the device was told while it was captured, and nothing that Python did besides; `Fingerprint`
+says whether a graph of an earlier call still stands for the model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    LinearAttentionLayer,
-    StaticCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
 
-from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.merged_projections import MergedProjections
+from deltazoo.generation.static_cache import FixedTensors
 
-__all__ = [
-    "FixedTensors",
-    "NoWaiting",
-    "bytes_when_fixed",
-    "capture",
-    "check_fixed",
-    "fixed_cache",
-    "graphs_run_on",
-    "move_cache",
-]
+__all__ = ["CapturedStep", "Fingerprint", "NoWaiting", "capture", "graphs_run_on"]
 
 _WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_select", "_unique2", "unique_dim")
+"""Operations that make the host wait for a device."""
 _INDEXING = ("index", "index_put", "index_put_")
-"""Where a mask is an index, its places are counted."""
+"""Operations that wait where an index is a mask, whose true entries must be counted."""
+_UNCOMPARED = {*vars(nn.Module()), "forward", "_captured_steps"} - {"training"}
+"""Attributes that every module may have. What of them matters to a captured step is compared separately, or keeps steps
+from being captured (`deltazoo.generation.capture_conditions`)."""
 
 
 def graphs_run_on(device: torch.device) -> bool:
@@ -46,10 +40,10 @@ def graphs_run_on(device: torch.device) -> bool:
 class NoWaiting(TorchDispatchMode):
     """Within this context, operations that make the host wait for a device raise RuntimeError.
 
-    A capture that meets one fails, too, but leaves torch's allocator in the middle of it.
+    A capture that meets one fails, too, but leaves torch's allocator in an unfinished state.
 
     Args:
-        device: whose tensors to watch; a CPU's for tests.
+        device: whose tensors to watch; tests watch the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,8 +71,7 @@ def capture(
 
     Args:
         step: reads and writes tensors that stay where they are, and never waits for the device.
-        changed: the tensors whose values it changes and reads again. They, and the generators, come out of this call as
-            they went in.
+        changed: the tensors whose values the step changes and reads again. This call restores them and the generators.
         generators: random number generators that the step draws from.
         compiled: the step runs compiled code, which is not watched for waiting.
 
@@ -106,7 +99,7 @@ def _capture_graph(
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(stream):
-            step()  # kernels compile
+            step()  # kernels are compiled
             _copy_all(before, changed)
             with watched:
                 step()
@@ -115,7 +108,7 @@ def _capture_graph(
         for generator, state in zip(generators, random_states, strict=True):
             generator.set_state(state)
             graph.register_generator_state(generator)
-        # Other threads may use the device meanwhile.
+        # Other threads may use the device during the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
     except BaseException:
@@ -135,90 +128,94 @@ def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         target.copy_(source)
 
 
-def fixed_cache(model: Any, max_length: int) -> StaticCache:
-    """An empty static cache of a model that a captured step can work on.
+class CapturedStep:
+    """A decoding step, captured once and replayed for every token.
+
+    On a GPU it is a CUDA graph, without a reference to the model; elsewhere it is the function itself. Linear maps of
+    one input run merged within the step (`MergedProjections`).
 
     Args:
-        model: a causal language model of transformers.
-        max_length: tokens that softmax layers have room for.
+        model: whose layers the step runs; in evaluation mode.
+        step: runs the model over tensors that stay where they are, and never waits for the device.
+        cache: the static cache that the step works on, after its first tokens.
+        changed: the other tensors whose values the step changes and reads again.
+        generators: random number generators that the step draws from.
+        compiled: the step runs compiled code, which is not watched for waiting.
+
+    Attributes:
+        cache_tensors: those of the cache, at their addresses.
+        output: what the step returned; the next replay overwrites its tensors.
 
     Raises:
-        ValueError: a layer keeps its past in a way that a graph cannot replay.
-    """
-    cache = StaticCache(config=model.config, max_cache_len=max_length)
-    for index, layer in enumerate(cache.layers):
-        # A window counts on the host, which replays do not; and masks cut the window out of all keys just as well.
-        if type(layer) is StaticSlidingWindowLayer:
-            cache.layers[index] = StaticLayer(max_cache_len=max_length)
-    prepare = getattr(model, "prepare_cache", None)
-    if prepare is not None:
-        prepare(cache)
-    check_fixed(cache)
-    return cache
-
-
-def check_fixed(cache: Cache) -> None:
-    """ValueError unless a captured step can work on all layers of a static cache."""
-    for layer in cache.layers:
-        if type(layer) not in (StaticLayer, LinearAttentionLayer, DeltaRuleCacheLayer):
-            raise ValueError(
-                f"a captured step cannot work on a {type(layer).__name__} of the cache; the ordinary generate can"
-            )
-
-
-def bytes_when_fixed(cache: Cache, max_length: int) -> int:
-    """What keys and values of a filled dynamic cache would take with room for `max_length` tokens."""
-    softmax: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    tensors: list[Tensor] = [x for layer in softmax for x in (layer.keys, layer.values)]
-    return sum(x.nbytes // x.shape[2] * max_length for x in tensors)
-
-
-def move_cache(source: Cache, target: StaticCache) -> None:
-    """Fill an empty static cache with what a dynamic one holds, layer by layer, and empty that."""
-    source.layers, layers = [], source.layers
-    layers.reverse()
-    new: Any
-    for new in target.layers:
-        old: Any = layers.pop()  # and free its memory before the next
-        if isinstance(new, DeltaRuleCacheLayer):
-            new.store(old.state, old.num_tokens, target.layers)
-            continue
-        if not new.is_initialized:
-            new.lazy_initialization(old.keys, old.values)
-        # A window holds the last keys alone; they go where they would be among all.
-        new.cumulative_length.fill_(old.get_seq_length() - old.keys.shape[2])
-        new.update(old.keys, old.values)
-
-
-class FixedTensors:
-    """The tensors of a filled static cache at the addresses that a captured step knows.
-
-    Args:
-        cache: of `fixed_cache`, after its first tokens.
+        RuntimeError: the step waits for the device, or memory runs out.
     """
 
-    def __init__(self, cache: Cache) -> None:
-        self._places = [place for layer in cache.layers for place in _tensors_of(layer)]
+    def __init__(
+        self,
+        model: Any,
+        step: Callable[[], Any],
+        cache: Cache,
+        changed: Sequence[Tensor] = (),
+        generators: Sequence[torch.Generator] = (),
+        *,
+        compiled: bool = False,
+    ) -> None:
+        self.output: Any = None
+        self.cache_tensors = FixedTensors(cache)
+        self._projections = projections = MergedProjections(model)
 
-    @property
-    def changed(self) -> list[Tensor]:
-        """What a step changes and reads again; it writes its keys and values to the same place when it is repeated."""
-        return [tensor for _, name, tensor in self._places if name not in ("keys", "values")]
+        def merged_step() -> None:
+            with projections.active():
+                self.output = step()
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of all of them."""
-        return sum(tensor.nbytes for _, _, tensor in self._places)
+        changed = [*self.cache_tensors.changed, *changed]
+        self._device_index = changed[0].get_device()  # -1 for the CPU, which `torch.cuda.device` leaves alone
+        self._replay = capture(merged_step, changed, generators, compiled=compiled)
+        self._fingerprint = Fingerprint(model)
 
-    def put_back(self) -> None:
-        """Undo moves: transformers' key/value layers put new tensors in place of theirs when beams change rows."""
-        for owner, name, tensor in self._places:
-            if owner[name] is not tensor:
-                tensor.copy_(owner[name])
-                owner[name] = tensor
+    def stands_for(self, model: Any) -> bool:
+        """Whether a replay still does what the model would do now."""
+        return self._fingerprint == Fingerprint(model)
+
+    def replay(self) -> None:
+        """Do the step once more."""
+        with torch.cuda.device(self._device_index):  # a graph is replayed on the current device
+            self._replay()
 
 
-def _tensors_of(layer: Any) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
-    """Where a cache layer keeps its tensors: attributes, and dicts of several states."""
-    for owner in (vars(layer), *(x for x in vars(layer).values() if isinstance(x, dict))):
-        yield from ((owner, name, x) for name, x in owner.items() if isinstance(x, Tensor))
+class Fingerprint:
+    """What a captured step relies on: a model's modules, their settings, and the addresses of weights. `==` compares.
+
+    Weights changed in place (training, `load_state_dict`, merged adapters) leave the fingerprint as it is: a graph
+    reads them anew.
+    """
+
+    def __init__(self, model: Any) -> None:
+        modules = list(model.modules())
+        self._modules = [weakref.ref(module) for module in modules]
+        self._rest = (
+            [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (*model.parameters(), *model.buffers())],
+            [_settings(vars(module)) for module in modules],
+            _settings(vars(model.config)),
+            torch.is_inference_mode_enabled(),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint) or len(self._modules) != len(other._modules):
+            return False
+        pairs = zip(self._modules, other._modules, strict=True)
+        return all(a() is b() is not None for a, b in pairs) and self._rest == other._rest
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _settings(values: Any) -> Any:
+    """The plain values in nested lists, dicts and dataclasses; the type of everything else."""
+    if is_dataclass(values) and not isinstance(values, type | PreTrainedConfig):
+        values = vars(values)
+    if isinstance(values, dict):
+        return {key: _settings(value) for key, value in values.items() if key not in _UNCOMPARED}
+    if isinstance(values, list | tuple | set):
+        return [_settings(value) for value in values]
+    plain = isinstance(values, bool | int | float | str | torch.dtype | torch.device | None)
+    return values if plain else type(values)

@@ -1,0 +1,107 @@
+"""Static caches that a captured step can work on: every tensor stays at its address from one step to the next."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from deltazoo.generation.cache import DeltaRuleCacheLayer
+
+__all__ = ["FixedTensors", "bytes_when_fixed", "check_fixed", "fixed_cache", "move_cache"]
+
+
+def fixed_cache(model: Any, max_length: int) -> StaticCache:
+    """An empty static cache of a model that a captured step can work on.
+
+    Args:
+        model: a causal language model of transformers.
+        max_length: tokens that softmax layers can hold.
+
+    Raises:
+        ValueError: a layer keeps its past in a way that a graph cannot replay.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=max_length)
+    for index, layer in enumerate(cache.layers):
+        # Windows are counted on the host, which a replay does not do. With all keys kept, masks select the window.
+        if type(layer) is StaticSlidingWindowLayer:
+            cache.layers[index] = StaticLayer(max_cache_len=max_length)
+    prepare = getattr(model, "prepare_cache", None)
+    if prepare is not None:
+        prepare(cache)
+    check_fixed(cache)
+    return cache
+
+
+def check_fixed(cache: Cache) -> None:
+    """ValueError unless a captured step can work on all layers of a static cache."""
+    for layer in cache.layers:
+        if type(layer) not in (StaticLayer, LinearAttentionLayer, DeltaRuleCacheLayer):
+            raise ValueError(
+                f"a captured step cannot work on a {type(layer).__name__} of the cache; the ordinary generate can"
+            )
+
+
+def bytes_when_fixed(cache: Cache, max_length: int) -> int:
+    """Memory of the keys and values of a filled dynamic cache if it held `max_length` tokens."""
+    softmax: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    tensors: list[Tensor] = [x for layer in softmax for x in (layer.keys, layer.values)]
+    return sum(x.nbytes // x.shape[2] * max_length for x in tensors)
+
+
+def move_cache(source: Cache, target: StaticCache) -> None:
+    """Move the contents of a dynamic cache to an empty static one, layer by layer; the dynamic cache is empty then."""
+    source.layers, layers = [], source.layers
+    layers.reverse()
+    new: Any
+    for new in target.layers:
+        old: Any = layers.pop()  # its memory is free before the next layer is moved
+        if isinstance(new, DeltaRuleCacheLayer):
+            new.store(old.state, old.num_tokens, target.layers)
+            continue
+        if not new.is_initialized:
+            new.lazy_initialization(old.keys, old.values)
+        # A window holds the last keys alone; they get the positions that they have among all keys.
+        new.cumulative_length.fill_(old.get_seq_length() - old.keys.shape[2])
+        new.update(old.keys, old.values)
+
+
+class FixedTensors:
+    """The tensors of a filled static cache, at the addresses that a captured step uses.
+
+    Args:
+        cache: of `fixed_cache`, after its first tokens.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._owned = [owned for layer in cache.layers for owned in _tensors_of(layer)]
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """What a step changes and reads again. Its keys and values are left out: repeated, it writes the same ones."""
+        return [tensor for _, name, tensor in self._owned if name not in ("keys", "values")]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all of them."""
+        return sum(tensor.nbytes for _, _, tensor in self._owned)
+
+    def put_back(self) -> None:
+        """Copy tensors back to their addresses; transformers' key/value layers make new ones when beams change rows."""
+        for owner, name, tensor in self._owned:
+            if owner[name] is not tensor:
+                tensor.copy_(owner[name])
+                owner[name] = tensor
+
+
+def _tensors_of(layer: Any) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
+    """The tensors of a cache layer (attributes, and dicts of states), each with the dict and the name that hold it."""
+    for owner in (vars(layer), *(x for x in vars(layer).values() if isinstance(x, dict))):
+        yield from ((owner, name, x) for name, x in owner.items() if isinstance(x, Tensor))
