@@ -6,23 +6,7 @@ import triton.language as tl
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
 from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradients, store_step_gradient
-
-
-@triton.jit
-def two_terms(x, DTYPE: tl.constexpr):
-    """Float32 x as two terms of 16 bits that sum to it but for 2^-17 of it."""
-    if tl.bfloat16 == DTYPE:  # cut off, not rounded: one instruction
-        hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    else:
-        hi = x.to(DTYPE).to(tl.float32)
-    return hi.to(DTYPE), (x - hi).to(DTYPE)
-
-
-@triton.jit
-def sums(mask, x, PRECISION: tl.constexpr):
-    """`mask @ x`: sums of selected rows on the matrix unit."""
-    hi, lo = two_terms(x, mask.dtype)
-    return tl.dot(mask, hi, tl.dot(mask, lo, input_precision=PRECISION), input_precision=PRECISION)
+from deltazoo.ops.triton.chunk.terms import masked_sum_of_two
 
 
 @triton.jit(do_not_specialize=["key_tiles", "value_tiles", "T", "NT", "H", "HV"])
@@ -139,7 +123,7 @@ def chunk_gradients_channel_kernel(
                 b_col = tl.dot(U_tile, b_dS, b_col, input_precision=PRECISION) + 0.0  # waits, as in `score_gradients`
         b_last *= g_last
         b_g = tl.where(m_c[:, None], tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR), 0.0)
-        b_G = sums(later, b_g, PRECISION)
+        b_G = masked_sum_of_two(later, b_g, PRECISION)
         entry, undone = tl.exp2(b_G), tl.exp2(-b_G)
         k_written = (b_k * undone).to(DTYPE)
 
@@ -176,7 +160,7 @@ def chunk_gradients_channel_kernel(
         if tl.float16 == DTYPE:  # gradients may leave its range
             b_dg = tl.cumsum(b_dG, 0, reverse=True)
         else:
-            b_dg = sums(tl.trans(later), b_dG, PRECISION)
+            b_dg = masked_sum_of_two(tl.trans(later), b_dG, PRECISION)
         b_dg += b_last[None, :]
         tl.store(d_log_decay + i_k * BK + o_dk, b_dg, mask=m_ck)
 

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
-from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, level_mask, three_terms, undo_decay
-from deltazoo.ops.triton.chunk.gradients_channel import two_terms
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, level_mask, undo_decay
 from deltazoo.ops.triton.chunk.score_gradients import score_gradients, store_step_gradient
+from deltazoo.ops.triton.chunk.terms import masked_sum_transposed, three_terms, two_terms
 
 
 @triton.jit
@@ -65,19 +65,6 @@ def pair_gradients(
         tl.store(W + C * C + o_cc, tl.where(below, -b_dL, 0.0).to(W.dtype.element_ty))
     tl.debug_barrier()
     return b_dbeta, stored
-
-
-@triton.jit
-def sums(x, y, z, mask):
-    """`(x + y + z) @ mask`: sums of selected tokens on the matrix unit. Float32 is all in x."""
-    M = mask.to(x.dtype)
-    if x.dtype == tl.float32:
-        out = tl.dot(x, M, input_precision="tf32x3")
-    else:
-        out = tl.dot(z, M)
-        out = tl.dot(y, M, out)
-        out = tl.dot(x, M, out)
-    return out
 
 
 @triton.jit
@@ -167,7 +154,7 @@ def tail_tile(
     b_g = tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR)
     b_g = tl.where(m_c[None, :], tl.trans(b_g), 0.0)
     g1, g2, g3 = three_terms(b_g, DTYPE)
-    b_G = sums(g1, g2, g3, tl.trans(later))
+    b_G = masked_sum_transposed(g1, g2, g3, tl.trans(later))
     entry = tl.exp2(b_G)
     if STRONG:
         undone, direct = undo_decay(tl.trans(b_G), DTYPE)
@@ -175,7 +162,7 @@ def tail_tile(
     else:
         undone = tl.exp2(-b_G)
     k_written = (b_k * undone).to(DTYPE)
-    b_col *= tl.exp2(sums(g1, g2, g3, o_c[:, None] > o_c[None, :]))
+    b_col *= tl.exp2(masked_sum_transposed(g1, g2, g3, o_c[:, None] > o_c[None, :]))
     b_last = tl.sum(b_k * b_col, 1)
 
     if STRONG:  # pairs whose later token is out of range take the levels below
@@ -194,8 +181,8 @@ def tail_tile(
     if STRONG:
         for level in tl.range(6, num_stages=1):
             middle = (o_c >> (level + 1) << (level + 1)) + (1 << level) - 1
-            near, far = tl.minimum(o_c, middle)[None, :], tl.maximum(o_c, middle)[None, :]
-            f = tl.exp2(sums(g1, g2, g3, (o_c[:, None] > near) & (o_c[:, None] <= far)))
+            low, high = tl.minimum(o_c, middle)[None, :], tl.maximum(o_c, middle)[None, :]
+            f = tl.exp2(masked_sum_transposed(g1, g2, g3, (o_c[:, None] > low) & (o_c[:, None] <= high)))
             pairs = level_mask(o_c, level) & (direct == 0)[:, None]
             k_f = b_k * f
             W_f = tl.where(pairs, tl.load(p_W), 0.0).to(DTYPE)

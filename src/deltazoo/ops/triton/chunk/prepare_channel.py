@@ -16,18 +16,15 @@ import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head
 from deltazoo.ops.triton.chunk.decay_factors import (
-    BFLOAT_RANGE,
-    FLOAT_RANGE,
-    HALF_RANGE,
     decays_beyond_one_product,
+    exponent_range,
     level_factor,
     level_mask,
     log2_decay,
-    masked_sum,
-    three_terms,
 )
 from deltazoo.ops.triton.chunk.inverse import store_inverse
 from deltazoo.ops.triton.chunk.prepare import store_scores
+from deltazoo.ops.triton.chunk.terms import masked_sum, three_terms
 
 
 @triton.jit
@@ -127,7 +124,7 @@ def prepare_chunk(
 ):
     """All that the kernel below makes of one chunk. Without STRONG it stops where it sees a far chunk, and says so."""
     DTYPE: tl.constexpr = q.dtype.element_ty
-    RANGE: tl.constexpr = HALF_RANGE if tl.float16 == DTYPE else BFLOAT_RANGE if tl.bfloat16 == DTYPE else FLOAT_RANGE
+    RANGE: tl.constexpr = exponent_range(DTYPE)
     o_c = tl.arange(0, C)
     RUN: tl.constexpr = C // RUNS
     token = (o_c % RUNS * RUN + o_c // RUNS)[:, None]  # the kernels' order: see above
