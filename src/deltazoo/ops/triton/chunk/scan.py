@@ -35,8 +35,8 @@ def add_product(S, u, k, STRICT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def two_terms(X, C: tl.constexpr):
-    """The two terms of an inverse as `prepare` packs them: an upper triangle, and one mirrored below the diagonal."""
+def unpack_inverse(X, C: tl.constexpr):
+    """The two terms of a strict inverse in memory: an upper triangle, and one mirrored below its diagonal."""
     o_c = tl.arange(0, C)
     upper = o_c[:, None] <= o_c[None, :]
     return tl.where(upper, X, 0.0).to(X.dtype), tl.trans(tl.where(upper, 0.0, X).to(X.dtype))
@@ -228,7 +228,7 @@ def scan_kernel(
             b_beta = tl.load(beta + i_slot * C + o_c)
             A = tl.load(p_AP + o_cc)
             if STRICT:
-                A, A_rest = two_terms(A, C)
+                A, A_rest = unpack_inverse(A, C)
             else:
                 A_rest = A
             if DECAY == 1:
@@ -396,7 +396,7 @@ def reverse_scan_kernel(
             b_beta = tl.load(beta + i_slot * C + o_c)
             A = tl.load(p_AP + o_cc)
             if STRICT:
-                A, A_rest = two_terms(A, C)
+                A, A_rest = unpack_inverse(A, C)
             else:
                 A_rest = A
             Z = times_terms(dU, tl.trans(A), tl.trans(A_rest), STRICT, PRECISION)
