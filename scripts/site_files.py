@@ -69,11 +69,16 @@ def rewrite(markdown: str, page: str) -> tuple[str, dict[str, str]]:
     return "".join([*parts, LINK.sub(link, markdown[end:])]), linked
 
 
+def mathml(formula: str, display: bool) -> str:
+    """A formula in TeX as MathML; the converter knows `align*` and not its synonym `aligned`."""
+    return convert(formula.replace("{aligned}", "{align*}"), display="block" if display else "inline")
+
+
 def command_lines(name: str, command: Any) -> Iterator[str]:
     """Markdown of a command, its options and its subcommands."""
     if name != "deltazoo":
         yield from (f"## {name}", "", re.sub(r"\[/?[a-z]*\]", "", command.help or ""), "")
-        yield from ("| | |", "|---|---|")
+        yield from ("| argument or option | |", "|---|---|")
         for parameter in command.params:
             if parameter.param_type_name == "argument":
                 words = f"`{parameter.name}`"
@@ -100,9 +105,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Links as the site needs them; formulas by number, so that Markdown finds nothing to format in them."""
-    page.meta["formulas"] = [
-        convert(match[1] or match[2], display="block" if match[1] else "inline") for match in FORMULA.finditer(markdown)
-    ]
+    page.meta["formulas"] = [mathml(match[1] or match[2], bool(match[1])) for match in FORMULA.finditer(markdown)]
     numbers = iter(range(len(page.meta["formulas"])))
     markdown = COMMANDS.sub(
         lambda _: "\n".join(command_lines("deltazoo", typer.main.get_command(build_app()))), markdown
