@@ -1,12 +1,12 @@
-"""The recurrent state inside transformers' caches: the only file that knows how those caches work inside.
+"""The recurrent state of delta-rule layers inside transformers' caches.
 
 A model puts one `DeltaRuleCacheLayer` per linear layer into the plain `DynamicCache` or `StaticCache` that `generate`
-or the user made. transformers' own linear-attention cache layer will not do: it counts no tokens, so that a cache of
-such layers alone has no length, and it forgets the state of layers without a convolution.
+or the user made. transformers' own linear-attention cache layer does not suffice: it counts no tokens, so a cache of
+such layers alone has no length, and it loses the state of layers without a convolution.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +19,23 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from deltazoo.generation.recorded_calls import RecordedCalls
 from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.state import MixerState
 
 __all__ = ["CacheStates", "DeltaRuleCacheLayer", "prepare_cache", "prepare_cache_layer"]
 
 
-class _Step(NamedTuple):
-    """One call of a mixer, kept so that part of it can be run again."""
-
-    mixer: nn.Module
-    hidden_states: Tensor
-    attention_mask: Tensor | None
-    rotary: Rotary | None
-
-
 class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
-    """Convolution window, fp32 state and token count of one delta-rule layer; its size does not depend on the count.
+    """Convolution window, float32 state and token count of one delta-rule layer; the size is the same at any length.
+
+    `state` is all that the layer carries on from. `reset` followed by `store` puts another state in its place, as when
+    a cache is moved or a saved state is restored.
 
     Args:
-        static: write new states into the tensors of the first call, whose addresses then never change, and count tokens
-            on the device: what a `StaticCache` promises to compiled code and CUDA graphs.
-        mask_length: what the cache's softmax layers make masks for, if their number of keys is fixed.
+        static: write new states into the tensors of the first call, so that their addresses never change, and count
+            tokens on the device. Compiled code and CUDA graphs rely on both in a `StaticCache`.
+        mask_length: the number of keys that the cache's softmax layers make masks for, if it is fixed.
     """
 
     is_sliding = False
@@ -53,12 +48,11 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.mask_length = mask_length
         self.num_tokens: int | Tensor = 0
         self._counts = True
-        self._before: MixerState | None = None
-        self._steps: list[_Step] = []
+        self._recorded = RecordedCalls()
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether compiled code may use the layer again and again without a new trace."""
+        """Whether compiled code may use the layer at every step without a new trace."""
         return self.static
 
     @property
@@ -75,7 +69,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     @property
     def state(self) -> MixerState | None:
-        """What the mixer carries on from, or None before its first token."""
+        """Window and state from which the mixer carries on; None before its first token."""
         if not self.has_previous_state[0]:
             return None
         return MixerState(self.conv_states[0], self.recurrent_states[0])  # type: ignore[arg-type]
@@ -87,7 +81,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             state: of the layer.
             num_new_tokens: since the last call.
             others: layers of the same static cache. All see the same tokens, so the first that is filled counts for
-                all. They are not kept here: what exports a cache follows every reference.
+                all. The layer keeps no reference to them, since exporting a cache follows every reference.
         """
         if self.static:
             self._overwrite(state)
@@ -100,7 +94,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         conv, recurrent = self.conv_states[0], self.recurrent_states[0]
         if recurrent is None:
             return self._keep(MixerState(_at_fixed_address(state.conv), _at_fixed_address(state.recurrent)))
-        if state.recurrent is not recurrent:  # a step may have written them in place
+        if state.recurrent is not recurrent:  # a step may have written the state in place
             recurrent.copy_(state.recurrent)
         if conv is not None and state.conv is not conv:
             conv.copy_(state.conv)  # type: ignore[arg-type]
@@ -123,14 +117,14 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if self._counts:
             self.num_tokens.add_(num_new_tokens)
 
-    # Length and mask questions, asked by transformers.
+    # Lengths and masks, as transformers asks for them.
 
     def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
         """Tokens seen so far, padding included."""
         return self.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys in the cache's softmax layers, which older versions ask the first layer for."""
+        """Length and offset of the keys in the cache's softmax layers; older versions ask the cache's first layer."""
         return self.mask_length or self.num_tokens + query_length, 0  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
@@ -153,7 +147,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self._take_rows(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
 
     def _take_rows(self, rows: Tensor) -> None:
-        if self._steps:
+        if self._recorded.num_tokens:
             raise RuntimeError("rows of a cache cannot be moved between a recorded step and its crop")
         if self.state is None:
             return
@@ -167,7 +161,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens; a static layer keeps its tensors."""
-        self._before, self._steps = None, []
+        self._recorded = RecordedCalls()
         self.has_previous_state[0] = False
         if self.static:
             for x in (self.conv_states[0], self.recurrent_states[0], self.num_tokens):
@@ -182,7 +176,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     # Taking tokens back: assisted and prompt-lookup decoding.
 
     def activate_past_recording(self) -> None:
-        """From now on remember what `crop` needs to take back tokens."""
+        """From now on record the mixer's calls, so that `crop` can take tokens back."""
         if self.static:
             raise ValueError("a static cache cannot take tokens back; assisted decoding needs a DynamicCache")
         self.record_past = True
@@ -191,54 +185,42 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self, mixer: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None, rotary: Rotary | None = None
     ) -> None:
         """Remember a call of the mixer until the next `crop`; to be called before the call itself."""
-        if not self._steps:
-            self._before = self.state
-        self._steps.append(_Step(mixer, hidden_states.detach(), attention_mask, rotary))
+        self._recorded.add(self.state, mixer, hidden_states, attention_mask, rotary)
 
-    @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens by running the mixer again on those that stay.
 
-        A recurrence cannot be run backwards, but the state before the recorded steps is at hand. `crop(0)` only lets go
-        of what was recorded. A positive number is the length to keep, as older versions of transformers have it.
+        A recurrence cannot be run backwards, but the state before the recorded calls is at hand. `crop(0)` only forgets
+        what was recorded. A positive number is the length to keep, as older versions of transformers have it.
 
         Raises:
             RuntimeError: nothing or too little was recorded.
         """
         if tokens_to_remove > 0:
             tokens_to_remove = min(0, tokens_to_remove - int(self.num_tokens))
-        recorded = sum(step.hidden_states.shape[1] for step in self._steps)
-        keep = recorded + tokens_to_remove
-        if keep < 0:
+        kept = self._recorded.num_tokens + tokens_to_remove
+        if kept < 0:
             raise RuntimeError(
-                f"cannot take back {-tokens_to_remove} tokens of a recurrent state: {recorded} were recorded "
-                "(call activate_past_recording before the forward passes to undo)"
+                f"cannot take back {-tokens_to_remove} tokens of a recurrent state: {self._recorded.num_tokens} were "
+                "recorded (call activate_past_recording before the forward passes to undo)"
             )
-        steps, before = self._steps, self._before
-        self._steps, self._before = [], None
+        recorded, self._recorded = self._recorded, RecordedCalls()
         if tokens_to_remove == 0:
             return
         self.num_tokens += tokens_to_remove
-        states = _OneState(before)
-        for mixer, hidden_states, attention_mask, rotary in steps:
-            count = min(keep, hidden_states.shape[1])
-            if count:
-                mask = None if attention_mask is None else attention_mask[:, :count]
-                turned = {} if rotary is None else {"rotary": (rotary[0][:, :count], rotary[1][:, :count])}
-                mixer(hidden_states[:, :count], attention_mask=mask, past_key_values=states, **turned)
-            keep -= count
-        if states.state is not None:
-            self._keep(states.state)
+        state = recorded.state_after(kept)
+        if state is not None:
+            self._keep(state)
         else:
             self.reset()
 
-    # The rest of transformers' interface, for code that reads and writes linear-attention states itself.
+    # The rest of transformers' interface, for code that writes linear-attention states itself.
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to prepare: the first `store` brings its tensors."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse keys and values: the layer at this place is linear."""
+        """Refuse keys and values: the layer is linear."""
         raise ValueError("this cache layer belongs to a delta-rule layer and holds no keys and values")
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
@@ -269,7 +251,7 @@ class CacheStates:
         attention_mask: Tensor | None,
         rotary: Rotary | None = None,
     ) -> None:
-        """Keep what the mixer is about to be called with, if the cache must be able to take tokens back."""
+        """Record the call that the mixer is about to get, if the cache must be able to take tokens back."""
         layer = _layer(self.cache, layer_idx)
         if layer.record_past:
             layer.record(mixer, hidden_states, attention_mask, rotary)
@@ -284,7 +266,7 @@ class CacheStates:
 
 
 def _at_fixed_address(x: Any) -> Any:
-    """A copy that compiled code and CUDA graphs may rely on to stay where it is; None stays None."""
+    """A copy whose address compiled code and CUDA graphs may rely on; None stays None."""
     if x is None:
         return None
     x = x.clone()
@@ -297,21 +279,6 @@ def _layer(cache: Cache, layer_idx: int) -> DeltaRuleCacheLayer:
     return cache.layers[layer_idx]  # type: ignore[return-value]
 
 
-class _OneState:
-    """The state of one layer on its own."""
-
-    fixed = False
-
-    def __init__(self, state: MixerState | None) -> None:
-        self.state = state
-
-    def get_state(self, layer_idx: int) -> MixerState | None:
-        return self.state
-
-    def set_state(self, layer_idx: int, state: MixerState, num_new_tokens: int) -> None:
-        self.state = state
-
-
 def _is_used(layer: Any) -> bool:
     """Whether a layer of a cache, of any kind, holds something."""
     marks = ("is_initialized", "is_conv_states_initialized", "is_recurrent_states_initialized")
@@ -320,7 +287,7 @@ def _is_used(layer: Any) -> bool:
 
 
 def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
-    """Put a `DeltaRuleCacheLayer` at every linear layer's place of a fresh cache, in place; a prepared one stays.
+    """Put a `DeltaRuleCacheLayer` into a fresh cache for every linear layer, in place; prepared ones stay.
 
     Args:
         cache: a `DynamicCache` (with or without config) or a `StaticCache`.
@@ -352,10 +319,10 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
 
 
 def prepare_cache_layer(cache: Cache, index: int) -> None:
-    """Put a `DeltaRuleCacheLayer` at one place of a fresh cache, in place; one that is there stays.
+    """Put a `DeltaRuleCacheLayer` into a fresh cache as layer `index`, in place; one that is there stays.
 
     Raises:
-        ValueError: the cache has no such place, or holds keys and values there.
+        ValueError: the cache has no such layer, or holds keys and values there.
     """
     if cache.layer_class_to_replicate is not None:
         cache.layers.extend(cache.layer_class_to_replicate() for _ in range(index + 1 - len(cache.layers)))
@@ -371,7 +338,7 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
             "it belongs to another model, or is a prefix of keys and values (prefix tuning), which only softmax layers "
             "can attend to"
         )
-    # Windows of sliding layers are shorter than what full softmax layers make masks for.
+    # Full softmax layers make longer masks than sliding layers have windows.
     lengths = [other.max_cache_len for other in cache.layers if isinstance(other, StaticLayer)]
     replacement = DeltaRuleCacheLayer(isinstance(cache, StaticCache), max(lengths, default=None))
     if getattr(layer, "record_past", False):
