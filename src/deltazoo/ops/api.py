@@ -190,7 +190,7 @@ def _whole_sequences(
         check_tensor_values(log_decay, cu_seqlens, v.shape[1])
         return DeltaRuleOutput(*recurrent_loop(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens))
     if name == "triton":
-        from deltazoo.ops.triton.autograd import triton_delta_rule
+        from deltazoo.ops.triton.delta_rule_operator import triton_delta_rule
 
         strict = PRECISIONS[precision]
         return DeltaRuleOutput(*triton_delta_rule(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict))

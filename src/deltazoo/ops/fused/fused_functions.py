@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops.backends import triton_obstacle
+from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.transforms import refuse_transforms, transforming
 
 __all__ = [
@@ -75,7 +76,7 @@ def fused_short_conv(
         raise ValueError("the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off")
     from deltazoo.ops.fused.kernels.short_conv_operator import short_conv
 
-    return short_conv(x, weight, past, sequence=sequence, cu_seqlens=cu_seqlens, head_dim=head_dim, eps=eps)
+    return short_conv(x, weight, past, sequence, cu_seqlens, head_dim, eps)
 
 
 def fused_short_conv_step(
@@ -137,7 +138,7 @@ def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, ac
     _require_triton(x, gate, weight)
     from deltazoo.ops.fused.kernels.gated_norm import gated_rms_norm
 
-    return gated_rms_norm(x, gate, weight, eps, activation)
+    return gated_rms_norm(x, gate, weight, eps, activation == "silu")
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -247,7 +248,7 @@ def _require_triton(x: Tensor, *others: Tensor | None) -> None:
         raise NotImplementedError(f"fused kernels run on NVIDIA GPUs, not on {x.device.type}: leave fused_kernels off")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(f"fused kernels take float32, bfloat16 and float16, not {x.dtype}")
-    refuse_transforms("a fused kernel", "set fused_kernels=False")
+    refuse_transforms(*REFUSAL)
     for other in others:
         if other is not None and other.device != x.device:
             raise ValueError(f"fused kernels take tensors of one device, got {x.device} and {other.device}")

@@ -30,7 +30,7 @@ __all__ = ["Kept", "Problem", "backward", "forward"]
 
 
 class Problem:
-    """Inputs of one call, contiguous, and its plan, worked out unless given."""
+    """Inputs of one call, contiguous, and its plan."""
 
     __slots__ = (
         "beta", "chunk_offsets", "initial_state", "k", "log_decay", "plan", "q", "sequence_offsets", "v",
@@ -39,12 +39,9 @@ class Problem:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
         initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None,
-        plan: Plan | None = None,
     ) -> None:  # fmt: skip
-        if plan is None:
-            sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict)
-            plan = plan_for(*sizes, scale, shared_memory(q.device))
-        self.plan = plan
+        sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict)
+        self.plan = plan = plan_for(*sizes, scale, shared_memory(q.device))
         self.q, self.k, self.v = q.contiguous(), k.contiguous(), contiguous_pairs(v)
         self.beta = None if beta is None else beta.contiguous()
         self.log_decay = None if log_decay is None else log_decay.contiguous()

@@ -10,12 +10,11 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
-from deltazoo.ops.transforms import refuse_second_derivative
-from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["gated_rms_norm"]
 
@@ -104,48 +103,28 @@ def _backward(x, gate, weight, eps, silu, d_y):
     return d_x, d_gate, parts.sum(0).to(weight.dtype)
 
 
-_ARGUMENTS = "Tensor x, Tensor gate, Tensor weight, float eps, bool silu"
-_library = torch.library.Library("deltazoo", "FRAGMENT")
-_library.define(f"gated_rms_norm({_ARGUMENTS}) -> Tensor")
-_library.define(f"gated_rms_norm_backward({_ARGUMENTS}, Tensor d_y) -> (Tensor, Tensor, Tensor)")
-_library.impl("gated_rms_norm", _forward, "CompositeExplicitAutograd")
-_library.impl("gated_rms_norm_backward", _backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("deltazoo::gated_rms_norm", lib=_library)
-def _(x, gate, weight, eps, silu):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("deltazoo::gated_rms_norm_backward", lib=_library)
-def _(x, gate, weight, eps, silu, d_y):
-    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
-
-
-def _setup_context(ctx, inputs, output):
+def _save(ctx, inputs, y):
     x, gate, weight, ctx.eps, ctx.silu = inputs
     ctx.save_for_backward(x, gate, weight)
 
 
-def _operator_gradients(ctx, d_y):
-    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
-    backward = torch.ops.deltazoo.gated_rms_norm_backward.default
+def _gradients(backward, ctx, d_y):
     return *backward(*ctx.saved_tensors, ctx.eps, ctx.silu, d_y), None, None
 
 
-def _eager_gradients(ctx, d_y):
-    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
-    x, gate, weight = ctx.saved_tensors
-    return *_backward(x, gate, weight, ctx.eps, ctx.silu, d_y), None, None
+_ARGUMENTS = "Tensor x, Tensor gate, Tensor weight, float eps, bool silu"
 
-
-torch.library.register_autograd(
-    "deltazoo::gated_rms_norm", _operator_gradients, setup_context=_setup_context, lib=_library
+gated_rms_norm = DifferentiableOperator(
+    f"gated_rms_norm({_ARGUMENTS}) -> Tensor",
+    _forward,
+    fake=lambda x, gate, weight, eps, silu: x.new_empty(x.shape),
+    backward=Operator(
+        f"gated_rms_norm_backward({_ARGUMENTS}, Tensor d_y) -> (Tensor, Tensor, Tensor)",
+        _backward,
+        fake=lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
+    ),
+    save=_save,
+    gradients=_gradients,
+    refusal=REFUSAL,
 )
-_Eager = eager_function(_forward, _setup_context, _eager_gradients)
-
-
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
-    """See `deltazoo.ops.fused.fused_gated_rms_norm`."""
-    arguments = (x, gate, weight, eps, activation == "silu")
-    return call(torch.ops.deltazoo.gated_rms_norm.default, _Eager, _forward, arguments)
+"""`gated_rms_norm(x, gate, weight, eps, silu)`, see `deltazoo.ops.fused.fused_gated_rms_norm`."""

@@ -10,11 +10,10 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from deltazoo.ops.transforms import refuse_second_derivative
-from deltazoo.ops.triton.eager import call, eager_function
+from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
@@ -103,7 +102,7 @@ def _add_forward(x, residual, weight, eps, dtype):
 
 
 def _backward(total, weight, eps, d_y, d_sum, dtype):
-    """Gradients of the sum, the same again in `dtype` (empty if that is the sum's own), and of the weight."""
+    """Gradients of the sum, the same again in `dtype` (None if that is the sum's own), and of the weight."""
     total, weight, d_y = total.contiguous(), weight.contiguous(), d_y.contiguous()
     d_sum = None if d_sum is None else d_sum.contiguous()
     d_total = torch.empty_like(total)
@@ -113,60 +112,27 @@ def _backward(total, weight, eps, d_y, d_sum, dtype):
     parts = total.new_empty(*constants.grid, D, dtype=torch.float32)
     with torch.cuda.device_of(total):
         launch(rms_norm_backward_kernel, constants, total, weight, d_y, d_sum, d_total, d_x, parts)
-    return d_total, total.new_empty(0, dtype=dtype) if d_x is None else d_x, parts.sum(0).to(weight.dtype)
+    return d_total, d_x, parts.sum(0).to(weight.dtype)
 
 
-_library = torch.library.Library("deltazoo", "FRAGMENT")
-_library.define("rms_norm(Tensor x, Tensor weight, float eps, ScalarType dtype) -> Tensor")
-_library.define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, ScalarType dtype) -> (Tensor, Tensor)"
-)
-_library.define(
-    "rms_norm_backward(Tensor total, Tensor weight, float eps, Tensor d_y, Tensor? d_sum, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-_library.impl("rms_norm", _forward, "CompositeExplicitAutograd")
-_library.impl("add_rms_norm", _add_forward, "CompositeExplicitAutograd")
-_library.impl("rms_norm_backward", _backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("deltazoo::rms_norm", lib=_library)
-def _(x, weight, eps, dtype):
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@torch.library.register_fake("deltazoo::add_rms_norm", lib=_library)
-def _(x, residual, weight, eps, dtype):
-    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    return x.new_empty(x.shape, dtype=dtype), total
-
-
-@torch.library.register_fake("deltazoo::rms_norm_backward", lib=_library)
-def _(total, weight, eps, d_y, d_sum, dtype):
-    d_x = total.new_empty(0 if dtype == total.dtype else total.shape, dtype=dtype)
-    return total.new_empty(total.shape), d_x, weight.new_empty(weight.shape)
-
-
-def _setup_context(ctx, inputs, output):
+def _save(ctx, inputs, y):
     x, weight, ctx.eps, _ = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _add_setup_context(ctx, inputs, output):
-    x, residual, weight, ctx.eps, _ = inputs
-    ctx.dtypes = x.dtype, residual.dtype
-    ctx.save_for_backward(output[1], weight)
-
-
 def _gradients(backward, ctx, d_y):
-    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
     x, weight = ctx.saved_tensors
     d_x, _, d_weight = backward(x, weight, ctx.eps, d_y, None, x.dtype)
     return d_x, d_weight, None, None
 
 
+def _add_save(ctx, inputs, results):
+    x, residual, weight, ctx.eps, _ = inputs
+    ctx.dtypes = x.dtype, residual.dtype
+    ctx.save_for_backward(results[1], weight)
+
+
 def _add_gradients(backward, ctx, d_y, d_sum):
-    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
     total, weight = ctx.saved_tensors
     dtype, residual_dtype = ctx.dtypes
     d_total, d_x, d_weight = backward(total, weight, ctx.eps, d_y, d_sum, dtype)
@@ -174,36 +140,45 @@ def _add_gradients(backward, ctx, d_y, d_sum):
     return d_x, d_total.to(residual_dtype), d_weight, None, None
 
 
-def _operator_gradients(ctx, d_y):
-    return _gradients(torch.ops.deltazoo.rms_norm_backward.default, ctx, d_y)
+def _fake(x, weight, eps, dtype):
+    return x.new_empty(x.shape, dtype=dtype)
 
 
-def _eager_gradients(ctx, d_y):
-    return _gradients(_backward, ctx, d_y)
+def _add_fake(x, residual, weight, eps, dtype):
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    return x.new_empty(x.shape, dtype=dtype), total
 
 
-def _add_operator_gradients(ctx, d_y, d_sum):
-    return _add_gradients(torch.ops.deltazoo.rms_norm_backward.default, ctx, d_y, d_sum)
+def _backward_fake(total, weight, eps, d_y, d_sum, dtype):
+    d_x = None if dtype == total.dtype else total.new_empty(total.shape, dtype=dtype)
+    return total.new_empty(total.shape), d_x, weight.new_empty(weight.shape)
 
 
-def _add_eager_gradients(ctx, d_y, d_sum):
-    return _add_gradients(_backward, ctx, d_y, d_sum)
-
-
-torch.library.register_autograd("deltazoo::rms_norm", _operator_gradients, setup_context=_setup_context, lib=_library)
-torch.library.register_autograd(
-    "deltazoo::add_rms_norm", _add_operator_gradients, setup_context=_add_setup_context, lib=_library
+_backward_operator = Operator(
+    "rms_norm_backward(Tensor total, Tensor weight, float eps, Tensor d_y, Tensor? d_sum, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward,
+    fake=_backward_fake,
 )
-_Eager = eager_function(_forward, _setup_context, _eager_gradients)
-_AddEager = eager_function(_add_forward, _add_setup_context, _add_eager_gradients)
 
+rms_norm = DifferentiableOperator(
+    "rms_norm(Tensor x, Tensor weight, float eps, ScalarType dtype) -> Tensor",
+    _forward,
+    fake=_fake,
+    backward=_backward_operator,
+    save=_save,
+    gradients=_gradients,
+    refusal=REFUSAL,
+)
+"""`rms_norm(x, weight, eps, dtype)`, see `deltazoo.ops.fused.fused_rms_norm`."""
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """See `deltazoo.ops.fused.fused_rms_norm`."""
-    return call(torch.ops.deltazoo.rms_norm.default, _Eager, _forward, (x, weight, eps, dtype))
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See `deltazoo.ops.fused.fused_add_rms_norm`."""
-    arguments = (x, residual, weight, eps, dtype)
-    return call(torch.ops.deltazoo.add_rms_norm.default, _AddEager, _add_forward, arguments)
+add_rms_norm = DifferentiableOperator(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, ScalarType dtype) -> (Tensor, Tensor)",
+    _add_forward,
+    fake=_add_fake,
+    backward=_backward_operator,
+    save=_add_save,
+    gradients=_add_gradients,
+    refusal=REFUSAL,
+)
+"""`add_rms_norm(x, residual, weight, eps, dtype)`, see `deltazoo.ops.fused.fused_add_rms_norm`."""

@@ -9,12 +9,11 @@ from functools import lru_cache
 
 import torch
 import triton
-from torch import Tensor
 
+from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.short_conv_kernels import short_conv_backward_kernel, short_conv_forward_kernel
-from deltazoo.ops.transforms import refuse_second_derivative
-from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["short_conv"]
 
@@ -76,56 +75,29 @@ def _backward(x, weight, past, sequence, cu_seqlens, head_dim, eps, d_y):
     return d_x, parts.sum(0).to(weight.dtype)
 
 
+def _save(ctx, inputs, y):
+    *tensors, ctx.head_dim, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(backward, ctx, d_y):
+    d_x, d_weight = backward(*ctx.saved_tensors, ctx.head_dim, ctx.eps, d_y)
+    return d_x, d_weight, None, None, None, None, None
+
+
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor? past, Tensor? sequence, Tensor? cu_seqlens, int head_dim, float eps"
-_library = torch.library.Library("deltazoo", "FRAGMENT")
-_library.define(f"short_conv({_ARGUMENTS}) -> Tensor")
-_library.define(f"short_conv_backward({_ARGUMENTS}, Tensor d_y) -> (Tensor, Tensor)")
-_library.impl("short_conv", _forward, "CompositeExplicitAutograd")
-_library.impl("short_conv_backward", _backward, "CompositeExplicitAutograd")
 
-
-@torch.library.register_fake("deltazoo::short_conv", lib=_library)
-def _(x, weight, past, sequence, cu_seqlens, head_dim, eps):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("deltazoo::short_conv_backward", lib=_library)
-def _(x, weight, past, sequence, cu_seqlens, head_dim, eps, d_y):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, past, sequence, cu_seqlens, ctx.head_dim, ctx.eps = inputs
-    ctx.save_for_backward(x, weight, past, sequence, cu_seqlens)
-
-
-def _operator_gradients(ctx, d_y):
-    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
-    backward = torch.ops.deltazoo.short_conv_backward.default
-    return *backward(*ctx.saved_tensors, ctx.head_dim, ctx.eps, d_y), None, None, None, None, None
-
-
-def _eager_gradients(ctx, d_y):
-    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
-    x, weight, past, sequence, cu_seqlens = ctx.saved_tensors
-    gradients = _backward(x, weight, past, sequence, cu_seqlens, ctx.head_dim, ctx.eps, d_y)
-    return *gradients, None, None, None, None, None
-
-
-torch.library.register_autograd("deltazoo::short_conv", _operator_gradients, setup_context=_setup_context, lib=_library)
-_Eager = eager_function(_forward, _setup_context, _eager_gradients)
-
-
-def short_conv(
-    x: Tensor,
-    weight: Tensor,
-    past: Tensor | None = None,
-    *,
-    sequence: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    head_dim: int = 0,
-    eps: float = 1e-6,
-) -> Tensor:
-    """See `deltazoo.ops.fused.fused_short_conv`."""
-    arguments = (x, weight, past, sequence, cu_seqlens, head_dim, eps)
-    return call(torch.ops.deltazoo.short_conv.default, _Eager, _forward, arguments)
+short_conv = DifferentiableOperator(
+    f"short_conv({_ARGUMENTS}) -> Tensor",
+    _forward,
+    fake=lambda x, *others: x.new_empty(x.shape),
+    backward=Operator(
+        f"short_conv_backward({_ARGUMENTS}, Tensor d_y) -> (Tensor, Tensor)",
+        _backward,
+        fake=lambda x, weight, *others: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    ),
+    save=_save,
+    gradients=_gradients,
+    refusal=REFUSAL,
+)
+"""`short_conv(x, weight, past, sequence, cu_seqlens, head_dim, eps)`, see `deltazoo.ops.fused.fused_short_conv`."""

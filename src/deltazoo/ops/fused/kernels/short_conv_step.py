@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.operator import Operator
 
 __all__ = ["short_conv_step"]
 
@@ -126,21 +127,20 @@ def _in_place(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, Tensor v_weight"
-_library = torch.library.Library("deltazoo", "FRAGMENT")
-_library.define(f"short_conv_step({_INPUTS}, Tensor window, int q_head, int k_head, float eps) -> (Tensor, Tensor)")
-_library.define(f"short_conv_step_({_INPUTS}, Tensor(a!) window, int q_head, int k_head, float eps) -> Tensor")
-_library.impl("short_conv_step", _functional, "CompositeExplicitAutograd")
-_library.impl("short_conv_step_", _in_place, "CompositeExplicitAutograd")
 
-
-@torch.library.register_fake("deltazoo::short_conv_step", lib=_library)
-def _(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):
-    return q.new_empty(q.shape[0], 1, window.shape[1]), window.new_empty(window.shape, dtype=q.dtype)
-
-
-@torch.library.register_fake("deltazoo::short_conv_step_", lib=_library)
-def _(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):
-    return q.new_empty(q.shape[0], 1, window.shape[1])
+_into_new = Operator(
+    f"short_conv_step({_INPUTS}, Tensor window, int q_head, int k_head, float eps) -> (Tensor, Tensor)",
+    _functional,
+    fake=lambda q, k, v, q_weight, k_weight, v_weight, window, *others: (
+        q.new_empty(q.shape[0], 1, window.shape[1]),
+        window.new_empty(window.shape, dtype=q.dtype),
+    ),
+)
+_into_window = Operator(
+    f"short_conv_step_({_INPUTS}, Tensor(a!) window, int q_head, int k_head, float eps) -> Tensor",
+    _in_place,
+    fake=lambda q, k, v, q_weight, k_weight, v_weight, window, *others: q.new_empty(q.shape[0], 1, window.shape[1]),
+)
 
 
 def short_conv_step(
@@ -155,6 +155,5 @@ def short_conv_step(
 ) -> tuple[Tensor, Tensor]:
     """See `deltazoo.ops.fused.fused_short_conv_step`."""
     if inplace:
-        y = torch.ops.deltazoo.short_conv_step_.default(*inputs, *weights, window, q_head, k_head, eps)
-        return y, window
-    return torch.ops.deltazoo.short_conv_step.default(*inputs, *weights, window, q_head, k_head, eps)
+        return _into_window.overload(*inputs, *weights, window, q_head, k_head, eps), window
+    return _into_new.overload(*inputs, *weights, window, q_head, k_head, eps)

@@ -5,12 +5,11 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
-from deltazoo.ops.transforms import refuse_second_derivative
-from deltazoo.ops.triton.eager import call, eager_function
 from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["swiglu"]
 
@@ -62,42 +61,25 @@ def _backward(gate, up, d_y):
     return d_gate, d_up
 
 
-_library = torch.library.Library("deltazoo", "FRAGMENT")
-_library.define("swiglu(Tensor gate, Tensor up) -> Tensor")
-_library.define("swiglu_backward(Tensor gate, Tensor up, Tensor d_y) -> (Tensor, Tensor)")
-_library.impl("swiglu", _forward, "CompositeExplicitAutograd")
-_library.impl("swiglu_backward", _backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("deltazoo::swiglu", lib=_library)
-def _(gate, up):
-    return gate.new_empty(gate.shape)
-
-
-@torch.library.register_fake("deltazoo::swiglu_backward", lib=_library)
-def _(gate, up, d_y):
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-def _setup_context(ctx, inputs, output):
+def _save(ctx, inputs, y):
     ctx.save_for_backward(*inputs)
 
 
-def _operator_gradients(ctx, d_y):
-    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
-    return torch.ops.deltazoo.swiglu_backward.default(*ctx.saved_tensors, d_y)
+def _gradients(backward, ctx, d_y):
+    return backward(*ctx.saved_tensors, d_y)
 
 
-def _eager_gradients(ctx, d_y):
-    refuse_second_derivative("a fused kernel", "set fused_kernels=False")
-    gate, up = ctx.saved_tensors
-    return _backward(gate, up, d_y)
-
-
-torch.library.register_autograd("deltazoo::swiglu", _operator_gradients, setup_context=_setup_context, lib=_library)
-_Eager = eager_function(_forward, _setup_context, _eager_gradients)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See `deltazoo.ops.fused.fused_swiglu`."""
-    return call(torch.ops.deltazoo.swiglu.default, _Eager, _forward, (gate, up))
+swiglu = DifferentiableOperator(
+    "swiglu(Tensor gate, Tensor up) -> Tensor",
+    _forward,
+    fake=lambda gate, up: gate.new_empty(gate.shape),
+    backward=Operator(
+        "swiglu_backward(Tensor gate, Tensor up, Tensor d_y) -> (Tensor, Tensor)",
+        _backward,
+        fake=lambda gate, up, d_y: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
+    ),
+    save=_save,
+    gradients=_gradients,
+    refusal=REFUSAL,
+)
+"""`swiglu(gate, up)`, see `deltazoo.ops.fused.fused_swiglu`."""

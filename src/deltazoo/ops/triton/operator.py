@@ -1,0 +1,133 @@
+"""The one way in which functions that launch kernels become operators of torch, with fake results and gradients.
+
+Compilers, dispatch modes, function transforms and tensor subclasses see the operator `torch.ops.deltazoo.NAME`. Plain
+eager calls go around torch's dispatcher, which costs the host more than the launches of a kernel or two.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from deltazoo.ops.transforms import refuse_second_derivative
+
+__all__ = ["DifferentiableOperator", "Operator"]
+
+# Not torch.library.custom_op: it adds 11 microseconds to a call, a bare Library 3.
+_library = torch.library.Library("deltazoo", "FRAGMENT")
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Operator:
+    """A function that launches kernels (`launch`) and the operator made of it (`overload`).
+
+    Args:
+        schema: as for `torch.library.define`, for example `"swiglu(Tensor gate, Tensor up) -> Tensor"`.
+        launch: takes the arguments of the schema and returns its results. It may return None for a Tensor; the operator
+            then returns an empty tensor, because operators cannot return None.
+        fake: the same for tensors without data: results of the right shapes and dtypes.
+    """
+
+    def __init__(self, schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        name = schema.partition("(")[0]
+        _library.define(schema)
+        _library.impl(name, _without_none(launch), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"deltazoo::{name}", _without_none(fake), lib=_library)
+        self.name = name
+        self.launch = launch
+        self.overload = getattr(torch.ops.deltazoo, name).default
+
+
+class DifferentiableOperator(Operator):
+    """An operator with gradients of first order. Calling it gives its results.
+
+    Args:
+        schema, launch, fake: as in `Operator`.
+        backward: the operator that launches the kernels of the backward pass.
+        save: `(ctx, arguments, results)`, keeps in `ctx` what the backward pass needs.
+        gradients: `(backward, ctx, *gradients of the results)` -> a gradient or None for each argument. `backward` is
+            the function or the overload of the operator `backward`: the function may return None for a Tensor.
+        refusal: arguments of `refuse_second_derivative`.
+        shown: how many of the results a call gives. The others are kept for the backward pass alone.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        launch: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        backward: Operator,
+        save: Callable[..., None],
+        gradients: Callable[..., Any],
+        refusal: tuple[str, str],
+        shown: int | None = None,
+    ) -> None:
+        super().__init__(schema, launch, fake)
+        self.shown = shown
+
+        def save_from_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            if shown is not None:
+                ctx.mark_non_differentiable(*output[shown:])
+            save(ctx, inputs, output)
+
+        def gradients_from_operator(ctx: Any, *d_results: Tensor | None) -> Any:
+            refuse_second_derivative(*refusal)
+            return gradients(backward.overload, ctx, *d_results)
+
+        torch.library.register_autograd(
+            f"deltazoo::{self.name}", gradients_from_operator, setup_context=save_from_operator, lib=_library
+        )
+
+        launch_backward = backward.launch
+
+        class Eager(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *arguments: Any) -> Any:
+                results = launch(*arguments)
+                save(ctx, arguments, results)
+                return results if shown is None else results[:shown]
+
+            @staticmethod
+            def backward(ctx: Any, *d_results: Tensor | None) -> Any:
+                refuse_second_derivative(*refusal)
+                return gradients(launch_backward, ctx, *d_results)
+
+        self.eager = Eager
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Results of a call that autograd records if gradients are wanted."""
+        function = self._function_for(arguments)
+        results = function(*arguments)
+        return results if self.shown is None else results[: self.shown]
+
+    def _function_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """The operator where somebody is to see it, else what it does: with gradients or without."""
+        if _watched():
+            return self.overload
+        recording = False
+        for x in arguments:
+            if type(x) in _PLAIN:
+                recording = recording or x.requires_grad
+            elif isinstance(x, Tensor):  # a subclass, which may want to see the operator
+                return self.overload
+        return self.eager.apply if recording and torch.is_grad_enabled() else self.launch
+
+
+def _watched() -> bool:
+    """Whether a compiler, a dispatch mode or a function transform is to see the operator."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
+
+
+def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with an empty tensor of its first argument's dtype for each None among its results."""
+
+    def call(x: Tensor, *arguments: Any) -> Any:
+        results = function(x, *arguments)
+        if not isinstance(results, tuple):
+            return results
+        return tuple([x.new_empty(0) if result is None else result for result in results])
+
+    return call
