@@ -95,7 +95,7 @@ def test_the_page_shows_every_number_and_draws_the_plots(result: Path, tmp_path:
         assert path.stat().st_size > 1000 and path.relative_to(tmp_path / "docs").as_posix() in page
 
 
-def test_a_line_joins_steps_of_as_many_tokens_and_names_an_older_commit(
+def test_a_line_joins_steps_of_as_many_tokens_and_names_an_older_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = replace(describe_run(device="cpu", commit="0123456789", command=[]), id="new", date="2099-01-02T00:00:00")
@@ -105,12 +105,12 @@ def test_a_line_joins_steps_of_as_many_tokens_and_names_an_older_commit(
     for settings in ({}, {"batch": 4, "tokens": 32}, {"tokens": 64}, {"way": "compile", "run": "old"}):
         results.add(replace(row, **settings))
     drawn: list[dict[tuple[str, str], list[tuple[int, float]]]] = []
-    monkeypatch.setattr(model_page, "draw_lines", lambda path, lines, xlabel, ylabel: drawn.append(lines))
+    monkeypatch.setattr(model_page, "draw_lines", lambda path, lines, *labels, **options: drawn.append(lines))
     write_model_page(results, tmp_path / "page.md", tmp_path / "plots")
     assert drawn[0] == {
         ("kda (deltazoo)", "eager, steps of 128"): [(16, 3.0), (32, 3.0)],
         ("kda (deltazoo)", "eager, steps of 512"): [(64, 3.0)],
-        ("kda (deltazoo)", "compile, steps of 128, commit abcdefg"): [(16, 3.0)],
+        ("kda (deltazoo)", "compile, steps of 128, run a"): [(16, 3.0)],
     }
 
 

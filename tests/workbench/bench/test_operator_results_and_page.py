@@ -198,6 +198,12 @@ def test_the_script_renders_what_the_harness_wrote(tmp_path: Path) -> None:
     assert "### long: 1x32768x16x128x128" in page
 
 
+def test_the_committed_page_is_what_the_script_renders(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "render_benchmarks.py"), "--page", str(tmp_path / "page.md")]
+    subprocess.run([*command, "--plots", str(tmp_path / "benchmarks")], check=True, capture_output=True)
+    assert (tmp_path / "page.md").read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
+
+
 def test_without_a_sweep_there_are_no_plots(results: OperatorResults, tmp_path: Path) -> None:
     assert write_page(results, tmp_path / "page.md", tmp_path / "plots") == [tmp_path / "page.md"]
     assert "![" not in (tmp_path / "page.md").read_text()

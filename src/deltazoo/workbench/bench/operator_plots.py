@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from deltazoo.workbench.bench.lower_bound import Ceilings, lower_bound_ms
 from deltazoo.workbench.bench.operator_results import OperatorResults, OperatorRow
 from deltazoo.workbench.bench.shapes import SWEEP, Shape
+from deltazoo.workbench.figures import BLACK, BLUE, GREEN, ORANGE, PINK, SKY, YELLOW, new_figure, save_figure
 
 __all__ = ["draw_plots", "share_of_lower_bound"]
 
-# Okabe and Ito's palette, distinguishable with every common colour vision deficiency.
-_COLOURS = {"deltazoo": "#0072B2", "fla": "#D55E00", "sdpa": "#000000", "fla-safe-gate": "#E69F00"}
-_OTHER_COLOURS = ("#009E73", "#CC79A7", "#56B4E9")
+_COLOURS = {"deltazoo": BLUE, "fla": ORANGE, "sdpa": BLACK, "fla-safe-gate": YELLOW}
+_OTHER_COLOURS = (GREEN, PINK, SKY)
 _STYLES = {"delta": ("o", "-"), "gdn": ("s", "--"), "kda": ("^", "-."), "softmax": ("x", ":")}
 
 
@@ -69,14 +68,9 @@ def _lines(results: OperatorResults, measure: str, value_of: Callable[[OperatorR
 
 
 def _draw(path: Path, panels: dict[str, str], lines: dict[str, _Lines], label: str, *, logarithmic: bool) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.0 * len(panels), 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure, axes = new_figure(len(panels), width=6.0 * len(panels), height=4.6)
     others = {name for panel in lines.values() for name, _ in panel if name not in _COLOURS}
     colours = {**_COLOURS, **dict(zip(sorted(others), _OTHER_COLOURS * len(others), strict=False))}
-    axes: Any = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (measure, title) in zip(axes, panels.items(), strict=True):
         for (library, op), points in lines[measure].items():
             marker, dash = _STYLES[op]
@@ -90,8 +84,6 @@ def _draw(path: Path, panels: dict[str, str], lines: dict[str, _Lines], label: s
         else:
             axis.set_ylim(bottom=0)
         axis.set(title=title, xlabel="tokens T (one sequence, 16 heads, K = V = 128)", ylabel=label)
-        axis.grid(True, which="major", alpha=0.3)
         if lines[measure]:
-            axis.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+            axis.legend(fontsize=9, frameon=False)
+    save_figure(figure, path, dpi=150)
