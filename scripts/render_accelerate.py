@@ -61,8 +61,8 @@ def answer(content: dict[str, Any]) -> str:
             found.setdefault(row["phase"], []).append(ratio)
     ranges = [f"{phase} {min(ratios):.1f} to {max(ratios):.1f} times" for phase, ratios in found.items()]
     return (
-        "[`deltazoo.accelerate`](other_libraries.md#their-models-on-our-operators) multiplies the speed of transformers' "
-        f"own delta-rule models on an {machine(content)}: {', '.join(ranges)}.\n"
+        "[`deltazoo.accelerate`](other_libraries.md#their-models-on-our-operators) multiplies the speed of "
+        f"transformers' own delta-rule models on an {machine(content)}: {', '.join(ranges)}.\n"
     )
 
 
@@ -78,19 +78,12 @@ def heading(content: dict[str, Any]) -> str:
 
 
 def runs(files: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            run["date"][:10],
-            f"`{run['commit'][:10]}`",
-            machine(content),
-            run["torch"],
-            run["triton"],
-            run["transformers"],
-        ]
-        for content in files
-        for run in [content["run"]]
-    ]
-    return "## Runs\n\n" + table(["date", "commit", "machine", "torch", "Triton", "transformers"], rows)
+    packages = ("torch", "triton", "transformers")
+    rows = []
+    for content in files:
+        run = content["run"]
+        rows.append([run["date"][:10], f"`{run['commit'][:10]}`", machine(content), *(run[name] for name in packages)])
+    return "## Runs\n\n" + table(["date", "commit", "machine", *packages], rows)
 
 
 def speed_up(row: dict[str, Any]) -> float | None:

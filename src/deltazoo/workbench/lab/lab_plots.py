@@ -6,35 +6,35 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from deltazoo.workbench.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, SKY, YELLOW, new_figure, save_figure
 from deltazoo.workbench.lab.configurations import label_of, parse_configuration
 from deltazoo.workbench.lab.experiment import Experiment
-from deltazoo.workbench.lab.lab_records import Record
+from deltazoo.workbench.lab.lab_records import Record, by_configuration
 from deltazoo.workbench.lab.repeated_keys import BOUNDS
 
 __all__ = ["draw_complexity", "draw_curves", "draw_experiment", "draw_numerics"]
 
-# Okabe and Ito's palette, distinguishable with every common colour vision deficiency, and two greys.
 _COLOURS = {
-    "delta_net": "#0072B2",
-    "neg_delta_net": "#0072B2",
-    "gated_deltanet": "#009E73",
-    "neg_gated_deltanet": "#009E73",
-    "kda": "#D55E00",
-    "efla": "#CC79A7",
-    "longhorn": "#56B4E9",
-    "mamba2_style": "#E69F00",
-    "linear_attention": "#8C8C8C",
-    "softmax": "#000000",
+    "delta_net": BLUE,
+    "neg_delta_net": BLUE,
+    "gated_deltanet": GREEN,
+    "neg_gated_deltanet": GREEN,
+    "kda": ORANGE,
+    "efla": PINK,
+    "longhorn": SKY,
+    "mamba2_style": YELLOW,
+    "linear_attention": GREY,
+    "softmax": BLACK,
 }
 _SPARE = ("#882255", "#999933", "#44AA99")
 _DASHES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 _FORM_STYLES = {
-    "token loop": ("#8C8C8C", "s"),
-    "parallel scan": ("#D55E00", "X"),
-    "chunkwise": ("#0072B2", "o"),
-    "triton": ("#009E73", "D"),
-    "softmax": ("#000000", "^"),
+    "token loop": (GREY, "s"),
+    "parallel scan": (ORANGE, "X"),
+    "chunkwise": (BLUE, "o"),
+    "triton": (GREEN, "D"),
+    "softmax": (BLACK, "^"),
 }
 
 
@@ -49,9 +49,9 @@ def draw_experiment(path: Path, experiment: Experiment, records: Iterable[Record
         return None
     conditions = [str(condition) for condition in experiment.recipe.test]
     lengths = all(isinstance(condition, int) for condition in experiment.recipe.test)
-    figure, axes = _figure(1, width=9.6, height=4.2)
+    figure, axes = new_figure(1, width=9.6, height=4.2)
     axis = axes[0]
-    groups = _groups(found)
+    groups = by_configuration(found)
     if lengths and len(conditions) > 1:
         _lines(axis, groups, conditions, [float(condition) for condition in conditions], experiment)
         _length_axis(axis, experiment)
@@ -65,7 +65,7 @@ def draw_experiment(path: Path, experiment: Experiment, records: Iterable[Record
     axis.set_title(f"{experiment.task.title} ({experiment.name})", loc="left", pad=18)
     if not single:
         axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def draw_curves(path: Path, experiments: Sequence[Experiment], records: Iterable[Record]) -> Path | None:
@@ -75,10 +75,10 @@ def draw_curves(path: Path, experiments: Sequence[Experiment], records: Iterable
     panels = [(experiment, found) for experiment, found in panels if found]
     if not panels:
         return None
-    figure, axes = _figure(len(panels), width=4.4 * len(panels) + 2.4, height=4.0)
+    figure, axes = new_figure(len(panels), width=4.4 * len(panels) + 2.4, height=4.0)
     for axis, (experiment, found) in zip(axes, panels, strict=True):
-        for group, members in _groups(found).items():
-            style = _style(group, list(_groups(found)))
+        for group, members in by_configuration(found).items():
+            style = _style(group, list(by_configuration(found)))
             style.pop("marker")
             for record in members:
                 axis.plot(*list(zip(*record.curve, strict=True))[::2], **style, label=_label(group, found))
@@ -88,24 +88,24 @@ def draw_curves(path: Path, experiments: Sequence[Experiment], records: Iterable
     handles, labels = axes[-1].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     figure.legend(unique.values(), unique.keys(), loc="outside right center", fontsize=8, frameon=False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def draw_numerics(path: Path, measured: dict[str, Any]) -> Path:
     """State norm at beta 2 with and without the guard; error on repeated keys; bfloat16 errors."""
-    figure, axes = _figure(3, width=14.5, height=4.2)
+    figure, axes = new_figure(3, width=14.5, height=4.2)
     norms = measured["state_norm"]
     for name, label, colour, marker in (
-        ("unguarded", "longest of 4,096 keys, no guard", "#D55E00", "X"),
-        ("random keys", "random keys, no guard", "#8C8C8C", "s"),
-        ("guarded", "longest of 4,096 keys, guarded", "#0072B2", "o"),
+        ("unguarded", "longest of 4,096 keys, no guard", ORANGE, "X"),
+        ("random keys", "random keys, no guard", GREY, "s"),
+        ("guarded", "longest of 4,096 keys, guarded", BLUE, "o"),
     ):
         axes[0].plot(norms["tokens"], norms[name], color=colour, marker=marker, markevery=8, label=label)
     axes[0].set(
         yscale="log", xlabel="tokens", ylabel="norm of the state over its start", title="beta = 2, bfloat16 keys"
     )
     _draw_repeated_keys(axes[1], measured["repeated_keys"])
-    for rule, colour in (("delta", "#0072B2"), ("scalar decay", "#009E73"), ("channel decay", "#D55E00")):
+    for rule, colour in (("delta", BLUE), ("scalar decay", GREEN), ("channel decay", ORANGE)):
         rows = [row for row in measured["bf16"] if row["rule"] == rule]
         for form, dash, marker in (("loop", ":", "s"), ("chunk", "-", "o")):
             name = "token loop" if form == "loop" else measured["backend"]
@@ -123,15 +123,15 @@ def draw_numerics(path: Path, measured: dict[str, Any]) -> Path:
     axes[2].set_ylim(bottom=0, top=1.15 * max(max(row["loop"], row["chunk"]) for row in measured["bf16"]))
     for axis in axes:
         axis.legend(fontsize=8, frameon=False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _draw_repeated_keys(axis: Any, measured: dict[str, Any]) -> None:
     """Error against beta, bfloat16, worse of the two patterns; a cross on the upper edge where it is not finite."""
     rows = [row for row in measured["rows"] if row["dtype"] == "bfloat16"]
-    looks = {"token loop": ("#8C8C8C", "s"), "fla": ("#D55E00", "X"), "triton fast": ("#E69F00", "^")}
+    looks = {"token loop": (GREY, "s"), "fla": (ORANGE, "X"), "triton fast": (YELLOW, "^")}
     for who in dict.fromkeys(row["who"] for row in rows):
-        colour, marker = looks.get(who, ("#0072B2", "o"))
+        colour, marker = looks.get(who, (BLUE, "o"))
         worst: dict[float, float] = {}
         for row in (row for row in rows if row["who"] == who):
             worst[row["beta"]] = max(worst.get(row["beta"], 0.0), math.inf if row["error"] is None else row["error"])
@@ -158,14 +158,14 @@ def draw_complexity(path: Path, measured: dict[str, Any]) -> Path:
     """Time and memory against length, with the operation counts beside; time against chunk size and head dimension."""
     has_memory = any(row["bytes"] for row in measured["length"])
     titles = ["length", "flops", *(["bytes"] if has_memory else []), "chunk", "head_dim"]
-    figure, axes = _figure(len(titles), width=4.6 * len(titles), height=4.2)
+    figure, axes = new_figure(len(titles), width=4.6 * len(titles), height=4.2)
     for axis, title in zip(axes, titles, strict=True):
         if title == "chunk":
             rows = measured["chunk"]
             axis.plot(
                 [r["chunk"] for r in rows],
                 [1e3 * r["seconds"] for r in rows],
-                color="#0072B2",
+                color=BLUE,
                 marker="o",
                 label="measured",
             )
@@ -173,7 +173,7 @@ def draw_complexity(path: Path, measured: dict[str, Any]) -> Path:
             axis.plot(
                 [r["chunk"] for r in rows],
                 [1e3 * best * r["flops"] for r in rows],
-                color="#8C8C8C",
+                color=GREY,
                 linestyle=":",
                 label="operations at the best rate seen",
             )
@@ -199,18 +199,10 @@ def draw_complexity(path: Path, measured: dict[str, Any]) -> Path:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.legend(fontsize=8, frameon=False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 _Group = tuple[str, float]
-
-
-def _groups(records: Sequence[Record]) -> dict[_Group, list[Record]]:
-    """Records by configuration and learning rate."""
-    groups: dict[_Group, list[Record]] = {}
-    for record in records:
-        groups.setdefault((record.configuration, record.learning_rate), []).append(record)
-    return groups
 
 
 def _label(group: _Group, records: Sequence[Record]) -> str:
@@ -284,9 +276,9 @@ def _length_axis(axis: Any, experiment: Experiment) -> None:
     if high > left:
         start = max(left, low)
         if low == high:
-            axis.axvline(high, color="#000000", alpha=0.12, lw=6)
+            axis.axvline(high, color=BLACK, alpha=0.12, lw=6)
         else:
-            axis.axvspan(start, high, color="#000000", alpha=0.06, lw=0)
+            axis.axvspan(start, high, color=BLACK, alpha=0.06, lw=0)
         axis.annotate(
             "training length" if low == high else "training lengths",
             (start * 1.02, 1.01),
@@ -321,23 +313,3 @@ def _score_axis(axis: Any, experiment: Experiment, *, horizontal: bool) -> None:
             color="#555555",
             ha="right",
         )
-
-
-def _figure(panels: int, *, width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    for axis in axes:
-        axis.grid(True, alpha=0.25)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _save(figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    return path

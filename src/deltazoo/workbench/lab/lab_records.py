@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from deltazoo.workbench.lab.experiment import Run
 from deltazoo.workbench.lab.fitting import Outcome, Score
 from deltazoo.workbench.provenance import git_commit, gpu_name, package_version, processor_name
 
-__all__ = ["Environment", "Record", "ResultFile", "read_records"]
+__all__ = ["Environment", "Record", "ResultFile", "by_configuration", "read_records"]
 
 _DECISIVE_IN_LAB = ("tasks", "configurations.py", "network.py", "recipe.py", "task.py", "fitting.py")
 
@@ -108,6 +108,14 @@ class Record:
         content["curve"] = [tuple(point) for point in content["curve"]]
         content["environment"] = Environment(**content["environment"])
         return cls(**content)
+
+
+def by_configuration(records: Iterable[Record]) -> dict[tuple[str, float], list[Record]]:
+    """Records by configuration and learning rate."""
+    groups: dict[tuple[str, float], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.configuration, record.learning_rate), []).append(record)
+    return groups
 
 
 def read_records(path: Path) -> list[Record]:
