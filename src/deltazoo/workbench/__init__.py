@@ -1,4 +1,4 @@
-"""What one does with the library: training, evaluation, conversion, checks, benchmarks, the lab, the command line.
+"""Programs built on the library: training, evaluation, conversion, checks, benchmarks, the lab, the command line.
 
 The library imports nothing from here.
 """

@@ -1,4 +1,4 @@
-"""Progress for a person: a live bar on a terminal, silence elsewhere."""
+"""Messages and progress bars on standard error; bars appear on a terminal only."""
 
 from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
@@ -13,12 +13,12 @@ console = Console(stderr=True)
 
 
 def say(line: str) -> None:
-    """One line for a person, on standard error, as it is: no markup, no line breaks."""
+    """Print one line on standard error as it is: no markup, no line breaks."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def progress_bar(*columns: str) -> Progress:
-    """A bar with counts and times; ``columns`` are templates such as ``"{task.fields[loss]}"`` put behind them."""
+    """A bar with counts and times, followed by ``columns``: templates such as ``"{task.fields[loss]}"``."""
     return Progress(
         TextColumn("[progress.description]{task.description}"),
         BarColumn(),
@@ -33,7 +33,7 @@ def progress_bar(*columns: str) -> Progress:
 
 
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate with a bar that disappears at the end."""
+    """Iterate over the items and show a bar, which disappears at the end."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     with progress_bar() as progress:

@@ -1,4 +1,4 @@
-"""The device that a person names on the command line."""
+"""Check the device named on the command line."""
 
 import re
 
@@ -8,7 +8,7 @@ __all__ = ["check_device"]
 def check_device(name: str) -> None:
     """Raise ValueError unless torch can compute on the device `name` on this machine.
 
-    Only a name of the right form needs torch to be judged.
+    torch is imported only if the name has the right form and is not ``cpu``.
     """
     if not re.fullmatch(r"cpu|(cuda|mps|xpu)(:\d+)?", name):
         raise ValueError(f"there is no device {name!r}: give cpu, cuda (the first GPU), or cuda:1 and so on")

@@ -1,4 +1,4 @@
-"""The configurations that come with the project: in a checkout beside the sources, in a wheel inside the package."""
+"""The configurations that come with the project: the folder configs of a checkout, inside the package in a wheel."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
 
 
-_CONVERSION = "swap_"  # the names of conversion recipes begin with it
+_CONVERSION = "swap_"  # the names of conversion recipes begin like this
 
 
 def presets(*, conversions: bool = False) -> dict[str, Path]:
@@ -24,7 +24,7 @@ def find_config(name: str, *, conversions: bool = False) -> Path:
     """The file that ``name`` means: a path, the folder of a run, or a configuration that ships with the project.
 
     Raises:
-        ValueError: none of them; names the nearest.
+        ValueError: nothing of that name; the message names the nearest.
     """
     path = Path(name)
     if path.is_file():

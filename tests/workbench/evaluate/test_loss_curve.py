@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from deltazoo.workbench.evaluate.loss_curve import curves, draw_loss_curve
@@ -24,7 +24,13 @@ def test_the_history_is_split_into_both_losses() -> None:
 
 def test_the_picture_shows_both_losses_with_labelled_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(plt, "close", drawn.append)
+    save = Figure.savefig
+
+    def keep(figure: Figure, *args: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
     path = draw_loss_curve(HISTORY, tmp_path / "loss.png", "a title", tokens_per_step=1000)
     assert path.read_bytes().startswith(b"\x89PNG")
     (axes,) = drawn[0].axes

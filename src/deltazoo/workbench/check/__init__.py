@@ -1,4 +1,4 @@
-"""`deltazoo check`: what every rule of this package promises, tried on one rule, on a CPU, in under a minute."""
+"""Check that a rule keeps what every rule of this package promises, on a CPU, in under a minute."""
 
 from deltazoo.workbench.check.rule_check import CHECKS, Finding, check_rule
 

@@ -33,7 +33,7 @@ TOLERANCE = 1e-9
 
 
 def make(variant: str, dtype: torch.dtype = torch.float64, **options: Any) -> DeltaRuleAttention:
-    """A layer whose parameters all have some effect, also those that start at zero."""
+    """A layer with noise added to its parameters, so that those initialised to zero have an effect too."""
     layer = make_layer(
         variant, HIDDEN, HEADS, HEAD_DIM, num_v_heads=VALUE_HEADS, initializer_range=0.5, layer_idx=0, **options
     )
@@ -49,7 +49,7 @@ def tokens(num_tokens: int = TOKENS, rows: int = 2, dtype: torch.dtype = torch.f
 
 
 def difference(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> str | None:
-    """Where `[B, T, ...]` differ by more than rounding; None if nowhere."""
+    """Where two `[B, T, ...]` tensors differ by more than rounding; None if nowhere."""
     wrong = ~((found - expected).abs() <= tolerance * (1 + expected.abs().max()))  # NaN is wrong
     if not wrong.any():
         return None
@@ -59,7 +59,7 @@ def difference(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) ->
 
 
 def parameters_are_filled_and_act(variant: str) -> str | None:
-    """`initializers` fill every parameter, forward and backward pass are finite, and each parameter has a gradient."""
+    """`initializers` fill every parameter, outputs and gradients are finite, and every parameter has a gradient."""
     layer = make_layer(variant, HIDDEN, HEADS, HEAD_DIM, num_v_heads=VALUE_HEADS)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -97,7 +97,7 @@ def same_twice(variant: str) -> str | None:
 
 
 def sees_no_future(variant: str) -> str | None:
-    """Changing later tokens changes no earlier output."""
+    """Outputs of earlier tokens do not change with later tokens."""
     layer, x = make(variant), tokens()
     with torch.no_grad():
         before = layer(x)
@@ -113,7 +113,7 @@ def sees_no_future(variant: str) -> str | None:
 
 
 def state_does_not_expand(variant: str) -> str | None:
-    """`0 <= beta |k|^2 <= 2` and `log_decay <= 0`, for small and large inputs, in float32 and bfloat16."""
+    """`0 <= beta |k|^2 <= 2` and `log_decay <= 0`, for inputs of several sizes, in float32 and bfloat16."""
     doubled = [{}, {"allow_neg_eigval": True}] if get_variant(variant).corrects else [{}]
     for options in doubled:
         for dtype in (torch.float32, torch.bfloat16):
@@ -126,7 +126,7 @@ def state_does_not_expand(variant: str) -> str | None:
 
 
 def _rule_inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs:
-    """What the layer gives to the operator."""
+    """The arguments that the layer passes to the operator."""
     seen: list[RuleInputs] = []
     compute = layer.rule_inputs
 
@@ -137,7 +137,7 @@ def _rule_inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs:
     with torch.no_grad(), patch.object(layer, "rule_inputs", remember):
         try:
             layer(x)
-        except ValueError:  # the operator refuses some of what is to be reported here
+        except ValueError:  # the operator refuses some inputs that this check reports
             if not seen:
                 raise
     return seen[0]
@@ -187,7 +187,7 @@ def clipped_step_sizes(variant: str) -> str | None:
 
 
 def same_in_chunks_as_by_definition(variant: str) -> str | None:
-    """Outputs and gradients of the chunk form against the loop over tokens."""
+    """Compare outputs and gradients of the chunk form with those of the loop over tokens."""
     chunked, looped = make(variant, backend="chunkwise"), make(variant, backend="reference")
     looped.load_state_dict(chunked.state_dict())
     results = []
@@ -207,8 +207,8 @@ def same_in_chunks_as_by_definition(variant: str) -> str | None:
 
 
 def same_gradients_as_finite_differences(variant: str) -> str | None:
-    """The derivative along a random direction, of the input and of every parameter."""
-    # The bound counts as a constant for gradients, by intent.
+    """Compare the derivatives along random directions, of the input and every parameter, with finite differences."""
+    # Gradients treat the bound as a constant, as documented there.
     with patch.object(rule, "nonexpansive", lambda beta, k: beta):
         layer, x = make(variant), tokens(9).requires_grad_()
         weight = torch.randn(2, 9, HIDDEN, dtype=torch.float64)
@@ -232,7 +232,7 @@ def same_gradients_as_finite_differences(variant: str) -> str | None:
 
 
 def same_decoded(variant: str) -> str | None:
-    """Pieces of any size with a state in between, down to one token, against all tokens at once."""
+    """Compare pieces of several sizes, with the state carried between them, with all tokens at once."""
     layer, x = make(variant), tokens()
     with torch.no_grad():
         whole = layer(x)
@@ -249,7 +249,7 @@ def same_decoded(variant: str) -> str | None:
 
 
 def same_padded(variant: str) -> str | None:
-    """Rows with padding on the left, on the right and inside against the same rows alone."""
+    """Compare rows with padding on the left, on the right and inside with the same rows alone."""
     mask = torch.ones(3, 20, dtype=torch.bool)
     mask[0, :7] = mask[1, 15:] = mask[2, 5:9] = False
 
@@ -266,7 +266,7 @@ def same_padded(variant: str) -> str | None:
 
 
 def same_packed(variant: str) -> str | None:
-    """Sequences packed into one row against the same sequences alone."""
+    """Compare sequences packed into one row with the same sequences alone."""
     bounds = torch.tensor([0, 3, 4, 50, TOKENS])
 
     def run(layer: DeltaRuleAttention, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def _model(variant: str, **keys: Any) -> DeltaRuleForCausalLM:
 
 
 def _perturbed(model: Any) -> Any:
-    """With some effect of every parameter, in float64, in evaluation mode."""
+    """The model with noise added to its parameters, in float64 and evaluation mode."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -37,7 +37,7 @@ def _ids() -> Tensor:
 
 
 def same_generated(variant: str) -> str | None:
-    """Logits of tokens fed one by one through a cache against a pass over all, in a pure and a hybrid model."""
+    """Compare logits of tokens fed one by one through a cache with a pass over all, in a pure and a hybrid model."""
     for kind, keys in (("", _PURE), ("hybrid ", _HYBRID)):
         model, ids = _model(variant, **keys), _ids()
         with torch.no_grad():
@@ -57,7 +57,7 @@ def _with_cache(model: Any, ids: Tensor) -> Tensor:
 
 
 def same_after_reload(variant: str) -> str | None:
-    """Logits of a model that went through `save_pretrained` and `from_pretrained`, pure and hybrid."""
+    """Compare logits before and after `save_pretrained` and `from_pretrained`, for a pure and a hybrid model."""
     for keys in (_PURE, _HYBRID):
         if problem := _through_a_checkpoint(_model(variant, **keys)):
             return problem
@@ -88,7 +88,7 @@ def _quietly(function: Callable[[], Any]) -> Any:
 
 
 def swaps(variant: str) -> str | None:
-    """`swap_attention` into a Llama: finite, with a cache as without, and through a checkpoint."""
+    """`swap_attention` in a Llama: finite logits, equal with a cache and after reloading."""
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **_SIZES)
     model: Any = LlamaForCausalLM(config)
     swap_attention(model, variant, [0])

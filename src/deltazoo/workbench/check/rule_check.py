@@ -38,13 +38,13 @@ CHECKS: dict[str, Callable[[str], str | None]] = {
     "reloaded = saved": same_after_reload,
     "swapped into a Llama": swaps,
 }
-"""What is checked, in this order: title -> function from a variant's name to what is wrong with it, None if nothing."""
+"""The checks, in order: title -> function from a variant's name to what is wrong with it, None if nothing."""
 
 _REMARKS = {"the state does not expand": clipped_step_sizes}
 
 
 class Finding(NamedTuple):
-    """What one check found."""
+    """The result of one check."""
 
     title: str
     problem: str | None

@@ -1,4 +1,4 @@
-"""The ``deltazoo`` command. One file of ``deltazoo.workbench.cli.commands`` is one command."""
+"""The ``deltazoo`` command. Each file of ``deltazoo.workbench.cli.commands`` is one command."""
 
 from deltazoo.workbench.cli.app import main
 

@@ -1,4 +1,4 @@
-"""Finds the commands, runs the one asked for, and turns bad input into one line and exit status 1."""
+"""Collect the commands, run one, and report bad input in one line with exit status 1."""
 
 import importlib
 import pkgutil
@@ -19,8 +19,8 @@ _options = {"traceback": False}
 def build_app() -> typer.Typer:
     """The application with every command found in ``deltazoo.workbench.cli.commands``.
 
-    A command is a module with a function ``register(app)``; heavy imports belong inside the command's function, so
-    that ``deltazoo --help`` stays quick.
+    A command is a module with a function ``register(app)``. Slow imports belong inside the command's function, so that
+    ``deltazoo --help`` is quick.
     """
     app = typer.Typer(
         name="deltazoo",
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         build_app()(args=None if arguments is None else list(arguments), prog_name="deltazoo")
     except SystemExit as stop:
-        # Wrong usage exits with 2 in click; one status for all bad input is easier to script against.
+        # click exits with 2 after wrong usage; scripts get one status for all bad input.
         by_signal = isinstance(stop.code, int) and stop.code > 128
         sys.exit(stop.code if by_signal else 0 if stop.code in (0, None) else 1)
     except _BAD_INPUT as error:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from deltazoo.workbench.evaluate.comparison import Baseline
 
-if TYPE_CHECKING:  # these bring torch, which a table of facts does not need
+if TYPE_CHECKING:  # these import torch, which a table of facts does not need
     from deltazoo.workbench.convert import ConversionResult, Ranking
     from deltazoo.workbench.evaluate.score import Score
 
@@ -37,7 +37,7 @@ def facts_table(facts: dict[str, str]) -> Table:
 
 
 def ranking_table(ranking: "Ranking") -> Table:
-    """The layers, the least missed first."""
+    """The layers, the smallest rise in loss first."""
     table = Table(title=f"one layer swapped for {ranking.variant} after transfer, {ranking.tokens:,} tokens")
     for heading in ("layer", "loss, nats per token", "rise"):
         table.add_column(heading, justify="right")
@@ -48,7 +48,7 @@ def ranking_table(ranking: "Ranking") -> Table:
 
 
 def conversion_table(result: "ConversionResult") -> Table:
-    """Held-out bits per byte from stage to stage."""
+    """Held-out bits per byte after each stage."""
     names = {"original": "original", "transfer": "swapped, weights transferred"}
     gap = result.scores["transfer"] - result.scores["original"]
     table = Table(title="conversion")

@@ -1,7 +1,6 @@
-"""Conversion: rank the layers of a model, and train in the delta-rule layers that replaced its softmax attention.
+"""Conversion: train a model whose softmax attention was replaced by delta-rule layers, and rank layers to replace.
 
-The stages and their configuration (``conversion_config``) are read without torch; the rest is imported when it is first
-asked for. ``deltazoo.swap`` replaces the layers.
+``deltazoo.swap`` replaces the layers. Reading a recipe imports no torch; the other names are imported on first use.
 """
 
 from typing import TYPE_CHECKING

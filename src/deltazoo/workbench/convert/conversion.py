@@ -1,4 +1,4 @@
-"""Training a swapped model in: the stages one after another, each resumable, scored before and after."""
+"""Train a swapped model through the stages of a recipe, each resumable, with scores on held-out text."""
 
 import json
 import math
@@ -60,15 +60,15 @@ _SCORES, _SWAP = "scores.json", "swap.json"
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a finished stage leaves.
+    """The result of a finished stage.
 
     Attributes:
-        history: the Trainer's log entries, also those before a resume.
+        history: the Trainer's log entries, including those before a resume.
         tokens: training tokens read.
         seconds: wall-clock time of training in the process that finished it, without validation and saving.
-        tokens_per_second: training tokens over ``seconds``, in that process.
-        trained_parameters: how many parameters the stage trained.
-        device: where it ran, for a person.
+        tokens_per_second: training tokens per second in that process.
+        trained_parameters: number of trained parameters.
+        device: name of the device.
     """
 
     history: list[dict[str, Any]]
@@ -81,13 +81,13 @@ class StageResult:
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What a finished conversion leaves.
+    """The result of a finished conversion.
 
     Attributes:
         model_path: folder for ``AutoModelForCausalLM.from_pretrained``, with the tokenizer.
-        scores: held-out bits per byte: ``original``, ``transfer`` (swapped, before the first stage), and after each
-            stage under its name; all in rows of the longest that a stage reads.
-        stages: per stage, in order.
+        scores: held-out bits per byte of ``original``, ``transfer`` (swapped, before the first stage) and every stage;
+            all with the longest row length of any stage.
+        stages: results by stage, in order.
     """
 
     model_path: Path
@@ -119,21 +119,21 @@ class ConversionText:
         return self.corpus.validation_bytes / sum(len(ids) - 1 for ids in self.validation)
 
     def validation_rows(self, row_length: int) -> list[dict[str, np.ndarray]]:
-        """All of the held-out text in rows."""
+        """The whole held-out text in rows."""
         return pack_in_order(self.validation, row_length)
 
     def bits_per_byte(self, model: PreTrainedModel, stage: StageConfig) -> float:
-        """Of the held-out text, all its rows, each row with no context but its own."""
+        """Bits per byte of the held-out text; no row has context from before its beginning."""
         rows = self.validation_rows(stage.row_length)
         nats, tokens = score_rows(model, rows, stage.rows_per_batch, collate_side_by_side)
         return nats / tokens / math.log(2) / self.bytes_per_token
 
 
 def save_swapped(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
-    """Save a swapped model with its tokenizer, whole or not at all.
+    """Save a swapped model and its tokenizer into ``folder/model``, whole or not at all.
 
     Raises:
-        ValueError: there is a model already.
+        ValueError: the folder exists already.
     """
     target = folder / "model"
     if target.exists():
@@ -155,18 +155,18 @@ def convert(
     """Train a freshly swapped model through the configured stages.
 
     Args:
-        model: swapped with ``keep_teacher=True`` and not trained since: the originals are taken from it. The first
-            stage trains it in place; the result is what is on disk.
+        model: swapped with ``keep_teacher=True`` and not trained since; it holds the original attention. The first
+            stage trains it in place. The result is the model on disk.
         tokenizer: the model's own.
         config: stages, text and folder.
-        resume: go on where the run in ``config.output`` stopped; without one there, start from the beginning.
-        text: ``config.data`` already read with this tokenizer, where several conversions share it.
+        resume: continue the run in ``config.output``.
+        text: ``config.data`` read with this tokenizer, if several conversions share it.
 
     Raises:
-        ValueError: the model is not swapped or kept no teachers, there is more than one process, the folder holds a run
-            and ``resume`` is false, or swap, configuration or text are others than the run began with.
+        ValueError: the model is not swapped or has no teachers; there is more than one process; the folder holds a run
+            and ``resume`` is false; swap, configuration or text differ from those that the run began with.
         TrainingDiverged: a loss became NaN or infinite.
-        SaveError: the disk is full; what was saved before is whole.
+        SaveError: the disk is full; earlier saves are intact.
     """
     layers = swapped_layers(model)
     if not layers or any(layer.teacher is None for layer in layers.values()):
@@ -183,7 +183,7 @@ def convert(
         raise ValueError(f"text was read from {text.data}, and the recipe asks for {config.data}")
     folder = Path(config.output)
     first = config.stages[0]
-    longest = max(config.stages, key=lambda stage: stage.row_length)  # one length of rows, or scores say nothing
+    longest = max(config.stages, key=lambda stage: stage.row_length)  # scores are comparable only with one row length
     variant = next(iter(layers.values())).delta.spec.name
     arguments = training_arguments(stage_as_run(first, variant, config, folder))
     if arguments.world_size > 1:
@@ -196,14 +196,14 @@ def convert(
         refuse_other_text(text.corpus, folder, config.data)
         _refuse_other_swap(swap, folder / _SWAP)
     else:
-        (folder / _SCORES).unlink(missing_ok=True)  # of a run that saved nothing else
+        (folder / _SCORES).unlink(missing_ok=True)  # left by a run that saved nothing else
     begin_run(config, folder, text.corpus)
     _write(folder / _SWAP, swap)
     scores = _Scores(folder / _SCORES)
     original = original_of(model).to(device)
     if "transfer" not in scores.values:
-        scores.note("original", text.bits_per_byte(original, longest))
-        scores.note("transfer", text.bits_per_byte(model.to(device), longest))
+        scores.record("original", text.bits_per_byte(original, longest))
+        scores.record("transfer", text.bits_per_byte(model.to(device), longest))
     results = {}
     for stage in config.stages:
         run = stage_as_run(stage, variant, config, folder)
@@ -211,12 +211,12 @@ def convert(
         if not ((Path(run.output) / RESULT).is_file() and path.is_dir()):
             run_stage(model, text, stage, run, original, path)
         results[stage.section] = read_stage(Path(run.output))
-        # Also after an unbroken stage: so a resumed run goes on from the very same weights.
+        # Reloaded after every stage, so that a resumed run continues from exactly the same weights.
         with one_progress_bar():
             runtime = model.runtime.given()  # type: ignore[union-attr, operator]
             model = AutoModelForCausalLM.from_pretrained(path, **runtime).to(device)
         if stage.section not in scores.values:
-            scores.note(stage.section, text.bits_per_byte(model, longest))
+            scores.record(stage.section, text.bits_per_byte(model, longest))
     return ConversionResult(folder / "model", scores.values, results)
 
 
@@ -228,15 +228,15 @@ def run_stage(
     original: PreTrainedModel | None = None,
     model_path: Path | None = None,
 ) -> None:
-    """Train one stage, or go on from its latest checkpoint; leaves its result in the run's folder.
+    """Train one stage, or resume from its latest checkpoint; writes its result into the run's folder.
 
     Args:
         model: trained in place.
-        text: what it reads.
-        stage: which loss, and how.
+        text: training and held-out text.
+        stage: which loss, and its settings.
         run: the stage as a run, see ``StageConfig.as_run``.
-        original: whom to distil from; only for that stage.
-        model_path: where the trained model goes; ``model`` in the run's folder unless given.
+        original: the model to distil from, for that stage only.
+        model_path: folder for the trained model; by default ``model`` in the run's folder.
     """
     folder = Path(run.output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -293,32 +293,32 @@ def _trainer(
 
 
 def stage_as_run(stage: StageConfig, mixer: str, config: ConversionConfig, folder: Path) -> RunConfig:
-    """A stage as a run below the conversion's folder; each stage reads the documents in an order of its own."""
-    place = STAGES.index(stage.section)
+    """A stage as a run in a subfolder; each stage has its own seed and so its own order of the documents."""
+    number = STAGES.index(stage.section)
     tokenizer = _model_path(stage, config, folder)
-    return stage.as_run(folder / stage.section, mixer, tokenizer, config.data, seed=config.seed + place)
+    return stage.as_run(folder / stage.section, mixer, tokenizer, config.data, seed=config.seed + number)
 
 
 def _model_path(stage: StageConfig, config: ConversionConfig, folder: Path) -> Path:
-    """The finished model lies on top, where ``deltazoo eval`` looks for it; those of earlier stages below."""
+    """The last stage's model is in the conversion's folder, where ``deltazoo eval`` looks; others in their stage's."""
     return (folder if stage is config.stages[-1] else folder / stage.section) / "model"
 
 
 class _Scores:
-    """Held-out scores on disk, so that a resumed run need not measure them again."""
+    """Held-out scores on disk; a resumed run does not measure them again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.values: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
-    def note(self, name: str, bits: float) -> None:
+    def record(self, name: str, bits: float) -> None:
         self.values[name] = bits
         _write(self._path, self.values)
         console.print(f"[bold]{name}[/]: {bits:.3f} held-out bits per byte", highlight=False)
 
 
 def _refuse_other_swap(swap: dict[str, Any], written: Path) -> None:
-    """A run goes on with the swap that it began with."""
+    """Raise ValueError unless the run began with the same swap."""
     if json.loads(written.read_text(encoding="utf-8")) != json.loads(json.dumps(swap)):
         raise ValueError(f"the run in {written.parent} began with another swap: see {written}")
 

@@ -1,4 +1,4 @@
-"""The conversion recipe as one YAML file: three stages, each optional, unknown keys refused."""
+"""The conversion recipe: a YAML file with up to three stages."""
 
 import dataclasses
 import math
@@ -20,16 +20,16 @@ __all__ = [
 
 Trained = Literal["swapped", "all"]
 STAGES = ("align", "distill", "finetune")
-"""Names of the stages, in their order."""
+"""Names of the stages, in order."""
 
 
 @dataclass(frozen=True)
 class StageConfig(OptimizationConfig):
-    """One stage: an :class:`OptimizationConfig`, and what it trains.
+    """One stage: an :class:`OptimizationConfig` and the parameters that it trains.
 
     Attributes:
-        section: the stage's name: its section of the file and its folder of the run.
-        trains: ``swapped`` trains the new layers alone, ``all`` the whole model.
+        section: the stage's name, its section of the file and its subfolder of the run.
+        trains: ``swapped``: the new layers only; ``all``: the whole model.
     """
 
     section: ClassVar[str] = "stage"
@@ -37,7 +37,7 @@ class StageConfig(OptimizationConfig):
     trains: Trained = "all"
 
     def as_run(self, output: Path, variant: str, tokenizer: Path, data: DataConfig, seed: int) -> RunConfig:
-        """The stage as a run that :mod:`deltazoo.workbench.train` understands."""
+        """The stage as a :class:`RunConfig`."""
         keys = [key.name for key in dataclasses.fields(OptimizationConfig)]
         return RunConfig(
             output=str(output),
@@ -55,7 +55,7 @@ class AlignmentConfig(StageConfig):
 
     Attributes:
         section: ``align``.
-        trains: ``swapped``; there is nothing else to train.
+        trains: ``swapped``; the loss depends on no other parameter.
     """
 
     section: ClassVar[str] = "align"
@@ -63,7 +63,7 @@ class AlignmentConfig(StageConfig):
     trains: Trained = "swapped"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot act on layers that learn one by one."""
+        """Refuse keys that have no effect in this stage."""
         super().__post_init__()
         if self.trains != "swapped":
             raise ValueError(f"align.trains must be 'swapped': no gradient reaches other layers, got {self.trains!r}")
@@ -78,7 +78,7 @@ class DistillationConfig(StageConfig):
 
     Attributes:
         section: ``distill``.
-        text_weight: of the cross-entropy on the text itself, which is added to the divergence.
+        text_weight: weight of the cross-entropy on the text, which is added to the divergence.
     """
 
     section: ClassVar[str] = "distill"
@@ -86,7 +86,7 @@ class DistillationConfig(StageConfig):
     text_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse a weight that would have the model unlearn the text."""
+        """Check the weight."""
         super().__post_init__()
         if not 0.0 <= self.text_weight < math.inf:
             raise ValueError(f"distill.text_weight must be finite and not negative, got {self.text_weight}")
@@ -108,12 +108,12 @@ class ConversionConfig:
     """How a model whose attention was swapped is trained.
 
     Attributes:
-        output: folder of the run: a folder per stage, the finished model, the scores, the loss curves.
-        align: see :class:`AlignmentConfig`; absent: left out, as each of the following.
+        output: folder of the run: a subfolder per stage, the model, the scores, the loss curves.
+        align: see :class:`AlignmentConfig`; None leaves the stage out, as with the next two.
         distill: see :class:`DistillationConfig`.
         finetune: see :class:`FineTuningConfig`.
         data: the text of all stages; see :class:`~deltazoo.workbench.train.config.DataConfig`.
-        seed: order of the documents; each stage has another.
+        seed: of the order of the documents, which differs between stages.
     """
 
     output: str
@@ -124,17 +124,17 @@ class ConversionConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check that there is something to do."""
+        """Check that there is a stage."""
         if not self.stages:
             raise ValueError("none of the stages align, distill and finetune is configured: name at least one")
 
     @property
     def stages(self) -> list[StageConfig]:
-        """The stages that are configured, in the order in which they run."""
+        """The configured stages, in order."""
         return [stage for stage in (self.align, self.distill, self.finetune) if stage is not None]
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain lists and dictionaries, every default written out."""
+        """The configuration as plain lists and dictionaries, defaults included."""
         values = dataclasses.asdict(self)
         for stage in self.stages:
             values[stage.section]["betas"] = list(stage.betas)

@@ -1,4 +1,4 @@
-"""Which layers lose least when their attention is swapped: one at a time, after transfer, on the user's own text."""
+"""Rank a model's layers by the loss added when the attention of one layer is swapped, on the user's text."""
 
 import json
 import math
@@ -22,12 +22,12 @@ from deltazoo.workbench.train.validation_loss import score_rows
 
 __all__ = ["LayerScore", "Ranking", "rank_layers", "ranking_rows"]
 
-_BYTES_PER_TOKEN = 16  # more than any tokenizer makes of ordinary text, so that enough of it is read
+_BYTES_PER_TOKEN = 16  # more than with any tokenizer on ordinary text, so that enough text is read
 
 
 @dataclass(frozen=True)
 class LayerScore:
-    """A model with one layer swapped: ``loss`` in nats per token, ``rise`` above the model as it was."""
+    """A model with one layer swapped: its ``loss`` in nats per token, and the ``rise`` over the original model's."""
 
     layer: int
     loss: float
@@ -36,12 +36,12 @@ class LayerScore:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How much each layer matters.
+    """The loss with each layer swapped alone.
 
     Attributes:
-        variant: what the layers were swapped for.
-        loss: of the model as it was, in nats per token.
-        tokens: how many were predicted.
+        variant: of the new layers.
+        loss: of the original model, in nats per token.
+        tokens: number of predicted tokens.
         layers: one entry per layer, in the model's order.
     """
 
@@ -54,11 +54,11 @@ class Ranking:
         """The ``count`` layers whose swap raises the loss least, in the model's order.
 
         Raises:
-            ValueError: the model has no so many layers.
+            ValueError: the model has fewer layers.
         """
         if not 1 <= count <= len(self.layers):
             raise ValueError(f"best:{count} asks for {count} of {len(self.layers)} layers")
-        # A loss that is not a number is as bad as can be.
+        # NaN ranks last.
         ordered = sorted(self.layers, key=lambda score: (math.isnan(score.rise), score.rise, score.layer))
         return sorted(score.layer for score in ordered[:count])
 
@@ -71,14 +71,14 @@ class Ranking:
 def ranking_rows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DataConfig, held_out: bool, max_tokens: int
 ) -> list[dict[str, np.ndarray]]:
-    """The beginning of a text in rows no longer than the model was made for.
+    """The beginning of a text, packed into rows no longer than the model's longest position.
 
     Args:
-        model: what will read it.
+        model: the model to rank.
         tokenizer: the model's own.
         data: the text.
-        held_out: take the part that a conversion with this ``data`` holds out, instead of all documents.
-        max_tokens: how much of it at most.
+        held_out: take only the documents that a conversion with this ``data`` holds out.
+        max_tokens: upper limit of tokens.
     """
     source = open_text(data)
     if held_out:
@@ -98,14 +98,14 @@ def rank_layers(
     rows_at_once: int = 8,
     **options: Any,
 ) -> Ranking:
-    """Swap each layer alone, measure the loss, put the original back.
+    """Swap each layer alone, measure the loss, and restore the original.
 
     Args:
-        model: not swapped yet; afterwards it is as before.
-        variant: what to swap for.
+        model: not swapped; unchanged afterwards.
+        variant: of the new layers.
         rows: packed rows of text, as ``deltazoo.workbench.train.packed_rows.pack_in_order`` makes them.
         rows_at_once: rows in one forward pass.
-        options: further ones of ``swap_attention``, ``init`` among them.
+        options: further options of ``swap_attention``, such as ``init``.
 
     Raises:
         ValueError: there is no text, or the model cannot be swapped.

@@ -1,4 +1,4 @@
-"""The three stages of a conversion as losses on the HF Trainer: align each layer, distil the whole, learn the text."""
+"""Trainers and losses of the three stages: align each layer, distil the original model, fine-tune on text."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -27,25 +27,25 @@ __all__ = [
 
 
 class FineTuningTrainer(PackedTrainer):
-    """The stock loss: cross-entropy on text."""
+    """Cross-entropy on text, the Trainer's own loss."""
 
 
 class AlignmentTrainer(PackedTrainer):
-    """Every swapped layer against the attention it replaces, all at once: one forward pass serves all layers.
+    """Trains every swapped layer to the output of the attention it replaces, all layers in one forward pass.
 
-    The loss is the relative squared error of a layer's output, averaged over the layers. No layer sees another's
-    error, since the attentions' own outputs go on to the next layer.
+    The loss is the relative squared error of a layer's output, averaged over the layers. Errors do not add up from
+    layer to layer, because the next layer gets the original attention's output.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.model_accepts_loss_kwargs = False  # the loss is a mean: accumulation divides it
+        self.model_accepts_loss_kwargs = False  # the loss is a mean, so accumulation must divide it
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """Mean relative error of the swapped layers on one batch."""
-        model.eval()  # dropout in the frozen rest would only make targets noisy
+        model.eval()  # dropout in the frozen layers would only add noise to the targets
         layers = swapped_layers(self._model).values()
         with teacher_forced(layers) as errors:
             model(**_without_labels(inputs), use_cache=False, logits_to_keep=1)
@@ -53,10 +53,10 @@ class AlignmentTrainer(PackedTrainer):
 
 
 class DistillationTrainer(PackedTrainer):
-    """The original model's predictions: KL(original || model) in nats, mean over all tokens, temperature 1.
+    """Trains to the original model's predictions: KL(original || model) in nats, mean over tokens, temperature 1.
 
-    With a ``text_weight``, so many times the cross-entropy on the text is added. The text says where the original is
-    wrong; its predictions keep the noise of few tokens of text in bounds.
+    ``text_weight`` times the cross-entropy on the text is added. The text corrects errors of the original model; the
+    original's predictions are less noisy than a small amount of text.
     """
 
     def __init__(self, *args: Any, original: PreTrainedModel, text_weight: float = 0.0, **kwargs: Any) -> None:
@@ -67,9 +67,9 @@ class DistillationTrainer(PackedTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Mean divergence on one batch, and what the text adds."""
+        """Mean divergence on one batch, plus the weighted loss on text."""
         labels, inputs = inputs["labels"], _without_labels(inputs)
-        # The Trainer puts autocast around the model it trains alone.
+        # The Trainer applies autocast only to the model it trains.
         with torch.no_grad(), torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
             wanted = self._original(**inputs, use_cache=False).logits
         found = model(**inputs, use_cache=False).logits
@@ -79,31 +79,31 @@ class DistillationTrainer(PackedTrainer):
 
 @contextmanager
 def teacher_forced(layers: Iterable[SwappedAttention]) -> Iterator[list[Tensor]]:
-    """While open, each swapped layer hands on the output of its kept teacher, and notes its own relative error.
+    """Inside, each swapped layer returns the output of its kept teacher and records its own relative error.
 
     Yields:
-        the errors of the forward passes run so far, one scalar per layer and pass, with gradients for the new layers
-        where gradients are recorded: ``|y - t|^2 / |t|^2`` over all tokens, ``t`` the teacher's output.
+        the errors ``|y - t|^2 / |t|^2`` of the forward passes so far, over all tokens, ``t`` the teacher's output: one
+        scalar per layer and pass, differentiable in the new layers' parameters.
 
     Raises:
         ValueError: a layer was swapped without keeping its teacher.
     """
     layers = list(layers)
-    alone = [layer.layer_idx for layer in layers if layer.teacher is None]
-    if alone:
+    without = [layer.layer_idx for layer in layers if layer.teacher is None]
+    if without:
         raise ValueError(
-            f"layers {alone} were swapped without keeping the original attention: swap with keep_teacher=True"
+            f"layers {without} were swapped without keeping the original attention: swap with keep_teacher=True"
         )
     errors: list[Tensor] = []
 
-    def hand_on(layer: SwappedAttention, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def use_teacher_output(layer: SwappedAttention, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         assert layer.teacher is not None
         with torch.no_grad():
             wanted = layer.teacher(*args, **kwargs)
         errors.append(relative_error(output[0], wanted[0]))
         return wanted
 
-    handles = [layer.register_forward_hook(hand_on, with_kwargs=True) for layer in layers]
+    handles = [layer.register_forward_hook(use_teacher_output, with_kwargs=True) for layer in layers]
     try:
         yield errors
     finally:
@@ -124,7 +124,7 @@ def divergence(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of ``labels [B, T]`` under the logits ``[B, T, vocabulary]`` one place before, float32 nats.
+    """Cross-entropy of ``labels [B, T]`` under ``logits [B, T, vocabulary]`` of the previous position, float32 nats.
 
     The mean over all labels that are not ``IGNORED``.
     """
@@ -132,7 +132,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def choose_trained_parameters(model: PreTrainedModel, stage: StageConfig) -> None:
-    """Let gradients reach what the stage trains and nothing else; kept teachers stay frozen in any case."""
+    """Set ``requires_grad`` for the parameters that the stage trains; kept teachers are always frozen."""
     model.requires_grad_(stage.trains == "all")
     for layer in swapped_layers(model).values():
         layer.delta.requires_grad_(True)
@@ -141,7 +141,7 @@ def choose_trained_parameters(model: PreTrainedModel, stage: StageConfig) -> Non
 
 
 def original_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A frozen copy of a swapped model with its kept attentions back in place."""
+    """A frozen copy of a swapped model with its original attention restored."""
     original = copy.deepcopy(model)
     unswap_attention(original)
     return original.requires_grad_(False).eval()

@@ -1,4 +1,4 @@
-"""Evaluation: bits per byte and perplexity on held-out text, the baselines beside them, the loss curve."""
+"""Evaluation: bits per byte and perplexity on held-out text, baselines, recall probes, decoding speed, loss curves."""
 
 from typing import TYPE_CHECKING
 

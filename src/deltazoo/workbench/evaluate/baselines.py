@@ -1,4 +1,4 @@
-"""What a language model is measured against: two compressors and an order-2 byte model."""
+"""Baselines of a language model: two compressors and an order-2 byte model."""
 
 import gzip
 import lzma
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 
 ALPHABET = 256
-_COUNTED_AT_ONCE = 200  # documents per pass over the 256^3 table, which costs more than the documents themselves
+_COUNTED_AT_ONCE = 200  # documents per pass over the 256^3 table; a pass costs more than counting the documents
 
 
 def gzip_bits_per_byte(data: bytes) -> float:
-    """Bits per byte of ``gzip -9`` on ``data`` alone; it has seen nothing else (its window is 32 KiB anyway)."""
+    """Bits per byte of ``gzip -9`` on ``data`` alone; its window is 32 KiB."""
     return 8 * len(gzip.compress(_not_empty(data), compresslevel=9, mtime=0)) / len(data)
 
 
@@ -19,9 +19,8 @@ def xz_bits_per_byte(data: bytes, primed_with: bytes = b"") -> float:
     """Bits per byte of ``xz -9`` on ``data``.
 
     Args:
-        data: what is scored.
-        primed_with: text that the compressor sees first and that is not counted: the cost of ``data`` is the size of
-            both together less the size of this alone. Its dictionary reaches back 64 MiB.
+        data: the scored bytes.
+        primed_with: text compressed before ``data``, whose own size is subtracted. The dictionary reaches back 64 MiB.
     """
     size = len(lzma.compress(primed_with + _not_empty(data), preset=9))
     if primed_with:
@@ -33,8 +32,9 @@ class ByteContextModel:
     """Predicts a byte from the two before it, interpolated with shorter contexts as Witten and Bell do.
 
     ``P(c | ctx) = (n(ctx, c) + d(ctx) P(c | shorter ctx)) / (n(ctx) + d(ctx))`` where n counts the training text and d
-    is the number of distinct bytes seen after ctx; the shortest context backs off to the uniform distribution, and a
-    context never seen to the shorter one. Source: Witten and Bell 1991, the zero-frequency problem, method C.
+    is the number of distinct bytes seen after ctx. The empty context is interpolated with the uniform distribution; a
+    context never seen gives the probabilities of the shorter one. Source: Witten and Bell 1991, the zero-frequency
+    problem, method C.
     """
 
     def __init__(self, order: int = 2) -> None:
@@ -44,7 +44,7 @@ class ByteContextModel:
         self._counts = [np.zeros(ALPHABET ** (n + 1), dtype=np.int32) for n in range(order + 1)]
 
     def fit(self, documents: Iterable[bytes]) -> "ByteContextModel":
-        """Count the bytes of the training documents; contexts do not reach from one document into the next."""
+        """Count the bytes of the training documents; contexts do not cross document boundaries."""
         documents = list(documents)
         for order, counts in enumerate(self._counts):
             for first in range(0, len(documents), _COUNTED_AT_ONCE):
@@ -55,7 +55,7 @@ class ByteContextModel:
         return self
 
     def bits_per_byte(self, documents: Iterable[bytes]) -> float:
-        """Mean cost of the documents' bytes; the first bytes of each are predicted from the shorter contexts they have.
+        """Mean cost of the documents' bytes; the first bytes of each are predicted from shorter contexts.
 
         Raises:
             ValueError: there is no byte to score.
@@ -77,7 +77,7 @@ class ByteContextModel:
         for counts in self._counts:
             table = counts.reshape(-1, ALPHABET)
             distinct = np.count_nonzero(table, axis=1, keepdims=True)
-            # The shorter context of (a, b) is (b): rows repeat once per value of the byte that is dropped.
+            # The shorter context of (a, b) is (b), so the rows repeat for every value of a.
             backoff = np.tile(shorter, (len(table) // len(shorter), 1))
             seen = distinct > 0
             mixed = (table + distinct * backoff) / np.maximum(table.sum(axis=1, keepdims=True) + distinct, 1)
@@ -87,7 +87,7 @@ class ByteContextModel:
 
 
 def _ngrams(document: bytes, order: int) -> np.ndarray:
-    """For each byte with ``order`` bytes before it: those and itself as one number."""
+    """For each byte with ``order`` bytes before it, these bytes and the byte as one number."""
     values = np.frombuffer(document, dtype=np.uint8).astype(np.int64)
     length = max(len(values) - order, 0)
     keys = np.zeros(length, dtype=np.int64)

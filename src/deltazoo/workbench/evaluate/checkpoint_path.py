@@ -1,4 +1,4 @@
-"""Where the model of a path lies, and what it was trained on; reads no weights and imports no torch."""
+"""Find the model that a path names, and its training configuration, without torch and without reading weights."""
 
 from pathlib import Path
 
@@ -23,6 +23,6 @@ def resolve_checkpoint(path: str) -> str:
 
 
 def training_config_of(path: str) -> RunConfig | None:
-    """The configuration that a model trained by deltazoo was made with; None for any other model."""
+    """The configuration that a model was trained with by deltazoo; None for any other model."""
     written = Path(resolve_checkpoint(path)) / MODEL_CONFIG
     return load_config(written) if written.is_file() else None

@@ -1,4 +1,4 @@
-"""A model beside the baselines, all measured on the same held-out bytes."""
+"""Measure the baselines on held-out documents, and save them with a model's score."""
 
 import json
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from deltazoo.workbench.console import console
 from deltazoo.workbench.evaluate.baselines import ByteContextModel, gzip_bits_per_byte, xz_bits_per_byte
 from deltazoo.workbench.train.text import Document
 
-if TYPE_CHECKING:  # it brings torch, which a wrong argument of a command does not wait for
+if TYPE_CHECKING:  # imports torch, which a command loads only after it has checked its arguments
     from deltazoo.workbench.evaluate.score import Score
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """One line of the comparison.
+    """A baseline and its score.
 
     Attributes:
-        name: as a person knows it.
+        name: of the compressor or model.
         bits_per_byte: on the held-out documents.
-        has_seen: the text it knew beforehand.
+        has_seen: the text that it had seen before.
     """
 
     name: str
@@ -33,9 +33,9 @@ def baselines(train: Sequence[Document], held_out: Sequence[Document], *, primed
     """Measure the baselines.
 
     Args:
-        train: training documents; empty if unknown, and then only the compressors are measured.
-        held_out: what is scored. The compressors get the documents one behind the other in this order.
-        primed: also measure xz after it has read the training text (seconds per 10 MB).
+        train: training documents; if empty, only the compressors are measured.
+        held_out: scored documents; the compressors get them concatenated in this order.
+        primed: also measure xz with the training text before the scored one (seconds per 10 MB).
     """
     pieces = [document.text.encode() for document in held_out]
     data = b"".join(pieces)

@@ -41,7 +41,7 @@ def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int |
         raise ValueError(f"{path} does not say what text it was trained on: name a text to score with --text")
     try:
         corpus = read_corpus(open_text(config.data), config.data, DEFAULT_TOKENIZER_SAMPLE) if config else None
-    except ValueError as error:  # the model may come from another machine
+    except ValueError as error:  # the model may have been trained on another machine
         if text is None:
             raise
         say(f"the baselines do without the training text: {error}")

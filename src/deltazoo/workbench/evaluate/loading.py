@@ -1,4 +1,4 @@
-"""A checkpoint from disk or the Hub, checked to be one model and its own tokenizer."""
+"""Load a model and its tokenizer from disk or the Hub, and check that they fit."""
 
 import torch
 from safetensors import SafetensorError
@@ -18,20 +18,23 @@ def load_checkpoint(path: str, device: str | None = None) -> tuple[PreTrainedMod
         device: such as ``cuda:0`` or ``cpu``; by default the first GPU if there is one.
 
     Raises:
-        ValueError: no checkpoint or no tokenizer there, damaged files, no such device, or a tokenizer of another model.
+        ValueError: no checkpoint or tokenizer, damaged files, no such device, or a tokenizer of another model.
     """
     model = load_model(path, device)
     path = resolve_checkpoint(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:  # transformers lists file formats instead of saying that there is no file
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # its message does not say that there is no file
         raise ValueError(f"{path} holds a model, but no tokenizer that transformers can load: save it there") from error
     check_vocabulary(model, tokenizer)
     return model, tokenizer
 
 
 def load_model(path: str, device: str | None = None) -> PreTrainedModel:
-    """The model of :func:`load_checkpoint` alone."""
+    """Load the model alone; arguments and errors as for :func:`load_checkpoint`."""
     path = resolve_checkpoint(path)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)

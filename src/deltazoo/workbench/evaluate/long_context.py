@@ -16,14 +16,14 @@ __all__ = ["Decoding", "measure_decoding"]
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding behind a context of one length, one sequence.
+    """Decoding speed after a context of a given length, one sequence.
 
     Attributes:
         context: tokens read before the first decoded one.
-        tokens_per_second: of the decoded tokens alone, one after another: one over the median time of a token.
-        prefill_seconds: for reading the context.
-        cache_bytes: what the cache holds afterwards.
-        peak_bytes: peak memory on the GPU above the model's own; None on a CPU.
+        tokens_per_second: of decoding: one over the median time of a token.
+        prefill_seconds: time to read the context.
+        cache_bytes: size of the cache afterwards.
+        peak_bytes: peak GPU memory above that of the model; None on a CPU.
     """
 
     context: int
@@ -40,15 +40,15 @@ def measure_decoding(model: PreTrainedModel, context: int, *, decoded: int = 32,
     Args:
         model: any causal language model.
         context: tokens to read.
-        decoded: tokens to decode and time; two more go before them unmeasured.
-        piece: tokens read in one forward pass, which bounds the memory of the pass itself.
+        decoded: tokens to decode and time, after two tokens that are not timed.
+        piece: tokens read in one forward pass; bounds the memory of the pass.
     """
     was_training = model.training
     model.eval()
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-        resting = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, model.config.vocab_size, (1, context), generator=generator).to(model.device)
     cache = DynamicCache(config=model.config)
@@ -69,7 +69,7 @@ def measure_decoding(model: PreTrainedModel, context: int, *, decoded: int = 32,
         tokens_per_second=1 / median(seconds),
         prefill_seconds=prefill,
         cache_bytes=cache_bytes(cache),
-        peak_bytes=torch.cuda.max_memory_allocated() - resting if on_gpu else None,
+        peak_bytes=torch.cuda.max_memory_allocated() - before if on_gpu else None,
     )
 
 
@@ -100,7 +100,7 @@ def _next_token(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Ten
 
 
 def _now(on_gpu: bool) -> float:
-    """The clock, once the GPU has done what it was given."""
+    """The time in seconds, after the GPU has finished its work."""
     if on_gpu:
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,12 +1,12 @@
-"""Two probes of recall within the context, for language models that were trained on text and nothing else.
+"""Two probes of recall within the context, for language models that were trained on text only.
 
-**Pairs** of random tokens, then the pairs again in another order. A pair's second token cannot be guessed, only looked
-up. A model that never learned such a game rarely names the token outright, so the probe also asks whether it prefers
-the right one to the other second tokens that it was shown. arXiv:2312.04927 shows why it matters: recall within the
-context is most of what separates linear attention from softmax attention.
+**Pairs** of random tokens are shown, then the same pairs in another order. A pair's second token cannot be guessed; it
+must be recalled. A model that was never trained on such a task rarely gives it the highest probability of all tokens,
+so the probe also asks whether it is likelier than the second tokens of all other pairs. Recall within the context is
+most of what separates linear attention from softmax attention (arXiv:2312.04927).
 
-**Copying**: a passage of text, then the same passage again. What its tokens cost less the second time was found in the
-context (induction, arXiv:2209.11895). Text, unlike random pairs, is what the model knows.
+**Copying**: a passage of text is shown twice. The bits that its tokens save at the second showing come from the
+context (induction, arXiv:2209.11895). Unlike random pairs, text is what the model was trained on.
 """
 
 import math
@@ -26,15 +26,15 @@ __all__ = ["Copying", "Recall", "cut_passages", "probe_copying", "probe_recall"]
 
 @dataclass(frozen=True)
 class Recall:
-    """What a model recalls of ``num_pairs`` pairs.
+    """Results of the probe with pairs.
 
     Attributes:
-        num_pairs: pairs to keep in mind.
-        accuracy: share of the second showings in which the likeliest token is the right one.
-        among_shown: share of them in which the right one is likelier than the second token of every other pair; one
-            over ``num_pairs`` for a model that guesses.
-        gain: nats that the second token costs less at the second showing than at the first, mean.
-        questions: answers that were graded.
+        num_pairs: pairs per sequence.
+        accuracy: share of the questions whose likeliest token is the right one.
+        among_shown: share of the questions in which the right token is likelier than the second token of every other
+            pair; one over ``num_pairs`` for a model that guesses.
+        gain: mean cost of a pair's second token at the first showing minus that at the second, in nats.
+        questions: number of predicted second tokens, at the second showing.
     """
 
     num_pairs: int
@@ -46,14 +46,14 @@ class Recall:
 
 @dataclass(frozen=True)
 class Copying:
-    """What a second showing of a passage saves.
+    """Results of the copying probe.
 
     Attributes:
         length: tokens of a passage.
         first: bits per token at the first showing, without the passage's first token.
         second: the same at the second showing.
-        copied: share of the second showing's tokens, without the first, that are the likeliest there.
-        passages: how many passages were shown.
+        copied: share of the tokens at the second showing, without the first, that are the likeliest prediction.
+        passages: number of passages.
     """
 
     length: int
@@ -67,14 +67,14 @@ class Copying:
 def probe_recall(
     model: PreTrainedModel, num_pairs: int, *, sequences: int = 64, reserved: int = 2, seed: int = 0
 ) -> Recall:
-    """Show ``num_pairs`` random pairs twice, in two orders, and grade the second showing.
+    """Show ``num_pairs`` random pairs twice, in two orders, and measure the predictions at the second showing.
 
     Args:
         model: any causal language model; the sequences are ``1 + 4 * num_pairs`` tokens long.
         num_pairs: pairs per sequence; their tokens are all different.
-        sequences: how many sequences are drawn.
-        reserved: the first ids of the vocabulary, special tokens, which no pair holds; the first begins a sequence.
-        seed: of the draws; the same for every model compared.
+        sequences: number of sequences.
+        reserved: special tokens at the start of the vocabulary, which no pair holds; token 0 begins a sequence.
+        seed: of the random pairs; compared models need the same.
 
     Raises:
         ValueError: the vocabulary is too small for so many different tokens.
@@ -88,11 +88,11 @@ def probe_recall(
     generator = torch.Generator().manual_seed(seed)
     shown = [_sequence(num_pairs, vocabulary, reserved, generator) for _ in range(sequences)]
     ids = torch.stack(shown).to(model.device)
-    # Every second prediction is that of a pair's second token; the later half of those can be looked up.
+    # Every second prediction is of a pair's second token; those in the second half can be recalled.
     asked, wanted = _predictions(model, ids)[:, 1::2], ids[:, 2::2]
     costs = _costs(asked, wanted)
     asked, (offered, wanted) = asked[:, num_pairs:], wanted.split(num_pairs, dim=1)
-    scores = asked.gather(2, offered[:, None].expand(-1, num_pairs, -1))  # of each question, those of all the answers
+    scores = asked.gather(2, offered[:, None].expand(-1, num_pairs, -1))  # of all pairs' second tokens
     right = asked.gather(2, wanted[..., None])
     rivals = scores.masked_fill(offered[:, None] == wanted[..., None], -math.inf)
     return Recall(
@@ -106,11 +106,11 @@ def probe_recall(
 
 @torch.no_grad()
 def probe_copying(model: PreTrainedModel, passages: Tensor, *, begin: int = 0) -> Copying:
-    """Show every passage twice in a row, and compare what its tokens cost.
+    """Show every passage twice in a row, and compare the cost of its tokens.
 
     Args:
         model: any causal language model; the sequences are ``1 + 2 * T`` tokens long.
-        passages: token ids ``[N, T]``, best of text that the model was not trained on; T at least 2.
+        passages: token ids ``[N, T]``, T at least 2, of text that the model was not trained on.
         begin: the token that begins a sequence.
 
     Raises:
@@ -122,7 +122,7 @@ def probe_copying(model: PreTrainedModel, passages: Tensor, *, begin: int = 0) -
     beginnings = passages.new_full((count, 1), begin)
     ids = torch.cat([beginnings, passages, passages], dim=1).to(model.device)
     predicted, wanted = _predictions(model, ids), ids[:, 1:]
-    # No showing tells which token the other begins with.
+    # A passage's first token cannot be predicted from the passage.
     bits = _costs(predicted, wanted).unflatten(1, (2, length))[..., 1:] / math.log(2)
     right = (predicted.argmax(-1) == wanted).unflatten(1, (2, length))[..., 1:]
     return Copying(
@@ -137,21 +137,21 @@ def probe_copying(model: PreTrainedModel, passages: Tensor, *, begin: int = 0) -
 def cut_passages(documents: Sequence[np.ndarray], length: int, count: int) -> Tensor:
     """At most ``count`` passages ``[N, length]`` of tokenized documents, int64, evenly spread over the text.
 
-    A passage lies within one document and leaves out its first and last token, which mark its beginning and its end.
+    A passage is part of one document and excludes its first and last token, which mark its beginning and end.
 
     Raises:
         ValueError: no document is long enough for one.
     """
-    places = [(document, start) for document in documents for start in range(1, len(document) - length, length)]
-    if not places:
+    starts = [(document, start) for document in documents for start in range(1, len(document) - length, length)]
+    if not starts:
         raise ValueError(f"none of the {len(documents)} documents holds a passage of {length} tokens")
-    count = min(count, len(places))
-    chosen = (places[index * len(places) // count] for index in range(count))
+    count = min(count, len(starts))
+    chosen = (starts[index * len(starts) // count] for index in range(count))
     return torch.from_numpy(np.stack([document[start : start + length] for document, start in chosen]).astype(np.int64))
 
 
 def _predictions(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits ``[N, T - 1, vocabulary]`` of all tokens but the first of ``ids [N, T]``, float32."""
+    """Logits ``[N, T - 1, vocabulary]``, float32, for all tokens but the first of ``ids [N, T]``."""
     was_training = model.training
     model.eval()
     logits = as_trained(model)(input_ids=ids, use_cache=False).logits[:, :-1].float()
@@ -160,7 +160,7 @@ def _predictions(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _costs(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Nats ``[N, T]`` that the tokens ``wanted [N, T]`` cost under ``logits [N, T, vocabulary]``."""
+    """Cost in nats ``[N, T]`` of the tokens ``wanted [N, T]`` under ``logits [N, T, vocabulary]``."""
     return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
 
 

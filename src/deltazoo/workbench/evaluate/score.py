@@ -1,4 +1,4 @@
-"""How well a causal language model predicts held-out documents, each from its first byte to its last."""
+"""Score a causal language model on held-out documents, every byte of which counts."""
 
 import math
 import time
@@ -19,13 +19,13 @@ from deltazoo.workbench.train.validation_loss import as_trained, nats_of, packed
 
 @dataclass(frozen=True)
 class Score:
-    """What the documents cost.
+    """Negative log-likelihood of the documents.
 
     Attributes:
-        nats: negative log-likelihood of all tokens after the beginning token, natural log, in total.
-        tokens: how many tokens that were.
+        nats: total over all tokens after the beginning token, natural log.
+        tokens: number of these tokens.
         bytes: UTF-8 bytes of the documents.
-        documents: how many documents.
+        documents: number of documents.
         seconds: wall-clock time of the forward passes.
     """
 
@@ -37,17 +37,17 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable across tokenizers, and with compressors."""
+        """Bits per byte: comparable between tokenizers, and with compressors."""
         return self.nats / math.log(2) / self.bytes
 
     @property
     def perplexity(self) -> float:
-        """Per token: comparable only between models with the same tokenizer."""
+        """Perplexity per token: comparable only between models with the same tokenizer."""
         return math.exp(self.nats / self.tokens)
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of the scoring itself."""
+        """Speed of the scoring."""
         return self.tokens / self.seconds
 
 
@@ -59,10 +59,10 @@ def score_documents(
     *,
     tokens_at_once: int = 8192,
 ) -> Score:
-    """Score every document from its start, the beginning token in front of it; none is truncated.
+    """Score whole documents, each after the beginning token.
 
-    Documents are packed to ``tokens_at_once`` tokens where the model can keep packed documents apart, and go one by
-    one otherwise. A longer document is read piece by piece, the model's state carried from one piece to the next.
+    If the model supports packed sequences, documents are packed to ``tokens_at_once`` tokens; otherwise they are scored
+    one by one. A longer document is read in pieces, with the model's cache carried from piece to piece.
 
     Raises:
         ValueError: nothing to score, or the tokenizer has more entries than the model.
@@ -89,7 +89,7 @@ def score_documents(
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if the tokenizer can give a token that the model has no embedding for."""
+    """Raise ValueError if the tokenizer has tokens for which the model has no embedding."""
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} entries, the checkpoint's vocabulary only {model.config.vocab_size}: "
@@ -98,14 +98,14 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def packs_documents(model: PreTrainedModel) -> bool:
-    """Whether the model restarts its state where ``cu_seqlens`` says so; other models would let documents leak."""
+    """Whether the model keeps packed documents apart, given ``cu_seqlens``."""
     from deltazoo.models import DeltaRuleConfig
 
     return isinstance(model.config, DeltaRuleConfig)
 
 
 def _groups(encoded: Sequence[np.ndarray], tokens_at_once: int) -> list[list[np.ndarray]]:
-    """Neighbours that fit together into ``tokens_at_once``."""
+    """Documents, sorted by length, in groups of at most ``tokens_at_once`` tokens."""
     groups: list[list[np.ndarray]] = []
     size = 0
     for ids in sorted(encoded, key=len):

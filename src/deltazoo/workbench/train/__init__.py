@@ -1,6 +1,6 @@
-"""Training: text, tokenizers, packing, and the HF Trainer, from one YAML file to a model on disk.
+"""Training: from one YAML file to a model on disk, through the HF Trainer.
 
-Configurations and text are read without torch; the rest is imported when it is first asked for.
+Reading configurations and text imports no torch; the other names are imported on first use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Checkpoints that exist whole or not at all."""
+"""Write folders and files whole or not at all; list, check and remove the checkpoints of a run."""
 
 import json
 import os
@@ -16,23 +16,23 @@ _UNFINISHED = ".unfinished-"
 
 
 class SaveError(OSError):
-    """Saving failed; what was saved before is untouched."""
+    """Saving failed; earlier saves are intact."""
 
 
 @contextmanager
 def whole_or_not_at_all(target: Path) -> Iterator[Path]:
-    """Yield the path at which the block writes the folder that takes the place of ``target`` once it is complete.
+    """Yield a temporary path for the block to write a folder to; the folder replaces ``target`` when it is complete.
 
     A process killed inside the block leaves only a folder named ``.unfinished-...``, which the next attempt removes.
     An existing ``target`` stays until the new one is complete on disk.
 
     Raises:
-        SaveError: writing failed, for example on a full disk; names what is still there.
+        SaveError: writing failed, for example on a full disk; the message names the latest intact save.
     """
     staging = unfinished(target)
     replaced = target.with_name(f"{_UNFINISHED}old-{target.name}")
     if replaced.exists() and not target.exists():
-        replaced.rename(target)  # killed between the two renames below: the old one is whole
+        replaced.rename(target)  # killed between the two renames below: the old folder is complete
     shutil.rmtree(staging.parent, ignore_errors=True)
     try:
         staging.parent.mkdir(parents=True)
@@ -52,19 +52,19 @@ def whole_or_not_at_all(target: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file whole or not at all: a killed process leaves no half of it that a resumed run would trust."""
+    """Write a small file whole or not at all: a killed process leaves no partial file that a resumed run would read."""
     draft = path.with_name(path.name + ".part")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
 
 
 def unfinished(target: Path) -> Path:
-    """Where the folder ``target`` is written before it is complete."""
+    """The temporary path of the folder ``target`` while it is written."""
     return target.with_name(_UNFINISHED + target.name) / target.name
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """The complete checkpoints of a run, oldest first."""
     found = {}
     for path in folder.glob("checkpoint-*"):
         match = _CHECKPOINT.fullmatch(path.name)
@@ -74,7 +74,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def refuse_damaged(checkpoint: Path) -> None:
-    """Raise ValueError, naming the file and the way out, if a file of a checkpoint is missing or cut short."""
+    """Raise ValueError if a file of a checkpoint is missing or cut short; the message says what to do."""
     damaged = _damage(checkpoint)
     if damaged is None:
         return
@@ -93,7 +93,7 @@ def _damage(checkpoint: Path) -> str | None:
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="np"):
-                    pass  # opening compares the header with the size of the file
+                    pass  # opening it compares the header with the file's size
             elif path.suffix == ".json":
                 json.loads(path.read_text(encoding="utf-8"))
         except (SafetensorError, ValueError) as error:
@@ -102,15 +102,15 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def remove_oldest(folder: Path, keep: int) -> None:
-    """Leave the latest ``keep`` checkpoints, and nothing of saves that were interrupted."""
+    """Remove all but the latest ``keep`` checkpoints, and what interrupted saves left."""
     for path in [*checkpoints(folder)[:-keep], *folder.glob(f"{_UNFINISHED}checkpoint-*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def is_write_failure(error: BaseException) -> bool:
-    """Whether an exception says that the disk did not take the data.
+    """Whether an exception means that the disk did not take the data.
 
-    safetensors and torch.save wrap the operating system's answer in errors of their own.
+    safetensors and torch.save wrap the operating system's error in types of their own.
     """
     return (
         isinstance(error, OSError)
@@ -126,11 +126,11 @@ def _what_is_left(target: Path) -> str:
     before = [path for path in [*checkpoints(target.parent), target] if path.is_dir()]
     if not before:
         return "Nothing had been saved before."
-    return f"{before[-1]} is whole: make room and run the same command again with --resume"
+    return f"{before[-1]} is whole: free some disk space and run the same command again with --resume"
 
 
 def _flush(folder: Path) -> None:
-    """Force the files to disk, so that the rename cannot survive a power cut that their contents do not."""
+    """Force the files to disk, so that after a power cut no renamed folder holds files without their contents."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

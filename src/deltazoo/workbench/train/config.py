@@ -1,4 +1,4 @@
-"""The training configuration: one YAML file, every key with a meaning, unknown keys refused."""
+"""The training configuration: sections and keys of the YAML file, with their checks."""
 
 import dataclasses
 import math
@@ -13,27 +13,27 @@ from deltazoo.workbench.train.checkpoint_files import write_whole
 from deltazoo.workbench.train.yaml_config import from_mapping
 
 STDLIB = "python_stdlib"
-RUN_CONFIG = "config.yaml"  # in the folder of a run: what it began with
-MODEL_CONFIG = "training.yaml"  # beside the weights: the configuration they come from
+RUN_CONFIG = "config.yaml"  # in the folder of a run: the configuration that it began with
+MODEL_CONFIG = "training.yaml"  # in the folder of a model: the configuration that it was trained with
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text is read and how it is split.
+    """The text and its split into training and held-out documents.
 
     Attributes:
         text: ``python_stdlib``, a text file, a ``.jsonl``/``.json`` or ``.parquet`` file, a folder of such files, or a
             name for ``datasets.load_dataset``.
-        pattern: which files of a folder are read as text, as a glob below it.
+        pattern: which files of a folder are read as text, as a glob relative to it.
         subset: configuration name of a Hub dataset; only for Hub datasets.
         split: split of a Hub dataset; only for Hub datasets.
         text_field: the column that holds the text of JSONL, Parquet and Hub records.
-        streaming: read records on the way instead of holding the whole text in memory; JSONL, Parquet and Hub only.
+        streaming: read records while training instead of holding the text in memory; JSONL, Parquet and Hub only.
         validation_fraction: share of the documents held out, chosen by a hash of their name (files) or text (records);
-            where the hash leaves one side empty, as with a single file, share of the text, at its end.
-        max_train_bytes: stop after this many bytes of training text (not with ``streaming``, which reads on forever).
+            if the hash leaves one part empty, as with a single file, this share at the end of the text.
+        max_train_bytes: stop after this many bytes of training text; not with ``streaming``, where steps end the run.
         max_validation_bytes: stop after this many bytes of held-out text; needed with ``streaming``.
     """
 
@@ -63,14 +63,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """How text becomes tokens.
+    """The tokenizer.
 
     Attributes:
         kind: ``bpe`` trains a byte-level BPE on the training text, ``byte`` has one token per byte, ``pretrained``
-            loads a finished tokenizer.
+            loads an existing tokenizer.
         vocab_size: entries of the trained BPE, the two special tokens included; only for ``bpe``.
-        path: folder or Hub name of a finished tokenizer; only for ``pretrained``.
-        training_bytes: train the BPE on this much of the training text at most; only for ``bpe``.
+        path: folder or Hub name of the tokenizer; only for ``pretrained``.
+        training_bytes: train the BPE on at most this much of the training text; only for ``bpe``.
     """
 
     kind: Literal["bpe", "byte", "pretrained"] = "bpe"
@@ -79,7 +79,7 @@ class TokenizerConfig:
     training_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that exactly the keys of the chosen kind are given."""
+        """Check that the keys fit the kind."""
         if self.kind == "bpe":
             if self.vocab_size is None or self.vocab_size < 259:
                 raise ValueError(
@@ -100,29 +100,29 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class OptimizationConfig:
-    """Steps, batches, optimizer, schedule and what is written when.
+    """Steps, batches, optimizer, learning rate schedule, logging and checkpoints.
 
     Attributes:
-        section: the section's name in the file, for messages; no key of it.
+        section: the section's name in the file, for messages; not a key.
         steps: optimizer steps.
-        row_length: tokens per packed row; the longest context a gradient sees.
-        rows_per_batch: rows in one forward pass of one device.
+        row_length: tokens per packed row; gradients reach back no further.
+        rows_per_batch: rows per forward pass and device.
         accumulation: forward passes per optimizer step.
         learning_rate: peak learning rate of AdamW.
-        schedule: after the warm-up: down to ``min_learning_rate_ratio`` along a cosine or a line, or constant.
+        schedule: after the warm-up, along a cosine or a line down to ``min_learning_rate_ratio``, or constant.
         warmup: share of the steps over which the learning rate rises linearly from 0.
         min_learning_rate_ratio: final over peak learning rate; 1.0 is refused (that is ``schedule: constant``).
         weight_decay: AdamW decay; never on A_log, dt_bias, norms and biases.
-        betas: AdamW moment decays.
+        betas: decay rates of AdamW's two moments.
         max_grad_norm: gradients are scaled down to this global norm.
         precision: ``auto`` is bf16 on a GPU that has it and fp32 elsewhere; parameters stay fp32 in any case.
-        gradient_checkpointing: recompute activations in the backward pass: slower, less memory.
+        gradient_checkpointing: recompute each block in the backward pass; slower, less memory.
         compile: run the model through ``torch.compile``.
-        log_every: steps between two entries of the training loss; each is the mean since the last.
+        log_every: steps between two log entries of the training loss, each the mean since the previous one.
         evaluate_every: steps between two validation losses.
-        evaluation_rows: held-out rows of each validation loss, spread evenly over all; the final score reads them all.
-        save_every: steps between checkpoints; a multiple of ``log_every``, so that a resumed run logs the same means.
-        keep_checkpoints: older checkpoints beyond this many are removed.
+        evaluation_rows: held-out rows of a validation loss, evenly spread; ``deltazoo eval`` reads all of the text.
+        save_every: steps between checkpoints; a multiple of ``log_every``, so that resumed runs log the same means.
+        keep_checkpoints: how many checkpoints to keep; older ones are removed.
     """
 
     section: ClassVar[str] = "training"
@@ -187,12 +187,12 @@ class RunConfig:
 
     Attributes:
         output: folder of the run: checkpoints, the finished model, the loss curve, the resolved configuration.
-        model: ``mixer`` (a variant name) and keys of its model configuration; the tokenizer gives the vocabulary.
+        model: ``mixer`` (a variant) and keys of its model configuration, without the vocabulary size.
         training: see :class:`OptimizationConfig`.
         data: see :class:`DataConfig`.
         runtime: how the model runs, see :class:`deltazoo.runtime.RuntimeOptions`; not saved with the model.
         tokenizer: see :class:`TokenizerConfig`.
-        seed: initial weights and order of the documents.
+        seed: of the initial weights and the order of the documents.
     """
 
     output: str
@@ -204,7 +204,7 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check what no section can check alone."""
+        """Check the model section."""
         for key in RUNTIME_OPTIONS:
             if key in self.model:
                 raise ValueError(f"model.{key} says how the model runs, not what it is: give runtime.{key} instead")
@@ -214,7 +214,7 @@ class RunConfig:
             raise ValueError("model.vocab_size is set by the tokenizer: give tokenizer.vocab_size instead")
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain lists and dictionaries, every default written out."""
+        """The configuration as plain lists and dictionaries, defaults included."""
         values = dataclasses.asdict(self)
         values["training"]["betas"] = list(self.training.betas)
         return values
@@ -231,8 +231,8 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
     Args:
         cls: a configuration class.
         path: the YAML file.
-        overrides: ``section.key=value`` strings that replace values of the file; values are read as YAML, and what
-            is no YAML is a string.
+        overrides: ``section.key=value`` strings that replace values of the file; a value is read as YAML, or as a
+            string if it is not YAML.
 
     Raises:
         ValueError: no such file, not YAML, an unknown key, or a value out of range.
@@ -257,21 +257,21 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
 
 
 class Configuration(Protocol):
-    """A configuration that can be written out."""
+    """A configuration that :func:`save_config` can write."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain lists and dictionaries, every default written out."""
+        """As plain lists and dictionaries, defaults included."""
         ...
 
 
 def save_config(config: Configuration, path: str | Path) -> None:
-    """Write the configuration with every default spelled out, so that the file alone repeats the run."""
+    """Write the configuration with all defaults, so that the file alone reproduces the run."""
     text = yaml.safe_dump(config.to_dict(), sort_keys=False)
     write_whole(Path(path), text)
 
 
 def _translate_warmup(section: Any) -> None:
-    """Files written by earlier versions, also beside saved models, count the warm-up in steps."""
+    """Read ``warmup_steps``, which earlier versions wrote into the files of runs and models."""
     if isinstance(section, dict) and "warmup_steps" in section and isinstance(section.get("steps"), int):
         section["warmup"] = section.pop("warmup_steps") / max(section["steps"], 1)
 
@@ -288,5 +288,5 @@ def _apply(values: dict[str, Any], override: str) -> None:
         values = inner
     try:
         values[key] = yaml.safe_load(text)
-    except yaml.YAMLError:  # such as **/*.py, where * begins an alias
+    except yaml.YAMLError:  # for example **/*.py: in YAML * begins an alias
         values[key] = text

@@ -1,4 +1,4 @@
-"""The two parts of a text: what is learned from and what is held out."""
+"""Split a text into training and held-out documents."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ DEFAULT_TOKENIZER_SAMPLE = 50_000_000  # bytes of a stream that a tokenizer is t
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of both parts; ``train`` is a sample of the stream's beginning when the text is streamed.
+    """Documents of both parts. Of a streamed text, ``train`` holds a sample from the beginning.
 
     Attributes:
-        train: documents to learn from.
+        train: training documents.
         validation: held-out documents.
-        description: where they come from, for a person.
+        description: where they come from.
     """
 
     train: list[Document]
@@ -55,8 +55,8 @@ def first_documents(source: TextFiles | Records, max_bytes: int | None = None) -
 def read_corpus(source: TextFiles | Records, data: DataConfig, train_sample_bytes: int | None = None) -> Corpus:
     """Read both parts into memory.
 
-    A hash of each document's key decides on its side. Where that leaves one side empty (a single file, a few files),
-    the last ``validation_fraction`` of the text is held out.
+    A hash of each document's key decides which part it belongs to. If that leaves one part empty (a single file, a few
+    files), the last ``validation_fraction`` of the text is held out.
 
     Args:
         source: the text.
@@ -80,7 +80,7 @@ def read_corpus(source: TextFiles | Records, data: DataConfig, train_sample_byte
     if not parts[False] and not parts[True]:
         raise ValueError(f"{source.description} holds no text")
     if not data.streaming and not all(parts.values()):
-        parts = _hold_out_tail([*parts[False], *parts[True]], data)
+        parts = _hold_out_end([*parts[False], *parts[True]], data)
     if not parts[False]:
         raise ValueError(f"every document of {source.description} was held out: lower data.validation_fraction")
     if not parts[True]:
@@ -88,8 +88,8 @@ def read_corpus(source: TextFiles | Records, data: DataConfig, train_sample_byte
     return Corpus(parts[False], parts[True], source.description)
 
 
-def _hold_out_tail(documents: list[Document], data: DataConfig) -> dict[bool, list[Document]]:
-    """The documents with the last of the text held out, cut at the end of a line: for a single file, or a few."""
+def _hold_out_end(documents: list[Document], data: DataConfig) -> dict[bool, list[Document]]:
+    """Hold out the end of the text, cut at the end of a line; for a single file, or a few."""
     total = sum(len(document.text) for document in documents)
     wanted = round(total * data.validation_fraction)
     if data.max_validation_bytes is not None:

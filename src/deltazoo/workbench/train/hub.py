@@ -1,14 +1,14 @@
-"""Whether a name that is no local file or folder names something on the Hub, asked once before anything is loaded."""
+"""Ask the Hub once whether a name exists, before anything is loaded."""
 
 from pathlib import Path
 from typing import Literal
 
 
 def check_on_hub(name: str, kind: Literal["model", "dataset"]) -> None:
-    """Return if ``name`` is on the Hub or in its cache on this machine.
+    """Return if ``name`` is on the Hub or in this machine's cache of it.
 
-    Without this question a mistyped local path costs half a minute per file: transformers and datasets ask the Hub for
-    one file after the other, up to six times each.
+    transformers and datasets ask the Hub for every file up to six times, so without this check a mistyped local path
+    takes half a minute per file until it is refused.
 
     Raises:
         ValueError: no such name on the Hub, or the Hub cannot be reached and nothing of that name is cached.
@@ -28,8 +28,8 @@ def check_on_hub(name: str, kind: Literal["model", "dataset"]) -> None:
             f"{missing}, and the Hub has no {kind} of that name (or your token does not see it)"
         ) from error
     except HfHubHTTPError:
-        return  # the Hub has trouble of its own: loading will ask again
-    except Exception as error:  # the HTTP library's own types, which differ between versions of huggingface_hub
+        return  # an error of the Hub's server: loading will ask again
+    except Exception as error:  # types of the HTTP library, which differ between versions of huggingface_hub
         raise ValueError(f"{missing}, and the Hub cannot be asked for it: {error}") from error
 
 

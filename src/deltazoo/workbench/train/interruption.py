@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during training: the step is finished, a checkpoint saved, and the training ends."""
+"""Stop training on Ctrl-C or SIGTERM: finish the step, save a checkpoint, end."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from deltazoo.workbench.console import say
 
-_PASSED_ON = 2.0  # seconds within which torchrun passes on a signal that the terminal has sent to its processes already
+_PASSED_ON = 2.0  # seconds within which torchrun repeats a signal that the terminal has already sent to its processes
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -22,7 +22,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
     Attributes:
         signal: its number.
-        checkpoint: what was saved for it; None if it was the second one, which ends the training at once.
+        checkpoint: what was saved; None after a second signal, which ends the training at once.
     """
 
     def __init__(self, number: int, checkpoint: Path | None = None) -> None:
@@ -31,9 +31,9 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class StopOnSignal(TrainerCallback):
-    """Ends the training between two steps, with a checkpoint, once SIGINT or SIGTERM has come.
+    """Ends the training after the current step, with a checkpoint, on SIGINT or SIGTERM.
 
-    Several processes agree about it where they log, which waits for all of them anyway.
+    Several processes agree on it at logging steps, which synchronise them anyway.
     """
 
     def __init__(self) -> None:
@@ -43,20 +43,20 @@ class StopOnSignal(TrainerCallback):
 
     @contextmanager
     def listening(self, *, several_processes: bool) -> Iterator[None]:
-        """While open, the first signal is noted and the second raises; only Python's main thread can do so."""
+        """Inside, the first signal is recorded and the second raises; outside Python's main thread nothing happens."""
         self._several = several_processes
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        # A signal that is ignored (nohup) stays so; a handler that was not set from Python could not be put back.
-        heard = {number: kept for number, kept in before.items() if kept not in (signal.SIG_IGN, None)}
-        for number in heard:
+        # An ignored signal (nohup) stays ignored. A handler that was not set from Python could not be restored.
+        handled = {number: kept for number, kept in before.items() if kept not in (signal.SIG_IGN, None)}
+        for number in handled:
             signal.signal(number, self._receive)
         try:
             yield
         finally:
-            for number, kept in heard.items():
+            for number, kept in handled.items():
                 signal.signal(number, kept)
 
     def _receive(self, number: int, frame: Any) -> None:
@@ -67,7 +67,7 @@ class StopOnSignal(TrainerCallback):
             raise TrainingInterrupted(number)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for a log entry, a checkpoint and the end, unless this was the last step anyway."""
+        """After a signal, ask for a log entry, a checkpoint and the end, unless this was the last step."""
         if self._several:
             if not control.should_log:
                 return

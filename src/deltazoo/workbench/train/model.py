@@ -1,4 +1,4 @@
-"""The model that the ``model`` section of a configuration describes."""
+"""Build a new model from the ``model`` section of a configuration."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from deltazoo.workbench.train.tokenizer import begin_id
 def build_model(
     section: dict[str, Any], tokenizer: PreTrainedTokenizerBase, runtime: RuntimeOptions | None = None
 ) -> PreTrainedModel:
-    """A new model with random weights (from torch's global generator).
+    """A new model, its weights drawn from torch's global generator.
 
     Args:
         section: ``mixer`` and keys of ``DeltaRuleConfig``. A variant with a Hub type of its own gets it, any other
-            the generic ``delta_rule``.
+            the model type ``delta_rule``.
         tokenizer: gives the vocabulary size and the ids of the special tokens.
-        runtime: how the model runs; its own choice unless given.
+        runtime: how the model runs; by default the model decides.
 
     Raises:
         ValueError: an unknown variant or key, a value of the wrong type, or sizes that do not fit together.

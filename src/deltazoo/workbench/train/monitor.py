@@ -1,4 +1,4 @@
-"""What a person sees while a model trains, and the clock behind the tokens per second."""
+"""Progress display and throughput meter for training."""
 
 import math
 import time
@@ -13,13 +13,13 @@ from deltazoo.workbench.console import console, progress_bar
 
 
 class TrainingDiverged(FloatingPointError):
-    """The loss is no longer a number."""
+    """The training loss is NaN or infinite."""
 
 
 class Monitor(TrainerCallback):
-    """A progress bar on a terminal, a line per validation everywhere; stops a run whose loss is NaN or infinite.
+    """Show a progress bar on a terminal and a line per validation; stop a run whose loss is NaN or infinite.
 
-    ``seconds`` and ``steps`` count training alone: validation and saving run inside ``pause()``.
+    ``seconds`` and ``steps`` count training only: validation and saving run inside ``pause()``.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
@@ -33,12 +33,12 @@ class Monitor(TrainerCallback):
 
     @property
     def tokens_per_second(self) -> float:
-        """Training tokens per second of wall-clock time, so far."""
+        """Training tokens per second of wall-clock time, up to now."""
         return self.steps * self.tokens_per_step / self.seconds if self.seconds else 0.0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Time in here is not training time."""
+        """Do not count the time spent inside."""
         self.seconds += time.perf_counter() - self._began
         yield
         self._began = time.perf_counter()
@@ -46,8 +46,8 @@ class Monitor(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clock and the bar."""
-        state.compute_steps(args, state.max_steps)  # a checkpoint brings the intervals that it was made with
+        """Start the meter and the bar."""
+        state.compute_steps(args, state.max_steps)  # a loaded checkpoint carries the intervals of the earlier run
         self._began = time.perf_counter()
         self._task = self._bar.add_task(
             "training", total=state.max_steps, completed=state.global_step, loss="-", validation="-", speed=""
@@ -56,7 +56,7 @@ class Monitor(TrainerCallback):
             self._bar.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Advance the bar; the last step is always logged and validated, whatever the intervals."""
+        """Advance the bar; always log and validate the last step."""
         self.steps += 1
         if state.global_step == state.max_steps:
             control.should_log = control.should_evaluate = True
@@ -81,7 +81,7 @@ class Monitor(TrainerCallback):
             if not math.isfinite(logs["loss"]):
                 raise TrainingDiverged(
                     f"the training loss is {logs['loss']} at step {state.global_step}: lower training.learning_rate; "
-                    "the checkpoints saved before are whole"
+                    "the checkpoints saved before are intact"
                 )
             self._loss = f"{logs['loss']:.3f}"
         if "eval_loss" in logs:
@@ -100,9 +100,9 @@ class Monitor(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop the clock."""
+        """Stop the meter."""
         self.seconds += time.perf_counter() - self._began
 
     def stop(self) -> None:
-        """Remove the bar, which would leave the terminal without a cursor otherwise."""
+        """Remove the bar and show the terminal's cursor again."""
         self._bar.stop()

@@ -1,4 +1,4 @@
-"""Which parameters weight decay acts on."""
+"""Optimizer groups: parameters with and without weight decay."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from deltazoo.layers import parameters_without_decay
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two optimizer groups: parameters that decay and parameters that do not; frozen ones are in neither.
 
-    Matrices decay, except those that their layer or a mark (``_no_weight_decay``) spares. Everything with one dimension
-    is a gate parameter, a norm weight or a bias.
+    Matrices decay, except those that their layer or a mark (``_no_weight_decay``) exempts. Parameters with one
+    dimension are gate parameters, norm weights or biases, and do not decay.
     """
     spared = parameters_without_decay(model)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}

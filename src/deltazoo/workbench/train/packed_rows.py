@@ -1,7 +1,7 @@
-"""Documents cut into rows of one length, with the boundaries that keep the state of one document out of the next.
+"""Pack documents into rows of equal length, with the offsets at which documents begin.
 
-A row is ``row_length`` consecutive tokens of an endless stream of shuffled documents. Its ``starts`` mark where each
-document (or the rest of one) begins in it; the recurrent state, the convolutions and the positions restart there.
+A row is ``row_length`` consecutive tokens of an endless stream of shuffled documents. Its ``starts`` are the offsets at
+which a document, or the rest of one, begins. The recurrent state, the convolutions and the positions restart there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-IGNORED = -100  # the label that the loss of transformers leaves out
+IGNORED = -100  # the label that the loss of transformers ignores
 
 
 class PackedRows(Dataset):
-    """The rows of an endless stream of documents, those of one epoch in mixed order.
+    """The shuffled rows of an endless stream of documents.
 
     The documents come in a new order each epoch; row ``n`` of the stream is its tokens ``[n * row_length,
-    (n + 1) * row_length)``. Neighbouring rows come out of one document and would make the batches one-sided, so the
-    rows of each block of one epoch's length are visited in an order of their own. What comes at place ``i`` is a pure
-    function of ``(seed, i)``: a resumed run asks for ``i`` and gets what the unbroken run got. No token is ever
-    dropped: a row may hold the end of one epoch and the beginning of the next.
+    (n + 1) * row_length)``. Neighbouring rows often come from one document, and batches of them would be one-sided, so
+    the rows of each block, one epoch long, are shuffled as well. The row at index ``i`` is a pure function of
+    ``(seed, i)``, so a resumed run gets the rows that the uninterrupted run would have got. No token is dropped: a row
+    may hold the end of one epoch and the beginning of the next.
     """
 
     def __init__(self, documents: Sequence[np.ndarray], row_length: int, *, num_rows: int, seed: int) -> None:
@@ -32,7 +32,7 @@ class PackedRows(Dataset):
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         self._begins = np.concatenate([[0], np.cumsum(lengths)])
         self._row_length, self._num_rows, self._seed = row_length, num_rows, seed
-        # Neighbouring epochs and blocks are all that is needed at a time, whatever the order of the questions.
+        # Rows that are read at about the same time lie in neighbouring epochs and blocks.
         self._epoch = lru_cache(maxsize=3)(self._make_epoch)
         self._block = lru_cache(maxsize=3)(self._make_block)
 
@@ -47,8 +47,8 @@ class PackedRows(Dataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """``input_ids`` [row_length] int64 and ``starts``, the offsets in the row where a document begins (0 first)."""
         block_length = max(1, self.tokens_per_epoch // self._row_length)
-        block, place = divmod(index, block_length)
-        position = (block * block_length + int(self._block(block, block_length)[place])) * self._row_length
+        block, index_in_block = divmod(index, block_length)
+        position = (block * block_length + int(self._block(block, block_length)[index_in_block])) * self._row_length
         needed = self._row_length
         pieces: list[np.ndarray] = []
         starts: list[int] = []
@@ -65,35 +65,35 @@ class PackedRows(Dataset):
         return {"input_ids": np.concatenate(pieces).astype(np.int64), "starts": np.array(starts, dtype=np.int64)}
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the documents in an epoch, and where each ends in it."""
+        """The order of the documents in an epoch, and the offset at which each ends."""
         order = np.random.default_rng((self._seed, 0, epoch)).permutation(len(self._begins) - 1)
         return order, np.cumsum(np.diff(self._begins)[order])
 
     def _make_block(self, block: int, length: int) -> np.ndarray:
-        """The order in which the rows of a block are visited."""
+        """The order of the rows of a block."""
         return np.random.default_rng((self._seed, 1, block)).permutation(length)
 
 
 class RowPacker:
-    """Takes documents one by one and gives full rows back."""
+    """Packs documents that come one by one into rows."""
 
     def __init__(self, row_length: int, pieces: Sequence[np.ndarray] = ()) -> None:
         self.row_length = row_length
-        self.pieces = list(pieces)  # documents, or rests of them, not yet given back
+        self.pieces = list(pieces)  # documents, or rests of them, not yet packed
 
     @property
     def full(self) -> bool:
-        """Whether a whole row is there."""
+        """Whether the pieces fill a whole row."""
         return sum(len(piece) for piece in self.pieces) >= self.row_length
 
     def pop(self) -> dict[str, np.ndarray]:
         """The next row, as :class:`PackedRows` gives it; a short one when fewer tokens are left."""
         taken: list[np.ndarray] = []
-        room = self.row_length
-        while room and self.pieces:
+        missing = self.row_length
+        while missing and self.pieces:
             piece = self.pieces[0]
-            taken.append(piece[:room])
-            room -= len(taken[-1])
+            taken.append(piece[:missing])
+            missing -= len(taken[-1])
             if len(taken[-1]) == len(piece):
                 self.pieces.pop(0)
             else:
@@ -103,7 +103,7 @@ class RowPacker:
 
 
 def pack_in_order(documents: Iterable[np.ndarray], row_length: int) -> list[dict[str, np.ndarray]]:
-    """All rows of the documents as they come, the last possibly short."""
+    """All rows of the documents, in their order; the last may be short."""
     packer = RowPacker(row_length)
     rows: list[dict[str, np.ndarray]] = []
     for document in documents:
@@ -120,12 +120,12 @@ def spread(rows: Sequence[dict[str, np.ndarray]], count: int) -> list[dict[str, 
 
 
 def collate_side_by_side(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
-    """Rows as a batch, for models whose softmax layers would otherwise look across all rows of it.
+    """Rows as a batch `[B, T]`, for models whose softmax layers would attend across the rows of one packed sequence.
 
     Returns:
-        ``input_ids``, ``labels`` and ``position_ids`` [B, T] int64. The positions start again where a document
-        begins, which is how transformers tells packed documents apart; the first label of each is ignored. A row
-        shorter than the longest ends in copies of its last token, which no label counts and no other token sees.
+        ``input_ids``, ``labels`` and ``position_ids`` [B, T] int64. The positions restart where a document begins,
+        which is how transformers recognises packed documents; the first label of each is ignored. A row shorter than
+        the longest is padded with copies of its last token, whose labels are ignored.
     """
     length = max(len(row["input_ids"]) for row in rows)
     padded = [np.pad(row["input_ids"], (0, length - len(row["input_ids"])), mode="edge") for row in rows]
@@ -142,12 +142,12 @@ def collate_side_by_side(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, Any
 
 
 def collate(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
-    """Rows one behind the other as a single packed sequence.
+    """Rows concatenated to one packed sequence.
 
     Returns:
         ``input_ids``, ``labels`` and ``position_ids`` [1, T] int64 and ``cu_seqlens`` [N + 1] int32, T the tokens of
         all rows and N the documents or parts of documents in them. The first label of each is ignored: after the
-        model's shift by one it would have the last token of the previous document predict the first of this one.
+        model's shift by one, the last token of the previous document would predict it.
     """
     ids = np.concatenate([row["input_ids"] for row in rows])
     offsets = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])

@@ -1,6 +1,6 @@
-"""What the folder of a run holds: checks before a run begins or goes on, and the record of what it began with.
+"""The folder of a run: checked before a run begins or resumes; it records the configuration and the text.
 
-Imports no torch, so that a command can check the folder first.
+Imports no torch, so that commands can check the folder at once.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from deltazoo.workbench.train.corpus import Corpus
 
 RESULT = "result.json"
 _TEXT = "text.json"
-# What a resumed run may change: nothing of it touches the losses of the steps so far.
+# Keys that a resumed run may change: they do not affect the losses of earlier steps.
 _FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.keep_checkpoints"}
 _FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
 
@@ -28,16 +28,16 @@ def check_run(
     load: Callable[[Path], Configuration] = load_config,
     stages: Sequence[str] = (),
 ) -> None:
-    """Check that the folder is free for a new run, or that the run in it is this one; writes nothing.
+    """Check that the folder is free for a new run, or holds this run to resume; writes nothing.
 
-    A run that saved nothing leaves the folder free.
+    A folder is free if no checkpoint and no result was saved in it.
 
     Args:
         config: of the run.
         folder: of the run.
-        resume: whether the run is to be there already.
+        resume: whether the folder must hold the run already.
         load: reads a configuration of this kind.
-        stages: folders of the run that hold checkpoints and results of their own.
+        stages: subfolders with checkpoints and results of their own.
 
     Raises:
         ValueError: the folder holds a run and ``resume`` is false, or none and it is true; the run in it has another
@@ -67,32 +67,35 @@ def check_run(
 
 
 def has_saved(folder: Path, stages: Sequence[str] = ()) -> bool:
-    """Whether a run has left a checkpoint or a result in the folder, or in those of its ``stages``."""
+    """Whether a run saved a checkpoint or a result in the folder or in the subfolders of its ``stages``."""
     return any(
-        checkpoints(place) or (place / RESULT).exists() or (place / "model").exists()
-        for place in [folder, *(folder / stage for stage in stages)]
+        checkpoints(saved) or (saved / RESULT).exists() or (saved / "model").exists()
+        for saved in [folder, *(folder / stage for stage in stages)]
     )
 
 
 def nearest_run(path: Path) -> str:
     """The clause "; did you mean 'runs/mine'?" for a mistyped run or configuration file, or nothing if none is near."""
-    names = [beside.name for beside in path.parent.glob("*.yaml")]
-    names += [beside.parent.name for beside in path.parent.glob(f"*/{RUN_CONFIG}")]
+    names = [file.name for file in path.parent.glob("*.yaml")]
+    names += [file.parent.name for file in path.parent.glob(f"*/{RUN_CONFIG}")]
     near = nearest(path.name, names)
     return f"; did you mean {str(path.parent / near)!r}?" if near else ""
 
 
 def begin_run(config: Configuration, folder: Path, corpus: Corpus) -> None:
-    """Write down what a run begins or goes on with: its configuration, and a digest of its text."""
+    """Write the run's configuration and a digest of its text into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / RUN_CONFIG)
     write_whole(folder / _TEXT, json.dumps(_facts(corpus)))
 
 
 def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
-    """The text must be what the run began with: another Python version brings another standard library."""
+    """Raise ValueError unless the text is the one that the run began with.
+
+    Another Python version, for example, has another standard library.
+    """
     written = folder / _TEXT
-    # What a stream begins with says little, and the Hub may put it in another order.
+    # Only the beginning of a stream is known, and the Hub may change its order.
     if data.streaming or not written.is_file():
         return
     if json.loads(written.read_text(encoding="utf-8")) != _facts(corpus):
@@ -100,7 +103,7 @@ def refuse_other_text(corpus: Corpus, folder: Path, data: DataConfig) -> None:
 
 
 def latest_checkpoint(folder: Path, steps: int) -> Path:
-    """The checkpoint that a run of so many steps goes on from."""
+    """The checkpoint from which a run of ``steps`` steps resumes."""
     found = checkpoints(folder)
     if not found:
         raise ValueError(f"the run in {folder} is finished, and no checkpoint to go on from is left of it")

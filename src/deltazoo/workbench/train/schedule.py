@@ -1,4 +1,4 @@
-"""The learning rate over the steps."""
+"""Learning rate schedules: linear warm-up, then a cosine, a line or a constant."""
 
 import math
 
@@ -8,8 +8,8 @@ from deltazoo.workbench.train.config import OptimizationConfig
 def learning_rate_factor(step: int, settings: OptimizationConfig) -> float:
     """Learning rate of optimizer step ``step`` (from 0) relative to the peak.
 
-    Rises linearly over the warm-up, reaching the peak with its last step, then falls to ``min_learning_rate_ratio``
-    along the chosen shape, reaching it with the last step of the run.
+    It rises linearly and reaches the peak at the last warm-up step. It then falls along the chosen shape and reaches
+    ``min_learning_rate_ratio`` at the last step of the run.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps

@@ -1,4 +1,4 @@
-"""Rows packed from a stream of records, with a position that can be saved and taken up again."""
+"""Rows packed from a stream of records, with a position that can be saved and restored."""
 
 import copy
 from collections import OrderedDict
@@ -17,22 +17,22 @@ from deltazoo.workbench.train.tokenizer import encode_documents
 
 
 class StreamedRows(IterableDataset):
-    """The training rows of a stream, without end: after the last record the first comes again.
+    """The training rows of a stream, without end: after the last record comes the first.
 
-    ``position_after(n)`` is all that is needed to go on behind row ``n``; no record before it is read a second time.
+    ``position_after(n)`` is what a resumed run needs to go on after row ``n`` without reading earlier records again.
     """
 
     def __init__(
         self, source: Records, data: DataConfig, tokenizer: PreTrainedTokenizerBase, row_length: int, *, remembered: int
     ) -> None:
-        """``remembered``: for how many of the latest rows the position is kept; at least those read ahead."""
+        """``remembered``: the number of latest rows whose position is kept; at least those read ahead."""
         self._source, self._data, self._tokenizer = source, data, tokenizer
         self._row_length, self._remembered = row_length, remembered
         self._positions: OrderedDict[int, dict[str, Any]] = OrderedDict()
         self._begin: dict[str, Any] | None = None
 
     def position_after(self, num_rows: int) -> dict[str, Any]:
-        """Where the stream stands after ``num_rows`` rows, as plain numbers, strings and lists.
+        """The position of the stream after ``num_rows`` rows, as plain numbers, strings and lists.
 
         Raises:
             KeyError: that row is not among the latest.
@@ -40,11 +40,11 @@ class StreamedRows(IterableDataset):
         return self._positions[num_rows]
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """Let the next iteration begin at a ``position`` that ``position_after`` gave."""
+        """Begin the next iteration at a ``position`` that ``position_after`` returned."""
         self._begin = position
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        """Rows as :class:`~deltazoo.workbench.train.packed_rows.PackedRows` gives them."""
+        """Rows as :class:`~deltazoo.workbench.train.packed_rows.PackedRows` returns them."""
         records = self._source.open()
         packer, num_rows = RowPacker(self._row_length), 0
         if self._begin is not None:

@@ -1,4 +1,4 @@
-"""Where text comes from: the Python standard library, files, or records of a dataset, always as named documents."""
+"""Text sources: the Python standard library, files, or records of a dataset, read as named documents."""
 
 import hashlib
 import mimetypes
@@ -15,12 +15,12 @@ from deltazoo.workbench.train.hub import check_on_hub
 
 RECORD_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 MAX_DOCUMENT = 2**20  # characters; a larger file comes as several documents, since each is tokenized as a whole
-# Tests, third-party packages and byproducts of a build say nothing about the library's own prose and code.
+# Tests, third-party packages and build products are not the library's own prose and code.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 
 
 class Document(NamedTuple):
-    """One text and the key that decides on which side of the split it falls."""
+    """One text, and the key that decides whether it is held out."""
 
     name: str
     text: str
@@ -46,7 +46,7 @@ class TextFiles:
     description: str
 
     def documents(self) -> Iterator[Document]:
-        """Read file after file; those of a folder that are no text (a picture) are left out and named in one line.
+        """Read file after file. Files that are not UTF-8 text are left out and named in one message.
 
         Raises:
             ValueError: a file cannot be read, or none of them is text.
@@ -90,19 +90,19 @@ def read_text(path: Path) -> str | None:
 
 
 def line_end(text: str, wanted: int, begin: int = 0) -> int:
-    """Where the last line ends that does so in ``text[begin:wanted]``; ``wanted`` itself if none does."""
+    """The end of the last line that ends in ``text[begin:wanted]``; ``wanted`` if none does."""
     return text.rfind("\n", begin, wanted) + 1 or wanted
 
 
 class Records:
-    """One text column of a dataset read by ``datasets``; split by the text, so that duplicates fall on one side."""
+    """One text column of a dataset read by ``datasets``; split by the text, so that duplicates stay together."""
 
     def __init__(self, data: DataConfig, path: str, **options: Any) -> None:
         self.description = f"column {data.text_field!r} of {data.text}"
         self._field = data.text_field
         self._streaming = data.streaming
         self._load = (path, options)
-        self.left_out = 0  # files beside the records, which are not read
+        self.left_out = 0  # other files in the folder, which are not read
 
     def documents(self) -> Iterator[Document]:
         """Record after record, empty ones left out."""
@@ -119,7 +119,7 @@ class Records:
             check_on_hub(path, "dataset")
         try:
             records = datasets.load_dataset(path, streaming=self._streaming, **options)
-        except Exception as error:  # datasets raises a dozen unrelated types for a file or a name that it cannot read
+        except Exception as error:  # datasets raises many unrelated types for a file or a name that it cannot read
             cause = error.__cause__ or error
             raise ValueError(f"cannot read {self.description}: {type(cause).__name__}: {cause}") from error
         columns = records.column_names
@@ -154,7 +154,7 @@ def open_text(data: DataConfig) -> TextFiles | Records:
     if path.is_file():
         _refuse(data, "a text file", "pattern", "subset", "split", "text_field", "streaming")
         return TextFiles(path.parent, (path,), data.text)
-    # What looks like a path is none of the Hub's names, such as owner/name.
+    # A name that looks like a path is not a name on the Hub (owner/name).
     file_name = path.suffix in RECORD_FORMATS or mimetypes.guess_type(path.name)[0] is not None
     if path.is_absolute() or data.text.startswith((".", "~")) or file_name:
         raise ValueError(f"there is no file or folder {data.text!r} (data.text)")
@@ -165,7 +165,7 @@ def open_text(data: DataConfig) -> TextFiles | Records:
 def standard_library() -> TextFiles:
     """The Python standard library's own source files, without tests and installed packages.
 
-    Every machine with Python has them: about 12 MB of English prose and code.
+    About 12 MB of English prose and code, which every machine with Python has.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = tuple(
@@ -181,7 +181,7 @@ def standard_library() -> TextFiles:
 
 
 def is_held_out(split_key: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation part: a hash of its key, so the answer never depends on the rest."""
+    """Whether a document is held out: a hash of its key decides, so other documents have no influence."""
     digest = hashlib.blake2b(split_key.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -198,7 +198,7 @@ def _folder(data: DataConfig, path: Path) -> TextFiles | Records:
     )
     if not files:
         raise ValueError(f"the folder {data.text!r} holds no file that matches data.pattern {data.pattern!r}")
-    # A .json beside other files is a setting of some program, not a data set.
+    # A .json among other files is usually a program's settings, not a data set.
     records = [file for file in files if file.suffix in (".jsonl", ".parquet")]
     if all(file.suffix == ".json" for file in files):
         records = list(files)
@@ -221,7 +221,7 @@ def _record_files(data: DataConfig, files: list[Path], left_out: int = 0) -> Rec
 
 
 def _refuse(data: DataConfig, kind: str, *names: str) -> None:
-    """A key that would not act is an error, not a decoration."""
+    """Raise if one of these keys is set, which have no effect on this kind of text."""
     for name in names:
         if getattr(data, name) != getattr(DataConfig, name):
             raise ValueError(f"data.{name} does not act on {kind} (data.text: {data.text})")

@@ -1,4 +1,4 @@
-"""Byte-level tokenizers, trained on the training text or one token per byte: both give every text back unchanged."""
+"""Byte-level tokenizers, a BPE trained on the training text or one token per byte; decoding restores every text."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from deltazoo.workbench.train.hub import check_on_hub
 from deltazoo.workbench.train.text import Document
 
 BOS, EOS = "<|bos|>", "<|eos|>"
-_ENCODE_AT_ONCE = 256  # documents per call: enough to keep all cores busy, few enough for a smooth bar
+_ENCODE_AT_ONCE = 256  # documents per call: enough for all cores, few enough for a smooth progress bar
 
 
 def build_tokenizer(config: TokenizerConfig, documents: Sequence[Document]) -> PreTrainedTokenizerBase:
@@ -44,7 +44,7 @@ def train_bpe(documents: Sequence[Document], vocab_size: int, max_bytes: int | N
     """Train a byte-level BPE of exactly ``vocab_size`` entries, ``<|bos|>`` and ``<|eos|>`` included.
 
     Args:
-        documents: the training part; held-out text must never get here.
+        documents: the training part, never held-out text.
         vocab_size: at least 259.
         max_bytes: stop reading after this much text.
 
@@ -71,7 +71,7 @@ def train_bpe(documents: Sequence[Document], vocab_size: int, max_bytes: int | N
 
 
 def begin_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token put before every document: the tokenizer's BOS, or its EOS where it has no BOS.
+    """The token before every document: the tokenizer's BOS, or its EOS if it has no BOS.
 
     Raises:
         ValueError: it has neither.
@@ -94,8 +94,8 @@ def encode_documents(
     Args:
         tokenizer: any tokenizer with a BOS or an EOS token.
         documents: what to encode.
-        description: shown beside the progress bar.
-        with_end: put the EOS token behind each document where the tokenizer has one, so that a model learns to stop.
+        description: shown next to the progress bar.
+        with_end: append the tokenizer's EOS token, if it has one, to each document, so that a model learns to stop.
 
     Returns:
         one array per document, uint16 where the vocabulary fits into it, else int32.
@@ -115,7 +115,7 @@ def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         backend = tokenizer.backend_tokenizer
         previous = backend.encode_special_tokens
-        # A document that spells a special token (this file does) must not be able to end itself.
+        # The spelling of a special token inside a document, as in this file, is ordinary text.
         backend.encode_special_tokens = True
         try:
             return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]

@@ -1,4 +1,4 @@
-"""The HF Trainer for packed rows: our optimizer groups, an exact validation loss, checkpoints whole or absent."""
+"""The HF Trainer for packed rows: our optimizer groups, an exact validation loss, atomic checkpoints."""
 
 import json
 import math
@@ -30,7 +30,7 @@ _STREAM_POSITION = "stream_position.json"
 
 
 class PackedTrainer(Trainer):
-    """Trains on packed rows; everything not overridden here is the stock Trainer."""
+    """Trains on packed rows. What is not overridden here is the unmodified Trainer."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PackedTrainer(Trainer):
         bytes_per_token: float,
         collate_rows: Callable[..., dict[str, Any]] = collate,
     ) -> None:
-        """``bytes_per_token`` of the held-out text turns the validation loss into bits per byte."""
+        """``bytes_per_token`` of the held-out text converts the validation loss to bits per byte."""
         self._rows_per_step = config.training.rows_per_batch * config.training.accumulation * arguments.world_size
         self.monitor = Monitor(tokens_per_step=self._rows_per_step * config.training.row_length)
         self._stop = StopOnSignal()
@@ -65,7 +65,7 @@ class PackedTrainer(Trainer):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, tied ones counted once."""
+        """Number of parameters of the model, tied ones counted once."""
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
@@ -78,7 +78,7 @@ class PackedTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        """The schedule of the configuration; its length is the configuration's, which equals ``num_training_steps``."""
+        """The schedule of the configuration, whose steps equal ``num_training_steps``."""
         if self.lr_scheduler is None:
             factor = partial(learning_rate_factor, settings=self._settings)
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)  # type: ignore[arg-type]
@@ -86,17 +86,17 @@ class PackedTrainer(Trainer):
         return self.lr_scheduler
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The stock loop, from the beginning or from a checkpoint; from a checkpoint of the last step, its result.
+        """Train from the beginning or from a checkpoint; after the last step only load the checkpoint.
 
         Raises:
             ValueError: a file of the checkpoint is damaged or missing.
-            TrainingInterrupted: SIGINT or SIGTERM came; a checkpoint was saved, unless it came twice.
+            TrainingInterrupted: SIGINT or SIGTERM came; a checkpoint was saved unless a second signal came.
         """
         if resume_from_checkpoint:
             checkpoint = Path(str(resume_from_checkpoint))
             refuse_damaged(checkpoint)
             reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-            if reached.global_step >= self._settings.steps:  # the stock loop would train a stream on
+            if reached.global_step >= self._settings.steps:  # the Trainer's loop would go on with a stream
                 self.state = reached
                 self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
                 return None
@@ -115,7 +115,7 @@ class PackedTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Validation loss in nats per token and bits per byte; in a distributed run each process scores its share."""
+        """Validation loss in nats per token and in bits per byte; each process scores its share of the rows."""
         if eval_dataset is not None:
             raise ValueError("the validation rows are fixed when the trainer is made: evaluate() takes no other data")
         with self.monitor.pause():
@@ -133,7 +133,7 @@ class PackedTrainer(Trainer):
         return metrics
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """The stock checkpoint, written beside its place and renamed when it is complete."""
+        """Write the Trainer's checkpoint to a temporary folder and rename it when it is complete."""
         target = Path(self._output) / f"checkpoint-{self.state.global_step}"
         first = self.args.should_save
         with self.monitor.pause():
@@ -153,7 +153,7 @@ class PackedTrainer(Trainer):
 
 
 def training_arguments(config: RunConfig) -> TrainingArguments:
-    """The Trainer's arguments; what our overrides decide (optimizer, schedule, validation) is not in them."""
+    """The Trainer's arguments, without those that the overrides above make redundant."""
     settings = config.training
     arguments = TrainingArguments(
         output_dir=config.output,
@@ -163,7 +163,7 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
         learning_rate=settings.learning_rate,
         max_grad_norm=settings.max_grad_norm,
         bf16=use_bf16(settings.precision),
-        use_cpu=not torch.accelerator.is_available(),  # else bf16 without an accelerator would be refused
+        use_cpu=not torch.accelerator.is_available(),  # otherwise bf16 without an accelerator is refused
         torch_compile=settings.compile,
         logging_steps=settings.log_every,
         logging_nan_inf_filter=False,
@@ -172,24 +172,24 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
         save_strategy="steps",
         save_steps=settings.save_every,
         seed=config.seed,
-        train_sampling_strategy="sequential",  # the rows come shuffled
+        train_sampling_strategy="sequential",  # the rows are shuffled already
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
-        # Rows of one batch become one sequence: no process may hand slices of it to the others.
+        # The rows of a batch become one sequence, which must not be sliced over the processes.
         ddp_find_unused_parameters=False,
         accelerator_config={"dispatch_batches": False, "split_batches": False},
-        # A stream knows its position; skipping to it batch by batch would tokenize everything read before.
+        # A stream restores its position; skipping batches would tokenize all earlier text again.
         ignore_data_skip=config.data.streaming,
     )
-    # Several GPUs and one process would mean DataParallel, which splits the batch axis: ours has length 1.
+    # With several GPUs and one process the Trainer uses DataParallel, which splits the batch axis; ours has length 1.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
     return arguments
 
 
 def use_bf16(precision: str) -> bool:
-    """Whether to train under bf16 autocast: as named, and for ``auto`` on a GPU that supports it."""
+    """Whether to train under bf16 autocast; ``auto`` does on a GPU that supports it."""
     if precision == "auto":
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return precision == "bf16"

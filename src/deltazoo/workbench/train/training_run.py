@@ -1,4 +1,4 @@
-"""One training run from a configuration to a finished model on disk."""
+"""A training run, from a configuration to a model on disk."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -35,18 +35,18 @@ _STORED = ("log_history", "num_parameters", "tokens_per_step", "seconds", "token
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a finished run leaves.
+    """The result of a finished run.
 
     Attributes:
         model_path: folder for ``AutoModelForCausalLM.from_pretrained``, with the tokenizer.
-        log_history: the Trainer's log entries of the whole run, also those before a resume.
-        num_parameters: of the model, tied ones counted once.
+        log_history: the Trainer's log entries of the whole run, including those before a resume.
+        num_parameters: parameters of the model, tied ones counted once.
         tokens_per_step: training tokens per optimizer step, over all devices.
         seconds: wall-clock time of training in this process, without validation and saving.
         tokens_per_second: training tokens over ``seconds``.
-        device: where it ran, for a person.
+        device: name of the device.
         precision: ``bf16`` or ``fp32``.
-        corpus: the text it learned from.
+        corpus: the text.
     """
 
     model_path: Path
@@ -61,23 +61,23 @@ class TrainingResult:
 
 
 def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
-    """Train a model from scratch, or go on from the latest checkpoint in the run's folder.
+    """Train a model from scratch, or resume from the latest checkpoint in the run's folder.
 
-    A resumed run has the losses that the unbroken run would have had. With more ``training.steps`` than before it goes
-    on beyond its end, from there on with the learning rates of a run of that many steps. A finished one is only
-    reported again. Nothing is written before the configuration, the text and the model have been checked.
+    A resumed run has the losses that the uninterrupted run would have had. With more ``training.steps`` than before it
+    continues past its former end, with the learning rates of a run of that many steps. A finished run is not trained
+    again; its result is returned. Nothing is written before the configuration, the text and the model are checked.
 
     Args:
         config: what to train.
-        resume: go on where the run in ``config.output`` stopped.
+        resume: continue the run in ``config.output``.
 
     Raises:
-        ValueError: the folder holds a run and ``resume`` is false, or no checkpoint and it is true; the configuration
-            or the text is another one than the run began with, or the text or the model cannot be made; a checkpoint
-            is damaged.
+        ValueError: the folder holds a run and ``resume`` is false, or no checkpoint and it is true; configuration or
+            text differ from those that the run began with; the text cannot be read or the model cannot be built; a
+            checkpoint is damaged.
         TrainingDiverged: the loss became NaN or infinite.
-        TrainingInterrupted: SIGINT or SIGTERM ended it; what was trained is saved.
-        SaveError: the disk is full; what was saved before is whole.
+        TrainingInterrupted: SIGINT or SIGTERM stopped the run; a checkpoint was saved.
+        SaveError: the disk is full; earlier saves are intact.
     """
     folder = Path(config.output)
     check_run(config, folder, resume)
@@ -95,7 +95,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     if stored is not None and finished and stored.model_path.is_dir():
         return stored
     latest = latest_checkpoint(folder, config.training.steps) if resume else None
-    processes.wait_for_everyone()  # all have looked at the folder before one writes into it
+    processes.wait_for_everyone()  # all have checked the folder before one writes into it
     with processes.main_process_first():
         tokenizer = _tokenizer(config, corpus, folder, resume or not processes.is_main_process)
     trainer = _trainer(config, arguments, source, corpus, tokenizer)
@@ -128,7 +128,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
 
 @contextmanager
 def one_progress_bar() -> Iterator[None]:
-    """transformers shows a bar of its own for every file it saves, which would tear ours apart."""
+    """Hide the bars that transformers shows for every file it saves; they would break our progress bar."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     yield
@@ -137,15 +137,15 @@ def one_progress_bar() -> Iterator[None]:
 
 
 def device_name(device: torch.device) -> str:
-    """The device for a person, such as ``NVIDIA H200`` or ``CPU, 2 threads``."""
+    """The name of a device, such as ``NVIDIA H200`` or ``CPU, 2 threads``."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
 
 
-def _tokenizer(config: RunConfig, corpus: Corpus, folder: Path, there: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run that is ``there``; else a new one, with which the run begins."""
-    if there:
+def _tokenizer(config: RunConfig, corpus: Corpus, folder: Path, exists: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer in the folder if it ``exists``; else a new one. Begins the run."""
+    if exists:
         if PartialState().is_main_process:
             begin_run(config, folder, corpus)
         return AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -184,7 +184,7 @@ def _trainer(
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Have the model recompute activations; transformers is renaming the method, and 5.14 knows the old name only."""
+    """Recompute activations in the backward pass. transformers renames the method; 5.14 has only the old name."""
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
 
@@ -196,9 +196,9 @@ def training_rows(
     world_size: int,
     encoded: Sequence[np.ndarray] | None = None,
 ) -> PackedRows | StreamedRows:
-    """The rows that a run reads, over all its processes; ``encoded`` is what ``encode_training`` gave, if it was asked.
+    """The rows that a run reads, over all its processes.
 
-    A stream is tokenized as it is read.
+    ``encoded`` is the result of ``encode_training``, if it was called before. A stream is tokenized while it is read.
     """
     settings = config.training
     rows = settings.steps * settings.rows_per_batch * settings.accumulation * world_size
@@ -211,12 +211,12 @@ def training_rows(
 
 
 def encode_training(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> list[np.ndarray]:
-    """Token ids of the training documents, each with its end."""
+    """Token ids of the training documents, each with its EOS token."""
     return encode_documents(tokenizer, corpus.train, "tokenizing the training text", with_end=True)
 
 
 def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult | None:
-    """The result of a run that finished once; None of any other."""
+    """The stored result of a finished run; None if the run is not finished."""
     if not (folder / RESULT).is_file():
         return None
     values = json.loads((folder / RESULT).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The validation loss: summed over every token of the rows, so that short rows do not weigh more than long ones."""
+"""The validation loss, summed over all tokens, so that tokens of short rows do not weigh more than others."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def score_rows(
     rows_at_once: int,
     collate_rows: Callable[..., dict[str, Any]] = collate,
 ) -> tuple[float, int]:
-    """Negative log-likelihood of packed rows in nats, in total, and the number of predicted tokens."""
+    """Total negative log-likelihood of packed rows in nats, and the number of predicted tokens."""
     was_training = model.training
     model.eval()
     nats, tokens = 0.0, 0
@@ -39,13 +39,13 @@ def packed_nats(model: PreTrainedModel, batch: dict[str, Any]) -> float:
 
 
 def nats_of(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    """Negative log-likelihood of ``targets`` [T] under ``logits`` [T, vocabulary]: logs in fp32, summed in fp64."""
+    """Negative log-likelihood of ``targets`` [T] under ``logits`` [T, vocabulary], in fp32, summed in fp64."""
     losses = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
     return float(losses.double().sum())
 
 
 def as_trained(model: PreTrainedModel) -> Callable[..., Any]:
-    """The model's forward as in training: bf16 autocast on a GPU that has bf16, its own precision elsewhere."""
+    """The model's forward pass as in training: with bf16 autocast on a GPU that supports it."""
 
     def forward(**inputs: Any) -> Any:
         on_gpu = model.device.type == "cuda" and torch.cuda.is_bf16_supported()

@@ -1,4 +1,4 @@
-"""From a YAML mapping to a dataclass, refusing whatever the dataclass does not name."""
+"""Build a dataclass from YAML; unknown keys raise."""
 
 import dataclasses
 import types
@@ -20,7 +20,7 @@ def from_mapping(cls: type[T], mapping: Any, where: str = "") -> T:
         where: dotted path of the section, for messages; empty at the top.
 
     Raises:
-        ValueError: an unknown key (the nearest known one is named), a missing required key, or a value of another type.
+        ValueError: an unknown key (the nearest known one is named), a missing key, or a value of the wrong type.
     """
     if mapping is None:
         mapping = {}
@@ -72,7 +72,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 def _scalar(hint: type, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        # YAML 1.1 reads 1e-3 as a string (it wants 1.0e-3): what was meant is plain.
+        # YAML 1.1 reads 1e-3 as a string; only 1.0e-3 is a number to it.
         try:
             return float(value)
         except ValueError:

@@ -1,1 +1,1 @@
-"""One module, one command: each has a function ``register(app)``."""
+"""The commands of ``deltazoo``, one module each, with a function ``register(app)``."""

@@ -1,4 +1,4 @@
-"""``deltazoo check RULE.py``: whether a rule keeps what every rule of the package promises."""
+"""``deltazoo check RULE.py``: check what every rule of the package promises."""
 
 from pathlib import Path
 from typing import Annotated

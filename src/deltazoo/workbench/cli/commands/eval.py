@@ -1,4 +1,4 @@
-"""``deltazoo eval PATH``: bits per byte and perplexity on held-out text, beside the baselines."""
+"""``deltazoo eval PATH``: bits per byte and perplexity on held-out text, compared with baselines."""
 
 from typing import Annotated
 
@@ -26,12 +26,12 @@ def evaluate(
     ] = None,
     text_field: Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")] = "text",
     max_bytes: Annotated[int | None, typer.Option(min=1, help="Stop reading --text after this many bytes.")] = None,
-    primed: Annotated[bool, typer.Option(help="Also measure xz after it has read the training text.")] = False,
-    json_file: Annotated[str | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    primed: Annotated[bool, typer.Option(help="Also measure xz with the training text read before.")] = False,
+    json_file: Annotated[str | None, typer.Option("--json", help="Also write the scores to this file.")] = None,
     load: LoadOption = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
 ) -> None:
-    """Score a model on text it was not trained on, beside gzip, xz and an order-2 byte model."""
+    """Score a model on held-out text, and compare it with gzip, xz and an order-2 byte model."""
     from deltazoo.workbench.cli.tables import comparison_table, facts_table
     from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.documents import choose_documents

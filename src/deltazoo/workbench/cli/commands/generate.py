@@ -17,22 +17,24 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Keep this many of the likeliest tokens.")] = None,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Keep the likeliest tokens of this mass.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper limit of generated tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the likeliest tokens.")] = None,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the prompt per forward pass; all at once by default.")
+        int | None, typer.Option(min=1, help="Tokens of the prompt per forward pass; by default all.")
     ] = None,
     compile_step: Annotated[
-        bool, typer.Option("--compile", help="Compile the step first: a wait of up to a minute, then faster tokens.")
+        bool, typer.Option("--compile", help="Compile the decoding step: up to a minute first, then faster.")
     ] = False,
     load: LoadOption = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
 ) -> None:
-    """Continue a prompt; the text appears as it is made."""
+    """Continue a prompt, and print the text while it is generated."""
     import time
 
     from deltazoo.workbench.device import check_device

@@ -1,4 +1,4 @@
-"""``deltazoo lab``: the papers' claims, tried on small models of every variant side by side."""
+"""``deltazoo lab``: test the papers' claims on small models of every variant."""
 
 from pathlib import Path
 from typing import Annotated
@@ -34,17 +34,17 @@ def lab(
     ] = "cpu",
     workers: Annotated[int, typer.Option(min=1, help="Processes; several share one GPU.")] = 2,
     load: LoadOption = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead of the recipes'.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train, instead of each recipe's.")] = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(min=1, help="Stop after so many seconds, cheap experiments first; the same command goes on."),
+        typer.Option(min=1, help="Stop after this many seconds, cheap experiments first; the same command continues."),
     ] = None,
     measure: Annotated[bool, typer.Option(help="Also measure numerics and complexity.")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results in --out.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record; read from git unless given.")] = None,
-    show: Annotated[bool, typer.Option("--list", help="Say what there is to run, and stop.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="List what can be run, and stop.")] = False,
 ) -> None:
-    """Train small models of every variant on tasks that tell them apart, and write a page with pictures."""
+    """Train small models of every variant on tasks on which they differ, and write a page with plots."""
     from rich.console import Console
 
     from deltazoo.workbench.device import check_device

@@ -1,4 +1,4 @@
-"""``deltazoo list``: the variants of the zoo."""
+"""``deltazoo list``: the variants."""
 
 import typer
 from rich.console import Console
@@ -13,7 +13,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_variants(load: LoadOption = None) -> None:
-    """List the variants: how each forgets and how it corrects."""
+    """List the variants with their step size and decay."""
     from deltazoo.spec import choice_name, get_variant
     from deltazoo.spec import list_variants as names
 

@@ -34,7 +34,7 @@ def show(
         "step size": choice_name(spec.step_size),
         "decay": spec.decay,
         "normalised": ", ".join(n for n, on in (("q", spec.normalize_q), ("k", spec.normalize_k)) if on) or "nothing",
-        # A function of a user's own is bounded to the larger interval.
+        # A user's own function is bounded to the larger interval.
         "eigenvalues": "[-1, 1]" if spec.allow_neg_eigval or callable(spec.step_size) else "[0, 1]",
         "output gate": f"{spec.output_gate}, {choice_name(spec.gate_activation)}"
         if spec.output_gate != "none"

@@ -1,4 +1,4 @@
-"""``deltazoo swap PATH``: delta-rule layers in the attention slots of a transformers model, and training them in."""
+"""``deltazoo swap PATH``: replace softmax attention of a transformers model by delta-rule layers, and train it."""
 
 import re
 from typing import Annotated, Any
@@ -22,33 +22,35 @@ def register(app: typer.Typer) -> None:
 
 def swap(
     path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
-    variant: Annotated[str, typer.Option(help="What to swap for; see deltazoo list.")],
+    variant: Annotated[str, typer.Option(help="Variant of the new layers; see deltazoo list.")],
     layers: Annotated[
         str, typer.Option(help="all, numbers (0,2,5), delta-rule to softmax layers (3:1), or best:K of a ranking.")
     ] = "all",
-    init: Annotated[str, typer.Option(help="transfer copies the model's weights, random starts afresh.")] = "transfer",
+    init: Annotated[str, typer.Option(help="transfer: copy the model's weights; random: new weights.")] = "transfer",
     rope: Annotated[bool, typer.Option(help="Keep the rotary embedding of queries and keys.")] = True,
     qk_norm: Annotated[bool, typer.Option(help="Keep the norms of queries and keys.")] = True,
     grouped: Annotated[bool, typer.Option(help="Keep keys and values of grouped-query attention shared.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only report what would happen.")] = False,
-    rank: Annotated[bool, typer.Option(help="Only measure how much each layer alone is missed, on --text.")] = False,
+    rank: Annotated[
+        bool, typer.Option(help="Only measure, on --text, the loss added by swapping each layer alone.")
+    ] = False,
     text: Annotated[
         str | None, typer.Option(help="Text to rank on (as data.text in a configuration); default: that of --train.")
     ] = None,
     text_field: Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")] = "text",
-    rank_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the text to rank on, at most.")] = 16384,
+    rank_tokens: Annotated[int, typer.Option(min=16, help="Upper limit of tokens to rank on.")] = 16384,
     train: Annotated[
-        str | None, typer.Option(help="Convert afterwards: a YAML file, or swap_cpu and the like.")
+        str | None, typer.Option(help="Train after the swap, by this recipe: a YAML file, or swap_cpu or swap_gpu.")
     ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value of --train; may be repeated.")
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with the conversion in --output.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue the conversion in --output.")] = False,
     output: Annotated[str | None, typer.Option(help="Folder for the model, the ranking and the conversion.")] = None,
     load: LoadOption = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
 ) -> None:
-    """Replace softmax attention by delta-rule layers; rank the layers before, train them in afterwards."""
+    """Replace softmax attention by delta-rule layers, after ranking the layers or before training them."""
     from pathlib import Path
 
     from deltazoo.spec import get_variant
@@ -96,7 +98,7 @@ def swap(
         check_device(device)
     path = resolve_checkpoint(path)
 
-    # Only now what imports torch: a mistyped argument is answered at once.
+    # These import torch, after the arguments are checked.
     from deltazoo.swap import swap_attention
     from deltazoo.workbench.convert import (
         convert,
@@ -111,7 +113,7 @@ def swap(
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
     console = Console()
     chosen: Any = layers
-    # Only a text needs the tokenizer, or a model that is saved.
+    # Only reading text and saving the model need the tokenizer.
     model, tokenizer = (load_model(path, device), None) if dry_run and not ranks else load_checkpoint(path, device)
     if recipe is not None:
         model.float()  # small updates would be lost in 16-bit parameters

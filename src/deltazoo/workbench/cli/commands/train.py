@@ -1,4 +1,4 @@
-"""``deltazoo train``: one training run, from a preset or a YAML file, on the user's own text if one is named."""
+"""``deltazoo train``: a training run from a preset or a YAML file, on the user's own text if one is given."""
 
 import json
 import shlex
@@ -34,12 +34,12 @@ def train_model(
         ),
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help="Text to learn from: a file, a folder, or a Hub data set (data.text).")
+        str | None, typer.Option(help="Training text: a file, a folder, or a Hub data set (data.text).")
     ] = None,
     resume: Annotated[
-        bool, typer.Option(help="Go on from the latest checkpoint; with more training.steps, beyond the end.")
+        bool, typer.Option(help="Continue from the latest checkpoint; with more training.steps, past the end.")
     ] = False,
-    output: Annotated[str | None, typer.Option(help="Folder of the run, in place of the configuration's.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder of the run, instead of the configuration's.")] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value; replaces one value; may be repeated.")
     ] = None,
@@ -67,16 +67,16 @@ def train_model(
         raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
     is_main_process = PartialState().is_main_process
     if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()  # its threads, if they outlive it, can abort the process as it exits
+        distributed.destroy_process_group()  # its threads can abort the process at exit
     if is_main_process:
         _show(run, result)
 
 
 def _configuration(name: str | None, text: str | None, output: str | None, overrides: list[str]) -> "RunConfig":
-    """What to train; checked without torch, as far as that goes.
+    """The configuration, checked as far as possible without torch.
 
     Raises:
-        ValueError: neither a configuration nor a text is named, or there is no such thing.
+        ValueError: neither a configuration nor a text is given, or it does not exist.
     """
     from deltazoo.workbench.presets import find_config
     from deltazoo.workbench.train.config import DataConfig, load_config
