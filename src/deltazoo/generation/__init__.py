@@ -1,4 +1,7 @@
-"""A decoding loop of our own: the prompt in pieces, then steps with the sampling inside, on a GPU from one graph."""
+"""Generation: the decoding loop of `deltazoo.generate`, captured steps for `model.generate`, and the cache of states.
+
+`Decoder` and `generate` run a prompt in pieces and then steps that include the sampling, on a GPU from one CUDA graph.
+"""
 
 from deltazoo.generation.decoder import Decoder, generate
 from deltazoo.generation.sampling import Sampling

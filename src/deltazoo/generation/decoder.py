@@ -46,7 +46,7 @@ class Decoder:
         compile: run the step through `torch.compile`: fewer, larger kernels for a wait at the first token.
 
     Raises:
-        ValueError: a model or an option that the loop cannot act on.
+        ValueError: a model that the loop cannot run, or an option out of its range.
     """
 
     def __init__(
@@ -182,9 +182,9 @@ class Decoder:
         )
 
     def _take(self, logits: Tensor) -> None:
-        """Draw the next token; rows that ended get padding."""
+        """Choose the next tokens; rows that have ended get padding."""
         chosen = self.sampling.choose(logits, self.generator)[:, None]
-        # Neither `where` with a number nor `isin` with many tokens may stand in a graph: both can wait for the device.
+        # `where` with a number and `isin` with many tokens can wait for the device, which a graph must not.
         chosen = chosen.masked_fill(self.finished, self.pad)
         self.finished.logical_or_((chosen[..., None] == self.ends).any(-1))
         self.token.copy_(chosen)
@@ -211,7 +211,7 @@ class Decoder:
         self._captured.replay()
 
     def _read(self) -> Callable[[], Tensor]:
-        """The current token on its way to the host; calling the result waits for it and for nothing after it."""
+        """Start copying the current token to the host; calling the result waits for that copy and for nothing later."""
         token = self.token[:, 0]
         if token.device.type != "cuda":
             token = token.clone()
@@ -244,7 +244,7 @@ def generate(
     compile: bool = False,
     streamer: BaseStreamer | None = None,
 ) -> Tensor:
-    """Continue prompts, with the loop of `Decoder`; greedy tokens are those of `model.generate(do_sample=False)`.
+    """Continue prompts by the loop of `Decoder`; greedy tokens are those of `model.generate(do_sample=False)`.
 
     Args:
         model: see `Decoder`.
@@ -253,13 +253,13 @@ def generate(
         max_new_tokens: the most to add.
         temperature, top_k, top_p: see `Sampling`; temperature 0 takes the likeliest token.
         eos_token_id, pad_token_id, seed, prefill_chunk, compile: see `Decoder`.
-        streamer: gets the prompt and then every token as soon as it is there, as in transformers.
+        streamer: receives the prompt and then every token as soon as it is known, as in transformers.
 
     Returns:
         `[B, T + new]` int64: the prompts and what follows them.
 
     Raises:
-        ValueError: a model, a prompt or an option that the loop cannot act on.
+        ValueError: a model that the loop cannot run, a prompt that does not fit, or an option out of its range.
     """
     decoder = Decoder(
         model,
@@ -297,7 +297,7 @@ def _check_model(model: Any) -> None:
 
 
 def _length_of(cache_layer: Any) -> int | None:
-    """What a cache layer makes masks for; None if it has no use for any."""
+    """The number of keys that a cache layer makes masks for; None if it needs no mask."""
     return (
         cache_layer.max_cache_len if isinstance(cache_layer, StaticLayer) else getattr(cache_layer, "mask_length", None)
     )

@@ -1,14 +1,14 @@
-"""Linear maps of one input as one matrix product, for decoding.
+"""Linear maps of one input, computed as one matrix product, for decoding.
 
-A token step multiplies one row, or a handful, by every weight, so the number of products counts as much as their size.
-`MergedProjections` lays the weights of maps that read the same input (queries, keys, values and gates of a mixer, gate
-and up of an MLP) one below the other in memory, and within `active()` the first of them multiplies by all at once.
+A decoding step multiplies one row, or a few, by every weight, so the number of products matters as much as their size.
+`MergedProjections` stores the weights of maps with the same input (queries, keys, values and gates of a mixer, gate and
+up of an MLP) one below the other in memory. Within `active()`, the first map multiplies by all of them at once.
 
     q_proj(x) -> x [Wq; Wk; Wv; Wb]^T -> q | k | v | b,      k_proj(x) -> k,      v_proj(x) -> v,      b_proj(x) -> b
 
-Modules, parameters and state-dict keys stay what they are; only where the numbers lie changes, and there they stay: no
-weight exists twice, and an update in place acts on both. To torch each parameter has a storage of its own, which
-happens to begin where another ends. Views of one storage would not do: what saves models takes them for duplicates.
+Modules, parameters and state-dict keys stay what they are. Only the addresses of weights change: no weight exists
+twice, and an update in place acts on both forms. For torch each parameter has a storage of its own, which begins where
+another ends. Views of one storage would not do, since code that saves models takes them for duplicates.
 """
 
 from collections import Counter
@@ -27,15 +27,15 @@ __all__ = ["MergedProjections"]
 
 
 class MergedProjections:
-    """The linear maps of a model that may run together.
+    """The linear maps of a model that may run merged.
 
-    Left to run one by one, with the same results: anything but a plain `nn.Linear` (quantised, adapted, divided among
-    devices, parametrised, with hooks), weights whose memory others have a part in, and dtypes of their own, such as
-    gate projections kept in float32 in a half-precision model. Results of a merged product differ from those of its
-    parts by rounding alone.
+    These run one by one as before: anything but a plain `nn.Linear` (quantised, adapted, divided among devices,
+    parametrised, with hooks), weights that share memory with other tensors, and maps whose dtype differs from their
+    neighbours', such as gate projections kept in float32 in a half-precision model. Results of a merged product differ
+    from those of its parts by rounding alone.
 
     Args:
-        model: whose parameters are laid out anew, at the price of memory for one layer's maps while it happens.
+        model: whose parameters move in memory; meanwhile this takes memory for one layer's maps.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,21 +43,21 @@ class MergedProjections:
         self._products: list[_JointProduct] = []
         for layer in model.modules():
             groups: dict[object, list[nn.Linear]] = {}
-            for linear in _readers(layer):
+            for linear in _merging_candidates(layer):
                 if all(uses[id(p)] == 1 for p in linear.parameters()):
                     weight = linear.weight
                     kind = weight.dtype, weight.device, linear.in_features, linear.bias is None
                     groups.setdefault(kind, []).append(linear)
             self._products += [_joint_product(linears) for linears in groups.values() if _can_merge(linears)]
-        # Made once, since compiled code recognises the functions it was made with.
+        # Made once, since compiled code recognises the functions that it was traced with.
         self._forwards = [product.forwards() for product in self._products]
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Run merged maps together within this context, where no gradients are recorded.
 
-        Maps whose parameters have been replaced or moved since the merging, or their forward passes (by a hook of
-        accelerate, say), run one by one.
+        Maps whose parameters or forward passes have been replaced since the merging (by a hook of accelerate, say) run
+        one by one.
         """
         current = [product.is_current() for product in self._products]
         for product, forwards in compress(zip(self._products, self._forwards, strict=True), current):
@@ -70,7 +70,7 @@ class MergedProjections:
 
 
 class _JointProduct:
-    """Several linear maps as one; each hands out its piece when it is called with what the first was called with."""
+    """Several linear maps as one product. The first map computes it, and the others return their pieces of it."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = linears
@@ -78,59 +78,58 @@ class _JointProduct:
         stacks = zip(*(linear.parameters() for linear in linears), strict=True)
         self.weight, *biases = (_in_one_block(stack) for stack in stacks)
         self.bias = biases[0] if biases else None
-        self._places = [
+        self._addresses = [
             (linear._parameters, name, p.data_ptr()) for linear in linears for name, p in linear.named_parameters()
         ]
         self._ready: tuple[Tensor | None, list[Tensor | None]] = (None, [])
 
     def is_current(self) -> bool:
-        """Whether the modules' parameters still lie in the block, and nothing stands in for their forward passes."""
+        """Whether the modules' parameters are still in the block, and their forward passes have not been replaced."""
         if any("forward" in vars(linear) for linear in self.linears):
             return False
-        parameters = ((owner[name], place) for owner, name, place in self._places)
-        return all(p is not None and p.data_ptr() == place for p, place in parameters)
+        parameters = ((owner[name], address) for owner, name, address in self._addresses)
+        return all(p is not None and p.data_ptr() == address for p, address in parameters)
 
     def forwards(self) -> list[Callable[[Tensor], Tensor]]:
-        """What the modules call to take their results from here."""
-        return [partial(self._piece, place) for place in range(len(self.linears))]
+        """Forward passes for the modules, which return their pieces of the product."""
+        return [partial(self._piece, index) for index in range(len(self.linears))]
 
     def attach(self, forwards: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        """Let the modules call these, made by `forwards`."""
+        """Give the modules these forward passes, made by `forwards`."""
         for linear, forward in zip(self.linears, forwards, strict=True):
             vars(linear)["forward"] = forward
 
     def detach(self) -> None:
-        """Let the modules compute on their own again."""
+        """Give the modules their own forward passes back."""
         for linear in self.linears:
             vars(linear).pop("forward", None)
         self._ready = (None, [])
 
-    def _piece(self, place: int, x: Tensor) -> Tensor:
-        # Another thread may train the model, or decode with it, at the same time: it asks for gradients, or with
-        # another input.
-        if place == 0 and not torch.is_grad_enabled():
+    def _piece(self, index: int, x: Tensor) -> Tensor:
+        # Another thread may use the model at the same time: to train, with gradients, or to decode, with another input.
+        if index == 0 and not torch.is_grad_enabled():
             self._ready = (x, list(self._multiply(x)))
         source, pieces = self._ready
-        piece = pieces[place] if source is x and not torch.is_grad_enabled() else None
+        piece = pieces[index] if source is x and not torch.is_grad_enabled() else None
         if piece is None:
-            return nn.Linear.forward(self.linears[place], x)
-        pieces[place] = None  # each is given once: a second call may come with other values in the same tensor
+            return nn.Linear.forward(self.linears[index], x)
+        pieces[index] = None  # returned once: a second call may come with other values in the same tensor
         if all(left is None for left in pieces):
             self._ready = (None, [])
         return piece
 
     def _multiply(self, x: Tensor) -> Sequence[Tensor]:
         if x.shape[0] > 1 and self.bias is None and len(set(self.sizes)) == 1:
-            # Rows of one product would hold the pieces side by side, and kernels that want them dense would copy them.
-            # Maps of one size make a batch of products, whose results are dense.
+            # In one product of several rows the pieces would not be contiguous, and kernels that need that would copy
+            # them. Maps of one size make a batch of products, whose results are contiguous.
             weights = self.weight.unflatten(0, (len(self.sizes), -1))
             rows = x.flatten(0, -2).expand(len(self.sizes), -1, -1)
             return torch.bmm(rows, weights.mT).unflatten(1, x.shape[:-1]).unbind()
         return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
 
 
-def _readers(layer: nn.Module) -> list[nn.Linear]:
-    """The linear maps that a layer applies to its input, as far as they are plain."""
+def _merging_candidates(layer: nn.Module) -> list[nn.Linear]:
+    """The plain linear maps that a layer applies to its input."""
     maps = (getattr(layer, name, None) for name in getattr(layer, "input_projections", ()))
     first = (x[0] if isinstance(x, nn.Sequential) else x for x in maps)  # of the two halves of a low-rank map
     return [x for x in first if type(x) is nn.Linear and _is_plain(x)]
@@ -149,16 +148,16 @@ def _can_merge(linears: Sequence[nn.Linear]) -> bool:
 
 
 def _owns_memory(x: Tensor) -> bool:
-    """Whether nothing else lies in its storage, such as an optimiser's flat buffer, and no other process sees it."""
+    """Whether its storage holds nothing else (as an optimiser's flat buffer does) and no other process shares it."""
     return x.untyped_storage().nbytes() == x.nbytes and (x.is_cuda or not x.is_shared())
 
 
 _products: WeakValueDictionary[tuple[int, ...], _JointProduct] = WeakValueDictionary()
-"""By the identities of their maps. Captured steps know where weights lie, so one that is in use is not made again."""
+"""By the identities of their maps. Captured steps rely on the addresses of weights, so a product in use is shared."""
 
 
 def _joint_product(linears: Sequence[nn.Linear]) -> _JointProduct:
-    """The product of these maps that is in use already, or a new one."""
+    """The product of these maps that is already in use, or a new one."""
     key = tuple(map(id, linears))
     product = _products.get(key)
     if product is None or not product.is_current():
@@ -167,10 +166,12 @@ def _joint_product(linears: Sequence[nn.Linear]) -> _JointProduct:
 
 
 def _in_one_block(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Stack parameters along their first axis, and let them lie in the result."""
+    """Stack parameters along their first axis, and make them parts of the result."""
     # Tensors made in inference mode could never be trained again.
     with torch.inference_mode(False), torch.no_grad():
         block = torch.cat([p.detach() for p in parameters])
         for parameter, part in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
-            parameter.data = from_dlpack(to_dlpack(part))  # a storage of its own in the same memory, which it keeps
+            parameter.data = from_dlpack(
+                to_dlpack(part)
+            )  # a storage of its own in the same memory, which it keeps alive
     return block

@@ -1,4 +1,4 @@
-"""From logits to the next token, on the device alone: no value is read back, so a CUDA graph may hold all of it."""
+"""Sampling of the next token from logits, on the device alone: no value is read back, so a CUDA graph can hold it."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Sampling:
         top_p: keep the fewest tokens, likeliest first, whose probabilities add up to this; None keeps all.
 
     Raises:
-        ValueError: a value out of its range, or filters that cannot act because the temperature is 0.
+        ValueError: a value out of its range, or filters with temperature 0, where they have no effect.
     """
 
     temperature: float = 0.0
@@ -44,19 +44,19 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities = self.filter(logits).softmax(-1)
-        # The fastest of independent exponential clocks with these rates: a draw without a search through their sums.
+        # The smallest of independent exponential variables with these rates: a draw without cumulative sums.
         return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
     def filter(self, logits: Tensor) -> Tensor:
-        """Logits `[B, vocabulary]` at this temperature, -inf for tokens that are not kept."""
+        """Logits `[B, vocabulary]` divided by the temperature, -inf for tokens that are not kept."""
         logits = logits / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             smallest = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)
         if self.top_p is not None:
-            ordered, places = logits.sort(descending=True, stable=True)
+            ordered, indices = logits.sort(descending=True, stable=True)
             probabilities = ordered.softmax(-1)
             mass_before = probabilities.cumsum(-1) - probabilities
-            dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, places, mass_before >= self.top_p)
+            dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, indices, mass_before >= self.top_p)
             logits = logits.masked_fill(dropped, -torch.inf)
         return logits

@@ -16,7 +16,7 @@ __all__ = ["AttentionWeights", "HeadShape", "read_attention", "read_shape"]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Sizes and kinds of what an attention layer has; enough to build one of ours in its place."""
+    """Sizes of an attention layer and which parts it has: what is needed to build its replacement."""
 
     num_heads: int
     num_kv_heads: int
@@ -31,21 +31,21 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """The tensors themselves; views of the attention's parameters where the family stores them apart."""
+    """Tensors of an attention layer, as views of its parameters where possible."""
 
     weights: dict[str, Tensor]
-    """Under "q", "k", "v" and "o": `[out, in]`."""
+    """By "q", "k", "v" and "o": `[out, in]`."""
     biases: dict[str, Tensor]
-    """Under the same names, those that exist: `[out]`."""
+    """By the same names, those that exist: `[out]`."""
     norms: dict[str, Tensor]
-    """Under "q" and "k": factors `[head_dim]` or `[heads * head_dim]`, offset included; empty without norms."""
+    """By "q" and "k": factors `[head_dim]` or `[heads * head_dim]`, offset included; empty without norms."""
 
 
 def read_shape(family: ModelFamily, attention: Any, config: PreTrainedConfig, index: int) -> HeadShape:
-    """Sizes of one attention layer, after checking that it is what the table says.
+    """Sizes of one attention layer, after checking that it is as the family's entry says.
 
     Raises:
-        ValueError: projections that are not plain matrices (quantised, adapted, offloaded), or of unforeseen sizes.
+        ValueError: projections that are not plain matrices (quantised, adapted, offloaded), or of unexpected sizes.
     """
     for name in (*family.projections, family.output):
         _check_projection(getattr(attention, name, None), name, index)
@@ -89,7 +89,7 @@ def _check_projection(projection: Any, name: str, index: int) -> None:
 
 @torch.no_grad()
 def read_attention(family: ModelFamily, attention: Any, shape: HeadShape, index: int) -> AttentionWeights:
-    """Queries, keys, values and outputs of one attention layer, apart from each other and with rows by head.
+    """Query, key, value and output weights of one attention layer, as separate tensors with rows by head.
 
     Raises:
         ValueError: the weights are not in memory.

@@ -25,7 +25,7 @@ class MemoryAtLength:
 
 
 def state_bytes(layer: DeltaRuleAttention) -> int:
-    """Bytes of one sequence's state: the recurrent one in float32, the convolutions' inputs in the model's dtype."""
+    """Bytes of one sequence's state: the recurrent state in float32, the convolutions' inputs in the model's dtype."""
     recurrent = layer.num_v_heads * layer.head_k_dim * layer.head_v_dim * torch.float32.itemsize
     if not layer.conv_size:
         return recurrent
@@ -57,7 +57,7 @@ def memory_of_swap(
 
 
 def sliding_window(config: PreTrainedConfig, index: int) -> int | None:
-    """Tokens that a softmax layer's cache holds at most; None: all."""
+    """The most tokens that a softmax layer's cache holds; None: all."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[index] != "sliding_attention":
         return None

@@ -1,4 +1,4 @@
-"""A delta-rule layer with what attention layers of other models have besides: biases, norms, shared key heads."""
+"""A delta-rule layer with the further parameters of softmax attention layers: biases, norms, shared key heads."""
 
 from functools import partial
 from typing import Any
@@ -105,7 +105,7 @@ class DropInDeltaAttention(DeltaRuleAttention):
         return {name: ones if name in ("q_norm.weight", "k_norm.weight") else start for name, start in known.items()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A class that `drop_in_class` has made is found again by the layer class it was made from."""
+        """Pickle a class that `drop_in_class` has made by the layer class it was made from."""
         layer = vars(type(self)).get("made_from")
         if layer is None:
             return super().__reduce_ex__(protocol)
@@ -114,19 +114,19 @@ class DropInDeltaAttention(DeltaRuleAttention):
 
 def drop_in_class(variant: str | DeltaRuleSpec) -> type[DropInDeltaAttention]:
     """`DropInDeltaAttention` on top of the layer class of a variant."""
-    return _hosted(layer_class(variant))
+    return _drop_in(layer_class(variant))
 
 
-_HOSTED: dict[type[Any], type[DropInDeltaAttention]] = {DeltaRuleAttention: DropInDeltaAttention}
+_MADE: dict[type[Any], type[DropInDeltaAttention]] = {DeltaRuleAttention: DropInDeltaAttention}
 
 
-def _hosted(layer: type[DeltaRuleAttention]) -> type[DropInDeltaAttention]:
-    if layer not in _HOSTED:
+def _drop_in(layer: type[DeltaRuleAttention]) -> type[DropInDeltaAttention]:
+    if layer not in _MADE:
         members = {"__module__": layer.__module__, "__doc__": layer.__doc__, "made_from": layer}
-        _HOSTED[layer] = type(f"Hosted{layer.__name__}", (DropInDeltaAttention, layer), members)
-    return _HOSTED[layer]
+        _MADE[layer] = type(f"DropIn{layer.__name__}", (DropInDeltaAttention, layer), members)
+    return _MADE[layer]
 
 
 def _unfilled(layer: type[DeltaRuleAttention]) -> DropInDeltaAttention:
-    hosted = _hosted(layer)
-    return hosted.__new__(hosted)
+    made = _drop_in(layer)
+    return made.__new__(made)

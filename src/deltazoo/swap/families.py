@@ -17,7 +17,7 @@ __all__ = ["FAMILIES", "ModelFamily", "decoder_layers_of", "family_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """One family of transformers models; the defaults are Llama's ways."""
+    """One family of transformers models; the defaults are Llama's."""
 
     model_type: str
     layers: str = "layers"
@@ -33,17 +33,17 @@ class ModelFamily:
     output: str = "o_proj"
     """Name of the output projection."""
     norms: tuple[str, str] | None = None
-    """Names of the norms of queries and keys, before rotary embedding: per head or over all, as their size says."""
+    """Names of the norms of queries and keys, before rotary embedding; their size says whether per head or over all."""
     norm_offset: float = 0.0
-    """What those norms add to their weight (Gemma: 1)."""
+    """A number that those norms add to their weight (Gemma: 1)."""
     input_norm: str | None = "input_layernorm"
-    """Name of the norm before attention in a decoder layer; None where attention sees the residual stream itself."""
+    """Name of the norm before attention in a decoder layer; None where attention reads the residual stream itself."""
     rope: bool = True
-    """Whether queries and keys are turned by rotary embeddings."""
+    """Whether queries and keys get rotary embeddings."""
     rope_switch: str | None = None
-    """Attribute of the attention module that says whether this layer turns them; None: all do alike."""
+    """Attribute of the attention module that says whether this layer has them; None: all layers as `rope` says."""
     cache_argument: str = "past_key_values"
-    """Name under which the decoder layer hands its cache to attention."""
+    """Name of the argument by which the decoder layer passes its cache to attention."""
 
 
 _QUERY_KEY_NORMS = ("q_norm", "k_norm")

@@ -1,33 +1,32 @@
-"""How a delta-rule layer starts in the place of softmax attention: what is copied, and what the rest begins with.
+"""The first weights of a delta-rule layer that replaces softmax attention: copied ones, and starts for the rest.
 
 Softmax attention answers a query with an average of past values, weighted by how well their keys fit. A delta rule with
 the same queries, keys and values answers `q^T S`, also a sum of past values weighted by `q . k`, so the projections can
-be copied; everything a delta rule has besides starts so that it hardly changes that answer:
+be copied. Everything else in a delta-rule layer starts so that it hardly changes that answer:
 
 * **Convolutions** are the identity (last tap 1) and have no SiLU after them, as softmax attention has none. So at the
   first forward pass the queries, keys and values are the original ones.
-* **Rotary embedding** stays, unless dropped by choice. It multiplies the score by a function of the distance alone, as
+* **Rotary embedding** stays, unless the user drops it. It multiplies the score by a function of the distance alone, as
   it did in the original. Keys keep their length under it, so unit keys stay unit keys.
-* **Norms of queries and keys** stay too. The L2 norm of the variant comes after them and sees their direction only;
-  the factors per channel of the original norms still count.
+* **Norms of queries and keys** stay too. The variant's L2 norm comes after them and removes the length alone, so the
+  original norms' factors per channel still count.
 * **Step size** is the same for all tokens (`b_proj` is nearly zero, its bias decides): `beta |k|^2 = 1/2`, where the
   sigmoid is steepest and an old value under the same key is half replaced. For variants that keep the length of their
   keys the bias is set from the length that the copied projection gives to random inputs; with the plain `b = 1/2` a
   key of length 8 would overwrite all it touches.
 * **Decay** is slow and the same for all tokens (its projection is nearly zero): softmax attention has none. The time
-  constants of the heads, or of the channels of each head, are spread evenly in the logarithm from 8 to 4,096 tokens,
+  constants of the heads, or of the channels of each head, are spaced evenly in the logarithm from 8 to 4,096 tokens,
   since attention is local in some heads and not in others. (On a small Llama, starting at 8 instead of 64 was a little
   better before and after alignment with the original.)
 * **Output gate** is a constant: its weight is nearly zero, and its bias makes it one (SiLU) or 1/2 (sigmoid, where it
-  is steepest), for which the norm's factor makes up.
-* **Output norm** takes the length out of `q^T S`, which grows with the number of tokens, and its factor puts one back:
-  half that of the original values, measured on random inputs sent through the layer's own norm and value projection. An
+  is steepest). The factor of the output norm compensates.
+* **Output norm** divides `q^T S` by its length, which grows with the number of tokens, and multiplies it by a factor:
+  half the length of the original values, measured on random inputs to the model's own norm and value projection. An
   average of values is shorter than a value; that of four independent ones is half as long.
 
-"Nearly zero" means rows of length 1e-4: DoRA divides by the length of a row, and would make NaN of rows of zeros.
+"Nearly zero" means rows of length 1e-4: DoRA divides by the length of a row, and rows of zeros would give NaN.
 
-Everything copied is copied exactly. `init="random"` leaves all of this out: every parameter starts as in the variant's
-paper.
+Copies are exact. `init="random"` does none of this: every parameter starts as in the variant's paper.
 """
 
 import math
@@ -47,12 +46,12 @@ __all__ = ["AVERAGE_LENGTH", "DECAY_TIMES", "copied_parameters", "transfer"]
 DECAY_TIMES = (8.0, 4096.0)
 """Tokens after which the fastest and the slowest head have lost all but 1/e of what they held."""
 AVERAGE_LENGTH = 0.5
-"""Length of what attention returns, over that of the values it averages."""
+"""Length of an average of values over the length of a value, as softmax attention is assumed to return it."""
 _OPEN = 1.278464542761074
-"""Where SiLU is one; the start of every gate that is closed at zero."""
+"""Input at which SiLU is one: the bias of every output gate whose activation is zero at zero."""
 _PROBES = 256
 _NEARLY_ZERO = 1e-4
-"""Length of the rows of projections that are to have no effect yet."""
+"""Length of the rows of projections that shall have no effect yet."""
 
 
 def copied_parameters(delta: DropInDeltaAttention) -> list[str]:
@@ -68,7 +67,7 @@ def transfer(delta: DropInDeltaAttention, original: AttentionWeights, input_norm
     Args:
         delta: built with the heads of the original attention; parameters on its device and in its dtype.
         original: the attention layer's projections.
-        input_norm: what hidden states pass through just before; None if nothing.
+        input_norm: the norm just before attention; None if there is none.
     """
     _copy_projections(delta, original)
     probe = _probe(original.weights["v"], input_norm)
@@ -99,7 +98,7 @@ def _copy_projections(delta: DropInDeltaAttention, original: AttentionWeights) -
 
 
 def _to_all_heads(source: Tensor, target: Tensor, delta: DropInDeltaAttention, name: str) -> Tensor:
-    """Keys and values of shared heads once for every head that uses them, where the target has room for that."""
+    """Keys and values of shared heads, once for every head that uses them if the target has that many heads."""
     if name not in ("k", "v") or source.shape[0] == target.shape[0]:
         return source
     copies = target.shape[0] // source.shape[0]
@@ -107,7 +106,7 @@ def _to_all_heads(source: Tensor, target: Tensor, delta: DropInDeltaAttention, n
 
 
 def _probe(weight: Tensor, input_norm: nn.Module | None) -> Tensor:
-    """Random hidden states `[tokens, hidden_size]` as they arrive at the projections, the same ones every time."""
+    """Random hidden states `[tokens, hidden_size]` as the projections receive them, the same ones at every call."""
     noise = torch.randn(_PROBES, weight.shape[1], generator=torch.Generator().manual_seed(0))
     noise = noise.to(weight.device, weight.dtype)
     return noise if input_norm is None else input_norm(noise)
@@ -143,7 +142,7 @@ def _step_bias(delta: DropInDeltaAttention, original: AttentionWeights, probe: T
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a growing function is zero, by bisection."""
+    """The zero of an increasing function, by bisection."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if function(middle) > 0 else (middle, high)
@@ -170,20 +169,20 @@ def _start_decay(delta: DropInDeltaAttention) -> None:
 def _bias_of_rate(delta: DropInDeltaAttention, rate: Tensor) -> Tensor:
     """The `dt_bias` for which the decay gate, without input, gives a log-decay of `-rate`; by bisection, any gate."""
     shape = (1, 1, delta.num_v_heads) if delta.spec.decay == "scalar" else (1, 1, delta.num_v_heads, delta.head_k_dim)
-    silent, A_log = rate.new_zeros(shape), rate.new_zeros(delta.num_v_heads)
+    no_input, A_log = rate.new_zeros(shape), rate.new_zeros(delta.num_v_heads)
     low, high = torch.full_like(rate, -60.0), torch.full_like(rate, 60.0)
     for _ in range(80):
         middle = (low + high) / 2
-        too_fast = -delta.decay_gate(silent, A_log, middle).flatten() > rate
+        too_fast = -delta.decay_gate(no_input, A_log, middle).flatten() > rate
         low, high = torch.where(too_fast, low, middle), torch.where(too_fast, middle, high)
-    found = -delta.decay_gate(silent, A_log, high).flatten()
+    found = -delta.decay_gate(no_input, A_log, high).flatten()
     reached = (found - rate).abs() <= 1e-3 * rate
-    # A gate of another form may not reach a rate, or fall as the bias grows; then its own start stays.
+    # Another gate may not reach a rate, or may decrease as the bias grows; its own start stays then.
     return torch.where(reached, high, delta.dt_bias.double())
 
 
 def _start_gate(delta: DropInDeltaAttention) -> float:
-    """Make the output gate constant; returns its value."""
+    """Make the output gate constant, and return its value."""
     if delta.spec.output_gate == "none":
         return 1.0
     last: nn.Linear = delta.g_proj if delta.spec.output_gate == "full" else delta.g_proj[1]  # type: ignore[index, assignment]

@@ -1,4 +1,4 @@
-"""Whether a model's attention can be swapped at all; every refusal says what is in the way and what to do."""
+"""Checks that a model's attention can be swapped; every refusal says what prevents it and what to do."""
 
 from collections import defaultdict
 
@@ -48,7 +48,7 @@ def check_model(model: nn.Module) -> ModelFamily:
 
 
 def _check_unshared(model: PreTrainedModel, family: ModelFamily) -> None:
-    """A matrix that two layers share would be copied for one and stay for the other."""
+    """Refuse layers that share weights: a swapped one would get a copy while the other keeps the original."""
     owners = defaultdict(list)
     for index, decoder_layer in enumerate(decoder_layers_of(model, family)):
         attention = decoder_layer.get_submodule(family.attention)

@@ -18,7 +18,7 @@ __all__ = ["LayerSwap", "SwapReport", "report_swap"]
 
 @dataclass(frozen=True)
 class LayerSwap:
-    """One swapped layer; names are those of its parameters, without the layer's path."""
+    """One swapped layer, with names of parameters as they are within the layer."""
 
     index: int
     path: str
@@ -65,14 +65,14 @@ class SwapReport:
         table = Table(title=title)
         for heading in ("layers", "copied", "created", "dropped"):
             table.add_column(heading, overflow="fold")
-        for layers in self._alike():
+        for layers in self._equal_layers():
             first = layers[0]
             cells = [", ".join(names) or "-" for names in (first.copied, first.created, first.dropped)]
             table.add_row(_ranges([layer.index for layer in layers]), *cells)
         return table
 
-    def _alike(self) -> list[list[LayerSwap]]:
-        """Layers grouped by what happened to them."""
+    def _equal_layers(self) -> list[list[LayerSwap]]:
+        """Layers grouped by what was copied, created and dropped."""
         groups: dict[tuple[tuple[str, ...], ...], list[LayerSwap]] = {}
         for layer in self.layers:
             groups.setdefault((layer.copied, layer.created, layer.dropped), []).append(layer)
@@ -137,7 +137,7 @@ def report_swap(
 
 
 def _dropped(model: PreTrainedModel, family: ModelFamily, plan: LayerPlan, init: str) -> list[str]:
-    """What of the original attention has no counterpart: parameters first, then properties without parameters."""
+    """Parts of the original attention without a counterpart: parameters first, then properties without parameters."""
     lost = []
     if init == "random":
         lost += [name for name, _ in plan.attention.named_parameters()]

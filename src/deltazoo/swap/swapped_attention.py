@@ -19,12 +19,12 @@ class SwappedAttention(nn.Module):
     """A delta-rule layer that is called like the attention it replaces.
 
     Args:
-        delta: the layer that works.
+        delta: the delta-rule layer.
         family: of the model, which says how attention is called.
-        layer_idx: the layer's place in the model and its cache.
+        layer_idx: the layer's number in the model and its cache.
         rope: apply the model's rotary embedding to queries and keys.
-        teacher: the attention module that sat here, kept for distillation and `unswap_attention`; no part of parameters
-            and checkpoints.
+        teacher: the attention module that was replaced, kept for distillation and `unswap_attention`; not part of
+            parameters and checkpoints.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class SwappedAttention(nn.Module):
 
     @property
     def teacher(self) -> nn.Module | None:
-        """The softmax attention that was here, called as before; None unless kept."""
+        """The softmax attention that was replaced, called as before; None unless kept."""
         return self._teacher[0] if self._teacher else None
 
     def freeze_teacher(self) -> None:
-        """Stop gradients and dropout of a kept teacher, remembering what was trainable."""
+        """Stop gradients and dropout of a kept teacher, and remember which parameters were trainable."""
         for teacher in self._teacher:
             self._trainable = {name: p.requires_grad for name, p in teacher.named_parameters()}
             teacher.requires_grad_(False).eval()
@@ -70,7 +70,7 @@ class SwappedAttention(nn.Module):
         delta_batch: BatchDescription | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Mix tokens.
+        """Mix tokens by the delta rule.
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
@@ -95,11 +95,11 @@ class SwappedAttention(nn.Module):
         return self.delta(hidden_states, past_key_values=states, sequences=sequences, rotary=rotary), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the teacher along, whose parameters are not the module's."""
+        """Move or cast the teacher too, whose parameters are not the module's."""
         for teacher in self._teacher:
             teacher._apply(fn)
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
-        """Place and what was kept, for printing."""
+        """Layer number and options, for printing."""
         return f"layer_idx={self.layer_idx}, rope={self.rope}, teacher={'kept' if self._teacher else None}"

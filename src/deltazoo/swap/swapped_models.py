@@ -56,7 +56,7 @@ _AUTO_CLASSES = (
 )
 _PREFIX = "Deltazoo"
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan", "_fsdp_plan")
-"""Properties that transformers gathers when a model is made, and that change with the layers."""
+"""Properties that transformers collects when a model is made, and that depend on the layers."""
 
 
 class SwappedModel(ModelWithDeltaLayers):
