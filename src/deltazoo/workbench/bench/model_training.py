@@ -47,17 +47,7 @@ TRAINING_WAYS = ("eager", "compile", *OUR_WAYS)
 
 PARTS = {
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "::mm", "::addmm", "::bmm", "::linear"),
-    "delta rule": (
-        "deltazoo",
-        "chunkwise",
-        "prepare",
-        "scan",
-        "tail",
-        "delta",
-        "chunk_",
-        "kkt",
-        "recurrent",
-    ),
+    "delta rule": ("deltazoo", "chunkwise", "chunk_", "prepare", "invert", "scan", "chain_kernel", "delta", "kkt"),
     "softmax attention": ("attention", "flash", "fmha", "cudnn_generated", "dot_do_o", "convert_dq"),
     "optimizer": ("adam", "multi_tensor", "foreach", "lpnorm", "clip"),
     "loss": ("softmax", "nll_loss", "cross_entropy"),
