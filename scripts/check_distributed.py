@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
 from deltazoo.distributed.data_parallel import fully_shard_model
-from deltazoo.layers import parameters_without_decay
+from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "head_dim": 32, "num_hidden_layers": 2, "intermediate_size": 128}
@@ -85,13 +85,7 @@ def train(model: nn.Module, batches: Tensor, average: bool) -> Run:
     """A few steps of AdamW, one per batch `[B, T]`; `average` the losses over the processes."""
     model.train()
     names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
-    undecayed = parameters_without_decay(getattr(model, "module", model))
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in model.parameters():
-        groups[names[id(parameter)] not in undecayed].append(parameter)
-    optimizer = torch.optim.AdamW(
-        [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}], lr=1e-3, foreach=False
-    )
+    optimizer = torch.optim.AdamW(parameter_groups(getattr(model, "module", model), 0.01), lr=1e-3, foreach=False)
     losses, gradients = [], {}
     for ids in batches:
         optimizer.zero_grad()

@@ -16,11 +16,17 @@ from torch.testing import assert_close
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 import deltazoo
-from deltazoo.layers import DeltaRuleAttention, LayerStates, layer_class, make_layer, parameters_without_decay
+from deltazoo.layers import (
+    DeltaRuleAttention,
+    LayerStates,
+    layer_class,
+    make_layer,
+    parameter_groups,
+    parameters_without_decay,
+)
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.ops import delta_rule
 from deltazoo.spec import get_variant, register_variant
-from deltazoo.workbench.train.optimizer import parameter_groups
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
 EXACT: dict[str, float] = {"rtol": 0, "atol": 1e-12}

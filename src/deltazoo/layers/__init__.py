@@ -25,7 +25,7 @@ from deltazoo.layers.sequences import (
 )
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import LayerStates, MixerState, StateStore
-from deltazoo.layers.weight_decay import parameters_without_decay
+from deltazoo.layers.weight_decay import parameter_groups, parameters_without_decay
 
 __all__ = [
     "EFLA",
@@ -58,6 +58,7 @@ __all__ = [
     "layer_class",
     "make_layer",
     "nonexpansive",
+    "parameter_groups",
     "parameters_without_decay",
     "report",
 ]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltazoo.layers import parameter_groups
 from deltazoo.ops import resolve_backend
 from deltazoo.workbench.lab.configurations import Configuration
 from deltazoo.workbench.lab.network import LabModel, build_model
@@ -171,9 +172,7 @@ class _Curve:
 
 
 def _make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = parameter_groups(model, recipe.weight_decay)
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, fused=True)
 
 

@@ -17,7 +17,6 @@ from deltazoo.workbench.train.config import (
 
 if TYPE_CHECKING:
     from deltazoo.workbench.train.monitor import TrainingDiverged
-    from deltazoo.workbench.train.optimizer import parameter_groups
     from deltazoo.workbench.train.training_run import TrainingResult, train
 
 __all__ = [
@@ -28,12 +27,11 @@ __all__ = [
     "TrainingDiverged",
     "TrainingResult",
     "load_config",
-    "parameter_groups",
     "save_config",
     "train",
 ]
 
 __getattr__ = lazy_names(
     __name__,
-    {"monitor": ("TrainingDiverged",), "optimizer": ("parameter_groups",), "training_run": ("TrainingResult", "train")},
+    {"monitor": ("TrainingDiverged",), "training_run": ("TrainingResult", "train")},
 )

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
+from deltazoo.layers import parameter_groups
 from deltazoo.workbench.train.checkpoint_files import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.workbench.train.config import RunConfig
 from deltazoo.workbench.train.interruption import StopOnSignal, TrainingInterrupted
 from deltazoo.workbench.train.monitor import Monitor
-from deltazoo.workbench.train.optimizer import parameter_groups
 from deltazoo.workbench.train.packed_rows import collate
 from deltazoo.workbench.train.schedule import learning_rate_factor
 from deltazoo.workbench.train.streamed_rows import StreamedRows

@@ -1,4 +1,4 @@
-"""Weight decay acts on matrices alone; the learning rate follows its shape."""
+"""Which parameters decay: the same answer for our groups, for marks and for transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltazoo
 import deltazoo.models  # noqa: F401
-from deltazoo.workbench.train.config import OptimizationConfig
-from deltazoo.workbench.train.optimizer import parameter_groups
-from deltazoo.workbench.train.schedule import learning_rate_factor
+from deltazoo.layers import parameter_groups
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "head_dim": 16, "vocab_size": 40}
 
@@ -39,24 +37,3 @@ def test_a_mark_keeps_a_matrix_from_decaying_and_frozen_parameters_are_left_out(
     assert decaying["params"] == []
     assert len(constant["params"]) == 1
     assert constant["params"][0] is module.weight
-
-
-def settings(**changes: object) -> OptimizationConfig:
-    values = {"steps": 100, "row_length": 8, "rows_per_batch": 1, "learning_rate": 1.0, "warmup": 0.1}
-    return OptimizationConfig(**{**values, **changes})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_the_learning_rate_rises_to_the_peak_and_falls_to_its_end(schedule: str) -> None:
-    chosen = settings(schedule=schedule, min_learning_rate_ratio=0.1)
-    factors = [learning_rate_factor(step, chosen) for step in range(100)]
-    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert factors[-1] == pytest.approx(0.1)
-    assert all(later < earlier for earlier, later in zip(factors[9:], factors[10:], strict=False))
-    middle = factors[54]
-    assert middle == pytest.approx(0.55), "half way down after half of the steps, along either shape"
-
-
-def test_a_constant_rate_stays_at_the_peak() -> None:
-    chosen = settings(schedule="constant", warmup=0.0)
-    assert {learning_rate_factor(step, chosen) for step in range(100)} == {1.0}
