@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from deltazoo import spec as spec
 from deltazoo import variants as variants  # importing it registers the variants
-from deltazoo._auto_registration import expect_model_types
+from deltazoo._auto_registration import announce_model_types
 from deltazoo._lazy import lazy_names
 from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants, register_variant
 
@@ -120,4 +120,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SUBPACKAGES})
 
 
-expect_model_types()
+announce_model_types()

@@ -1,9 +1,12 @@
-"""`import deltazoo` teaches transformers' Auto classes our model types without importing transformers.
+"""Registration of our model types with transformers' Auto classes, without importing transformers.
 
-Importing transformers' models takes seconds, which the operators and layers have no need of. So nothing is registered
-at first: when transformers' table of model types comes into being, it is told that ours exist, and `deltazoo.models`
-is imported when one of them is first looked up. Types of swapped models are registered one by one, since each brings
-the original model's classes with it.
+Importing transformers' models takes seconds, and operators and layers do not need them. `import deltazoo` therefore
+only announces the model types. `deltazoo.models` is imported when transformers first looks up one of them. The type of
+a swapped model is registered on its own, since it brings the original model's classes with it.
+
+The announcement needs transformers' table of model types, which may be imported after deltazoo. transformers has no
+entry point for model types, and `AutoConfig.register` takes classes, so a finder in `sys.meta_path` waits for the
+table's module; it removes itself when it has found it.
 """
 
 import functools
@@ -17,7 +20,7 @@ from typing import Any
 
 from deltazoo.spec import list_variants
 
-__all__ = ["MODEL_TYPES", "SWAPPED_PREFIX", "expect_model_types", "fulfil"]
+__all__ = ["MODEL_TYPES", "SWAPPED_PREFIX", "announce_model_types", "stop_announcing"]
 
 MODEL_TYPES = ("delta_rule", "delta_net", "gated_deltanet", "kda", "efla")
 SWAPPED_PREFIX = "deltazoo_"
@@ -25,8 +28,8 @@ SWAPPED_PREFIX = "deltazoo_"
 _TABLE_MODULE = "transformers.models.auto.configuration_auto"
 
 
-def expect_model_types() -> None:
-    """Have the Auto classes know our model types as soon as they exist; safe to call without transformers."""
+def announce_model_types() -> None:
+    """Announce our model types to transformers' Auto classes, now or when they are imported; needs no transformers."""
     table_module = sys.modules.get(_TABLE_MODULE)
     if table_module is not None:
         _announce(table_module)
@@ -34,18 +37,18 @@ def expect_model_types() -> None:
         sys.meta_path.insert(0, _TableFinder())
 
 
-class _ExpectedTypes(dict[str, Any]):
-    """The entries that libraries add to transformers' table; ours are registered when asked for."""
+class _AnnouncedTypes(dict[str, Any]):
+    """The entries that libraries add to transformers' table; ours are registered when they are looked up."""
 
     def __init__(self, entries: dict[str, Any]) -> None:
         super().__init__(entries)
-        self.expected = set(MODEL_TYPES)
+        self.announced = set(MODEL_TYPES)
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in self.expected or _original_type(key) is not None
+        return super().__contains__(key) or key in self.announced or _original_type(key) is not None
 
     def __missing__(self, key: str) -> Any:
-        if key in self.expected:
+        if key in self.announced:
             importlib.import_module("deltazoo.models")
         elif original := _original_type(key):
             importlib.import_module("deltazoo.swap.swapped_models").register_swapped_classes(original)
@@ -62,16 +65,16 @@ def _original_type(key: object) -> str | None:
     return original if original in importlib.import_module("deltazoo.swap").FAMILIES else None
 
 
-def fulfil(model_types: Iterable[str]) -> None:
-    """Expect these types no longer: from here on transformers' table says what was registered under their names."""
+def stop_announcing(model_types: Iterable[str]) -> None:
+    """Stop announcing these types: transformers' table has what was registered under their names."""
     table_module = sys.modules.get(_TABLE_MODULE)
     entries = None if table_module is None else table_module.CONFIG_MAPPING._extra_content
-    if isinstance(entries, _ExpectedTypes):
-        entries.expected.difference_update(model_types)
+    if isinstance(entries, _AnnouncedTypes):
+        entries.announced.difference_update(model_types)
 
 
 class _TableFinder(MetaPathFinder):
-    """Finds transformers' table of model types as Python would, and announces ours in it once it is loaded."""
+    """Finds transformers' table of model types as Python does, and announces ours when it is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -94,16 +97,16 @@ class _TableFinder(MetaPathFinder):
 
 def _announce(table_module: ModuleType) -> None:
     table = table_module.CONFIG_MAPPING
-    table._extra_content = _ExpectedTypes(table._extra_content)
+    table._extra_content = _AnnouncedTypes(table._extra_content)
     if "deltazoo.models" in sys.modules:
-        fulfil(MODEL_TYPES)
+        stop_announcing(MODEL_TYPES)
     _explain_variants(table_module)
 
 
 def _explain_variants(table_module: ModuleType) -> None:
-    """Have `AutoConfig.for_model` say what to use for a variant that is no model type.
+    """Let `AutoConfig.for_model` say what to use for a variant that has no model type.
 
-    Such names stay out of the table: a checkpoint of others that has one for its type would be taken for ours.
+    Such names stay out of the table: with them, another library's checkpoint of such a type would load as ours.
     """
     for_model = table_module.AutoConfig.for_model.__func__
 

@@ -6,7 +6,7 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from deltazoo._auto_registration import fulfil
+from deltazoo._auto_registration import stop_announcing
 from deltazoo.models.auto_map import HEADS, auto_class_name, class_name
 from deltazoo.models.hub_classes import model_class_of
 from deltazoo.models.hub_configs import CONFIG_CLASSES
@@ -28,7 +28,7 @@ def register_auto_classes(override: bool = False) -> None:
     Args:
         override: take such names over.
     """
-    fulfil(model_types())
+    stop_announcing(model_types())
     for config in CONFIG_CLASSES:
         for head in HEADS:
             auto_class = getattr(transformers, auto_class_name(head))
