@@ -180,7 +180,7 @@ def test_no_drawer_for_odds_and_ends() -> None:
     ("module", "source"),
     [
         ("deltazoo.ops.api", "from deltazoo.layers import SwiGLU"),
-        ("deltazoo.ops.api", "def f():\n    import deltazoo.models.auto"),
+        ("deltazoo.ops.api", "def f():\n    import deltazoo.models.auto_classes"),
         ("deltazoo.ops.api", "from deltazoo import spec"),
         ("deltazoo.ops.api", "from ..layers.norm import RMSNorm"),
         ("deltazoo.ops.chunkwise", "from deltazoo.ops.reference import recurrent_loop"),

@@ -1,7 +1,7 @@
 """HuggingFace models: configurations, classes per Hub type, and their registration with the Auto classes."""
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer, prepare_cache
-from deltazoo.models.auto import model_types, register_auto_classes
+from deltazoo.models.auto_classes import model_types, register_auto_classes
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.hub_classes import *  # noqa: F403
 from deltazoo.models.hub_classes import __all__ as _named

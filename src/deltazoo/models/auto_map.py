@@ -10,18 +10,18 @@ __all__ = ["HEADS", "AutoMapConfig", "auto_class_name", "auto_map", "class_name"
 CONFIGURATION_FILE, MODELING_FILE = "configuration_deltazoo", "modeling_deltazoo"
 """The files' names, without `.py`."""
 HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-"""What every model type has a class for, in the names of transformers."""
+"""The ends of the names of a model type's classes, as transformers names them."""
 
 
 class AutoMapConfig:
-    """A configuration that has `auto_map`, empty unless it comes from a checkpoint with the two files.
+    """The attribute `auto_map` of our configurations, empty unless the checkpoint has the two files.
 
-    Mixed into our configuration classes: TRL reads it of every model whose class is not one of transformers' own.
+    TRL reads it from every model whose class is not one of transformers' own.
     """
 
     @property
     def auto_map(self) -> dict[str, str]:
-        """The classes of a checkpoint's own files, by the name of the Auto class."""
+        """The classes in a checkpoint's own files, by the name of the Auto class."""
         return self.__dict__.setdefault("auto_map", {})
 
     @auto_map.setter
@@ -37,17 +37,17 @@ class AutoMapConfig:
 
 
 def class_name(config: str, head: str) -> str:
-    """The model class of the configuration class `config`, with one of `HEADS`."""
+    """Name of the model class for a configuration class and one of `HEADS`."""
     return config.removesuffix("Config") + head
 
 
 def auto_class_name(head: str) -> str:
-    """transformers' Auto class for one of `HEADS`."""
+    """Name of transformers' Auto class for one of `HEADS`."""
     return f"AutoModel{head.removeprefix('Model')}"
 
 
 def auto_map(config: str) -> dict[str, str]:
-    """What `config.json` must say for transformers to find the classes in the two files."""
+    """The entry `auto_map` that names the classes in the two files."""
     return {"AutoConfig": f"{CONFIGURATION_FILE}.{config}"} | {
         auto_class_name(head): f"{MODELING_FILE}.{class_name(config, head)}" for head in HEADS
     }

@@ -1,8 +1,8 @@
-"""One configuration for every model of the zoo.
+"""The configuration of every model of the zoo.
 
-Keys carry fla-hub's names where fla-hub has one. A key given to the constructor acts or is refused. Three kinds of keys
-are kept although they do not act, with one warning: what others wrote into a `config.json`, what others set as an
-attribute, and the keys of softmax layers in a model that has none.
+Keys have fla-hub's names where fla-hub has one. A key given to the constructor acts or is refused. Three kinds of keys
+are kept with one warning although they do not act: keys that others wrote into a `config.json`, attributes that others
+set, and the keys of softmax layers in a model that has none.
 """
 
 import os
@@ -18,9 +18,9 @@ from transformers.generation import GenerationConfig
 
 from deltazoo.distributed.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.layers.mlp import default_intermediate_size
-from deltazoo.models.adapters import offer_lora_targets
 from deltazoo.models.auto_map import AutoMapConfig
 from deltazoo.models.fla_keys import translate_fla_config
+from deltazoo.models.lora_targets import offer_lora_targets
 from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.models.runtime_keys import not_a_key, without_runtime_options
 from deltazoo.names import did_you_mean, one_slip_away, unknown
@@ -32,7 +32,7 @@ __all__ = ["DeltaRuleConfig"]
 LAYER_TYPES = ("linear_attention", "full_attention")
 _LEGACY_LAYER_TYPES = {"attention": "full_attention"}
 
-# Keys outside the dataclass that PreTrainedConfig itself understands or that transformers writes into config.json.
+# Keys that the dataclass lacks, and that PreTrainedConfig reads or transformers writes into config.json.
 _BASE_KEYS = frozenset(
     {
         "_commit_hash",
@@ -53,7 +53,7 @@ _BASE_KEYS = frozenset(
     }
 )
 
-# They act on softmax layers alone.
+# Keys that act on softmax layers alone.
 _SOFTMAX_KEYS = ("num_attention_heads", "num_key_value_heads", "rope_parameters", "qkv_bias")
 
 
@@ -63,8 +63,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     Args:
         mixer: name of the variant of the linear layers, one of `deltazoo.list_variants()`.
-        mixer_module: the module that registers `mixer`, where that does not come with deltazoo; recorded by itself. It
-            is never imported because a config.json names it: import it, or pass its file to the command line with
+        mixer_module: the module that registers `mixer`, where that does not come with deltazoo; filled in automatically.
+            It is never imported because a config.json names it: import it, or pass its file to the command line with
             `--load`, before loading the model.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
@@ -87,7 +87,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         norm_eps: epsilon of every RMSNorm.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: one matrix for embedding and output head.
-        max_position_embeddings: longest sequence planned for; RoPE scalings and tools that pick a length read it.
+        max_position_embeddings: longest sequence in tokens; RoPE scalings and tools that choose a length read it.
         layer_types: per block `"linear_attention"` or `"full_attention"`; default all linear.
         num_attention_heads: heads of the softmax layers.
         num_key_value_heads: key/value heads of the softmax layers; default `num_attention_heads`.
@@ -148,7 +148,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **extra: Any) -> None:
-        if self.transformers_version is not None:  # a saved configuration; older versions saved them
+        if self.transformers_version is not None:  # a saved configuration; older versions of deltazoo saved them
             extra = without_runtime_options(extra)
         self.mixer_module = module_of_variant(self.mixer, self.mixer_module)
         own = {field.name: getattr(self, field.name) for field in fields(DeltaRuleConfig)}
@@ -176,7 +176,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     def __setattr__(self, key: str, value: Any) -> None:
         if key in RUNTIME_OPTIONS:
             raise AttributeError(not_a_key(key))
-        # Tools set attributes of their own on a configuration, and those are saved. A typo must not be.
+        # Tools set attributes of their own on a configuration, which are saved. A misspelt key of ours is refused.
         if not (key.startswith("_") or key in self.__dict__ or hasattr(type(self), key)):
             meant = one_slip_away(key, _OWN_KEYS)
             if meant:
@@ -186,15 +186,14 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
         """As transformers documents it; keys that others wrote are kept, with one warning."""
-        # What tells a saved configuration from the arguments of a caller.
+        # This key tells a saved configuration from the arguments of a caller.
         return super().from_dict({"transformers_version": transformers.__version__, **config_dict}, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As transformers documents it.
 
         Raises:
-            ValueError: values set after the configuration was made contradict each other, so that it could not be
-                loaded again.
+            ValueError: values that were set later contradict each other, so that it could not be loaded again.
         """
         try:
             type(self)(**self.to_diff_dict())
@@ -206,10 +205,10 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain values."""
-        # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
+        # PEFT calls this just before it looks up default targets, and may be imported later than deltazoo.
         offer_lora_targets(self.model_type)
         values = super().to_dict()
-        # Code that finds these keys, such as PEFT, reads them as numbers.
+        # PEFT and others read these keys as numbers where they exist.
         missing = [key for key in ("num_attention_heads", "num_key_value_heads") if values[key] is None]
         return {key: value for key, value in values.items() if key not in missing}
 
@@ -221,8 +220,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, plan: dict[str, str]) -> None:
-        # transformers 5.15 to 5.20 sets the plan with an entry for tied embeddings, whatever the model calls them; ours
-        # has that entry under their name.
+        # transformers 5.15 to 5.20 adds an entry for tied embeddings under a fixed name; our plan has it under the name
+        # that the model gives them.
         if plan != {**self.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}:
             raise AttributeError(f"base_model_tp_plan follows from the other keys and cannot be set, got {plan}")
 
@@ -236,7 +235,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     @property
     def mixer_kwargs(self) -> dict[str, Any]:
-        """What `deltazoo.layers.DeltaRuleAttention` takes, apart from the layer index."""
+        """The arguments of `deltazoo.layers.DeltaRuleAttention`, without the layer index."""
         return {
             "variant": self.spec,
             "hidden_size": self.hidden_size,
@@ -319,7 +318,11 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
 
     def _keys_of_others(self, extra: dict[str, Any]) -> dict[str, str]:
-        """Keys that nothing here knows, with what to say of each; ValueError for a caller's own, and for a typo."""
+        """Unknown keys in a saved configuration, with a remark on each.
+
+        Raises:
+            ValueError: the key is a caller's, a runtime option, or one character away from a key of ours.
+        """
         generation_keys = GenerationConfig._get_default_generation_params()
         found = {}
         for key in extra:

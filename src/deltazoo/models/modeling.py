@@ -26,8 +26,9 @@ from deltazoo.layers.recompute_levels import level_of
 from deltazoo.layers.sequences import BatchDescription, describe_batch
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
 from deltazoo.models.configuration import DeltaRuleConfig
-from deltazoo.models.delta_layers import ModelWithDeltaLayers, refuse_undescribed
+from deltazoo.models.delta_layers import ModelWithDeltaLayers
 from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
+from deltazoo.models.loadable_layers import refuse_undescribed
 from deltazoo.models.loss import fuses_loss, loss_without_logits, obstacle_to_fused_loss
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention

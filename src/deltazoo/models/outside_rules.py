@@ -1,4 +1,4 @@
-"""Rules that do not come with deltazoo: what a configuration records of them, and what it refuses."""
+"""Rules that do not come with deltazoo: the module that registers one, and the file that it is in."""
 
 import sys
 from pathlib import Path
@@ -8,11 +8,11 @@ from deltazoo.spec import get_variant, list_variants, registering_module
 __all__ = ["loaded_modules", "module_of_variant", "source_of_variant"]
 
 _REMOTE_CODE = "transformers_modules"
-"""The package in which transformers imports code that a checkpoint brings along."""
+"""The package in which transformers imports a checkpoint's own code."""
 
 
 def module_of_variant(variant: str, recorded: str | None) -> str | None:
-    """What a configuration records beside the name of a variant: the module that registers it.
+    """The module that registers a variant, which a configuration records beside the variant's name.
 
     Args:
         variant: its name.
@@ -22,7 +22,7 @@ def module_of_variant(variant: str, recorded: str | None) -> str | None:
         The module's name; None: the variant comes with deltazoo.
 
     Raises:
-        ValueError: no such variant; with the module that is missing, if it is known, and how to supply it.
+        ValueError: no such variant; the message names the missing module, if it is recorded, and how to supply it.
     """
     if variant not in list_variants() and recorded is not None:
         raise ValueError(
@@ -37,23 +37,26 @@ def module_of_variant(variant: str, recorded: str | None) -> str | None:
 
 
 def loaded_modules() -> set[str]:
-    """The modules of rules that do not come with deltazoo, by the names that configurations record."""
+    """The modules of rules that do not come with deltazoo, by the names that configurations record.
+
+    Saved checkpoints with Python files of their own call this function by its present path.
+    """
     names = {_recorded_name(registering_module(variant)) for variant in list_variants()}
     return {name for name in names if name is not None}
 
 
 def _recorded_name(module: str | None) -> str | None:
-    """Without the package that transformers makes for the code of a checkpoint."""
+    """The module's name without the package in which transformers imports a checkpoint's code."""
     if module is not None and module.partition(".")[0] == _REMOTE_CODE:
         return module.rpartition(".")[2]
     return module
 
 
 def source_of_variant(variant: str) -> Path | None:
-    """The one file that registers a variant, to be saved beside a model; None: it comes with deltazoo.
+    """The file that registers a variant, to be saved beside a model; None: it comes with deltazoo.
 
     Raises:
-        ValueError: it was registered outside any file, as in a notebook, or in a package that one file does not hold.
+        ValueError: it was registered outside any file, as in a notebook, or in a module of a package.
     """
     module = registering_module(variant)
     if module is None:

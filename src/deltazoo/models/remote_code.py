@@ -1,9 +1,9 @@
-"""Checkpoints that load without `import deltazoo`: two short files that import the installed package and subclass.
+"""Two Python files in a checkpoint, with which it loads without `import deltazoo`.
 
-`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` then works in a process that has never heard of
-this package, and says how to install it where it is missing. The files hold no model code, so a checkpoint cannot
-carry a stale copy of it; a rule that does not come with the package lies beside them. They are subclasses because
-transformers marks the classes it finds in them as custom code, which ours must not become.
+`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` imports them; they import the installed package, or
+say how to install it. They hold no model code, so a checkpoint never carries an outdated copy of it. A rule that does
+not come with the package is copied beside them. Their classes are subclasses of ours because transformers marks the
+classes in such files as custom code.
 """
 
 import json
@@ -17,11 +17,11 @@ from deltazoo.models.outside_rules import source_of_variant
 __all__ = ["INSTALL", "export_remote_code", "write_remote_code"]
 
 INSTALL = "pip install ."
-"""What installs the package, in a checkout of it: no index of packages has it."""
+"""The command that installs the package from a checkout; it is on no package index."""
 
-_HEADER = '''"""Written by deltazoo, which holds the model; nothing here but its name."""
+_HEADER = '''"""Written by deltazoo: the model's classes, imported from the installed package."""
 '''
-# In a try block, because of an import outside one transformers says that `pip install` of its name will do.
+# In a try block: for an import outside one, transformers recommends `pip install` of the module's name.
 _IMPORT = f"""
 try:
     import deltazoo.models
@@ -36,15 +36,15 @@ except ModuleNotFoundError as error:
 def export_remote_code(path: str | Path) -> None:
     """Make a saved checkpoint load with `trust_remote_code=True` in a process that does not import deltazoo.
 
-    Writes `configuration_deltazoo.py` and `modeling_deltazoo.py` into the folder and names them in its `config.json`. A
-    rule that does not come with deltazoo lies beside them, a copy of the file that registers it.
+    Writes `configuration_deltazoo.py` and `modeling_deltazoo.py` into the folder and names them in its `config.json`.
+    If the model's rule does not come with deltazoo, the file that registers it is copied as well.
 
     Args:
         path: a folder that `save_pretrained` of one of our models has written.
 
     Raises:
-        ValueError: the folder holds no `config.json`, or that of a model which is not ours; a rule of others that is
-            not loaded, or not in a file of its own.
+        ValueError: the folder has no `config.json`, or one of a model that is not ours; the model's rule is not loaded,
+            or not in a file of its own.
     """
     path = Path(path)
     written = path / "config.json"
@@ -75,7 +75,8 @@ def write_remote_code(folder: Path, config: str, rule: Path | None = None) -> No
 
 
 def _configuration_source(config: str, rule: str | None) -> str:
-    # transformers finds the file to fetch by this line. Importing a rule registers it, and a name is taken once.
+    # transformers downloads the files that it finds in relative imports. Importing a rule registers it, which works
+    # once per name.
     imported = (
         ""
         if rule is None

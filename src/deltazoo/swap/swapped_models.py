@@ -31,7 +31,8 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.generation.cache import prepare_cache_layer
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates, refuse_undescribed
+from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
+from deltazoo.models.loadable_layers import refuse_undescribed
 from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.runtime import RUNTIME_OPTIONS
 from deltazoo.swap.batch_hook import describe_batches, token_mask_for

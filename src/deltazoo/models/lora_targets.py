@@ -1,4 +1,4 @@
-"""What PEFT adapts by default in our models."""
+"""The modules of our models that PEFT's LoRA adapts by default."""
 
 import sys
 
@@ -9,11 +9,11 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def offer_lora_targets(model_type: str, like: str | None = None) -> None:
-    """Tell PEFT, if it is loaded, which modules LoRA adapts when the caller names none.
+    """Register the default targets of LoRA with PEFT, if it is imported.
 
     Args:
         model_type: of one of our models.
-        like: a model type whose own targets are adapted as well, for models that have layers of both.
+        like: a model type whose default targets are added, for a model that has its layers too.
     """
     constants = sys.modules.get("peft.utils.constants")
     if constants is not None:

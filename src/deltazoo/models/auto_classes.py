@@ -20,20 +20,20 @@ def model_types() -> list[str]:
 
 
 def register_auto_classes(override: bool = False) -> None:
-    """Make the Auto classes know our model types.
+    """Register our model types with the Auto classes.
 
-    A `model_type` that another library has registered is left to it, with a warning: its checkpoints then load through
-    our classes by name, `deltazoo.models.DeltaNetForCausalLM.from_pretrained(...)`.
+    A `model_type` that another library has registered stays with that library, with a warning. Its checkpoints then
+    load through our classes by name, `deltazoo.models.DeltaNetForCausalLM.from_pretrained(...)`.
 
     Args:
-        override: take such names over.
+        override: replace the other library's classes.
     """
     stop_announcing(model_types())
     for config in CONFIG_CLASSES:
         for head in HEADS:
             auto_class = getattr(transformers, auto_class_name(head))
             auto_class.register(config, model_class_of(config, head), exist_ok=True)
-        # The mapping is a dict whose get() does not see what it loads lazily.
+        # get() of this mapping does not see what it loads lazily.
         owner = CONFIG_MAPPING[config.model_type] if config.model_type in CONFIG_MAPPING else None  # noqa: SIM401
         if owner is None or override:
             AutoConfig.register(config.model_type, config, exist_ok=override)
