@@ -19,6 +19,7 @@ from deltazoo.layers.recompute import recomputable
 from deltazoo.ops.validation import check_tensor, check_tensor_values
 
 __all__ = [
+    "PACKING_ARGUMENTS",
     "WHOLE_ROWS",
     "BatchDescription",
     "PackedSequences",
@@ -30,6 +31,9 @@ __all__ = [
     "document_starts",
     "positions_in_documents",
 ]
+
+PACKING_ARGUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+"""The arguments of `describe_batch`, and of a model's forward pass, that say nothing but where documents begin."""
 
 _NO_CACHE = "packed documents cannot fill or continue a cache: run them without past_key_values"
 

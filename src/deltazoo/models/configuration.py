@@ -63,8 +63,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     Args:
         mixer: name of the variant of the linear layers, one of `deltazoo.list_variants()`.
-        mixer_module: the module that registers `mixer`, where that does not come with deltazoo; filled in automatically.
-            It is never imported because a config.json names it: import it, or pass its file to the command line with
+        mixer_module: the module that registers `mixer`, if that does not come with deltazoo; filled in automatically. It
+            is never imported because a config.json names it: import it, or pass its file to the command line with
             `--load`, before loading the model.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.

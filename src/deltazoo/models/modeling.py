@@ -1,6 +1,6 @@
-"""The one model of the zoo: blocks of a token mixer and an MLP, whatever the variant and whatever the mix of layers.
+"""The model of every variant and every mix of layers: a stack of blocks, each a token mixer and an MLP.
 
-The named classes of the Hub types are subclasses without a body (`auto`). State-dict keys are those of the fla-hub
+The classes of the Hub types are subclasses without a body (`hub_classes`). State-dict keys are those of fla-hub
 checkpoints: `model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp}`, `model.norm`, `lm_head`.
 """
 
@@ -27,27 +27,20 @@ from deltazoo.layers.sequences import BatchDescription, describe_batch
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
+from deltazoo.models.forward_arguments import packing_arguments, refuse_unknown, softmax_arguments, unwrapped
 from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
 from deltazoo.models.loadable_layers import refuse_undescribed
-from deltazoo.models.loss import fuses_loss, loss_without_logits, obstacle_to_fused_loss
+from deltazoo.models.loss import fuses_loss, loss_without_logits
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
-from deltazoo.names import did_you_mean
-from deltazoo.ops.fused import fused_kernels_fit
+from deltazoo.models.training_description import describe_blocks, describe_loss
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
 
-# Describing the batch; `describe_batch` turns them into one description.
-_SEQUENCE_KEYS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-# What transformers' trainer, generation and pipelines pass through models and others act on.
-_PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
-# Known to callers of any model; tokenizers return token types unasked, and a decoder has no embeddings for them.
-_WITHOUT_EFFECT = ("is_causal", "labels", "logits_to_keep", "token_type_ids")
-
 
 class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
-    """What transformers may do with these models."""
+    """What transformers has to know about these models, and what all their heads share."""
 
     runtime_options = tuple(option for option in RUNTIME_OPTIONS if option != "fuse_linear_cross_entropy")
 
@@ -66,7 +59,7 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     _can_record_outputs = {"hidden_states": DeltaRuleBlock, "attentions": SoftmaxAttention}  # noqa: RUF012
 
     def refuse_undescribed_layers(self) -> None:
-        """Raise ValueError if a token mixer is not what the configuration would load in its place."""
+        """Raise ValueError if the configuration would load another token mixer than one that the model has."""
         config = self.config
         for name, block in self.named_modules():
             if isinstance(block, DeltaRuleBlock):
@@ -75,24 +68,8 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
                 refuse_undescribed(block.attn, described, f"{name}.attn")
 
     def describe_training(self) -> str:
-        """What norms, MLPs and recomputation do in a training step now, and why."""
-        norm = next(module for module in self.modules() if isinstance(module, DeltaRuleBlock)).mlp_norm
-        weight = norm.weight
-        asked, liger = self.runtime.given(), bool(self.runtime.liger)
-        fused = fused_kernels_fit(weight) if self.runtime.fused_kernels is None else self.runtime.fused_kernels
-        norm_kernel, mlp_kernel = (
-            "Liger's kernel" if liger else "our Triton kernel" if ours else "plain torch"
-            for ours in (norm.takes_kernel(weight), fused)
-        )
-        default = f"default on {weight.device}"
-        reason = _reason("liger" if liger else "fused_kernels", asked, default)
-        lines = [
-            f"norms: {norm_kernel} ({reason})",
-            f"MLP: {mlp_kernel} ({reason})",
-            f"recomputed in training: {level_of(self.runtime.recompute, weight.device)} "
-            f"({_reason('recompute', asked, default)})",
-        ]
-        return "\n".join(lines)
+        """How norms and MLPs are computed in a training step, what is recomputed, and why."""
+        return describe_blocks(self)
 
     def prepare_cache(self, cache: Cache) -> None:
         """Make a fresh `DynamicCache` or `StaticCache` fit this model's layers, in place; ValueError if it cannot."""
@@ -100,24 +77,27 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
 
     @property
     def running_layer_types(self) -> list[str]:
-        """Of the layers that a forward pass runs: transformers' early exit lowers `num_hidden_layers` for a while."""
+        """Types of the layers that a forward pass runs; early exit in transformers lowers `num_hidden_layers`."""
         return (self.config.layer_types or [])[: self.config.num_hidden_layers]
 
 
-def _begins_no_cache_by_itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Without an explicit `use_cache`, training that recomputes begins no cache: nobody may write to one twice."""
+_USE_CACHE_POSITION = 5  # among the arguments of DeltaRuleModel.forward
+
+
+def _no_cache_while_recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`use_cache=False` unless given, in training that recomputes: a block that runs twice must not write to a cache.
+
+    It acts before `merge_with_config_defaults` fills in the configuration's `use_cache`.
+    """
 
     @wraps(forward)
     def wrapper(self: "DeltaRuleModel", *args: Any, **kwargs: Any) -> Any:
-        chosen = kwargs.get("use_cache") is not None or len(args) > _PLACE_OF_USE_CACHE
-        if self.training and not chosen and level_of(self.runtime.recompute, self.norm.weight.device) != "none":
+        given = kwargs.get("use_cache") is not None or len(args) > _USE_CACHE_POSITION
+        if self.training and not given and level_of(self.runtime.recompute, self.norm.weight.device) != "none":
             kwargs["use_cache"] = False
         return forward(self, *args, **kwargs)
 
     return wrapper
-
-
-_PLACE_OF_USE_CACHE = 5  # among the arguments of DeltaRuleModel.forward
 
 
 class DeltaRuleModel(DeltaRulePreTrainedModel):
@@ -138,12 +118,12 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         self.set_runtime(**runtime)
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with other `liger` and `fused_kernels` in the last norm, too."""
+        """Record the options, and apply `liger` and `fused_kernels` to the last norm."""
         super().use_runtime(options)
         self.norm.fused = options.fused_kernels
         self.norm.liger = bool(options.liger)
 
-    @_begins_no_cache_by_itself
+    @_no_cache_while_recomputing
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -165,7 +145,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             position_ids: `[B, T]`, for rotary embeddings; positions that start again mark packed documents.
             past_key_values: the cache to continue; changed in place.
             inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
-            use_cache: return a cache; a packed batch, which no further call could continue, returns none.
+            use_cache: return a cache; a packed batch returns none, since no further call could continue it.
             batch: the description that `describe_batch` makes of the arguments; made here unless given.
             kwargs: `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` for packed documents, and what transformers passes through.
                 `token_type_ids` have no effect, as in transformers' decoders.
@@ -173,8 +153,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         Raises:
             ValueError: inputs that do not fit each other, the cache or the model; unknown arguments.
         """
-        kwargs = _unwrapped(kwargs)
-        _refuse_unknown(kwargs)
+        kwargs = unwrapped(kwargs)
+        refuse_unknown(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
@@ -203,10 +183,9 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         kwargs: Mapping[str, Any],
     ) -> BatchDescription:
         """Where the sequences of a batch begin; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
-        # A pipeline stage fills its own layers of the cache alone; transformers puts identities in place of the others.
+        # A pipeline stage fills only its own layers of the cache; transformers replaces the others by identities.
         here = next((i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)), 0)
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length(here)
-        given = {key: kwargs[key] for key in _SEQUENCE_KEYS if kwargs.get(key) is not None}
         return describe_batch(
             tokens.shape[0],
             tokens.shape[1],
@@ -215,7 +194,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             fills_cache=past_key_values is not None,
-            **given,
+            **packing_arguments(kwargs),
         )
 
     def _softmax_inputs(
@@ -234,8 +213,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
                 past_key_values=cache,
                 position_ids=packed,
             )
-        kernel_kwargs = {key: kwargs[key] for key in (*_SEQUENCE_KEYS, *_PASSED_THROUGH) if key in kwargs}
-        return SoftmaxInputs(mask, self.rotary_emb(x, batch.position_ids), {**kernel_kwargs, "position_ids": packed})
+        kernel_kwargs = {**softmax_arguments(kwargs), "position_ids": packed}
+        return SoftmaxInputs(mask, self.rotary_emb(x, batch.position_ids), kernel_kwargs)
 
 
 class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, GenerationMixin):
@@ -256,11 +235,8 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         self.set_runtime(**runtime)
 
     def describe_training(self) -> str:
-        """As for the base model; besides, how the loss is computed."""
-        asked, obstacle = self.runtime.given(), obstacle_to_fused_loss(self)
-        way = "without the logits of all positions" if fuses_loss(self) else "from the logits of all positions"
-        reason = _reason("fuse_linear_cross_entropy", asked, obstacle or f"default in {self.lm_head.weight.dtype}")
-        return f"{super().describe_training()}\nloss in training: {way} ({reason})"
+        """As for the base model, and how the loss is computed."""
+        return f"{super().describe_training()}\n{describe_loss(self)}"
 
     @can_return_tuple
     def forward(
@@ -279,13 +255,13 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
 
         Args:
             labels: `[B, T]` token numbers, -100 to leave one out; token t predicts label t + 1. In a packed batch the
-                first token of a document is nobody's label, so the loss is that of the documents one by one. Training
-                computes the loss without all logits where it can (`fuse_linear_cross_entropy`); those of the output are
-                then computed when they are first read.
+                first token of a document is not predicted, so the loss is the same as for separate documents. Where it
+                can, training computes the loss without all logits (`fuse_linear_cross_entropy`); the logits of the
+                output are then computed when they are first read.
             logits_to_keep: how many last positions (0 = all), or which positions, get logits.
             kwargs: as for `DeltaRuleModel`; `num_items_in_batch` divides the summed loss.
         """
-        kwargs = _unwrapped(kwargs)
+        kwargs = unwrapped(kwargs)
         shift_labels = kwargs.pop("shift_labels", None)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         batch = None
@@ -329,12 +305,14 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         )
 
 
-def _reason(option: str, asked: Mapping[str, Any], otherwise: str) -> str:
-    return f"{option}={asked[option]!r} was asked for" if option in asked else otherwise
-
-
 def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """The last n positions (0 = all), given ones `[n]` or `[B, n]`, or those of a mask `[B, T]`, which flattens."""
+    """Hidden states at some positions.
+
+    Args:
+        hidden_states: `[B, T, hidden_size]`.
+        logits_to_keep: how many last positions (0 = all), positions `[n]` or `[B, n]`, or a mask `[B, T]`, which gives
+            `[number of True, hidden_size]`.
+    """
     if isinstance(logits_to_keep, int):
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
     if logits_to_keep.dtype == torch.bool and logits_to_keep.ndim == 2:
@@ -342,16 +320,3 @@ def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Te
     if logits_to_keep.ndim == 2:
         return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
     return hidden_states[:, logits_to_keep]
-
-
-def _unwrapped(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments one by one; transformers' pipeline stages pass them on in a dictionary called `kwargs`."""
-    wrapped = kwargs.pop("kwargs", {})
-    return {**kwargs, **{key: value for key, value in wrapped.items() if key != "return_dict"}}
-
-
-def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    known = (*_SEQUENCE_KEYS, *_PASSED_THROUGH, *_WITHOUT_EFFECT)
-    for key in kwargs:
-        if key not in known:
-            raise TypeError(f"forward() got an unexpected argument {key!r}{did_you_mean(key, known)}")

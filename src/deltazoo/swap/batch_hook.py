@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deltazoo.layers.sequences import describe_batch
+from deltazoo.layers.sequences import PACKING_ARGUMENTS, describe_batch
 
 __all__ = ["describe_batches", "token_mask_for"]
 
 _TOKEN_MASK = "delta_token_mask"
-_SEQUENCE_KEYS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 def describe_batches(base_model: nn.Module) -> RemovableHandle:
@@ -52,7 +51,7 @@ def _with_description(kwargs: dict[str, Any]) -> dict[str, Any]:
         attention_mask=_token_mask(kwargs),
         position_ids=position_ids,
         fills_cache=cache is not None,
-        **{key: kwargs[key] for key in _SEQUENCE_KEYS if kwargs.get(key) is not None},
+        **{key: kwargs[key] for key in PACKING_ARGUMENTS if kwargs.get(key) is not None},
     )
     kwargs["delta_batch"] = batch
     kwargs.pop("cu_seqlens", None)  # the one name of ours that transformers does not know
