@@ -1,4 +1,4 @@
-"""FSDP2 for our models: what is gathered together when parameters do not all have one dtype."""
+"""FSDP2 for our models, whose parameters have two dtypes."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
     parameters that a layer keeps in float32 (`A_log`, `dt_bias`) form a group of their own that is never cast.
-    accelerate and Trainer, which would put all of a block into one group, leave a model alone that is sharded already.
+    accelerate and Trainer would put a whole block into one group; they do not shard a model that is sharded already.
 
     Args:
         model: one of ours or a swapped one; changed in place.

@@ -1,7 +1,7 @@
-"""Which module goes where when a model is spread over several devices: the plans transformers reads from a config.
+"""How a model is divided among several devices: the plans that transformers reads from a configuration.
 
 A tensor-parallel plan names a style for every module whose weights are divided; `tensor_parallel` has the styles that
-transformers lacks. A plan lists only what the model has, so it is made from the configuration.
+transformers lacks. A plan lists only modules that the model has, so it is made from the configuration.
 """
 
 from collections.abc import Mapping
@@ -26,18 +26,18 @@ FSDP_PLAN: dict[Any, str] = {
     "layers.*": "free_full_weight",
     "norm": "keep_full_weight",
 }
-"""What FSDP2 gathers together, per module of the base model, and whether it frees it after the forward pass; models of
-half precision add their gates (`deltazoo.models.delta_layers.declare_gates`)."""
+"""Modules of the base model that FSDP2 gathers as one group, and whether it frees the group after the forward pass.
+Models of half precision add their gates (`deltazoo.models.delta_layers.declare_gates`)."""
 
 
 def tensor_parallel_plan(spec: DeltaRuleSpec | None, options: Mapping[str, Any]) -> dict[str, str]:
-    """Style per module of the base model: heads divided in both kinds of mixers, channels in the MLPs.
+    """Style per module of the base model: mixers of both kinds are divided by heads, MLPs by channels.
+
+    Projections have the same names in softmax and in linear layers, so one entry holds for both.
 
     Args:
         spec: of the linear layers; None: the model has none.
-        options: of `make_layer`, for such a layer.
-
-    Softmax layers call their projections what linear layers call theirs, so the entries hold for both.
+        options: the arguments of `make_layer` for them.
     """
     mixer: dict[str, str] = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
     if spec is not None:
@@ -54,7 +54,7 @@ def tensor_parallel_plan(spec: DeltaRuleSpec | None, options: Mapping[str, Any])
 
 
 def _mixer(options: Mapping[str, Any]) -> DeltaRuleAttention:
-    """A linear layer of the model without memory behind its parameters."""
+    """A linear layer of the model on the meta device."""
     with torch.device("meta"):
         return make_layer(**options)
 
@@ -75,7 +75,7 @@ def _gates(spec: DeltaRuleSpec, options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _declared(spec: DeltaRuleSpec, options: Mapping[str, Any]) -> dict[str, str]:
-    """Modules that the layer class of a variant has besides. Parameters among them are up to the style of the layer."""
+    """Modules of its own that the variant's layer class declares; its own parameters follow the layer's style."""
     declared = layer_class(spec).tensor_parallel
     modules = dict(_mixer(options).named_children()) if declared else {}
     styles = {"heads": "colwise", "whole": "delta_rule_shared_norm"}
@@ -83,5 +83,5 @@ def _declared(spec: DeltaRuleSpec, options: Mapping[str, Any]) -> dict[str, str]
 
 
 def _low_rank(name: str) -> dict[str, str]:
-    # A plan cannot tell the two halves of a sequence apart. Both are divided and gathered; the layer takes its heads.
+    # A plan cannot name the two maps of an nn.Sequential. Both are divided and gathered; the layer takes its heads.
     return {f"{name}.*": "colwise_gather_output"}

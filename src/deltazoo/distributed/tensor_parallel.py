@@ -1,10 +1,10 @@
-"""Tensor parallelism by heads: a rank's mixer is the mixer of its share of the heads.
+"""Tensor parallelism by heads: the mixer on each rank computes its share of the heads.
 
-transformers divides linear maps; the styles here divide what else belongs to heads: the taps of the convolutions, decay
-rates and step biases, and the counts of heads, so that the layer runs the rule on its own heads without knowing of the
-others. The output norm, which all heads share, collects its gradient from all ranks.
+transformers divides linear maps. The styles here divide the rest that belongs to heads: the weights of the
+convolutions, decay rates, step biases and the numbers of heads. Then a layer runs the rule on its own heads as if there
+were no others. The gradient of the output norm, which all heads share, is summed over the ranks.
 
-The interface changed with transformers 5.17, from hooks and plain tensors to DTensors; the classes answer to both.
+transformers 5.17 changed the interface from hooks and plain tensors to DTensors; the classes support both.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 __all__ = ["DividedHeads", "SharedNorm", "Whole"]
 
 
-# What every delta-rule layer may have, and the plan or the styles here divide.
+# Parameters and modules of delta-rule layers that the plan or the styles here divide.
 _DIVIDED = frozenset(
     {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d"}
     | {f"{name}_proj" for name in ("q", "k", "v", "o", "b", "a", "f", "g")}
@@ -28,7 +28,7 @@ _DIVIDED = frozenset(
 
 
 class DividedHeads(TensorParallelLayer):
-    """Style of a mixer as a whole, linear or softmax; its projections have styles of their own."""
+    """Style of a mixer, linear or softmax; its projections have styles of their own."""
 
     device_mesh: Any
     rank: Any
@@ -46,7 +46,7 @@ class DividedHeads(TensorParallelLayer):
         return module
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
-        """In the forward pass a module sees its rank's part of its parameters."""
+        """Yes: in the forward pass a module has its rank's part of its parameters."""
         return True
 
     def validate_module(self, module: nn.Module, device_mesh: Any, layer_name: str = "") -> None:
@@ -71,7 +71,7 @@ class DividedHeads(TensorParallelLayer):
 
 
 class Whole(TensorParallelLayer):
-    """Style of a module that every rank has whole; its input and its gradients are the same everywhere."""
+    """Style of a module that every rank has whole, with the same input and the same gradients."""
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         """Nothing to do (transformers from 5.17)."""
@@ -86,10 +86,10 @@ class Whole(TensorParallelLayer):
 
 
 class SharedNorm(Whole):
-    """Style of the norm that all heads share: every rank has the whole weight, and its gradient is the sum of theirs.
+    """Style of the norm that all heads share: every rank has the whole weight, and gradients are summed over the ranks.
 
-    transformers' own style for this sums what has accumulated, after every backward pass anew, which is wrong with
-    gradient accumulation.
+    transformers' own style sums the accumulated gradient after every backward pass, which is wrong with gradient
+    accumulation.
     """
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
@@ -103,13 +103,13 @@ class SharedNorm(Whole):
 
 
 class _SumGradients:
-    """Forward pre-hook that sees to it that the gradients of the module's parameters are summed over the ranks.
+    """Forward pre-hook that makes the backward pass sum the gradients of a module's parameters over the ranks.
 
-    Loading a checkpoint replaces parameters after the hook was made, so it looks at them when they are used.
+    Loading a checkpoint replaces parameters after the hook was made, so it registers with them when they are used.
 
     Args:
         mesh: the ranks.
-        names: of the parameters; all of the module's own unless given.
+        names: of the parameters; default: all of the module's own.
     """
 
     def __init__(self, mesh: Any, names: Sequence[str] | None = None) -> None:
@@ -126,7 +126,8 @@ class _SumGradients:
                 self.hooked[name] = parameter
 
     def _sum(self, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # another parameter's gradient may share it
+        # Another parameter's gradient may share this memory.
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=self.mesh.get_group())
         return gradient
 
@@ -144,7 +145,7 @@ def _check_heads(module: nn.Module, ranks: int) -> None:
         counts = {"num_heads": module.num_heads}
         if module.num_micro_steps > 1:
             raise ValueError(
-                f"tensor parallelism needs num_micro_steps=1, got {module.num_micro_steps}: keys of several steps lie "
+                f"tensor parallelism needs num_micro_steps=1, got {module.num_micro_steps}: keys of several steps are "
                 "in one matrix, which transformers would divide between the steps instead of between the heads"
             )
         _check_declared(module)
@@ -161,7 +162,7 @@ def _check_heads(module: nn.Module, ranks: int) -> None:
 
 
 def _check_declared(mixer: DeltaRuleAttention) -> None:
-    """Refuse parameters and modules of a subclass that do not say whether they belong to heads."""
+    """Refuse a subclass with parameters or modules whose division it does not declare."""
     own = [name for name, _ in mixer.named_parameters(recurse=False)]
     own += [name for name, child in mixer.named_children() if any(True for _ in child.parameters())]
     for name in own:
@@ -199,7 +200,7 @@ def _take_share(mixer: DeltaRuleAttention, mesh: Any) -> None:
         mixer.register_forward_pre_hook(_SumGradients(mesh, shared))
     for gate in ("f_proj", "g_proj"):
         if isinstance(getattr(mixer, gate, None), nn.Sequential):
-            # Its output comes for all heads, see parallel_plans.
+            # Its output is that of all heads, see parallel_plans.
             mixer.get_submodule(gate).register_forward_hook(lambda _, __, x: x.chunk(ranks, dim=-1)[rank])
 
 

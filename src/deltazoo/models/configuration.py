@@ -63,9 +63,9 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     Args:
         mixer: name of the variant of the linear layers, one of `deltazoo.list_variants()`.
-        mixer_module: the module that registers `mixer`, if that does not come with deltazoo; filled in automatically. It
-            is never imported because a config.json names it: import it, or pass its file to the command line with
-            `--load`, before loading the model.
+        mixer_module: the module that registers `mixer`, if that does not come with deltazoo; filled in automatically.
+            Loading a config.json does not import it: import it before, or pass its file to the command line with
+            `--load`.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
         num_hidden_layers: number of blocks; a block is a mixer and an MLP.

@@ -1,7 +1,7 @@
-"""The Hub types by name: the one model of `modeling`, under the class names that checkpoints record.
+"""The model classes of the Hub types: the model of `modeling` under the class names that checkpoints record.
 
-transformers' Auto classes want a class per configuration; nothing but that configuration tells these classes apart.
-Those that generate name `GenerationMixin` among their bases, where transformers' own tests look for it.
+transformers' Auto classes need one class per configuration and head; the classes differ in nothing else. Those that
+generate list `GenerationMixin` among their bases, where transformers' own tests expect it.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ def model_class_of(config: type[DeltaRuleConfig], head: str) -> type[Any]:
 
 
 class _TakesRuntimeOptions(DeltaRulePreTrainedModel):
-    """The heads of transformers take a configuration alone."""
+    """Accepts runtime options in the constructor; transformers' heads accept only a configuration."""
 
     def __init__(self, config: DeltaRuleConfig, **runtime: Any) -> None:
         super().__init__(config)
@@ -71,7 +71,7 @@ class DeltaRuleForTokenClassification(_TakesRuntimeOptions, GenericForTokenClass
 class DeltaRuleForQuestionAnswering(_TakesRuntimeOptions, GenericForQuestionAnswering, DeltaRulePreTrainedModel):
     """The decoder with a head that finds the start and the end of an answer."""
 
-    # The generic head looks for the embedding under another name than fla-hub's.
+    # The generic head expects the embedding under another name than fla-hub's.
     get_input_embeddings = DeltaRulePreTrainedModel.get_input_embeddings
     set_input_embeddings = DeltaRulePreTrainedModel.set_input_embeddings
 

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class _NamedConfig(DeltaRuleConfig):
-    """A Hub type that stands for one variant: its `mixer` is fixed, and what it saves fla-hub's classes can load."""
+    """The configuration of a Hub type: one variant, and saved keys that fla-hub's classes load."""
 
     def __post_init__(self, **extra: Any) -> None:
         if self.mixer != type(self).mixer:

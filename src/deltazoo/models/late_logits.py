@@ -1,10 +1,8 @@
-"""An output whose logits are computed when they are first read.
+"""A model output whose logits are computed when they are first read.
 
-Training computes its loss without the logits of all positions, and most trainers never look at them. Some do, TRL's for
-example, so `output.logits`, `output["logits"]`, `output[1]` and `output.to_tuple()` compute them then, with gradients.
-
-`values()` and `items()` serve those who pass an output on (DDP, FSDP2, accelerate): they give a `LateLogits` in their
-place.
+Training computes its loss without the logits of all positions, and most trainers never read them. TRL's and some others
+do. For these `output.logits`, `output["logits"]`, `output[1]` and `output.to_tuple()` compute the logits, with
+gradients. `values()` and `items()` give a `LateLogits` instead: DDP, FSDP2 and accelerate use them to pass outputs on.
 """
 
 from collections import OrderedDict
@@ -22,12 +20,12 @@ __all__ = ["LateLogits", "OutputWithLateLogits"]
 
 
 class LateLogits:
-    """The logits of a training step, computed when they are used: it takes part in torch's functions as a tensor does.
+    """The logits of a training step, computed when they are used. torch's functions take it like a tensor.
 
     Args:
         hidden_states: `[..., hidden_size]`.
         weight: `[vocabulary, hidden_size]`, that of `lm_head`, as the loss used it.
-        dtype: of the result; None: that of the product, where autocast stands as it did when this was made.
+        dtype: of the result; None: that of the product under the autocast that is active now.
     """
 
     def __init__(self, hidden_states: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -40,7 +38,7 @@ class LateLogits:
         self._logits: Tensor | None = None
 
     def float(self) -> "LateLogits":
-        """The same in float32, as accelerate asks of every output under mixed precision; computes nothing."""
+        """The same in float32, not yet computed; accelerate calls this under mixed precision."""
         late = object.__new__(LateLogits)
         late.__dict__ |= {**self.__dict__, "dtype": torch.float32, "_logits": None}
         return late
@@ -49,7 +47,7 @@ class LateLogits:
         """The logits, with gradients where they are recorded.
 
         Raises:
-            RuntimeError: the weight of `lm_head` is no longer what it was in the forward pass.
+            RuntimeError: the weight of `lm_head` has changed since the forward pass.
         """
         recording = torch.is_grad_enabled() and (self._hidden_states.requires_grad or self._weight.requires_grad)
         if self._logits is None or (recording and not self._logits.requires_grad):
@@ -68,7 +66,7 @@ class LateLogits:
         return self._logits
 
     def _weight_is_unchanged(self) -> bool:
-        # Fused optimizers and DeepSpeed write without counting, so the numbers are looked at as well.
+        # Fused optimizers and DeepSpeed do not raise the version counter, so values are compared as well.
         same_memory = _memory(self._weight) == self._memory_of_weight
         return same_memory and torch.equal(_sample(self._weight), self._sample_of_weight)
 
@@ -111,12 +109,12 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def _memory(weight: Tensor) -> tuple[int, int, int]:
-    """Changes when the weight is written to by most functions, moved or released."""
+    """Version, address and size: most functions that write to, move or release the weight change one of them."""
     return weight._version, weight.data_ptr(), weight.untyped_storage().nbytes()
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Some thousand of its numbers; an optimizer step that changes none of them changes hardly any."""
+    """About 4,096 of its numbers. An optimizer step changes some of them."""
     return weight.detach().reshape(-1)[:: max(1, weight.numel() // 4096)].clone()
 
 
@@ -125,7 +123,7 @@ class OutputWithLateLogits(CausalLMOutputWithPast):
     """`CausalLMOutputWithPast` that may hold `LateLogits`; see there for the fields."""
 
     def __post_init__(self) -> None:
-        self.__dict__["_made"] = False  # transformers looks at the fields to see which are given
+        self.__dict__["_made"] = False  # transformers reads the fields to see which are given
         super().__post_init__()
         self.__dict__["_made"] = True
 

@@ -1,8 +1,8 @@
-"""The language-modelling loss without the logits of all positions, which outweigh everything else in a small model.
+"""The language-modelling loss without the logits of all positions, which take more memory than a small model.
 
-32,768 tokens of a vocabulary of 32,000 have 2 GiB of logits in half precision, and the loss wants them in float32 and
-their gradients besides. Here they exist a few rows at a time: `deltazoo.ops.fused.linear_cross_entropy` in plain torch,
-Liger's kernel with the runtime option `liger`.
+32,768 tokens and a vocabulary of 32,000 give 2 GiB of logits in half precision. The loss needs them in float32, and
+their gradients. Here a few rows of logits exist at a time: in `deltazoo.ops.fused.linear_cross_entropy`, or in Liger's
+kernel with the runtime option `liger`.
 """
 
 from typing import Any
@@ -21,11 +21,11 @@ __all__ = ["fuses_loss", "loss_without_logits", "obstacle_to_fused_loss"]
 
 
 def fuses_loss(model: Any) -> bool:
-    """Whether a training step of the model takes `loss_without_logits`.
+    """Whether a training step of the model uses `loss_without_logits`.
 
-    If the runtime option `fuse_linear_cross_entropy` is not given: where that gives the loss and the gradients that all
-    logits would give, and nobody asks for more than gradients. Compiled code computes all logits then, since it cannot
-    leave them for later. So does a model in float64, whose loss transformers computes in float32.
+    Without the runtime option `fuse_linear_cross_entropy`, it does where loss and gradients are the same. Three cases
+    compute all logits: compiled code, which cannot compute them later; function transforms; and a model in float64,
+    whose loss transformers computes in float32.
     """
     if model.runtime.fuse_linear_cross_entropy is not None:
         return model.runtime.fuse_linear_cross_entropy
@@ -46,18 +46,18 @@ def loss_without_logits(
     num_items_in_batch: Tensor | int | None = None,
     shift_labels: Tensor | None = None,
 ) -> Tensor:
-    """What transformers' `ForCausalLMLoss` gives for `model.lm_head(hidden_states)`.
+    """The loss that transformers' `ForCausalLMLoss` computes from `model.lm_head(hidden_states)`.
 
     Args:
         model: with `runtime` options, an `lm_head` and a `loss_function`.
         hidden_states: `[B, T, hidden_size]`, or `[N, hidden_size]`.
         labels: `[B, T]` or `[N]`; token t predicts label t + 1.
-        num_items_in_batch: divides the summed loss; the number of labels that count unless given.
-        shift_labels: labels that token t predicts itself, in place of `labels`.
+        num_items_in_batch: divides the summed loss; default: the number of labels that are not ignored.
+        shift_labels: in place of `labels`: token t predicts label t.
 
     Raises:
-        ValueError: the model has a loss function of its own, or a head that is more than a matrix; the labels do not
-            fit the positions.
+        ValueError: the model has another loss function, or a head that is more than a matrix; the labels do not fit the
+            positions.
     """
     reason = obstacle_to_fused_loss(model)
     if reason:
@@ -79,7 +79,7 @@ def loss_without_logits(
 
 
 def obstacle_to_fused_loss(model: Any) -> str | None:
-    """Why the loss of a model is not that of `loss_without_logits`; None if it is."""
+    """Why `loss_without_logits` does not compute the loss of a model; None if it does."""
     head = model.lm_head
     if model.loss_function is not ForCausalLMLoss:
         return f"the model's loss_function is {model.loss_function!r}"

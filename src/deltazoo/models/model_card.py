@@ -1,7 +1,7 @@
-"""The README.md beside the weights: what the model is, how large, what it was trained on, how to load it.
+"""The model card, README.md beside the weights: what the model is, its size, its training data, how to load it.
 
-Everything on the card is read off the model and its configuration. A card that somebody has written or changed is never
-replaced: ours carries a digest of its text, and only a card that still fits its digest counts as ours.
+All of it is read from the model and its configuration. A card that somebody else has written or edited is never
+replaced: ours contains a digest of its text, and only a card that matches its digest counts as ours.
 """
 
 import hashlib
@@ -43,12 +43,12 @@ _HEADS = {
 
 
 def write_model_card(model: PreTrainedModel, folder: str | Path, name: str | None = None) -> bool:
-    """Write the model's card as README.md, unless somebody else's is there.
+    """Write the model's card as README.md, unless the folder has somebody else's.
 
     Args:
         model: one of our models.
         folder: where its weights are saved.
-        name: what `from_pretrained` is to be called with, if known: the name on the Hub.
+        name: the argument of `from_pretrained`, if known: the name on the Hub.
 
     Returns:
         Whether the card was written.
@@ -61,7 +61,7 @@ def write_model_card(model: PreTrainedModel, folder: str | Path, name: str | Non
 
 
 def is_own_card(text: str) -> bool:
-    """Whether a card is word for word as `make_model_card` made it."""
+    """Whether a card is exactly as `make_model_card` made it."""
     mark = _MARK_PATTERN.search(text)
     return mark is not None and mark[1] == _digest(text.replace(mark[0], ""))
 
@@ -70,9 +70,9 @@ def make_model_card(model: PreTrainedModel, name: str | None = None, tags: list[
     """The card of one of our models.
 
     Args:
-        model: it.
-        name: what `from_pretrained` is to be called with; a placeholder unless given.
-        tags: for the Hub, besides those that say what the model is.
+        model: the model.
+        name: the argument of `from_pretrained`; a placeholder unless given.
+        tags: for the Hub, in addition to those that describe the model.
     """
     config = model.config
     task, auto_class, words = next(facts for end, facts in _HEADS.items() if type(model).__name__.endswith(end))
@@ -103,11 +103,11 @@ def make_model_card(model: PreTrainedModel, name: str | None = None, tags: list[
 
 
 def state_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """What decoding keeps of one sequence.
+    """The memory of one sequence in decoding.
 
     Returns:
-        Bytes at any length (float32 states, and convolution windows in the model's dtype), and bytes per token (keys
-        and values of softmax layers).
+        Bytes that do not depend on the length (float32 states, and convolution windows in the model's dtype), and bytes
+        per token (keys and values of softmax layers).
     """
     constant = per_token = 0
     size = model.dtype.itemsize
@@ -187,6 +187,6 @@ def _short(number: int) -> str:
 
 
 def _digest(text: str) -> str:
-    # Hubs and editors may change the line ends and the blank space at the end.
+    # Hubs and editors may change line ends and trailing white space.
     lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
     return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()

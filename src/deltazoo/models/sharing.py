@@ -1,7 +1,7 @@
-"""Saving, pushing and loading, as transformers does it, with three promises of our own.
+"""Saving, pushing and loading as in transformers, with model cards and without pickles.
 
-Every saved model has a model card, a card that is not ours is left alone, and weights are read from safetensors alone:
-a pickle can run code when it is read, so none ever is.
+Every saved model has a model card, and a card that is not ours stays. Weights are read from safetensors files alone,
+because reading a pickle can run code.
 """
 
 import os
@@ -57,11 +57,11 @@ class SharedModel(PreTrainedModel):
         remote_code: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As transformers documents it, and a model card.
+        """Save as transformers documents it, with a model card.
 
         Args:
-            save_directory: folder of the checkpoint; made if need be.
-            is_main_process: whether this process is the one that writes, where several call.
+            save_directory: folder of the checkpoint; created if it does not exist.
+            is_main_process: whether this process writes, if several call.
             push_to_hub: upload what was saved; `repo_id` defaults to the folder's name.
             remote_code: add the files that `export_remote_code` describes. A model from a checkpoint with such files
                 keeps them.
@@ -69,7 +69,7 @@ class SharedModel(PreTrainedModel):
 
         Raises:
             ValueError: `push_to_hub=True` together with `distributed_checkpoint=True`; token mixers that the
-                configuration does not describe, such as a subclass put in by hand, which would load as others.
+                configuration does not describe, such as a subclass inserted by hand: they would load as others.
         """
         if push_to_hub and kwargs.get("distributed_checkpoint"):
             raise ValueError("a distributed checkpoint cannot be pushed: save without distributed_checkpoint=True")
@@ -109,8 +109,8 @@ class SharedModel(PreTrainedModel):
     ) -> CommitInfo:
         """Upload the model, its configuration and its model card to the Hub.
 
-        A card there that somebody has written or edited stays, with `tags` added. Arguments as transformers documents
-        them; `remote_code` as for `save_pretrained`.
+        A card on the Hub that somebody else has written or edited stays, with `tags` added. Arguments as transformers
+        documents them; `remote_code` as for `save_pretrained`.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, max_shard_size=max_shard_size, remote_code=remote_code)
@@ -128,7 +128,7 @@ class SharedModel(PreTrainedModel):
             )
 
 
-# What save_pretrained(push_to_hub=True) hands on.
+# Arguments of save_pretrained for push_to_hub=True.
 _HUB_ARGUMENTS = (
     "repo_id",
     "tags",
@@ -154,7 +154,7 @@ def _upload(
     revision: str | None = None,
     create_pr: bool = False,
 ) -> CommitInfo:
-    """One commit of the files, with the Hub's card in place of ours where somebody has written that."""
+    """Commit the files to the Hub; a card there that somebody else has written stays."""
     api = HfApi(token=token, library_name="deltazoo")
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not create_pr:
@@ -177,7 +177,7 @@ def _upload(
 
 
 def _written_by_others(files: Sequence[Path], repo_id: str, token: bool | str | None) -> ModelCard | None:
-    """The card that must not be replaced: the one on the Hub, else the one among the files."""
+    """The card that must not be replaced: the Hub's, or else the one among the files; None: both are ours."""
     cards = [ModelCard.load(path) for path in files if path.name == CARD]
     with suppress(EntryNotFoundError):
         cards.insert(0, ModelCard.load(repo_id, token=token))  # type: ignore[arg-type]
@@ -185,11 +185,11 @@ def _written_by_others(files: Sequence[Path], repo_id: str, token: bool | str | 
 
 
 def _writes(is_main_process: bool) -> bool:
-    """Whether this is the one process that writes files."""
+    """Whether this process writes the files."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     return is_main_process and rank == 0
 
 
 def _modification_times(folder: Path) -> dict[Path, int]:
-    """Of the files in a folder, if there is one, in nanoseconds."""
+    """Modification times of the files in a folder in nanoseconds; empty if there is no such folder."""
     return {path: path.stat().st_mtime_ns for path in folder.glob("*") if path.is_file()}

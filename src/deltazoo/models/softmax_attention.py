@@ -18,10 +18,10 @@ __all__ = ["RotaryEmbedding", "SoftmaxAttention"]
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the rotary embedding (arXiv:2104.09864), plain or in any scaling transformers knows.
+    """Cosines and sines of the rotary embedding (arXiv:2104.09864), plain or with any of transformers' scalings.
 
-    The attributes `config`, `rope_type`, `inv_freq` and `original_inv_freq` are what transformers' RoPE functions and
-    its weight initialisation look for.
+    transformers' RoPE functions and weight initialisation read the attributes `config`, `rope_type`, `inv_freq` and
+    `original_inv_freq`.
     """
 
     inv_freq: Tensor
@@ -29,7 +29,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: DeltaRuleConfig) -> None:
         super().__init__()
         assert config.rope_parameters is not None and config.num_attention_heads is not None
-        # transformers' RoPE functions read the head size under the name that linear layers use for theirs.
+        # transformers' RoPE functions read head_dim, which is that of the linear layers in our configuration.
         self.config = copy.copy(config)
         self.config.head_dim = config.hidden_size // config.num_attention_heads
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
@@ -58,10 +58,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class SoftmaxAttention(nn.Module):
-    """Causal softmax attention with rotary embeddings; fewer key/value heads than query heads are shared in groups.
-
-    Returns its attention weights beside the output where the chosen implementation computes them ("eager").
-    """
+    """Causal softmax attention with rotary embeddings; groups of query heads share a key/value head."""
 
     is_causal = True
     input_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
@@ -101,7 +98,8 @@ class SoftmaxAttention(nn.Module):
             kwargs: for the implementation, such as the boundaries of packed sequences.
 
         Returns:
-            `[B, T, hidden_size]`, and the weights `[B, heads, T, past + T]` or None.
+            `[B, T, hidden_size]`, and the attention weights `[B, heads, T, past + T]` if the chosen implementation
+            computes them ("eager"), else None.
         """
         query, key, value = (
             rearrange(projection(hidden_states), "b t (h d) -> b t h d", d=self.head_dim)

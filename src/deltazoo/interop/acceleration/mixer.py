@@ -35,7 +35,7 @@ _PREFIX = "Accelerated"
 
 
 class AcceleratedMixer:
-    """What the accelerated subclass of every layer class adds to it."""
+    """The methods that every accelerated subclass adds to a layer class of transformers."""
 
     original: ClassVar[type[nn.Module]]
     """The class of transformers."""
@@ -53,14 +53,14 @@ class AcceleratedMixer:
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Mix the tokens, with the arguments and the cache of the layer this one was.
+        """Mix the tokens, with the arguments and the cache of the original layer.
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            cache_params: the model's cache; the layer finds and leaves its state there as its original does.
-            attention_mask: `[B, T]` for these tokens, nonzero = real. Padding may lie anywhere: it leaves no trace in
-                other positions, and comes out as zeros.
-            kwargs: what else the decoder layer hands on; only the position of each token in its document is read.
+            cache_params: the model's cache; the layer reads and writes its state there as its original does.
+            attention_mask: `[B, T]` for these tokens, nonzero = real. Padding may be anywhere: it does not influence
+                other positions, and its outputs are zeros.
+            kwargs: further arguments of the decoder layer; only the position of each token in its document is read.
 
         Returns:
             `[B, T, hidden_size]`.

@@ -1,6 +1,6 @@
-"""How each delta-rule layer of transformers arranges what the rule needs: one short function per arrangement.
+"""The delta-rule layers of transformers, and how each arranges its projections: one short function per arrangement.
 
-Projections and gates are called as the model's own modules, so adapters, quantised weights and hooks on them act.
+The functions call the model's own modules, so adapters, quantised weights and hooks on them act.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ __all__ = ["LAYER_ARRANGEMENTS", "LayerArrangement", "Projections", "arrangement
 
 
 class Projections(NamedTuple):
-    """What a layer makes of its input before the convolution."""
+    """Projections of a layer's input, before the convolution."""
 
     qkv: Tensor
     """`[B, T, C]`: q, k and v side by side."""
@@ -30,7 +30,7 @@ class Projections(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerArrangement:
-    """One layer class of transformers."""
+    """How one layer class of transformers arranges its projections."""
 
     family: str
     """The model's folder in transformers, which is also its model type."""
