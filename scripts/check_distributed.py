@@ -1,10 +1,10 @@
-"""Whether a model trains the same on several processes as on one: under DDP, FSDP2 and tensor parallelism.
+"""Check that a model trains the same on several processes as on one, under DDP, FSDP2 and tensor parallelism.
 
     torchrun --nproc-per-node 2 scripts/check_distributed.py            # --help for the options
 
-Uses a GPU per process (NCCL) where there are enough, else the CPU (gloo). Every process first takes a few optimizer
-steps alone on whole batches, then the same steps together with the others. One line per case says what the losses were
-and how far losses and first gradients lie apart; the exit status is 1 if that is more than rounding.
+Uses one GPU per process (NCCL) if there are enough, else the CPU (gloo). Every process first takes a few optimizer
+steps alone on whole batches, then the same steps together with the others. For each case the script prints the losses
+and the differences in losses and first gradients. The exit status is 1 if these exceed rounding.
 """
 
 import argparse
@@ -36,19 +36,19 @@ class Mode(NamedTuple):
 
     name: str
     distribute: Callable[[Path, torch.dtype], nn.Module]
-    """Makes the model of a checkpoint, ready for a share of the work."""
+    """Loads the model of a checkpoint and distributes it."""
     dtype: torch.dtype = torch.float32
     splits_batch: bool = True
-    """Whether each process has rows of its own; otherwise all see the whole batch."""
+    """Whether each process has its own rows; otherwise all get the whole batch."""
 
 
 class Run(NamedTuple):
-    """What training gave."""
+    """The result of training."""
 
     losses: Tensor
     """`[STEPS]`."""
     gradients: dict[str, Tensor]
-    """Of the first step; a process may have only its share of each."""
+    """Gradients of the first step; a process may hold only its share of each."""
 
 
 def load(path: Path, dtype: torch.dtype) -> DeltaRuleForCausalLM:
@@ -116,7 +116,7 @@ def distance(ours: Tensor, expected: Tensor) -> float:
 
 
 def compare(mode: Mode, path: Path, batches: Tensor) -> tuple[Run, Run]:
-    """Alone and together."""
+    """Train alone, then together."""
     alone = train(load(path, mode.dtype), batches, average=False)
     rows = slice(None)
     if mode.splits_batch:

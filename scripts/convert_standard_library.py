@@ -4,12 +4,17 @@
     python scripts/convert_standard_library.py --preset gpu --jobs 4    # one large GPU, four conversions at a time
     python scripts/convert_standard_library.py --preset cpu --variants kda --shares all
 
-Nothing is downloaded. For every variant and share of layers: held-out bits per byte after transfer, after each stage
-of the conversion, and of the same hybrid trained from scratch on as many tokens; how well passages are copied and pairs
-of tokens recalled before and after; how fast and with how much memory the models decode behind long contexts; and what
-the stages that train the whole model make of the original, so that what the text adds is not credited to the swap.
-Everything goes into one JSON file; a finished arm is not run again, and an interrupted one goes on from its latest
-checkpoint.
+Nothing is downloaded. For every variant and share of layers, the script measures:
+
+* held-out bits per byte after transfer, after each stage of the conversion, and of the same hybrid trained from scratch
+  on as many tokens;
+* copying of passages and recall of pairs of tokens, before and after;
+* speed and memory of decoding after long contexts;
+* the effect of the stages that train the whole model on the original, so that gains from more training on the text are
+  not credited to the swap.
+
+All results go into one JSON file. A finished conversion is not run again, and an interrupted one resumes from its
+latest checkpoint.
 """
 
 import argparse
@@ -56,11 +61,11 @@ class Preset:
         llama: keys of ``LlamaConfig``.
         vocab_size: of the tokenizer, trained on the text.
         teacher: how the Llama is trained; the hybrid from scratch has its settings.
-        scratch_rows: rows per batch of the hybrid from scratch: fewer than the teacher's, so that it takes more steps.
-        variants: which are tried, unless others are named.
-        pairs: how many pairs the recall probe shows.
-        passages: lengths of the held-out passages that the copying probe shows twice.
-        contexts: lengths behind which decoding is timed.
+        scratch_rows: rows per batch of the hybrid from scratch, fewer than the teacher's for more steps.
+        variants: the variants, unless others are named.
+        pairs: numbers of pairs of the recall probe.
+        passages: lengths of the passages of the copying probe.
+        contexts: lengths of the contexts after which decoding is timed.
         threads: of torch on a CPU.
     """
 
@@ -110,12 +115,14 @@ PRESETS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), required=True)
-    parser.add_argument("--variants", nargs="+", help="in place of the preset's")
+    parser.add_argument("--variants", nargs="+", help="instead of the preset's")
     parser.add_argument("--shares", nargs="+", choices=["half", "all"], default=["half", "all"])
     parser.add_argument("--set", action="append", default=[], help="section.key=value of the conversion, repeatable")
     parser.add_argument("--folder", type=Path, help="of the runs; default runs/swap_PRESET")
     parser.add_argument("--jobs", type=int, default=1, help="conversions at a time, each in a process of its own")
-    parser.add_argument("--arms-only", action="store_true", help="leave out decoding behind long contexts and the file")
+    parser.add_argument(
+        "--conversions-only", action="store_true", help="leave out decoding after long contexts and the JSON file"
+    )
     parser.add_argument("--json", type=Path, help="the result; default benchmarks/results/swap_PRESET.json")
     parser.add_argument("--commit", help="commit to record; read from git unless given")
     arguments = parser.parse_args()
@@ -131,13 +138,13 @@ def main() -> None:
         "conversion": experiment.config.to_dict() | {"output": None},
         "arms": [],
     }
-    arms = [(variant, share) for variant in variants for share in arguments.shares]
+    conversions = [(variant, share) for variant in variants for share in arguments.shares]
     if arguments.jobs > 1:
-        run_apart(arms, experiment.folder, arguments)
-    for variant, share in arms:
+        run_in_processes(conversions, experiment.folder, arguments)
+    for variant, share in conversions:
         console.rule(f"{variant}, {share}")
-        record["arms"].append(experiment.arm(variant, share))
-    if arguments.arms_only:
+        record["arms"].append(experiment.conversion(variant, share))
+    if arguments.conversions_only:
         return
     record["teacher"]["further"] = experiment.further_bits_per_byte()
     record["decoding"] = experiment.decoding(variants[0], arguments.shares)
@@ -151,13 +158,13 @@ def main() -> None:
     console.print(f"wrote {result}; next: python scripts/render_swap.py")
 
 
-def run_apart(arms: Sequence[tuple[str, str]], folder: Path, arguments: argparse.Namespace) -> None:
-    """Run every arm in a process of its own, some at a time; what one prints goes into a file beside its folder."""
-    common = [sys.executable, __file__, "--preset", arguments.preset, "--folder", str(folder), "--arms-only"]
+def run_in_processes(conversions: Sequence[tuple[str, str]], folder: Path, arguments: argparse.Namespace) -> None:
+    """Run every conversion in its own process, `jobs` at a time; each writes its output to a log file in `folder`."""
+    common = [sys.executable, __file__, "--preset", arguments.preset, "--folder", str(folder), "--conversions-only"]
     common += [part for override in arguments.set for part in ("--set", override)]
 
-    def run(arm: tuple[str, str]) -> None:
-        variant, share = arm
+    def run(conversion: tuple[str, str]) -> None:
+        variant, share = conversion
         with open(folder / f"{variant}_{share}.log", "w", encoding="utf-8") as log:
             command = [*common, "--variants", variant, "--shares", share]
             if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode:
@@ -165,12 +172,12 @@ def run_apart(arms: Sequence[tuple[str, str]], folder: Path, arguments: argparse
         console.print(f"converted: {variant}, {share}", highlight=False)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for _ in pool.map(run, arms):
+        for _ in pool.map(run, conversions):
             pass
 
 
 class Experiment:
-    """A teacher and its conversions, each in a folder of its own below one folder."""
+    """A teacher and its conversions, each in a subfolder."""
 
     def __init__(self, preset: Preset, folder: Path, arguments: argparse.Namespace) -> None:
         self.preset, self.folder = preset, folder
@@ -211,7 +218,7 @@ class Experiment:
         return self.folder / "teacher" / "model"
 
     def teacher(self) -> dict[str, Any]:
-        """Train it unless that is done; what it is and does."""
+        """Train the teacher unless that is done; its sizes and scores."""
         self.train_on_text(self.new_llama(), self.folder / "teacher", self.preset.teacher, "softmax")
         model = self.load(self.teacher_path)
         stage = read_stage(self.folder / "teacher")
@@ -229,9 +236,9 @@ class Experiment:
         }
 
     def further_bits_per_byte(self) -> float | None:
-        """Of the teacher after the stages that train a whole model, nothing swapped; None if the recipe has none.
+        """Bits per byte of the teacher after the stages that train a whole model; None if the recipe has none.
 
-        What the text alone brings: a conversion that recovers all it lost, and more, owes the rest to this.
+        Nothing is swapped: a conversion that ends up better than the teacher owes that to this training.
         """
         stages = [stage for stage in self.config.stages if stage.trains == "all"]
         model, original = self.load(self.teacher_path), self.load(self.teacher_path)
@@ -243,13 +250,13 @@ class Experiment:
         return self.text.bits_per_byte(model, self.preset.teacher) if stages else None
 
     def train_on_text(self, model: Any, folder: Path, stage: FineTuningConfig, mixer: str) -> None:
-        """Train from scratch, or go on, unless that is done."""
+        """Train from scratch, or resume, unless that is done."""
         if not (folder / "result.json").is_file():
             run = stage.as_run(folder, mixer, folder / "model", self.config.data, seed=self.config.seed)
             run_stage(model, self.text, stage, run)
 
     def layers(self, variant: str, share: str) -> tuple[list[int], list[dict[str, Any]]]:
-        """All layers, or the half whose swap hurts least; with the ranking that says so."""
+        """All layers, or the half whose swap adds least to the loss; and the ranking for the half."""
         num_layers = self.preset.llama["num_hidden_layers"]
         if share == "all":
             return list(range(num_layers)), []
@@ -259,10 +266,10 @@ class Experiment:
         )
         return ranking.best(num_layers // 2), [asdict(score) for score in ranking.layers]
 
-    def arm(self, variant: str, share: str) -> dict[str, Any]:
-        """One conversion, and the same model trained from scratch."""
+    def conversion(self, variant: str, share: str) -> dict[str, Any]:
+        """One conversion, and the same hybrid trained from scratch."""
         folder = self.folder / f"{variant}_{share}"
-        done = folder / "arm.json"
+        done = folder / "measured.json"
         if done.is_file():
             return json.loads(done.read_text(encoding="utf-8"))
         began = time.perf_counter(), time.process_time()
@@ -313,14 +320,13 @@ class Experiment:
         if not done.is_file():
             models = {"teacher": self.teacher_path}
             for share in shares:
-                stage = self.config.stages[-1].section
-                models[f"{variant}, {share}"] = self.folder / f"{variant}_{share}" / "conversion" / stage / "model"
+                models[f"{variant}, {share}"] = self.folder / f"{variant}_{share}" / "conversion" / "model"
             rows = []
             for name, path in models.items():
                 model = self.load(path)
-                measure_decoding(model, 64, decoded=2)  # whatever is compiled or allocated the first time
+                measure_decoding(model, 64, decoded=2)  # compiles and allocates what the first call needs
                 for context in self.preset.contexts:
-                    console.print(f"decoding behind {context:,} tokens: {name}", highlight=False)
+                    console.print(f"decoding after {context:,} tokens: {name}", highlight=False)
                     rows.append({"model": name, **asdict(measure_decoding(model, context))})
             done.write_text(json.dumps(rows, indent=1), encoding="utf-8")
         return json.loads(done.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Train a small Gated DeltaNet on this Python's standard library, reload it in a new process, sample, compare.
 
-``make quickstart`` runs this. A finished run is only shown again; ``--fresh`` trains anew.
+``make quickstart`` runs this. A finished run is not trained again; ``--fresh`` trains anew.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="train anew even if there is a finished run")
     parser.add_argument("--output", default="runs/quickstart", help="folder of the run")
     parser.add_argument("--set", action="append", default=[], help="section.key=value, as for deltazoo train")
-    parser.add_argument("--json", help="write machine, versions and all figures to this file too")
+    parser.add_argument("--json", help="also write machine, versions and all results to this file")
     parser.add_argument("--commit", help="commit to record there; read from git unless given")
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def deltazoo(*arguments: str) -> None:
-    """Run a deltazoo command as a user would; its bars and tables go to this terminal."""
+    """Run a deltazoo command as a user would; its output goes to this terminal."""
     console.print(f"\n[bold]$ deltazoo {' '.join(arguments)}[/]", highlight=False)
     ended = subprocess.run([sys.executable, "-m", "deltazoo", *arguments], env=environment())
     if ended.returncode:
@@ -73,12 +73,12 @@ def deltazoo(*arguments: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Waiting threads spin for microseconds, then sleep: by default they slow each other down when a core is busy."""
+    """Environment in which waiting threads soon sleep; by default they spin, and slow each other down on busy cores."""
     return {"GOMP_SPINCOUNT": "1000", **os.environ}
 
 
 def sample_in_new_process(model: Path) -> dict:
-    """What a process that knows nothing but the folder reads from it."""
+    """The text and speed of a new process that loads the model from its folder."""
     command = [sys.executable, str(ROOT / "scripts" / "sample.py"), str(model)]
     console.print(f"\n[bold]$ python scripts/sample.py {model}[/]", highlight=False)
     with console.status("a new process loads the checkpoint with AutoModelForCausalLM.from_pretrained"):
@@ -89,7 +89,7 @@ def sample_in_new_process(model: Path) -> dict:
 
 
 def report(run: Path, figures: dict, sampling_speed: float, on_gpu: bool) -> int:
-    """Say whether it worked and what to do next; the exit status tells the same."""
+    """Print whether it worked and what to do next; returns the exit status."""
     training = json.loads((run / "result.json").read_text(encoding="utf-8"))
     baselines = {baseline["name"]: baseline["bits_per_byte"] for baseline in figures["baselines"]}
     rival = "xz -9" if on_gpu else "order-2 byte model"

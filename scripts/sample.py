@@ -7,7 +7,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import deltazoo  # noqa: F401  (importing it is all that transformers needs to know our models)
+import deltazoo  # noqa: F401  (makes our models known to transformers)
 
 PROMPT = '''class Stack:
     """A last-in, first-out collection."""

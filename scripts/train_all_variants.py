@@ -1,10 +1,10 @@
 """Train every variant for 50 steps on the same text with the same settings, and write the table in the documentation.
 
-    python scripts/train_all_variants.py             # train, write the figures and the table
-    python scripts/train_all_variants.py --table-only  # only the table, from the figures of the last time
+    python scripts/train_all_variants.py             # train, write the results and the table
+    python scripts/train_all_variants.py --table-only  # only the table, from the last run's results
 
-A check that every variant learns, not a comparison of variants: 50 steps and one learning rate say nothing about which
-of them is better.
+This checks that every variant learns. It does not compare variants: 50 steps with one learning rate do not show which
+variant is better.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def measure() -> dict:
-    """Train each variant in a folder of its own that is thrown away."""
+    """Train each variant in a temporary folder."""
     config = load_config(ROOT / "configs" / "quickstart_cpu.yaml", SETTINGS)
     variants = {}
     for variant in deltazoo.list_variants():

@@ -1,4 +1,4 @@
-"""``python -m deltazoo`` is ``deltazoo``."""
+"""``python -m deltazoo``: the ``deltazoo`` command."""
 
 from deltazoo.workbench.cli.app import main
 

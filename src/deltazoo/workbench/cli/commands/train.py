@@ -1,6 +1,7 @@
 """``deltazoo train``: a training run from a preset or a YAML file, on the user's own text if one is given."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 _EXAMPLE = (
     "Examples: [bold]deltazoo train --text my_texts[/] (a file or folder; the run goes to runs/my_texts), "
     "[bold]deltazoo train kda_340m --set training.steps=1000 --output runs/mine[/], "
-    "[bold]deltazoo train runs/mine --resume --set training.steps=2000[/]"
+    "[bold]deltazoo train runs/mine --resume --set training.steps=2000[/], "
+    "[bold]torchrun --nproc-per-node 8 -m deltazoo train kda_340m[/] (eight GPUs)"
 )
 
 
@@ -112,7 +114,9 @@ def _say_how_to_go_on(folder: Path) -> None:
 
     saved = checkpoints(folder)
     if saved:
-        say(f"stopped; saved in {saved[-1]}. To go on: deltazoo train {shlex.quote(str(folder))} --resume")
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        command = "deltazoo" if processes == 1 else f"torchrun --nproc-per-node {processes} -m deltazoo"
+        say(f"stopped; saved in {saved[-1]}. To go on: {command} train {shlex.quote(str(folder))} --resume")
     else:
         say("stopped before anything was saved")
 
