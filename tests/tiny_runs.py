@@ -16,7 +16,7 @@ FILES = (
 
 
 def write_text_folder(folder: Path, bytes_per_file: int | None = None) -> Path:
-    """Twenty files of real text, 300 kB unless cut; with the fraction of ``run_config`` a few of them are held out."""
+    """Twenty files of real text, 300 kB unless cut; ``run_config`` holds a few of them out."""
     library = Path(sysconfig.get_paths()["stdlib"])
     folder.mkdir(parents=True)
     for name in FILES.split():
@@ -25,7 +25,7 @@ def write_text_folder(folder: Path, bytes_per_file: int | None = None) -> Path:
 
 
 def run_config(text: Path, output: Path, **changes: dict[str, Any]) -> RunConfig:
-    """A complete configuration; ``changes`` are sections whose keys replace or extend those here."""
+    """A complete configuration; ``changes`` are sections whose keys replace or extend these."""
     values: dict[str, Any] = {
         "output": str(output),
         "data": {"text": str(text), "validation_fraction": 0.2, "max_validation_bytes": 3000},

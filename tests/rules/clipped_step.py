@@ -1,4 +1,4 @@
-"""Right, and worth a remark: the step size exceeds its bound, to which the layer clips it."""
+"""Right, with a remark: the step size exceeds 2 / |k|^2, to which the layer clips it."""
 
 from deltazoo import DeltaRuleSpec, register_variant
 

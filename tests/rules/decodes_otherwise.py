@@ -1,4 +1,4 @@
-"""Wrong: one token alone is treated otherwise than one token of many."""
+"""Wrong: a single token has another gate than a token of a longer sequence."""
 
 from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
 

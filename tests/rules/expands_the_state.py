@@ -1,4 +1,4 @@
-"""Wrong: keys of any length, and a step size that does not know it."""
+"""Wrong: keys are not normalised, and the step size does not depend on their length."""
 
 from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
 

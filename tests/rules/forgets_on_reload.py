@@ -1,4 +1,4 @@
-"""Wrong: a number that decides the results is drawn when the layer is made, and saved nowhere."""
+"""Wrong: the results depend on a random number that is drawn when the layer is built and not saved."""
 
 import torch
 

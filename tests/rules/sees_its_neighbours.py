@@ -1,4 +1,4 @@
-"""Wrong: the gate looks one token back, across padding and the ends of packed sequences, and not at all in decoding."""
+"""Wrong: the gate reads the previous token, also across padding and packed sequences, but not in decoding."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Wrong: a parameter that acts on nothing."""
+"""Wrong: a parameter without effect."""
 
 import torch
 from torch import nn

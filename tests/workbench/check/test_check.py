@@ -1,4 +1,4 @@
-"""`deltazoo check`: right rules pass, and each wrong one is caught by the check that is about it, in plain words."""
+"""`deltazoo check`: right rules pass, and every wrong rule fails the check for its fault."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from deltazoo.rule_files import load_rule_file
 from deltazoo.workbench.check import CHECKS, check_rule
 from deltazoo.workbench.cli import main
 
-# File -> the checks that must find something, and a word of what the first of them says.
+# File -> the checks that must fail, and words from the message of the first.
 WRONG = {
     "reads_the_future": (
         ["no token reads the future", "padded = alone", "packed = alone"],
         "the rule reads the future",
     ),
     "expands_the_state": (["the state does not expand"], "so it grows without bound"),
-    "grows_by_itself": (["the state does not expand"], "must not be positive"),
+    "positive_log_decay": (["the state does not expand"], "must not be positive"),
     "decodes_otherwise": (["decoding = training", "generation with a cache = without"], "one token at a time"),
     "sees_its_neighbours": (["decoding = training", "packed = alone"], "one token at a time"),
     "wrong_gradient": (["gradients = finite differences"], "finite differences say"),

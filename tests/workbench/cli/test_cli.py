@@ -1,4 +1,4 @@
-"""The command line: every command works, explains itself, and answers bad input with one line and status 1."""
+"""The command line: every command works, has help, and answers bad input with one line and status 1."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_bad_input_is_one_message_and_status_1(
 def test_a_name_that_is_nowhere_is_asked_for_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers asks for each file six times, 25 seconds a file, before it says that there is no network."""
+    """transformers asks for each file six times, for 25 seconds, before it reports that there is no network."""
     asked = []
 
     def repo_info(self: object, name: str, **options: object) -> None:
@@ -273,7 +273,7 @@ def test_a_run_is_not_overwritten(run: Path, capsys: pytest.CaptureFixture[str])
     assert call("train", str(run.parent / "config.yaml"), "--resume") == 0
 
 
-def test_the_traceback_is_there_for_who_asks() -> None:
+def test_the_traceback_is_shown_on_request() -> None:
     with pytest.raises(ValueError, match="no file or folder 'nowhere.yaml'"):
         main(["--traceback", "train", "nowhere.yaml"])
 
@@ -329,7 +329,7 @@ QUICK = [
 
 
 def test_help_lists_and_wrong_arguments_wait_for_no_torch() -> None:
-    """Importing torch, transformers and peft takes ten seconds, which nobody waits for to read about a typo."""
+    """Importing torch, transformers and peft takes ten seconds, too long before a message about a typo."""
     code = f"""
 import sys
 from deltazoo.workbench.cli import main

@@ -1,4 +1,4 @@
-"""`--load RULE.py`: every command that takes the name of a rule takes the file of one that is not in the package."""
+"""`--load RULE.py`: every command that takes the name of a rule accepts one from a file outside the package."""
 
 from __future__ import annotations
 
@@ -95,7 +95,11 @@ def test_a_rule_is_timed_as_a_model(tmp_path: Path) -> None:
         ("broken.py", "import torch\n\nundefined\n", "broken.py, line 3: NameError: name 'undefined'"),
         ("halves.py", "def f(:\n", "SyntaxError"),
         ("random.py", "", "cannot be loaded as a module 'random'"),
-        ("antigravity.py", "", "cannot be loaded as a module 'antigravity'"),  # nobody has imported that yet
+        (
+            "antigravity.py",
+            "",
+            "cannot be loaded as a module 'antigravity'",
+        ),  # in the standard library, not imported yet
         ("my-rule.py", "", "cannot be loaded as a module 'my-rule'"),
     ],
 )

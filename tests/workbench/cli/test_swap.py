@@ -1,4 +1,4 @@
-"""``deltazoo swap``: reports, ranks, swaps, converts, and refuses what would not act."""
+"""``deltazoo swap``: reports, ranks, swaps, converts, and refuses options without effect."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_conversion_trains_the_swapped_model_and_resumes(
     assert (tmp_path / "run" / "loss.png").is_file()
     assert len(layers_of(tmp_path / "run" / "model")) == 2
     models = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("model/config.json")}
-    assert models == {"run/model", "run/align/model"}, "the finished one on top, those of earlier stages below"
+    assert models == {"run/model", "run/align/model"}, "only the last stage's is in the run's folder"
     with pytest.raises(SystemExit) as stop:
         main(["eval", str(tmp_path / "run"), "--device", "cpu"])
     assert not stop.value.code

@@ -1,4 +1,4 @@
-"""Conversions in miniature, on real text: every stage does its part; a killed one goes on as if nothing happened."""
+"""Small conversions on real text: every stage improves the model; a killed conversion resumes with equal results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tiny_runs import write_text_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import deltazoo.workbench.convert.conversion as conversion
-import deltazoo.workbench.convert.conversion_plots as pictures
 from deltazoo.swap import swap_attention, swapped_layers
+from deltazoo.workbench.convert import conversion_plots
 from deltazoo.workbench.convert.conversion import ConversionResult, ConversionText, convert, run_stage
 from deltazoo.workbench.convert.conversion_config import ConversionConfig, FineTuningConfig
 from deltazoo.workbench.convert.conversion_plots import draw_conversion
@@ -45,7 +45,7 @@ def recipe(text: Path, output: Path) -> ConversionConfig:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text, and a Llama of a few thousand parameters that has read a little of it."""
+    """A text, and a Llama of a few thousand parameters trained on a little of it."""
     folder = tmp_path_factory.mktemp("conversion")
     config = recipe(write_text_folder(folder / "text", bytes_per_file=8000), folder / "unused")
     corpus_text = ConversionText(config.data, build_tokenizer(TokenizerConfig("byte"), []))
@@ -120,7 +120,7 @@ def test_nothing_written_in_the_picture_is_cut_off(
     unbroken: ConversionResult, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(pictures, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(conversion_plots, "save_figure", lambda figure, path, dpi: drawn.append(figure))
     histories = {name: unbroken.stages[name].history for name in names}
     draw_conversion(Path("unused"), histories, unbroken.scores, "kda in 12 of 24 attention slots of " + "folder/" * 8)
     [figure] = drawn
@@ -134,7 +134,7 @@ def test_nothing_written_in_the_picture_is_cut_off(
 
 @contextmanager
 def dying(monkeypatch: pytest.MonkeyPatch, stage: str, after: int) -> Iterator[None]:
-    """The process dies in that stage after so many steps; after 0: between it and the one before."""
+    """Kill the process in that stage after this many steps; 0: before the stage begins."""
 
     class Plug(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -257,7 +257,7 @@ def test_under_teacher_forcing_the_model_is_the_original(home: Path) -> None:
 
 
 def test_alignment_runs_without_dropout(home: Path, tmp_path: Path) -> None:
-    """Dropout in the frozen layers, the embedding and the softmax layers that stay, would add noise to the targets."""
+    """Dropout in the frozen embedding and softmax layers would add noise to the targets."""
     path = home / "teacher" / "model"
     model = AutoModelForCausalLM.from_pretrained(path, attention_dropout=0.5)
     swap_attention(model, "gated_deltanet", [1], keep_teacher=True)
@@ -305,7 +305,7 @@ def test_the_divergence_is_that_of_the_definition() -> None:
 
 
 def test_the_text_adds_its_weight_to_the_divergence(home: Path, tmp_path: Path) -> None:
-    """The cross-entropy that is added is the one that transformers reports for the same labels."""
+    """The added cross-entropy equals the loss that transformers reports for the same labels."""
     model, tokenizer = fresh(home)
     config = recipe(home / "text", tmp_path)
     text = ConversionText(config.data, tokenizer)
@@ -318,12 +318,12 @@ def test_the_text_adds_its_weight_to_the_divergence(home: Path, tmp_path: Path) 
         trainer = conversion._trainer(model, text, stage, run, original_of(model))
         found.append(trainer.compute_loss(model, dict(inputs)).item())
     wanted = model(**inputs, use_cache=False).loss.item()
-    # Means over some hundred tokens in float32, added up in another order.
+    # Means over some hundred tokens in float32, summed in another order.
     assert found[1] - found[0] == pytest.approx(0.25 * wanted, rel=1e-5)
 
 
 def test_packed_documents_do_not_reach_each_other(home: Path) -> None:
-    """In rows side by side, neither through softmax nor through the recurrence, nor by padding at the end."""
+    """In batches of rows, neither softmax attention, nor the recurrence, nor padding at the end."""
     model, _ = fresh(home, layers=[1])
     rows = [
         {"input_ids": torch.arange(5, 25).numpy(), "starts": torch.tensor([0, 8]).numpy()},

@@ -1,4 +1,4 @@
-"""The conversion recipe: strict, documented, and what it cannot mean is refused."""
+"""The conversion recipe: documented keys; unknown keys and keys without effect are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The baselines against definitions written out the slow way."""
+"""The baselines against slow implementations of their definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding behind a context: what the cache holds is counted exactly."""
+"""Decoding after a context: the bytes of the cache are counted exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_softmax_cache_is_two_tensors_per_layer() -> None:
 
 def test_decoding_is_timed_and_the_cache_counted() -> None:
     found = measure_decoding(llama(), 20, decoded=3, piece=8)
-    # The context, two tokens unmeasured and three measured.
+    # The context, two tokens that are not timed and three that are.
     assert found.cache_bytes == 2 * 2 * 25 * 32 * 4
     assert found.context == 20
     assert found.tokens_per_second > 0

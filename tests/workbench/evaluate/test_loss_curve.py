@@ -1,4 +1,4 @@
-"""The loss-curve picture: both curves, labelled axes, a file that is a picture."""
+"""The loss curve: both losses, labelled axes, a PNG file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recall probes: full marks for a model that looks up, none for one that guesses."""
+"""The recall probes: best scores for a model that recalls, chance for one that guesses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB = 40
 
 
 class Scripted(nn.Module):
-    """A language model by rule: ``answer`` gives the logits of the next token after a prefix."""
+    """A language model from a function: ``answer`` returns the logits of the next token after a prefix."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class Scripted(nn.Module):
 
 
 def look_up(prefix: list[int]) -> Tensor:
-    """Whatever followed this token the last time; nothing in particular if it is new."""
+    """The token that followed the previous occurrence of the last token; equal logits if there is none."""
     *before, last = prefix
     logits = torch.zeros(VOCAB)
     if last in before:
-        place = len(before) - 1 - before[::-1].index(last)
-        logits[prefix[place + 1]] = 20.0
+        position = len(before) - 1 - before[::-1].index(last)
+        logits[prefix[position + 1]] = 20.0
     return logits
 
 

@@ -1,4 +1,4 @@
-"""Bits per byte: every document from its first byte to its last, however it is packed or cut."""
+"""Bits per byte: every byte of a document counts, however documents are packed or cut."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @torch.no_grad()
 def slow_nats(model: PreTrainedModel, text: str) -> float:
-    """One document alone in one forward pass: BOS, then a byte after the other."""
+    """One document alone in one forward pass: BOS, then its bytes."""
     ids = torch.tensor([[0, *(_BYTE_IDS[byte] for byte in text.encode())]])
     return float(F.cross_entropy(model.eval()(input_ids=ids).logits[0, :-1].double(), ids[0, 1:], reduction="sum"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def byte_ids(tokenizer: PreTrainedTokenizerBase) -> None:
-    # Single bytes above 127 are no text of their own; the byte-level alphabet names them.
+    # Single bytes above 127 are not UTF-8 text; the byte-level alphabet has symbols for them.
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     vocabulary = tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""The YAML configuration: every key acts or is refused."""
+"""The YAML configuration: every key has an effect or is refused."""
 
 from __future__ import annotations
 

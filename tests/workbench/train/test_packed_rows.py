@@ -1,4 +1,4 @@
-"""Packed rows: no token lost, no state carried from one document into the next, any row from its number alone."""
+"""Packed rows: no token is lost, no state crosses documents, and a row depends only on its index and the seed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_epoch_of_rows_holds_every_token_once(row_length: int) -> None:
 def test_rows_that_do_not_divide_an_epoch_lose_nothing(row_length: int) -> None:
     texts = documents([5, 1, 30, 12, 3])
     total = sum(map(len, texts))
-    # As many rows as make whole epochs and whole blocks at once.
+    # The number of rows is a multiple of both epochs and blocks.
     epochs = row_length * max(1, total // row_length)
     rows = PackedRows(texts, row_length, num_rows=epochs * total // row_length, seed=1)
     seen = joined([rows[i] for i in range(len(rows))])

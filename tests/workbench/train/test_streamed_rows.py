@@ -1,4 +1,4 @@
-"""Streamed rows: endless, and taken up again at a saved position without reading what lies before it."""
+"""Streamed rows: endless, and resumed at a saved position without reading earlier records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from every kind of source, split so that nothing held out is ever learned from."""
+"""Text from every kind of source, with a split that keeps held-out text out of training."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_folder_of_record_files_is_one_text(jsonl: Path) -> None:
 
 
 def test_a_dataset_name_goes_through_load_dataset(parquet: Path) -> None:
-    # A folder is a name to load_dataset too: the call is the one a Hub name takes, without the network.
+    # load_dataset takes a folder as it takes a Hub name, so this needs no network.
     data = DataConfig(text="owner/name", streaming=True, max_validation_bytes=10)
     source = open_text(data)
     assert isinstance(source, Records)
@@ -197,7 +197,7 @@ def test_what_lies_beside_records_is_named(jsonl: Path, capsys: pytest.CaptureFi
 
 
 def test_a_name_that_is_nowhere_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """datasets would ask for each file of the data set six times, half a minute in all."""
+    """datasets would ask for each file of the data set six times, for half a minute."""
     asked = []
 
     def repo_info(self: object, name: str, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers give every text back, byte for byte, and know no held-out text."""
+"""Tokenizers restore every text, byte for byte, and are trained on no held-out text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs: they learn, resume with the losses of an unbroken run, and survive kills and full disks."""
+"""Whole runs: they learn, resume with the losses of an uninterrupted run, and survive kills and full disks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def losses(history: list[dict[str, Any]]) -> dict[int, float]:
 
 @contextmanager
 def doing_after(step: int, action: Callable[[], None]) -> Iterator[None]:
-    """Every trainer made in here does this in the middle of the next step."""
+    """Inside, every new trainer calls this in the middle of its next step."""
 
     class Plug(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ def doing_after(step: int, action: Callable[[], None]) -> Iterator[None]:
 
 
 def stopping_after(step: int) -> AbstractContextManager[None]:
-    """Every trainer made in here dies after that step, as if someone had pulled the plug."""
+    """Inside, the process of every new trainer is killed after that step."""
 
     def die() -> None:
         raise KeyboardInterrupt
@@ -220,7 +220,7 @@ def test_a_stream_killed_before_its_result_was_written_ends_where_it_was(records
 
 @pytest.mark.parametrize("source", ["text", "records"])
 def test_more_steps_go_on_beyond_the_end(source: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """At a constant rate the longer run is the one that had so many steps from the beginning."""
+    """With a constant learning rate, an extended run equals one with as many steps from the beginning."""
     changes: dict[str, Any] = {"data": {"streaming": source == "records"}}
 
     def config(folder: str, steps: int, evaluate_every: int = 4) -> RunConfig:
@@ -282,7 +282,7 @@ def test_a_configuration_of_somebody_else_is_not_overwritten(text: Path, tmp_pat
 
 @pytest.fixture
 def signals_heard() -> Iterator[None]:
-    """Shells start background jobs with SIGINT ignored, and what is ignored stays so."""
+    """Shells start background jobs with SIGINT ignored, which must stay ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -305,7 +305,7 @@ def test_a_signal_saves_a_checkpoint_that_the_run_goes_on_from(
     resumed, unbroken = train(config, resume=True), train(run_config(text, tmp_path / "unbroken", **changes))
     found, expected = (AutoModelForCausalLM.from_pretrained(run.model_path).state_dict() for run in (resumed, unbroken))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert list(losses(resumed.log_history)) == [2, 3, 4, 6, 8, 9], "what was trained is also logged"
+    assert list(losses(resumed.log_history)) == [2, 3, 4, 6, 8, 9], "every trained step is logged"
 
 
 @pytest.mark.usefixtures("signals_heard")

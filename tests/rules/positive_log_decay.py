@@ -9,7 +9,7 @@ def signed(a, A_log, dt_bias):
 
 register_variant(
     DeltaRuleSpec(
-        name="grows_by_itself",
+        name="positive_log_decay",
         paper="none",
         summary="Wrong.",
         equation="S_t = S_{t-1}",
