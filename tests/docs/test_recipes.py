@@ -1,6 +1,7 @@
 """Every Python block of the documentation runs, page by page, from top to bottom in one namespace.
 
 A block that needs a GPU, several processes or minutes has the comment `<!-- not run: reason -->` on the line before it.
+A `text` block right after a Python block is what that one prints.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from deltazoo import spec
 ROOT = Path(__file__).resolve().parents[2]
 # Also inside lists, where blocks are indented.
 BLOCK = re.compile(r"(?:^ *<!-- not run: (.+?) -->\n)?^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+OUTPUT = re.compile(r"\n+```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = {"docs/several_gpus.md": ["needs two processes, torchrun --nproc-per-node 2"]}
 PAGES = [
     page.relative_to(ROOT).as_posix()
@@ -26,21 +28,33 @@ PAGES = [
 ]
 
 
-def python_blocks(text: str) -> list[str]:
-    """Every block that is run, after as many empty lines as are above it: tracebacks then name the page's lines."""
-    found = [block for block in BLOCK.finditer(text) if not block[1]]
-    return ["\n" * text.count("\n", 0, block.start(2)) + textwrap.dedent(block[2]) for block in found]
+def python_blocks(text: str) -> list[tuple[str, str | None]]:
+    """Every block that is run, after as many empty lines as are above it: tracebacks then name the page's lines.
+
+    With each, what the page says that it prints.
+    """
+    blocks = []
+    for block in BLOCK.finditer(text):
+        if not block[1]:
+            output = OUTPUT.match(text, block.end())
+            source = "\n" * text.count("\n", 0, block.start(2)) + textwrap.dedent(block[2])
+            blocks.append((source, output and output[1]))
+    return blocks
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     Hub(monkeypatch)
     monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))  # a page may register one
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()
     namespace: dict[str, object] = {"__name__": "recipes"}
-    for block in python_blocks((ROOT / page).read_text(encoding="utf-8")):
+    for block, output in python_blocks((ROOT / page).read_text(encoding="utf-8")):
+        capsys.readouterr()
         exec(compile(block, str(ROOT / page), "exec"), namespace)
+        assert output is None or capsys.readouterr().out == output
     torch._dynamo.reset()
 
 
@@ -64,7 +78,7 @@ def test_no_block_is_overlooked() -> None:
 
 
 def test_a_block_that_fails_names_its_line() -> None:
-    (block,) = python_blocks("# Page\n\n```python\nx = 1\nraise ValueError(x)\n```\n")
+    ((block, _),) = python_blocks("# Page\n\n```python\nx = 1\nraise ValueError(x)\n```\n")
     with pytest.raises(ValueError) as caught:
         exec(compile(block, "page.md", "exec"), {})
     assert caught.traceback[-1].lineno + 1 == 5
