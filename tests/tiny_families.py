@@ -56,17 +56,17 @@ CHOICES: dict[str, Any] = {"one": [1], "half": "1:1", "all": "all"}
 
 
 def tiny_original(family: str, auto_class: Any = AutoModelForCausalLM, **overrides: Any) -> Any:
-    """In evaluation mode, always with the same weights."""
+    """A model of the family, in evaluation mode, always with the same weights."""
     torch.manual_seed(1)
     sizes = {key: value for key, value in {**SIZES, **OWN[family], **overrides}.items() if value is not None}
     config = AutoConfig.for_model(family, **{"eos_token_id": None, **sizes})
-    # The grouped matrix product of the experts' other implementation knows no float64.
+    # The grouped matrix product of the experts' other implementation does not support float64.
     experts = {"experts_implementation": "eager"} if "experts" in "".join(OWN[family]) else {}
     model = auto_class.from_config(config, **experts).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name or "ln_" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))  # ones and zeros would hide what is mixed up
+                parameter.add_(0.1 * torch.randn_like(parameter))  # ones and zeros would hide mixed-up parameters
     return model
 
 

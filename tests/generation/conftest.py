@@ -7,7 +7,7 @@ from deltazoo.ops import api
 
 @pytest.fixture
 def captures(monkeypatch):
-    """Captured steps so far, as if CUDA graphs ran on this device; a step must do nothing that a graph cannot."""
+    """The steps captured so far, as if CUDA graphs ran on this device. A step that a graph could not hold raises."""
     made = []
 
     def as_a_graph(step, changed, generators=(), *, compiled=False):

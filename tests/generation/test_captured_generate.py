@@ -95,7 +95,7 @@ def test_moved_rows_return_to_their_addresses():
 
 
 def test_a_forward_pass_that_was_replaced_is_given_back():
-    """accelerate's hooks, for one, live in the model's own `forward`."""
+    """accelerate, for example, puts its hooks into the model's own `forward`."""
     model, ids = tiny_model("hybrid"), tokens(1, 5)
     expected = generate(model, ids, do_sample=False)
     accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
@@ -149,7 +149,7 @@ def test_a_static_cache_of_the_user(case):
 
 
 class TestWithoutKeyword:
-    """On a GPU, that is."""
+    """`capture_step` not given, which captures on a GPU alone; the fixture makes the CPU pass for one."""
 
     def test_on_a_cpu_nothing_is_captured(self):
         model = tiny_model("gated_deltanet")
@@ -296,7 +296,7 @@ class TestWithoutKeyword:
             generate(tiny_model("hybrid"), ids, capture_step=True)
 
     def test_calls_inside_a_call(self, captures):
-        """A processor of logits that asks the same model, as guidance does."""
+        """A processor of logits that calls the same model, as guidance does."""
         model, ids = tiny_model("hybrid"), tokens(1, 6)
         expected_inside = plain(model, tokens(1, 5), do_sample=False)
 
@@ -325,7 +325,7 @@ class TestBetweenCalls:
         assert torch.equal(generate(model, ids, do_sample=False), plain(model, ids, do_sample=False))
         assert len(captures) == 1
 
-    def test_a_longer_call_of_a_hybrid_gets_more_room(self, captures):
+    def test_a_longer_call_of_a_hybrid_gets_a_longer_cache(self, captures):
         model = tiny_model("hybrid")
         for length, count in ((6, 1), (260, 2), (6, 2)):
             ids = tokens(1, length)
@@ -393,14 +393,14 @@ class TestBetweenCalls:
             first = generate(model, ids, do_sample=False)
         assert torch.equal(generate(model, ids, do_sample=False), first) and len(captures) == 2
 
-    def test_much_memory_is_given_back(self, captures, monkeypatch):
+    def test_much_memory_is_freed(self, captures, monkeypatch):
         model, ids = tiny_model("gated_deltanet"), tokens(2, 6)
         monkeypatch.setattr(kept_steps, "_total_bytes", lambda device: 64_000)
         generate(model, ids)
         assert vars(model)["_captured_steps"].kept is None
 
     @pytest.mark.parametrize("change", [lambda m: m.train(), lambda m: m.to(torch.bfloat16)], ids=["train", "cast"])
-    def test_memory_is_given_back_when_the_model_does_something_else(self, change, captures):
+    def test_memory_is_freed_when_the_model_does_something_else(self, change, captures):
         model = tiny_model("gated_deltanet")
         generate(model, tokens(2, 6))
         assert vars(model)["_captured_steps"].kept is not None
@@ -414,8 +414,8 @@ class TestBetweenCalls:
             assert vars(twin)["_captured_steps"].kept is None
             assert torch.equal(generate(twin, ids), generate(model, ids))
 
-    def test_a_model_is_let_go_with_its_last_reference(self, captures, monkeypatch):
-        """A graph holds no Python objects: what is kept of it must not lead back to the model."""
+    def test_a_model_is_freed_with_its_last_reference(self, captures, monkeypatch):
+        """A graph holds no Python objects, and what is kept with it must hold no reference to the model."""
 
         def run_once(step, changed, generators, compiled):
             step()
@@ -437,7 +437,7 @@ class TestBetweenCalls:
 
 @pytest.mark.gpu
 class TestOnAGPU:
-    """What only a real graph shows."""
+    """Properties that only a real graph shows."""
 
     @pytest.mark.parametrize("case", FEW)
     def test_weights_changed_in_place_are_read_anew(self, case):

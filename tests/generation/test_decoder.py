@@ -1,4 +1,4 @@
-"""Our own loop gives the tokens of `model.generate`, however the prompt is cut and whatever the model."""
+"""`deltazoo.generate` gives the tokens of `model.generate`, for prompts in pieces and for every kind of model."""
 
 import functools
 
@@ -107,7 +107,7 @@ def test_sampling_depends_on_the_seed_alone(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sampled_tokens_are_not_the_same_draw_over_and_over(device):
-    """A graph that replayed one random state would repeat itself: uniform draws of 61 tokens do not."""
+    """A graph that replayed one random state would draw the same token each time; uniform draws of 61 tokens do not."""
     model, ids = tiny_model("kda").to(device), tokens(1, 5).to(device)
     made = deltazoo.generate(model, ids, max_new_tokens=40, temperature=1e6)
     assert len(set(made[0, 5:].tolist())) > 15
@@ -137,7 +137,7 @@ def test_the_cache_does_not_grow(case):
 
 
 def test_compiled(monkeypatch):
-    """With the tracer alone; code generation takes half a minute. More tokens than torch recompiles for."""
+    """With tracing alone, since code generation takes half a minute. More tokens than torch recompiles for."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     model, ids = tiny_model("hybrid"), tokens(2, 7)
     made = deltazoo.generate(model, ids, max_new_tokens=24, compile=True)

@@ -1,4 +1,4 @@
-"""Weights that decoding has laid side by side stay a model's own: saved, loaded, cast, copied, trained and adapted."""
+"""Models whose weights decoding has merged in memory save, load, cast, copy, train and take adapters as before."""
 
 import copy
 
@@ -45,7 +45,7 @@ def used(case, **overrides):
 
 
 def joints(model):
-    """Pairs of parameters one of which begins where the other ends."""
+    """Pairs of parameters of which one begins where the other ends."""
     ends = {p.data_ptr() + p.nbytes for p in model.parameters()}
     return sum(p.data_ptr() in ends for p in model.parameters())
 
@@ -53,7 +53,7 @@ def joints(model):
 @pytest.mark.parametrize(
     ("case", "in_layers"),
     [
-        ("delta_net", [4, 4]),  # what reads the mixer's input, o, gate and up, down
+        ("delta_net", [4, 4]),  # maps of the mixer's input, o, gate and up, down
         ("gated_deltanet", [4, 4]),
         ("kda", [6, 6]),  # and the second halves of the low-rank f and g
         ("hybrid", [4, 6]),  # two batched products of the softmax itself
@@ -190,7 +190,7 @@ def test_memory_is_let_go_with_the_last_parameter_in_it():
 
 
 class Wrapped(nn.Linear):
-    """Not exactly a linear map."""
+    """A subclass of the linear map, which is not merged."""
 
 
 def with_a_subclass(attention):
@@ -264,7 +264,7 @@ def test_a_forward_pass_replaced_after_the_merging_stays():
 
 
 class TestPieces:
-    """Whatever a merged map is called with, it gives what it would give alone."""
+    """A merged map gives the same result as alone, whatever its input."""
 
     @pytest.fixture
     def attention(self):

@@ -1,4 +1,4 @@
-"""Captured steps and our own loop with swapped and with accelerated models: the tokens of the ordinary `generate`."""
+"""Captured steps and `deltazoo.generate` give the tokens of the ordinary `generate`, swapped or accelerated."""
 
 import foreign_models
 import pytest
@@ -22,7 +22,7 @@ SWAPPED = [
     ("gpt_neox", "all"),
     ("mixtral", "1:1"),
 ]
-"""With all layers swapped, masks of the host are all that is left of softmax; windows of 5 tokens slide."""
+"""With all layers swapped, nothing is left of softmax attention but the model's masks; windows are 5 tokens long."""
 ACCELERATED = [family for family in foreign_models.FUSED if family not in SPARSE_SOFTMAX]
 
 

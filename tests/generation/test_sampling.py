@@ -1,4 +1,4 @@
-"""The filters keep what transformers' keep, and draws follow the probabilities."""
+"""Filters keep the tokens that transformers' filters keep, and draws follow the probabilities."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every family, every choice of layers, every variant: a swapped model is a whole language model."""
+"""A swapped model runs, decodes and reloads, for every family, several choices of layers and several variants."""
 
 import copy
 

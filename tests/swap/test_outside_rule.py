@@ -1,4 +1,4 @@
-"""A rule in a file outside the package, with a layer that owns a parameter, in the place of softmax attention."""
+"""Softmax attention swapped for a rule in a file outside the package, whose layer owns a parameter."""
 
 from __future__ import annotations
 

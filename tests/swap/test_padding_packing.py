@@ -17,7 +17,7 @@ def swapped(family, layers="1:1", variant="gated_deltanet"):
 
 
 def left_padded(ids, padding):
-    """`ids` [T] behind padding, with its mask and the positions of its tokens."""
+    """`ids` [T] after padding, with its mask and the positions of its tokens."""
     row = torch.cat([torch.full((padding,), VOCAB - 1), ids])[None]
     mask = (torch.arange(row.shape[1]) >= padding).long()[None]
     return row, mask, (mask.cumsum(1) - 1).clamp(min=0)

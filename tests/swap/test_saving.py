@@ -1,4 +1,4 @@
-"""Saving and loading swapped models, with any head, in any process; what their classes promise."""
+"""Saving and loading swapped models, with any head, in any process, and properties of their classes."""
 
 import copy
 import json

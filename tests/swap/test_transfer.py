@@ -1,4 +1,4 @@
-"""What a swap copies, starts, leaves alone and gives back."""
+"""What a swap copies, how the rest starts, and what unswapping restores."""
 
 import copy
 
@@ -51,7 +51,7 @@ def test_copied_weights_give_the_original_attention(family, grouped):
     layer = swapped_layers(model)[2]
     with torch.no_grad():
         actual = softmax_attention(layer.delta, x, rotary if layer.rope else None, scaling)
-    # Hosts compute norms of queries and keys, and score caps, in float32 at every dtype.
+    # Original models compute norms of queries and keys, and score caps, in float32 at every dtype.
     tolerance = 1e-9 if layer.delta.qk_norm is None and not uncapped else 1e-5
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
@@ -62,7 +62,7 @@ def test_the_rest_stays_bit_for_bit_and_unswap_restores(family):
     original.requires_grad_(False)
     slot = FAMILIES[family].attention
     first, *_ = decoder_layers_of(original, FAMILIES[family])[0].get_submodule(slot).parameters()
-    first.requires_grad_(True)  # of a swapped layer: unswapping gives it back trainable, and the others frozen
+    first.requires_grad_(True)  # of a swapped layer: unswapping returns it trainable, and the others frozen
     original.train()
     model = copy.deepcopy(original)
     deltazoo.swap_attention(model, "kda", "1:1", keep_teacher=True)
@@ -135,7 +135,7 @@ def test_gates_start_as_documented(variant):
             bare = torch.nn.functional.rms_norm(normed, (16,), eps=delta.o_norm.eps)
             gated = delta._norm_and_gate(normed, x)
             ratio = (gated / bare).flatten()
-            # Constant but for rows of length 1e-4, as the decay is: see test_dora.
+            # Constant except for rows of length 1e-4, as is the decay: see test_dora.
             torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-3, atol=0)
 
 
@@ -168,7 +168,7 @@ def test_choices_are_recorded_and_act():
         deltazoo.swap_attention(model, "gated_deltanet", **choice)
         with torch.no_grad():
             logits[name] = model(ids).logits
-    assert torch.equal(logits.pop("no conv"), logits["default"])  # an identity convolution is none
+    assert torch.equal(logits.pop("no conv"), logits["default"])  # an identity convolution changes nothing
     different = list(logits.values())
     assert all(not torch.allclose(a, b) for i, a in enumerate(different) for b in different[:i])
 
