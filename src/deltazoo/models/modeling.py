@@ -141,7 +141,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
 
         Args:
             input_ids: `[B, T]` token numbers.
-            attention_mask: `[B, past + T]`, 1 = real token; padding may lie anywhere.
+            attention_mask: `[B, past + T]`, 1 = real token; padding may be anywhere.
             position_ids: `[B, T]`, for rotary embeddings; positions that start again mark packed documents.
             past_key_values: the cache to continue; changed in place.
             inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
@@ -287,7 +287,7 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
             logits = self.lm_head(hidden_states)
         if labels is not None:
             if batch is not None and batch.packed:
-                labels = labels.masked_fill(batch.sequences.positions == 0, -100)  # type: ignore[arg-type]
+                labels = labels.masked_fill(batch.sequences.positions == 0, -100)
             targets = {"num_items_in_batch": kwargs.get("num_items_in_batch"), "shift_labels": shift_labels}
             if fused:
                 loss = loss_without_logits(self, hidden_states, labels, **targets)

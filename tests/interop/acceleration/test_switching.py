@@ -215,7 +215,7 @@ class TestErrors:
             deltazoo.restore(model)
 
     def test_a_layer_without_its_model(self, model):
-        with pytest.raises(ValueError, match="Qwen3NextGatedDeltaNet lies in no transformers model"):
+        with pytest.raises(ValueError, match="Qwen3NextGatedDeltaNet is in no transformers model"):
             deltazoo.accelerate(mixer_of(model))
 
     @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A delta-rule layer of transformers that keeps its modules and weights and computes with `deltazoo.ops`.
 
-The class of a layer becomes a subclass of its own, with another `forward`: nothing is copied, and taking the class back
-undoes it. Subclasses are found by name in this module, so that accelerated models can be pickled.
+Accelerating replaces the class of a layer by a subclass with another `forward`. Nothing is copied, and setting the
+class back undoes it. The subclasses are attributes of this module, so that accelerated models can be pickled.
 """
 
 import importlib
@@ -74,9 +74,10 @@ class AcceleratedMixer:
                 f"{type(self).__name__} was given packed documents ({', '.join(EXPLICIT_PACKING)}) that no accelerated "
                 "model around it has described: call the whole model"
             )
-        # A single token is never padding, and a mask of one column says nothing.
-        padded = attention_mask is not None and hidden_states.shape[1] > 1
-        sequences = PaddedSequences.from_mask(attention_mask) if padded else WHOLE_ROWS
+        # A single token is never padding, so a mask of one column is ignored.
+        sequences: Sequences = WHOLE_ROWS
+        if attention_mask is not None and hidden_states.shape[1] > 1:
+            sequences = PaddedSequences.from_mask(attention_mask)
         hidden_states = sequences.arrange(hidden_states)
 
         projections = self.arrangement.project(self, hidden_states)
@@ -139,14 +140,14 @@ class AcceleratedMixer:
         return fused_kernels_fit(x, state) if wanted is None else wanted
 
     def describe_rule(self: Any) -> RuleDescription:
-        """What the layer asks of the operator, for `deltazoo.report`."""
+        """How the layer calls the operator, for `deltazoo.report`."""
         return rule_of(self, self.arrangement, self.deltazoo_backend)
 
 
 def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> RuleDescription:
-    """What a layer of that arrangement, accelerated or not, asks of the operator."""
+    """How a layer of that arrangement, accelerated or not, calls the operator."""
     norm = layer.get_submodule(arrangement.norm)  # never quantised
-    # Where weights are offloaded, a hook of accelerate knows where the layer will run.
+    # If weights are offloaded, a hook of accelerate has the device on which the layer runs.
     device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)
     device = norm.weight.device if device is None else torch.device(device)
     key_dim, value_dim = _head_dims(layer)
@@ -154,13 +155,13 @@ def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> R
 
 
 def _is_plain(norm: nn.Module, original: type[nn.Module]) -> bool:
-    """Whether calling the norm does no more than the layer's model wrote: no adapter, no hook, not FLA's norm."""
+    """Whether the norm is the original model's own class, without an adapter or a hook; FLA's norm is not."""
     hooks = norm._forward_pre_hooks or norm._forward_hooks or "forward" in vars(norm)
     return not hooks and type(norm).__module__ == original.__module__
 
 
 def _head_dims(layer: Any) -> tuple[int, int]:
-    """K and V; transformers names them apart only where they may differ."""
+    """K and V; transformers has separate names only where they may differ."""
     if hasattr(layer, "head_k_dim"):
         return layer.head_k_dim, layer.head_v_dim
     return layer.head_dim, layer.head_dim
@@ -178,7 +179,7 @@ def _forget_at_starts(inputs: RuleInputs, positions: Tensor) -> RuleInputs:
 
 
 def accelerated_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The accelerated subclass of a layer class in `LAYER_ARRANGEMENTS`, always the same one."""
+    """The accelerated subclass of a layer class in `LAYER_ARRANGEMENTS`, made once."""
     name = _PREFIX + original.__name__
     if name not in globals():
         members = {"__module__": __name__, "original": original, "arrangement": arrangement_of(original)}

@@ -1,4 +1,4 @@
-"""`accelerate` and `restore`: check everything first, then give layers their accelerated class, or take it back."""
+"""`accelerate` and `restore`: check all layers, then set their accelerated class, or set the original class again."""
 
 from collections.abc import Iterator
 from types import MethodType
@@ -21,19 +21,19 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     """Run the delta-rule layers of a transformers model on `deltazoo.ops`, in place.
 
     Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
-    models of the same class are not touched. Projections and gates still run as the model's modules, so adapters and
-    quantised layers act. Besides the rule, the short convolution is ours, and with fused kernels the gated norm, unless
-    it has an adapter or hooks. Differences to the original, but for rounding:
+    models of the same class are not changed. Projections and gates still run as the model's modules, so adapters and
+    quantised layers act. We compute the rule and the short convolution, and with fused kernels the gated norm unless it
+    has an adapter or hooks. Results differ from the original by rounding, and in two respects:
 
-    * Packed documents are kept apart in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` or
+    * Packed documents are separated in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` or
       `position_ids` that start again. They fill no cache.
-    * Padding leaves no trace in other positions wherever it lies, and comes out of these layers as zeros.
+    * Padding does not influence other positions, wherever it is. Its outputs in these layers are zeros.
 
-    Call it before the model is wrapped (DDP, FSDP); adapters and hooks of accelerate may be there or come later. A
+    Call it before the model is wrapped (DDP, FSDP). Adapters and hooks of accelerate may be added before or after. A
     second call changes the backend.
 
     Args:
-        model: any transformers model, or a module that holds one.
+        model: any transformers model, or a module that contains one.
         backend: of the operator: None takes triton where it can run and chunkwise elsewhere.
         fused_kernels: Triton kernels for the convolution (of rows without padding or packing) and for the gated norm,
             as in `deltazoo.ops.fused`: True, on NVIDIA GPUs only; None, wherever they run; False, nowhere.
@@ -42,7 +42,7 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
         What `deltazoo.report(model)` says: the backend of each layer, and why.
 
     Raises:
-        ValueError: no layer that is known, or one that cannot be accelerated; the model is untouched then.
+        ValueError: no known layer, or one that cannot be accelerated; the model is unchanged then.
         NotImplementedError: the named backend, or the fused kernels, cannot run a layer.
     """
     found = [(module, known, name) for name, module in model.named_modules() if (known := _arrangement(module))]
@@ -94,13 +94,13 @@ def _known_layers() -> str:
 
 
 def _base_model(model: nn.Module, name: str) -> PreTrainedModel:
-    """The innermost transformers model around a layer: the one whose forward knows the whole batch."""
+    """The innermost transformers model around a layer: its forward pass gets the whole batch."""
     for path in _ancestors(name):
         ancestor = model.get_submodule(path)
         if isinstance(ancestor, PreTrainedModel):
             return ancestor
     raise ValueError(
-        f"{name or type(model).__name__} lies in no transformers model: accelerate the model that holds it"
+        f"{name or type(model).__name__} is in no transformers model: accelerate the model that contains it"
     )
 
 
@@ -142,7 +142,7 @@ def _resolve(rule: RuleDescription, backend: str | None) -> tuple[str, str]:
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Change the class of a module, and of the methods that hooks of accelerate keep of it."""
+    """Change the class of a module, and the bound methods that hooks of accelerate keep."""
     kept = [key for key in ("forward", "_old_forward") if _is_own_forward(module, module.__dict__.get(key))]
     module.__class__ = cls
     for key in kept:
