@@ -9,6 +9,7 @@ import copy
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,8 +48,8 @@ def compare(families, device):
 def test_interpreted(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    here = os.path.dirname(__file__)
-    run_python(CHILD, here, os.path.dirname(here), FUSED[0], FUSED[-1])
+    here = Path(__file__).parent
+    run_python(CHILD, str(here), str(here.parents[1]), FUSED[0], FUSED[-1])
 
 
 @pytest.mark.gpu
