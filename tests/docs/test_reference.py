@@ -1,4 +1,4 @@
-"""The reference pages name things that exist, and every name in `deltazoo.__all__` is on one of them."""
+"""The reference pages name things that exist; every public name and every page is listed; versions agree."""
 
 from __future__ import annotations
 
@@ -31,3 +31,9 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
     assert not [page for page in pages if f": {page}\n" not in navigation]
+
+
+def test_the_pages_name_this_version() -> None:
+    for page in (ROOT / "docs" / "install.md", ROOT / "CONTRIBUTING.md"):
+        wheels = re.findall(r"deltazoo-([\d.]+)-py3", page.read_text(encoding="utf-8"))
+        assert set(wheels) == {deltazoo.__version__}
