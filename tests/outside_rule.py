@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltazoo import spec
-from deltazoo.rule_files import load_rule_file
+from deltazoo.workbench.rule_files import load_rule_file
 
 RULES = Path(__file__).parent / "rules"
 

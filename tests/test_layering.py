@@ -20,7 +20,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": set(),
     "ops": {"runtime"},
     "spec": {"runtime", "ops"},
-    "rule_files": {"spec"},
     "layers": {"runtime", "ops", "spec"},
     "variants": {"runtime", "ops", "spec", "layers"},
     "_auto_registration": {"spec"},

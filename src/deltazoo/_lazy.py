@@ -1,4 +1,4 @@
-"""Names of a package that are imported from their modules when they are first asked for."""
+"""Public names of a package that are imported from their modules on first access."""
 
 import importlib
 import sys
@@ -14,7 +14,7 @@ def lazy_names(
     Args:
         package: the package's `__name__`.
         modules: module of the package -> the public names that it defines.
-        subpackages: what is an attribute of the package without an import of its own.
+        subpackages: subpackages that are attributes of the package without having been imported.
     """
     module_of = {name: module for module, names in modules.items() for name in names}
 
@@ -25,7 +25,7 @@ def lazy_names(
             value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        setattr(sys.modules[package], name, value)  # the next access does not come here
+        setattr(sys.modules[package], name, value)  # the next access does not call this function
         return value
 
     return __getattr__

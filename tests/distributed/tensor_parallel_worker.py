@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import OPTIONS, VOCAB, tiny_model
 
 from deltazoo.models import DeltaRuleForCausalLM
-from deltazoo.rule_files import load_rule_file
+from deltazoo.workbench.rule_files import load_rule_file
 
 # float64, so that what remains is an error and not rounding; a vocabulary that two processes can share evenly.
 DTYPE, EVEN_VOCABULARY = torch.float64, VOCAB + 1

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from outside_rule import RULES, forget_rules
 
-from deltazoo.rule_files import load_rule_file
 from deltazoo.workbench.check import CHECKS, check_rule
 from deltazoo.workbench.cli import main
+from deltazoo.workbench.rule_files import load_rule_file
 
 # File -> the checks that must fail, and words from the message of the first.
 WRONG = {

@@ -10,9 +10,9 @@ from outside_rule import RULES, forget_rules
 from tiny_runs import run_config, write_text_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deltazoo.rule_files import load_rule_file
 from deltazoo.workbench.cli import main
 from deltazoo.workbench.lab.lab_records import read_records
+from deltazoo.workbench.rule_files import load_rule_file
 from deltazoo.workbench.train import save_config
 from deltazoo.workbench.train.config import TokenizerConfig
 from deltazoo.workbench.train.tokenizer import build_tokenizer

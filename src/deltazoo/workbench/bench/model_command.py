@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.rule_files import LoadOption
 from deltazoo.workbench.bench.arguments import choices, fail
+from deltazoo.workbench.rule_files import LoadOption
 
 __all__ = ["model"]
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from deltazoo.rule_files import load_rule_file
 from deltazoo.workbench.lab.claims import Claim, Scores, verdict_of
 from deltazoo.workbench.lab.configurations import label_of, parse_configuration
 from deltazoo.workbench.lab.experiment import Experiment, Run
 from deltazoo.workbench.lab.fitting import Outcome, run_configuration
 from deltazoo.workbench.lab.lab_records import Record, ResultFile
+from deltazoo.workbench.rule_files import load_rule_file
 
 __all__ = ["Plan", "run_suite"]
 

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from deltazoo.rule_files import LoadOption, load_rule_file
+from deltazoo.workbench.rule_files import LoadOption, load_rule_file
 
 
 def register(app: typer.Typer) -> None:

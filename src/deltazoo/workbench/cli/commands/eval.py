@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deltazoo.rule_files import LoadOption
+from deltazoo.workbench.rule_files import LoadOption
 
 _EXAMPLE = (
     "Examples: [bold]deltazoo eval runs/quickstart[/], "

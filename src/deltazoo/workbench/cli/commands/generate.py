@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deltazoo.rule_files import LoadOption
+from deltazoo.workbench.rule_files import LoadOption
 
 _EXAMPLE = 'Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]'
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.rule_files import LoadOption, load_rule_file
+from deltazoo.workbench.rule_files import LoadOption, load_rule_file
 
 _EXAMPLE = (
     "Examples: [bold]deltazoo lab[/] (three minutes on two CPU cores), "

@@ -4,7 +4,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deltazoo.rule_files import LoadOption
+from deltazoo.workbench.rule_files import LoadOption
 
 
 def register(app: typer.Typer) -> None:

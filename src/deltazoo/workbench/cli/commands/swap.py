@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deltazoo.rule_files import LoadOption
+from deltazoo.workbench.rule_files import LoadOption
 
 _EXAMPLE = (
     "Examples: [bold]deltazoo swap my_llama --variant kda --layers 3:1 --dry-run[/], "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deltazoo.rule_files import LoadOption
+from deltazoo.workbench.rule_files import LoadOption
 
 if TYPE_CHECKING:
     from deltazoo.workbench.train import RunConfig, TrainingResult

@@ -1,4 +1,4 @@
-"""Python files of users that register rules, or tasks of the lab: what `--load` names on the command line."""
+"""Loading a user's Python file that registers rules or lab tasks: the option `--load` of the command line."""
 
 import importlib.util
 import sys
@@ -14,15 +14,15 @@ __all__ = ["LoadOption", "load_rule_file"]
 
 
 def load_rule_file(path: str | Path) -> list[str]:
-    """Run a Python file that registers something, once per process.
+    """Import a Python file that registers something, once per process.
 
-    The module is known under the file's name, as after `import my_rule`: models record that name.
+    The module has the file's name, as after `import my_rule`. Models record that name.
 
     Args:
         path: of the file.
 
     Returns:
-        The names of the variants it registered.
+        The names of the variants that it registered.
 
     Raises:
         ValueError: no such file, a name that another module has, or an error in the file, with its line. Variants that
@@ -43,7 +43,7 @@ def load_rule_file(path: str | Path) -> list[str]:
     if specification is None or specification.loader is None:
         raise ValueError(f"{path} is no Python file: its name must end in .py")
     module = importlib.util.module_from_spec(specification)
-    # Known by name before it runs: what it defines has to be found again when it is sent to another process.
+    # Registered before it runs: other processes find its definitions by the module's name.
     sys.modules[name] = module
     try:
         with spec.forgotten_on_error():
@@ -59,7 +59,7 @@ def load_rule_file(path: str | Path) -> list[str]:
 
 
 def _importable_elsewhere(name: str, path: Path) -> bool:
-    """Whether `import name` means another file: it would find this one instead from then on."""
+    """Whether `import name` would import another file, which this one would hide."""
     found = importlib.util.find_spec(name)
     return found is not None and found.origin != str(path)
 
@@ -78,4 +78,4 @@ LoadOption = Annotated[
     list[Path] | None,
     typer.Option("--load", help="Python file that registers a rule; may be repeated.", callback=_load_all),
 ]
-"""The option of every command that takes the name of a rule. The files are loaded while arguments are read."""
+"""The option of every command that accepts the name of a rule. The files are loaded while arguments are parsed."""
