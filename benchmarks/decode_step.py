@@ -1,4 +1,4 @@
-"""Which tile decodes fastest: every configuration of the Triton decode kernel, for several batch sizes and head sizes.
+"""Times of every tile of the Triton decode kernel, for several batch sizes and head sizes.
 
     python benchmarks/decode_step.py decode.json [--batches 1 8 64 256 --heads 16 --sizes 128 64 256 --seconds 50]
 
@@ -138,7 +138,7 @@ def compiled_resources() -> dict[str, int]:
 
 
 def host_microseconds(call: Callable[[], object], calls: int = 300) -> float:
-    """What one eager call costs the host, the device being faster than that."""
+    """CPU time of one eager call, on a GPU that is faster than that."""
     times = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -150,7 +150,7 @@ def host_microseconds(call: Callable[[], object], calls: int = 300) -> float:
 
 
 class Report:
-    """Rows as they come: printed, and kept in the file after every one, whatever happens later."""
+    """Measured rows: each is printed and written to the file at once, so that a later failure loses nothing."""
 
     def __init__(self, path: Path, seconds: float) -> None:
         self.path = path
@@ -198,13 +198,13 @@ def time_tile(B: int, H: int, K: int, tile: Tile, decay: str = "scalar", beta: b
 
 
 def time_copy(B: int, H: int, K: int) -> dict[str, float]:
-    """The yardstick: the same bytes read and written by torch's own copy."""
+    """For comparison: the same bytes read and written by torch's own copy."""
     states = ring_of_states(B, H, K, K)
     return time_steps(torch.empty_like(states[0]).copy_, states)
 
 
 def time_functional(B: int, H: int, K: int) -> dict[str, float]:
-    """The public form, which leaves the state alone and writes the new one elsewhere."""
+    """The form that writes the new state to a tensor of its own."""
     inputs = make_inputs(B, H, K, K)
     step = functools.partial(decode.recurrent_step, **inputs, scale=SCALE)
     return time_steps(lambda state: step(state=state), ring_of_states(B, H, K, K))

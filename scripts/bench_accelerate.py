@@ -1,13 +1,13 @@
 """Tokens per second of transformers' delta-rule models before and after `deltazoo.accelerate`.
 
     python scripts/bench_accelerate.py                          # real widths, on a GPU
-    python scripts/bench_accelerate.py --device cpu --small     # a try-out anywhere
+    python scripts/bench_accelerate.py --device cpu --small     # a quick try on a CPU
 
 Four layers of each model (three of delta rule and one of softmax attention) with the widths of its configuration's
 defaults, random weights, dense MLPs in place of experts, and a small vocabulary, so that neither routing nor the head
 hides the layers. Measured in eager mode, before and after in turns: a prompt (forward into a new cache), training
 (forward and backward), training on packed documents (transformers' own torch code cannot do that, so there is no
-"before"), and one-token steps behind a prompt. Writes a JSON file with the machine, the versions and the commit, after
+"before"), and one-token steps after a prompt. Writes a JSON file with the machine, the versions and the commit, after
 every family, and prints its table.
 """
 
@@ -63,12 +63,12 @@ PHASES = ["prompt", "training", "packed training", "step"]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
-    parser.add_argument("--small", action="store_true", help="narrow models, for a try-out")
+    parser.add_argument("--small", action="store_true", help="narrow models, for a quick try")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--plain", action="store_true", help="accelerate(model, fused_kernels=False)")
     parser.add_argument("--batch", type=int, default=1, help="rows (default: 1)")
     parser.add_argument("--tokens", type=int, help="tokens per row (default: 4096, small: 512)")
-    parser.add_argument("--commit", help="recorded in the file where git is not at hand")
+    parser.add_argument("--commit", help="of the code; read from git unless given")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/accelerate_DEVICE[_small][_plain].json")
     args = parser.parse_args()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
@@ -109,7 +109,7 @@ def measure_family(
     with device:  # initialising half a billion weights takes a CPU most of a minute
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     ids = torch.randint(3, config.vocab_size, (batch, tokens), device=device)
-    watch = timer_for(str(device))
+    timer = timer_for(str(device))
     sizes = {"model": config.model_type, "hidden_size": config.hidden_size, "batch": batch, "tokens": tokens}
     sizes |= {"parameters": sum(p.numel() for p in model.parameters()), "dtype": str(dtype).removeprefix("torch.")}
 
@@ -118,22 +118,22 @@ def measure_family(
     report = deltazoo.accelerate(model, fused_kernels=fused_kernels)
     for _ in range(ROUNDS):  # in turns, so that a slow minute of the machine slows both
         deltazoo.restore(model)
-        measure(model, ids, watch, results, "before")
+        measure(model, ids, timer, results, "before")
         deltazoo.accelerate(model, fused_kernels=fused_kernels)
-        measure(model, ids, watch, results, "after")
+        measure(model, ids, timer, results, "after")
     return [
         {**sizes, "phase": phase, "backend": report.layers[0].backend, **{k: summary(v) for k, v in result.items()}}
         for phase, result in results.items()
     ]
 
 
-def measure(model: Any, ids: torch.Tensor, watch: Timer, results: dict[str, dict[str, list]], when: str) -> None:
+def measure(model: Any, ids: torch.Tensor, timer: Timer, results: dict[str, dict[str, list]], when: str) -> None:
     """Add one sample per phase: tokens per second and peak memory, or why there is none."""
     for phase, call, tokens in calls(model, ids, packed=when == "after"):
         try:
-            sample = {"tokens_per_s": 1000 * tokens / watch.milliseconds(call).median}
+            sample = {"tokens_per_s": 1000 * tokens / timer.milliseconds(call).median}
             if ids.is_cuda:
-                sample["peak_mib"] = watch.peak_mib(call)
+                sample["peak_mib"] = timer.peak_mib(call)
         except torch.OutOfMemoryError as error:
             model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What each precision of the operator costs and gains: errors on repeated keys, and times side by side. Needs a GPU.
+"""Errors on repeated keys and times of each precision of the operator. Needs a GPU.
 
     python scripts/measure_precision.py --out benchmarks/results/precision_h200.json --commit $(git rev-parse HEAD)
 
@@ -109,7 +109,8 @@ def results(x: Inputs, dtype: torch.dtype | None = None, **options: Any) -> dict
 
 
 def plain_torch(x: Inputs) -> dict[str, Tensor]:
-    """As `results`, by the chunk form in torch with rounded operands; a mode does not reach into torch's operators."""
+    """As `results`, by the chunk form in torch with rounded operands."""
+    # Called below the registered operator, inside which a function mode has no effect.
     forward, backward = (getattr(sys.modules["deltazoo.ops.chunkwise"], n)._init_fn for n in ("_forward", "_backward"))
     arguments = (x.q, x.k, x.v, x.beta, x.log_decay, x.k.shape[-1] ** -0.5, None, None)
     with torch.no_grad(), RoundedProducts(x.k.dtype):
@@ -180,7 +181,7 @@ def timed_inputs(op: str, shape: Shape, beta: float | None) -> Inputs:
 
 
 def calls_of(op: str, x: Inputs, precision: str | None) -> dict[str, Callable[[], object]]:
-    """A forward call without gradients, and a training step's share: forward and all gradients."""
+    """A forward call without gradients, and one with all gradients."""
 
     def output() -> Tensor:
         return delta_rule(x.q, x.k, x.v, x.beta, x.log_decay, backend="triton", precision=precision).output
@@ -220,7 +221,7 @@ def measure_times(op: str, shape: Shape, beta: float | None, rounds: int) -> lis
 
 
 def measure_memory(op: str, shape: Shape) -> list[dict[str, Any]]:
-    """Peak of forward and backward above the inputs, and what the forward pass leaves for the backward pass."""
+    """Peak memory of forward and backward above the inputs, and memory kept between the two."""
     x, rows = timed_inputs(op, shape, None), []
     for name, precision in PRECISIONS.items():
         call = calls_of(op, x, precision)["forward+backward"]
@@ -234,7 +235,7 @@ def measure_memory(op: str, shape: Shape) -> list[dict[str, Any]]:
 
 
 def compile_kernels(op: str, precision: str, rows: str) -> None:
-    """Runs what the measurements run, on short sequences, so that its kernels are in Triton's cache."""
+    """Run the measured calls on short sequences, so that their kernels are in Triton's cache."""
     shape = Shape(8, 128, 16, 128, 128) if rows == "many" else Shape(1, 16384, 16, 128, 128)
     for dtype in DTYPES.values():
         x = make_inputs(shape, op, OPS[op], device="cuda", dtype=dtype)

@@ -69,7 +69,7 @@ def collect(paths: Iterable[Path]) -> tuple[Run, list[Bar]]:
 def draw(path: Path, run: Run, bars: list[Bar]) -> Path:
     """Time and memory side by side, the rules one below the other."""
     figure, axes = new_figure(2, width=10, height=4.4)
-    positions, middles = place(bars)
+    positions, middles = arrange(bars)
     for axis, (measure, (title, unit)) in zip(axes, PANELS.items(), strict=True):
         draw_panel(axis, positions, bars, measure, f"fails with Triton {run.triton}")
         axis.set_title(f"{title}, {unit}", loc="left", fontsize=13)
@@ -85,7 +85,7 @@ def draw(path: Path, run: Run, bars: list[Bar]) -> Path:
     return save_figure(figure, path, dpi=160)
 
 
-def place(bars: list[Bar]) -> tuple[list[float], dict[str, float]]:
+def arrange(bars: list[Bar]) -> tuple[list[float], dict[str, float]]:
     """Height of every bar from above, with a gap between rules; and of the middle of every rule."""
     positions: list[float] = []
     of_rule: dict[str, list[float]] = {}

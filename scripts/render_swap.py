@@ -2,7 +2,7 @@
 
     python scripts/render_swap.py
 
-The part lies between two marked lines of the page; the rest of the page is left alone.
+The part stands between two marked lines of the page; the rest of the page stays as it is.
 """
 
 import json

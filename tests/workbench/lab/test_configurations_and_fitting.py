@@ -170,9 +170,9 @@ def test_configurations_of_one_seed_see_the_same_data(monkeypatch: pytest.Monkey
         inputs: list[torch.Tensor] = []
         original = LabModel.forward
 
-        def forward(self, tokens, places, inputs=inputs, original=original):
+        def forward(self, tokens, positions, inputs=inputs, original=original):
             inputs.append(tokens)
-            return original(self, tokens, places)
+            return original(self, tokens, positions)
 
         monkeypatch.setattr(LabModel, "forward", forward)
         run_configuration(PARITY, parse_configuration(configuration), TINY, seed=3)

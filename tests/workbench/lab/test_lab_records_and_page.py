@@ -1,4 +1,4 @@
-"""Results that survive a kill and refuse strangers; gates; the page; the command line."""
+"""Result files that survive a killed run and refuse other code; gates; the page; the command line."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_worker_processes_give_the_same_numbers(tmp_path: Path) -> None:
     assert {key: r.scores for key, r in spread.records.items()} == {key: r.scores for key, r in inline.records.items()}
 
 
-def test_workers_are_dealt_out_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert Plan(device="cuda", workers=4).devices() == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
     assert Plan(device="cuda", workers=0).devices() == ["cuda:0"]

@@ -1,6 +1,6 @@
-"""The wait before the first training step, and whether other sizes compile again: measured in fresh processes.
+"""Time of the first training step in a fresh process, and the kernels that it and other sizes compile.
 
-The kernel cache of the processes is a directory of their own (`TRITON_CACHE_DIR`); compiled kernels are counted there.
+The processes use a kernel cache of their own (`TRITON_CACHE_DIR`); compiled kernels are counted there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from deltazoo.workbench.bench.timing import timer_for
 __all__ = ["cold_start_rows"]
 
 FIRST = Shape(2, 2048, 16, 128, 128)
+_TIMEOUT_S = 300
 
 
 def _other_sizes(first: Shape) -> list[Shape]:
@@ -45,17 +46,15 @@ def _other_sizes(first: Shape) -> list[Shape]:
     return [replace(first, B=B, T=T, H=H) for B, T, H in sizes]
 
 
-def cold_start_rows(
-    op: str, *, backend: str, device: str, first: Shape = FIRST, timeout_s: float = 300
-) -> list[OperatorRow]:
-    """First-call seconds with an empty and with a filled kernel cache, and the kernels compiled on the way."""
+def cold_start_rows(op: str, *, backend: str, device: str, first: Shape = FIRST) -> list[OperatorRow]:
+    """First-call seconds with an empty and with a filled kernel cache, and the kernels that were compiled."""
     gates = "medium" if "medium" in gates_of(op) else "none"
     row = OperatorRow(str(first), op, gates, our_label(backend, None), measure="cold_first_call_s")
     measures = ("cold_first_call_s", "kernels", "new_kernels", "warm_first_call_s")
     with tempfile.TemporaryDirectory() as cache:
         try:
-            cold = _fresh_process(op, gates, backend, device, str(first), cache, timeout_s)
-            warm = _fresh_process(op, gates, backend, device, str(first), cache, timeout_s)
+            cold = _fresh_process(op, gates, backend, device, str(first), cache)
+            warm = _fresh_process(op, gates, backend, device, str(first), cache)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             return [replace(row, measure=measure).failed(error) for measure in measures]
     values = (cold["seconds"], sum(cold["kernels"].values()), sum(cold["new_kernels"].values()), warm["seconds"])
@@ -71,13 +70,13 @@ def _names(kernels: dict[str, int]) -> str | None:
 
 
 def _fresh_process(*arguments: Any) -> dict[str, Any]:
-    *options, cache, timeout_s = arguments
+    *options, cache = arguments
     done = subprocess.run(
         [sys.executable, "-m", "deltazoo.workbench.bench.cold_start", *options],
         env={**os.environ, "TRITON_CACHE_DIR": cache},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=_TIMEOUT_S,
         check=False,
     )
     if done.returncode != 0:

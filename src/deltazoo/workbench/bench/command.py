@@ -133,14 +133,12 @@ def ops(
     except ValueError as error:
         fail(error)
 
-    from deltazoo.workbench.bench.operator_candidates import installed_peers, our_options
+    from deltazoo.workbench.bench.operator_candidates import installed_peers
     from deltazoo.workbench.bench.operator_suite import DeviceLost, Plan, bench_ops
     from deltazoo.workbench.bench.warm_up import warm_up_commands, warm_up_peers
 
     try:
         plan = Plan(**chosen, ours=ours, device=device, warm_up_only=warm_up_only)
-        for one in plan.precisions:
-            our_options(plan.backend, one)
         if warm_up_jobs and not resume:
             commands = warm_up_commands(plan.shapes, plan.ops, installed_peers(plan.peers)[0], device)
             warm_up_peers(commands, warm_up_jobs, report=typer.echo)
@@ -153,13 +151,13 @@ def ops(
         fail(error)
     failed = [row for row in results.rows.values() if row.error is not None]
     typer.echo(f"{len(results.rows)} rows, {len(failed)} of them failures" + ("" if warm_up_only else f", in {out}"))
-    # Failures of an earlier run are this one's only if it goes on with that.
+    # With --resume this run continues an earlier one, so failures of that one count too.
     if failed if resume else any(row.run == list(results.runs)[-1] for row in failed):
         raise typer.Exit(1)
 
 
 def _possible_on_a_cpu(groups: list[str], peers: list[str], backend: str | None) -> tuple[list[str], list[str]]:
-    """What of the measures and the peers a CPU can run; says what is left out.
+    """The measures and peers that a CPU can run; prints what is left out.
 
     Raises:
         ValueError: nothing is left, or the backend cannot run there.

@@ -1,4 +1,4 @@
-"""Random inputs of the timed calls. What a layer does before the operator (norms, gates) stays outside the timing."""
+"""Random inputs of the timed calls; what a layer does before the operator (norms, gates) is not timed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Inputs", "make_inputs"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call's arguments and the gradient that comes back to it; see `delta_rule` for the shapes."""
+    """Arguments of one call and the gradient of its output; see `delta_rule` for the shapes."""
 
     q: Tensor
     k: Tensor
@@ -26,19 +26,17 @@ class Inputs:
     d_output: Tensor
 
     def leaves(self, op: str) -> list[Tensor]:
-        """The tensors that want a gradient."""
+        """The tensors that need a gradient."""
         if op == "softmax":
             return [self.q, self.k, self.v]
         leaves = [self.q, self.k, self.v, self.beta]
         return leaves if self.log_decay is None else [*leaves, self.log_decay]
 
 
-def make_inputs(
-    shape: Shape, op: str, gates: str, *, device: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0
-) -> Inputs:
+def make_inputs(shape: Shape, op: str, gates: str, *, device: str, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """Unit-length q and k, normal v, float32 beta = sigmoid(normal) and float32 gates of the wanted strength."""
     B, T, H, K, V = shape.B, shape.T, shape.H, shape.K, shape.V
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device)

@@ -9,8 +9,8 @@ Per token and head, with 64-token chunks, 16-bit q, k, v and o, float32 beta and
 per multiply-add, with k = C C K, v = C C V, s = C K V:
 
     forward   KK^T, QK^T (k); A X, P U (v); K S, Q S, K^T U (s); the inverse C^3 / 2:   2k + 2v + 3s + C^3 / 2
-    backward  states redone (K S, A X, K^T U), reverse scan (P^T dO, A^T dU, K dS, Q^T dO, K^T Z), then dP, dL, dq, dk
-              from chunk-local and state products with N redone:                        5k + 5v + 8s
+    backward  states recomputed (K S, A X, K^T U), reverse scan (P^T dO, A^T dU, K dS, Q^T dO, K^T Z), then dP, dL,
+              dq, dk from chunk-local and state products with N recomputed:                 5k + 5v + 8s
 
 At K = V = 128 that is 168 and 426 thousand operations per token and head.
 """

@@ -1,4 +1,4 @@
-"""The models that are timed: ours, and peers of the same size in the same process."""
+"""Models that are timed: ours, and peers of the same size in the same process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Candidate:
 
 
 def candidates(size: Size, mixers: list[str], peers: list[str], device: str) -> tuple[list[Candidate], dict[str, str]]:
-    """Who takes part, and why the missing peers do not.
+    """The models to time, and the reason why each missing peer is missing.
 
     Raises:
         ValueError: an unknown mixer or peer.

@@ -1,4 +1,4 @@
-"""Decoding speed of a whole model: new tokens per second against the batch, one token against the context."""
+"""Decoding speed of a whole model: new tokens per second by batch size, and one more token by context length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PIECE = 8192
 
 
 def decoding_ways(library: str, wanted: list[str]) -> list[str]:
-    """Those of the ways that a library's models have."""
+    """The wanted ways that a library's models have."""
     return [way for way in wanted if way in _WAYS_OF.get(library, ("generate",))]
 
 
@@ -90,7 +90,7 @@ def _decoder(model: Any, row: ModelRow, new_tokens: int) -> Decoder:
 
 
 def _plain_steps(model: Any, ids: Tensor, new_tokens: int) -> Iterator[Tensor]:
-    """Greedy tokens of any causal model, prompt in pieces, with the cache that it makes itself."""
+    """Greedy tokens of any causal model, with the prompt in pieces and the model's own cache."""
     cache = None
     for piece in ids.split(_PIECE, dim=1):
         output = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -1,4 +1,4 @@
-"""What `deltazoo bench model` measures, in order, writing every row as soon as it is there."""
+"""The measurements of `deltazoo bench model`, in order; every row is written as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def bench_models(
 def _measurements(
     plan: ModelPlan, candidate: Candidate, dtype: str
 ) -> Iterator[tuple[ModelRow, Callable[[ModelRow], Iterator[ModelRow]], str]]:
-    """Every setting of one candidate: its row without a number, what measures it, and the number that comes first."""
+    """Every setting of one candidate: its row without a number, what measures it, and the first measure."""
     row = ModelRow(plan.size, candidate.model, candidate.library, "eager", dtype, 0, 0, measure="train_tok_s")
     weights = torch.float32 if dtype == AUTOCAST else getattr(torch, dtype)
     options: dict[str, Any] = {"device": plan.device, "dtype": weights}

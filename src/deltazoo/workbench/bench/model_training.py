@@ -58,7 +58,7 @@ PARTS = {
 """Kinds of work by words in the names of kernels (on a CPU: of operators); the first match counts."""
 
 _OTHER = "elementwise and other"
-_SPAN = "Optimizer."  # beside a GPU's kernels the profiler puts the span of those that the optimizer launched
+_SPAN = "Optimizer."  # the profiler also lists the optimizer's whole span, beside its kernels
 
 
 def training_rows(
@@ -72,7 +72,7 @@ def training_rows(
         torch.cuda.reset_peak_memory_stats()
     seconds = Spread.of([step.seconds() for _ in range(steps)])
     tokens = row.batch * row.tokens
-    # A slow step is a low speed: the percentiles change places.
+    # A slow step is a low speed: the percentiles are exchanged.
     speed = Spread(tokens / seconds.median, tokens / seconds.high, tokens / seconds.low, seconds.count)
     yield row.about("train_tok_s").measured(speed)
     if step.on_gpu:
@@ -88,7 +88,7 @@ def profile_rows(build: Callable[[], Any], row: ModelRow, *, device: str, dtype:
     with profile(activities=activities) as recorded:
         step.seconds()
     spent: dict[str, float] = {}
-    where = DeviceType.CUDA if step.on_gpu else DeviceType.CPU  # a GPU's time also stands beside what launched it
+    where = DeviceType.CUDA if step.on_gpu else DeviceType.CPU  # events of launches repeat the GPU's time
     for event in recorded.key_averages():
         if event.device_type != where or (step.on_gpu and event.key.startswith(_SPAN)):
             continue
@@ -111,7 +111,7 @@ def kept_rows(build: Callable[[], Any], row: ModelRow, *, device: str, dtype: to
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             loss = step.loss()
         kept = sum(event.self_cpu_memory_usage for event in recorded.key_averages())
-    loss.backward()  # only now may what it needs be let go
+    loss.backward()  # keeps what the backward pass needs alive until here
     yield row.about("kept_kib").measured(kept / (row.batch * row.tokens) / 1024)
 
 

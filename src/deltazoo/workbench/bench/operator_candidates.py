@@ -1,9 +1,8 @@
-"""Who is timed: our operator, flash-linear-attention where it is installed, and causal softmax attention."""
+"""Implementations that are timed: our operator, flash-linear-attention where installed, and softmax attention."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -48,33 +47,30 @@ def installed_peers(names: list[str]) -> tuple[list[str], dict[str, str]]:
         if name.startswith("fla"):
             try:
                 importlib.import_module("fla.ops.delta_rule")
-            except Exception as error:  # a broken install raises whatever it likes
+            except Exception as error:  # a broken installation may raise anything
                 missing[name] = f"{type(error).__name__}: {error}"
     return [name for name in names if name not in missing], missing
 
 
 def our_label(backend: str, precision: str | None) -> str:
-    """How our rows are called: `deltazoo` for the default GPU path, otherwise with what differs from it."""
+    """The name of our rows: `deltazoo` for the default on a GPU, otherwise with what differs from it."""
     parts = ["deltazoo", *([] if backend == "triton" else [backend]), *([precision] if precision else [])]
     return " ".join(parts)
 
 
 def candidates_for(op: str, *, backend: str, precisions: list[str | None], peers: list[str]) -> list[Candidate]:
-    """Everybody who can run an operator, ours first.
+    """The implementations of an operator, ours first.
 
     Args:
         op: one of `OPS`.
         backend: the backend of our rows.
-        precisions: values of `delta_rule(precision=...)`, one candidate each; None leaves the argument out.
+        precisions: values of `delta_rule(precision=...)`, one candidate each.
         peers: names out of `PEERS`; those that have no such operator are left out.
-
-    Raises:
-        ValueError: a precision is asked for and `delta_rule` has no such argument.
     """
     if op == "softmax":
         return [Candidate("sdpa", op, _sdpa)] if "sdpa" in peers else []
     found = [
-        Candidate(our_label(backend, precision), op, partial(_ours, options=our_options(backend, precision)))
+        Candidate(our_label(backend, precision), op, partial(_ours, options=_our_options(backend, precision)))
         for precision in precisions
     ]
     for peer in peers:
@@ -98,12 +94,8 @@ def step_candidates(op: str, *, backend: str | None, peers: list[str]) -> dict[s
     return steps
 
 
-def our_options(backend: str, precision: str | None) -> dict[str, Any]:
+def _our_options(backend: str, precision: str | None) -> dict[str, Any]:
     """Keyword arguments of `delta_rule` for a backend and precision."""
-    if precision is None:
-        return {"backend": backend}
-    if "precision" not in inspect.signature(delta_rule).parameters:
-        raise ValueError(f"precision {precision!r} was asked for, but delta_rule has one precision only")
     return {"backend": backend, "precision": precision}
 
 

@@ -1,4 +1,4 @@
-"""Decoding speed: one token against a float32 state; a CUDA graph of many such steps, each with its own state."""
+"""Decoding speed of the operators: a CUDA graph of many one-token steps, each with a float32 state of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STEPS = 16
 def decoding_rows(op: str, *, backend: str | None, peers: list[str], device: str, timer: Timer) -> list[OperatorRow]:
     """`step_us` and `step_tb_s` of every library for a full and a single-sequence batch, with medium gates.
 
-    Ours takes part only if a backend is given.
+    Our operator is measured only if a backend is given.
     """
     gates = "medium" if "medium" in gates_of(op) else "none"
     rows = []

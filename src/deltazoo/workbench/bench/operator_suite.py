@@ -45,15 +45,15 @@ class Plan:
     warm_up_only: bool = False
 
     def candidates(self) -> Iterator[tuple[Shape, str, str, Candidate]]:
-        """Shape by shape, so that rivals are timed next to each other."""
+        """Shape by shape, so that implementations of one operator are timed one after the other."""
         for shape in self.shapes:
             for op in self.ops:
-                rivals = candidates_for(
+                found = candidates_for(
                     op, backend=self.backend, precisions=self.precisions if self.ours else [], peers=self.peers
                 )
                 for gates in gates_of(op):
                     if gates == "none" or gates in self.gates:
-                        for candidate in rivals:
+                        for candidate in found:
                             yield shape, op, gates, candidate
 
 
@@ -74,7 +74,7 @@ def bench_ops(
         out: the JSON result file.
         commit, command: for the record; see `describe_run`.
         resume: leave out candidates that have rows in `out`, those that failed too.
-        timer: the clock, chosen by device unless given.
+        timer: chosen by device unless given.
         report: receives one line per candidate.
 
     Returns:
@@ -161,10 +161,11 @@ def _candidate_rows(
     def record_pass(
         first_call: str, call: Callable[[], object], measures: dict[str, Callable[[], Spread | float]]
     ) -> None:
-        # A peer may run forward and refuse to train: each pass stands on its own, and a refusal shows in every measure.
-        refusal = record(first_call, lambda: _seconds(call, timer)) if measures else None
+        # A peer may run forward and fail to train, so each pass is measured separately. If its first call fails, all
+        # its measures do.
+        failure = record(first_call, lambda: _seconds(call, timer)) if measures else None
         for measure, measurement in measures.items():
-            if refusal is not None:
+            if failure is not None:
                 rows.append(replace(rows[-1], measure=measure))
             elif not plan.warm_up_only:
                 record(measure, measurement)

@@ -1,10 +1,10 @@
-"""Are the kernels right on this machine? A short comparison of a backend with the chunk form in float64.
+"""Comparison of a backend's kernels with the chunk form in float64, on this machine.
 
-Compilers have produced wrong code for kernels of this kind, silently and only on some GPUs. Such code is wrong by far
-more than rounding, so the bounds here are generous: a few rounding errors of the input type, and 0.05 where one key
-comes back over and over with a step size near 2, which amplifies rounding in any chunk form. Every configuration is
-also run twice and must give the same bits, because a race gives itself away that way. Groups of cases run in processes
-of their own: they compile side by side, and a kernel that breaks its process leaves the others alone.
+Compilers have produced wrong code for kernels of this kind, without an error and only on some GPUs. Such code is wrong
+by much more than rounding, so the bounds here are generous: a few rounding errors of the input type, and 0.05 where one
+key repeats with a step size near 2, which amplifies rounding in any chunk form. Every case also runs twice and must
+give the same bits, because a race between threads shows as different bits. Groups of cases run in processes of their
+own: they compile side by side, and a kernel that breaks its process does not stop the others.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Verdict:
 
 
 def cases() -> list[Case]:
-    """Every decay kind, head size, type and launch layout that has kernels of its own, on easy and hard inputs."""
+    """Every kind of decay, head size, dtype and way of launching that has its own kernels, on easy and hard inputs."""
     found: list[Case] = []
     for decay in ("none", "scalar", "channel"):
         plain = Case(decay, 128, 128)
@@ -130,7 +130,7 @@ def cases() -> list[Case]:
 def run_selfcheck(
     *, backend: str, device: str, jobs: int, selected: list[Case] | None = None, report: Callable[[Verdict], None]
 ) -> list[Verdict]:
-    """Checks every case and reports each verdict as it comes.
+    """Check every case and report each verdict.
 
     Args:
         backend, device: what to check, and where.
@@ -262,7 +262,7 @@ def _in_own_process(group: list[Case], backend: str, device: str) -> list[Verdic
 
 
 def main() -> None:
-    """Judges the cases that arrive as JSON on standard input; one JSON line per verdict."""
+    """Judge the cases given as JSON on standard input; print one JSON line per verdict."""
     backend, device = sys.argv[1:]
     for content in json.load(sys.stdin):
         case = Case(**{**content, "lengths": tuple(content["lengths"])})

@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def token_heads(self) -> int:
-        """Tokens times heads, the unit in which the work of all shapes compares."""
+        """Tokens times heads: the work of all shapes is proportional to it."""
         return self.B * self.T * self.H
 
 

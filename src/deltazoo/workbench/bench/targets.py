@@ -39,7 +39,7 @@ class Target:
         return None if peer is None or peer.value is None else self.bound * peer.value
 
     def applies_to(self, row: OperatorRow) -> bool:
-        """Whether a row is about what the target is about, whoever was measured."""
+        """Whether a row, of any library, measures what the target is about."""
         return (row.shape, row.measure) == (str(_SHAPES[self.shape]), self.measure) and row.op in self.ops
 
 

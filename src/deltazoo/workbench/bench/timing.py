@@ -1,7 +1,7 @@
-"""How long a call takes: on a GPU by events around warmed-up repeats with a cold L2 cache, on a CPU by the host clock.
+"""Time of a call: on a GPU by events around warmed-up repeats with a cold L2 cache, on a CPU by its clock.
 
-Repeats follow each other without synchronisation, so a call that the host cannot launch fast enough shows the time of
-its launches: that is what a user gets in eager mode. Replays of a captured graph show the time of the kernels alone.
+Repeats follow each other without synchronisation. A call whose launches take longer than its kernels therefore shows
+the time of its launches, as a user sees it in eager mode. Replays of a captured graph show the kernels alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ import torch
 __all__ = ["CpuTimer", "CudaTimer", "Spread", "Timer", "clock_for", "timer_for"]
 
 Call = Callable[[], object]
+
+# Time to spend before and while measuring, in milliseconds of the call's own time, and bounds on measured repeats.
+_WARM_UP_MS, _REPEAT_MS = 25.0, 150.0
+_AT_LEAST, _AT_MOST = 10, 300
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Spread:
 
 
 class Timer(Protocol):
-    """What the suite asks of a clock."""
+    """Time and memory of calls on one device."""
 
     def milliseconds(self, call: Call) -> Spread:
         """Time of a warmed-up call."""
@@ -58,37 +62,29 @@ class Timer(Protocol):
         ...
 
     def wait(self) -> None:
-        """Returns when the device is idle; raises what an earlier call left behind."""
+        """Wait until the device is idle; errors of earlier calls are raised here."""
         ...
 
 
 def timer_for(device: str) -> Timer:
-    """The timer for a device type."""
+    """The timer for a device."""
     return CudaTimer() if torch.device(device).type == "cuda" else CpuTimer()
 
 
 def clock_for(device: str) -> Callable[[], float]:
     """A clock in seconds for calls that end when the work is done.
 
-    On a CPU with one thread it is the time that this process computed, which other work on a shared machine hardly
-    touches; else the time that passed.
+    On a CPU with one thread it counts the time that this process computed, which other work on the machine hardly
+    changes; otherwise the time that passed.
     """
     alone = torch.device(device).type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if alone else time.perf_counter
 
 
 class CudaTimer:
-    """Events on the current stream, a flush of the L2 cache before every repeat.
+    """Events on the current stream, a flush of the L2 cache before every repeat."""
 
-    Args:
-        warmup_ms, repeat_ms: time to spend before and while measuring, in milliseconds of the call's own time.
-        at_least, at_most: bounds on the number of measured repeats.
-    """
-
-    def __init__(
-        self, warmup_ms: float = 25.0, repeat_ms: float = 150.0, at_least: int = 10, at_most: int = 300
-    ) -> None:
-        self.warmup_ms, self.repeat_ms, self.at_least, self.at_most = warmup_ms, repeat_ms, at_least, at_most
+    def __init__(self) -> None:
         self._flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
 
     def wait(self) -> None:
@@ -109,8 +105,8 @@ class CudaTimer:
         """Median over as many repeats as fit the budget, L2 cache flushed before each."""
         call()
         estimate = max(statistics.median(self._timed(call, 3)), 1e-3)
-        self._timed(call, min(max(int(self.warmup_ms / estimate), 1), self.at_most))
-        repeats = min(max(int(self.repeat_ms / estimate), self.at_least), self.at_most)
+        self._timed(call, min(max(int(_WARM_UP_MS / estimate), 1), _AT_MOST))
+        repeats = min(max(int(_REPEAT_MS / estimate), _AT_LEAST), _AT_MOST)
         return Spread.of(self._timed(call, repeats))
 
     def graph_milliseconds(self, call: Call) -> Spread:
@@ -151,7 +147,7 @@ class CudaTimer:
 
 
 class CpuTimer:
-    """The host clock, for trying out the harness without a GPU; no graphs, no memory statistics."""
+    """The CPU's clock; no graphs, no memory statistics."""
 
     def __init__(self, repeats: int = 5) -> None:
         self.repeats = repeats
@@ -179,7 +175,7 @@ class CpuTimer:
         raise NotImplementedError("peak memory is read from the CUDA allocator")
 
     def host_microseconds(self, call: Call) -> Spread:
-        """As `milliseconds`: the host does all the work."""
+        """As `milliseconds`."""
         return _host_microseconds(call, self.wait, batches=1, calls=self.repeats)
 
 

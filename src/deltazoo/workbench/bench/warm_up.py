@@ -1,7 +1,7 @@
-"""Peers that tune themselves compile hundreds of kernels first: do that in parallel processes before the run.
+"""Compile the kernels of peers that tune themselves, hundreds of them, in parallel processes before a run.
 
-Only compiled kernels are left behind. Which of them is fastest must be found with the GPU idle otherwise, so the
-processes leave no tuning results; the measuring process tunes again, without the wait for the compiler.
+The processes leave compiled kernels, but no tuning results: which kernel is fastest must be measured on an idle GPU.
+The run itself tunes again, without waiting for the compiler.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from deltazoo.workbench.lab.task import get_task
 __all__ = ["Check", "Claim", "Missing", "Scores", "Verdict", "gap", "too_easy", "verdict_of"]
 
 Verdict = Literal["pass", "warn", "fail", "printed", "not run"]
-_GRAVITY: tuple[Verdict, ...] = ("printed", "pass", "warn", "fail")
+_FROM_BEST_TO_WORST: tuple[Verdict, ...] = ("printed", "pass", "warn", "fail")
 
 
 class Missing(Exception):
@@ -37,7 +37,7 @@ class Claim:
         statement: the claim, one sentence.
         paper: the paper's own figures and where they stand.
         differences: how our recipe departs from the paper's.
-        experiments: where the answer comes from.
+        experiments: the results that the gate reads.
         judge: the gate.
         picture: "lengths" (score against test length or condition) or "curve" (training accuracy against step).
     """
@@ -59,15 +59,15 @@ class Claim:
 
 
 def verdict_of(checks: Iterable[Check]) -> Verdict:
-    """The gravest outcome."""
+    """The worst outcome."""
     found = [check.verdict for check in checks]
     if "not run" in found:
         return "not run"
-    return max(found, key=_GRAVITY.index, default="not run")
+    return max(found, key=_FROM_BEST_TO_WORST.index, default="not run")
 
 
 class Scores:
-    """Results by experiment, configuration and condition; what gates read. Best and median are over seeds."""
+    """Results by experiment, configuration and condition, for gates. Best and median are over seeds."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.records = list(records)
@@ -126,7 +126,7 @@ class Scores:
     def at_most(
         self, experiment: str, configuration: str, condition: int | str, bound: float, *, otherwise: Verdict = "fail"
     ) -> Check:
-        """Best seed at or below a bound: for what the configuration must not be able to do."""
+        """Best seed at or below a bound, for what a configuration must not be able to do."""
         values = self.all(experiment, configuration, condition)
         verdict: Verdict = "pass" if max(values) <= bound else otherwise
         return Check(verdict, f"{self.describe(configuration, condition, values)}, wanted at most {bound:.2f}")
@@ -163,7 +163,7 @@ def gap(what: str, difference: float, bound: float, *, otherwise: Verdict = "fai
 
 
 def too_easy(what: str, value: float, bound: float) -> Check:
-    """Fails if the configuration that is supposed to struggle does not: then the task shows nothing."""
+    """Fail if the configuration that should struggle does well: then the task shows nothing."""
     if value > bound:
         return Check(
             "fail", f"too easy: {what} reaches {value:.3f}, above {bound:.2f}, so the task tells nothing apart"

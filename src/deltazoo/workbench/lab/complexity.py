@@ -1,4 +1,4 @@
-"""Complexity: time and memory of every way to compute the delta rule, against length, chunk size and head dimension."""
+"""Time and memory of every way to compute the delta rule, by length, chunk size and head dimension."""
 
 import importlib
 import math
@@ -65,7 +65,7 @@ def flops(form: str, tokens: int, dim: int, chunk: int = 64) -> float:
 
 
 def parallel_scan(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """The delta rule by a parallel prefix scan over transition matrices; why nobody does it.
+    """The delta rule by a parallel prefix scan over transition matrices, which costs more than the chunk form.
 
     Every token is an affine map `S -> A S + B`; maps compose, later ones on the left, and log2(T) rounds give all
     prefixes. Each composition multiplies K x K matrices: T log2(T) K^3 operations and T K^2 numbers in memory.

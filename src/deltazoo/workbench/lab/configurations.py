@@ -29,7 +29,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """One candidate.
+    """A variant with options, as one experiment trains it.
 
     Attributes:
         name: as written.
@@ -43,7 +43,7 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """The name for a person."""
+        """The name on pages and in plots."""
         return label_of(self.name)
 
 
@@ -108,6 +108,6 @@ def parse_configuration(name: str) -> Configuration:
 
 
 def label_of(name: str) -> str:
-    """A configuration's name for a person: `kda+neg` -> "KDA [-1,1]"."""
+    """A configuration's name on pages and in plots: `kda+neg` -> "KDA [-1,1]"."""
     variant, *options = name.split("+")
     return ", ".join([_TITLES.get(variant, variant), *(OPTIONS[option][0] for option in options)]).replace(", [", " [")

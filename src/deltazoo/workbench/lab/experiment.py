@@ -25,12 +25,12 @@ class Run:
 
     @property
     def key(self) -> str:
-        """What tells the runs of a suite apart."""
+        """The name of the run, unique in a suite."""
         return f"{self.experiment} {self.configuration} lr={self.recipe.learning_rate:g} seed={self.seed}"
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that was decided about the run; equal fingerprints mean the same numbers are due."""
+        """Hash of everything that decides the run's numbers; runs with equal fingerprints give equal numbers."""
         configuration = parse_configuration(self.configuration)
         decided = {
             "task": [type(self.task).__name__, asdict(self.task)],
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def cost(self) -> float:
-        """Rough relative duration: every step costs the same launches, and then what it moves through memory."""
+        """Rough relative duration: every step costs a fixed number of launches and its memory traffic."""
         recipe = self.recipe
         moved = recipe.batch_size * sum(recipe.train_lengths) / 2 * recipe.hidden_size
         return recipe.steps * recipe.num_layers * (1 + moved / 3e6)
@@ -83,10 +83,8 @@ class Experiment:
         self.task.check_length(self.recipe.train_lengths[0])
         for configuration in self.configurations:
             parse_configuration(configuration)
-        if strangers := self.rates.keys() - set(self.configurations):
-            raise ValueError(
-                f"experiment {self.name!r} has learning rates for {sorted(strangers)}, which it does not run"
-            )
+        if others := self.rates.keys() - set(self.configurations):
+            raise ValueError(f"experiment {self.name!r} has learning rates for {sorted(others)}, which it does not run")
 
     def runs(self, *, spare: bool = False) -> list[Run]:
         """Every run, those of the spare seeds too if asked."""

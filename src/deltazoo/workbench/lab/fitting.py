@@ -117,7 +117,7 @@ class _Questions(NamedTuple):
 
     inputs: Tensor
     tokens: Tensor
-    """`[N]`, places of the answers among the flattened tokens."""
+    """`[N]`, positions of the answers among the flattened tokens."""
     answers: Tensor
     """`[N]`."""
     graded: Tensor
@@ -125,11 +125,11 @@ class _Questions(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, *, graded_only: bool = False) -> "_Questions":
-        # Picked before the move: the number of answers is known here without waiting for a GPU.
+        # Picked before the copy to the GPU: their number is known here without waiting for it.
         wanted = batch.graded if graded_only else batch.targets != IGNORED
         tokens = wanted.flatten().nonzero()[:, 0]
         parts = (batch.inputs, tokens, batch.targets.flatten()[tokens], batch.graded.flatten()[tokens])
-        if device.type == "cuda":  # from pageable memory the host would wait for all that is queued on the GPU
+        if device.type == "cuda":  # a copy from pageable memory would wait for everything queued on the GPU
             return cls(*(x.contiguous().pin_memory().to(device, non_blocking=True) for x in parts))
         return cls(*(x.to(device) for x in parts))
 

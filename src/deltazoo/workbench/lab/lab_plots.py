@@ -1,4 +1,4 @@
-"""Pictures: colour tells the variant, marker and dash its options; chance and training lengths are drawn."""
+"""Plots of the lab: colour shows the variant, marker and dash its options; chance and training lengths are drawn."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -56,7 +56,7 @@ def draw_experiment(path: Path, experiment: Experiment, records: Iterable[Record
         _lines(axis, groups, conditions, [float(condition) for condition in conditions], experiment)
         _length_axis(axis, experiment)
     elif len(conditions) > 1:
-        _lines(axis, groups, conditions, [float(place) for place in range(len(conditions))], experiment)
+        _lines(axis, groups, conditions, [float(position) for position in range(len(conditions))], experiment)
         axis.set_xticks(range(len(conditions)), [condition.replace(" ", "\n") for condition in conditions])
     else:
         _dots(axis, groups, conditions[0], experiment)
@@ -127,7 +127,7 @@ def draw_numerics(path: Path, measured: dict[str, Any]) -> Path:
 
 
 def _draw_repeated_keys(axis: Any, measured: dict[str, Any]) -> None:
-    """Error against beta, bfloat16, worse of the two patterns; a cross on the upper edge where it is not finite."""
+    """Error against beta, bfloat16, worse of the two patterns; a cross at the upper edge where it is not finite."""
     rows = [row for row in measured["rows"] if row["dtype"] == "bfloat16"]
     looks = {"token loop": (GREY, "s"), "fla": (ORANGE, "X"), "triton fast": (YELLOW, "^")}
     for who in dict.fromkeys(row["who"] for row in rows):
@@ -212,8 +212,8 @@ def _label(group: _Group, records: Sequence[Record]) -> str:
 
 def _style(group: _Group, groups: Sequence[_Group]) -> dict[str, Any]:
     variant = group[0].split("+")[0]
-    strangers = sorted({g[0].split("+")[0] for g in groups} - _COLOURS.keys())
-    colour = _COLOURS.get(variant) or _SPARE[strangers.index(variant) % len(_SPARE)]
+    unlisted = sorted({g[0].split("+")[0] for g in groups} - _COLOURS.keys())
+    colour = _COLOURS.get(variant) or _SPARE[unlisted.index(variant) % len(_SPARE)]
     siblings = [
         g
         for g in groups
@@ -223,17 +223,17 @@ def _style(group: _Group, groups: Sequence[_Group]) -> dict[str, Any]:
     negative = configuration.spec is not None and (
         configuration.options.get("allow_neg_eigval") or configuration.spec.allow_neg_eigval
     )
-    place = siblings.index(group)
+    position = siblings.index(group)
     return {
         "color": colour,
         "marker": _MARKERS[list(groups).index(group) % len(_MARKERS)],
-        "linestyle": _DASHES[place % len(_DASHES)],
+        "linestyle": _DASHES[position % len(_DASHES)],
         "markerfacecolor": colour if negative or len(siblings) == 1 else "white",
     }
 
 
 def _lines(
-    axis: Any, groups: dict[_Group, list[Record]], conditions: list[str], places: list[float], e: Experiment
+    axis: Any, groups: dict[_Group, list[Record]], conditions: list[str], positions: list[float], e: Experiment
 ) -> None:
     records = [record for members in groups.values() for record in members]
     for group, members in groups.items():
@@ -241,21 +241,21 @@ def _lines(
         if not all(isinstance(condition, int) for condition in e.recipe.test):
             style["linestyle"] = ""  # conditions of different kinds have nothing between them
         values = [[_value(record, condition, e) for record in members] for condition in conditions]
-        axis.plot(places, [median(v) for v in values], **style, label=_label(group, records))
+        axis.plot(positions, [median(v) for v in values], **style, label=_label(group, records))
         if len(members) > 1:
-            for place, several in zip(places, values, strict=True):
-                axis.plot([place] * len(several), several, color=style["color"], marker="_", linestyle="", alpha=0.5)
+            for position, several in zip(positions, values, strict=True):
+                axis.plot([position] * len(several), several, color=style["color"], marker="_", linestyle="", alpha=0.5)
 
 
 def _dots(axis: Any, groups: dict[_Group, list[Record]], condition: str, e: Experiment) -> None:
     records = [record for members in groups.values() for record in members]
     names = [_label(group, records) for group in groups]
-    for place, (group, members) in enumerate(groups.items()):
+    for position, (group, members) in enumerate(groups.items()):
         values = [_value(record, condition, e) for record in members]
         colour = _style(group, list(groups))["color"]
-        axis.barh(place, median(values), color=colour, alpha=0.85, height=0.6)
-        axis.plot(values, [place] * len(values), color="black", marker="|", linestyle="")
-        axis.annotate(f" {median(values):.2f}", (max(values), place), va="center", fontsize=9)
+        axis.barh(position, median(values), color=colour, alpha=0.85, height=0.6)
+        axis.plot(values, [position] * len(values), color="black", marker="|", linestyle="")
+        axis.annotate(f" {median(values):.2f}", (max(values), position), va="center", fontsize=9)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel(f"accuracy at {condition} {e.task.length_is}")

@@ -1,4 +1,4 @@
-"""Result files: one JSON line per run, appended as soon as it is done, so that a killed suite goes on where it was."""
+"""Result files: one JSON line per run, appended as soon as it is done, so that a killed suite can continue."""
 
 import hashlib
 import json
@@ -139,7 +139,7 @@ def _complete_lines(path: Path) -> list[str]:
 
 
 class ResultFile:
-    """The results of one suite, being made.
+    """The results of one suite, to which runs are added.
 
     Args:
         path: of the JSON lines; need not exist.

@@ -25,7 +25,7 @@ class LabModel(nn.Module):
         recipe: sizes.
         task: symbols or measurements in, classes out.
         mlp_width: hidden width of the MLPs; 0 leaves them out.
-        fused_kernels: as of `DeltaRuleAttention`, in mixers that have something to fuse.
+        fused_kernels: as of `DeltaRuleAttention`, for mixers with a convolution or an output gate.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LabModel(nn.Module):
         for layer in self.layers:
             x = layer(x)
         x = x.flatten(0, 1)
-        if len(tokens) < len(x):  # else all are asked for, and picking them would only cost time
+        if len(tokens) < len(x):  # otherwise all are asked for, and selecting them would only cost time
             x = x.index_select(0, tokens)
         return self.read_out(self.norm(x))
 
@@ -88,12 +88,12 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[B, T, hidden_size]` to the same shape."""
-        x = x + self.mixer(_as_multiplied(self.mixer_norm(x)))
+        x = x + self.mixer(_in_autocast_dtype(self.mixer_norm(x)))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)))) if self.has_mlp else x
 
 
-def _as_multiplied(x: Tensor) -> Tensor:
-    """`x` as autocast would give it to each of the matrix products that read it, converted once for all of them."""
+def _in_autocast_dtype(x: Tensor) -> Tensor:
+    """`x` in autocast's dtype, converted once for all matrix products that read it."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -136,7 +136,7 @@ class RotarySoftmaxAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend causally over `[B, T, hidden_size]`."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
-        # In float32 whatever x is, as everywhere else in the lab where gates and positions are worked out.
+        # In float32 for every dtype of x, as all gates and positions of the lab are computed.
         return self.attention(x, position_embeddings=self.rotary(x.float(), positions))[0]
 
 
@@ -163,11 +163,11 @@ def _make_mixer(configuration: Configuration, recipe: Recipe, fused_kernels: boo
 
 
 def build_model(configuration: Configuration, recipe: Recipe, task: Task, *, fused_kernels: bool = False) -> LabModel:
-    """The configuration's model with an MLP as wide as equal parameter counts ask for.
+    """The configuration's model, its MLP as wide as makes the number of parameters the same for all.
 
     Args:
         configuration, recipe, task: what is built.
-        fused_kernels: run what stands around the operators in Triton kernels too (`DeltaRuleAttention`).
+        fused_kernels: run convolutions and gated norms in Triton kernels too (`DeltaRuleAttention`).
 
     Raises:
         ValueError: the configuration's mixer alone has too many parameters for the recipe, or its MLP's width comes in

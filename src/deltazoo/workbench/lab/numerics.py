@@ -1,4 +1,4 @@
-"""Numerics: every form of an operator against float64, and what negative eigenvalues do to rounded keys."""
+"""Errors of every form of an operator against float64, and growth of the state where rounded keys expand it."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _RULES = ("delta", "scalar decay", "channel decay")
 
 
 def measure_numerics(device: str, *, tokens: int = 16384) -> dict[str, Any]:
-    """Everything this module measures, ready for JSON. `tokens`: length of the stress tests."""
+    """All measurements of this module, ready for JSON; `tokens` is the length of the stress tests."""
     repeats = min(tokens, 2048 if device == "cpu" else 4096)  # the token loop, one of the forms, is slow
     generator = torch.Generator().manual_seed(0)
     backend = resolve_backend(None, device=device, dtype=torch.bfloat16, head_k_dim=64, head_v_dim=64)[0]
@@ -134,7 +134,7 @@ def _norms(k: Tensor, beta: Tensor, marks: list[int], device: str) -> list[float
     norms = [1.0]
     for start, stop in zip(marks[:-1], marks[1:], strict=True):
         part = k[:, start:stop].to(device)
-        silent = torch.zeros_like(part)
-        state = delta_rule(part, part, silent, beta[:, start:stop].to(device), initial_state=state).final_state
+        no_values = torch.zeros_like(part)
+        state = delta_rule(part, part, no_values, beta[:, start:stop].to(device), initial_state=state).final_state
         norms.append(float(state.norm()))
     return norms

@@ -1,4 +1,4 @@
-"""One key again and again, the hardest input of the rule: the error of every form, and of a peer's kernel."""
+"""Errors on one key that repeats, the hardest input of the rule, of every form and of a peer's kernel."""
 
 import math
 from collections.abc import Callable
@@ -21,17 +21,16 @@ PATTERNS = {"one key": 1, "two keys in turn": 2}
 _BETAS = tuple(1 + step / 10 for step in range(11))
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.05}
 """dtype -> the largest relative error that counts as right."""
-_HEADS = 16
+_HEADS, _DIM = 16, 128
 
 
 @torch.no_grad()
-def measure_repeated_keys(device: str, *, tokens: int, dim: int = 128) -> dict[str, Any]:
+def measure_repeated_keys(device: str, *, tokens: int) -> dict[str, Any]:
     """Relative errors of the output against the chunk form in float64 on the same inputs, beta from 1 to 2.
 
     Args:
         device: on a GPU the kernels are measured in every precision, and flash-linear-attention's where installed.
-        tokens: length of the sequences, 16 heads of K = V = `dim` each; the CPU takes two heads.
-        dim: channels of keys and values.
+        tokens: length of the sequences, 16 heads of K = V = 128; two heads on a CPU.
 
     Returns:
         `tokens`, `dim`, `heads` and `rows` of dtype, pattern, beta, `who`, and `error`, None if it is not finite.
@@ -39,10 +38,10 @@ def measure_repeated_keys(device: str, *, tokens: int, dim: int = 128) -> dict[s
     heads = _HEADS if torch.device(device).type == "cuda" else 2
     rows = []
     for dtype, pattern, beta in product((torch.float32, torch.bfloat16), PATTERNS, _BETAS):
-        inputs = _inputs(tokens, heads, dim, PATTERNS[pattern], beta, dtype, device)
+        inputs = _inputs(tokens, heads, PATTERNS[pattern], beta, dtype, device)
         wide = [x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.beta)]
         exact = delta_rule(*wide, backend="chunkwise").output
-        for who, run in _forms(dtype, dim, device).items():
+        for who, run in _forms(dtype, device).items():
             error = float((run(inputs).double() - exact).norm() / exact.norm())
             rows.append(
                 {
@@ -53,7 +52,7 @@ def measure_repeated_keys(device: str, *, tokens: int, dim: int = 128) -> dict[s
                     "error": error if math.isfinite(error) else None,
                 }
             )
-    return {"tokens": tokens, "dim": dim, "heads": heads, "rows": rows}
+    return {"tokens": tokens, "dim": _DIM, "heads": heads, "rows": rows}
 
 
 def judge_repeated_keys(measured: dict[str, Any]) -> list[Check]:
@@ -81,24 +80,23 @@ def _size(row: dict[str, Any]) -> float:
     return math.inf if row["error"] is None else row["error"]
 
 
-def _inputs(tokens: int, heads: int, dim: int, turns: int, beta: float, dtype: torch.dtype, device: str) -> Inputs:
-    """Values and queries are random; step sizes are guarded, as the layers do, so that a rounded key cannot expand."""
+def _inputs(tokens: int, heads: int, turns: int, beta: float, dtype: torch.dtype, device: str) -> Inputs:
+    """Random values and queries; step sizes are limited as in the layers, so that a rounded key cannot expand."""
     generator = torch.Generator().manual_seed(0)
-    keys = l2_normalize(torch.randn(1, turns, heads, dim, generator=generator)).to(dtype)
+    keys = l2_normalize(torch.randn(1, turns, heads, _DIM, generator=generator)).to(dtype)
     k = keys.repeat(1, -(-tokens // turns), 1, 1)[:, :tokens]
-    q = l2_normalize(torch.randn(1, tokens, heads, dim, generator=generator)).to(dtype)
-    v = torch.randn(1, tokens, heads, dim, generator=generator).to(dtype)
+    q = l2_normalize(torch.randn(1, tokens, heads, _DIM, generator=generator)).to(dtype)
+    v = torch.randn(1, tokens, heads, _DIM, generator=generator).to(dtype)
     steps = nonexpansive(torch.full((1, tokens, heads), beta), k)
     q, k, v, steps = (x.to(device) for x in (q, k, v, steps))
     return Inputs(q, k, v, steps, None, torch.zeros_like(v))
 
 
-def _forms(dtype: torch.dtype, dim: int, device: str) -> dict[str, Callable[[Inputs], Tensor]]:
-    """Everybody who can run the delta rule here, by name."""
-    backend = resolve_backend(None, device=device, dtype=dtype, head_k_dim=dim, head_v_dim=dim)[0]
-    kernels = (
-        backend == "triton" and dtype != torch.float32
-    )  # where precision matters, and peers have something to show
+def _forms(dtype: torch.dtype, device: str) -> dict[str, Callable[[Inputs], Tensor]]:
+    """All implementations of the delta rule on this device, by name."""
+    backend = resolve_backend(None, device=device, dtype=dtype, head_k_dim=_DIM, head_v_dim=_DIM)[0]
+    # In float32 every precision is the same, and the peer has no kernels.
+    kernels = backend == "triton" and dtype != torch.float32
     precisions: list[str | None] = [None, "fast", "strict"] if kernels else [None]
     peers = installed_peers(["fla"])[0] if kernels else []
     found = candidates_for("delta", backend=backend, precisions=precisions, peers=peers)

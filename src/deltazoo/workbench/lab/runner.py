@@ -1,4 +1,4 @@
-"""Runs what is missing from a result file in worker processes, with progress, until done or out of time."""
+"""Runs of a suite in worker processes: those that a result file lacks, with progress, until done or out of time."""
 
 import multiprocessing
 import os
@@ -29,11 +29,11 @@ class Plan:
     """How to run.
 
     Attributes:
-        device: "cpu"; "cuda", which deals the workers out over all GPUs; or one of them, "cuda:1".
+        device: "cpu"; "cuda", which spreads the workers over all GPUs; or one of them, "cuda:1".
         workers: processes; 0 runs everything in this one.
         time_limit: seconds after which runs are abandoned (finished ones are kept), or None. With a limit, experiments
-            run one after another, the cheapest first, so that as many as possible are whole when time is up; without,
-            the longest runs come first, so that none of them is left over at the end.
+            run one after another, the cheapest first, so that as many as possible are complete at the end. Without a
+            limit the longest runs come first, so that no single long run is left at the end.
         load: Python files that register tasks and variants, loaded in every worker.
         retry: run the spare seeds of claims that fail.
     """
@@ -83,7 +83,7 @@ def run_suite(
 
 
 class OutOfTime(Exception):
-    """The time limit came before the end of a run."""
+    """The time limit was reached before the end of a run."""
 
 
 def _run(
@@ -113,7 +113,7 @@ def _run(
                     missing += 1
                 except BrokenExecutor:
                     raise
-                except Exception as error:  # named here and raised at the end: hours of other runs must not die of it
+                except Exception as error:  # raised at the end, so that it does not end the other runs
                     failures.append(f"{run.key}: {type(error).__name__}: {error}")
                     report(f"{run.key}: FAILED, {type(error).__name__}: {error}")
                 else:
@@ -191,7 +191,7 @@ def _start_worker(load: tuple[Path, ...], devices: Any, deadline: float | None, 
     # Small matrices: more threads per process cost more than they bring, and one thread always sums in one order.
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    warnings.filterwarnings("ignore", "The value of the smallest subnormal")  # numpy notices, and it is meant
+    warnings.filterwarnings("ignore", "The value of the smallest subnormal")  # denormals are flushed on purpose
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     for path in load:

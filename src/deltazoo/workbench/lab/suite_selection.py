@@ -1,4 +1,4 @@
-"""Which experiments a command asks for, and a clear word when there are none."""
+"""Selection of a suite's experiments by name, with an error that lists the known names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ __all__ = ["Selection", "select"]
 
 @dataclass(frozen=True)
 class Selection:
-    """What is run, and the claims that can be judged by it."""
+    """Experiments to run, and the claims that they can judge."""
 
     experiments: tuple[Experiment, ...]
     claims: tuple[Claim, ...]

@@ -1,4 +1,4 @@
-"""What a task is: random sequences with an answer known at every token that is trained on, and their registry."""
+"""Tasks: random sequences with a known answer at every token that is trained on, and their registry."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 class Batch(NamedTuple):
-    """Sequences and what a model should say at each token."""
+    """Sequences and the answer that a model should give at each token."""
 
     inputs: Tensor
     """`[B, T]` int64 symbols, or `[B, T, C]` float32 measurements."""

@@ -1,4 +1,4 @@
-"""Full suite: a small language model, and how far beyond its training length it holds."""
+"""Full suite: a small language model, and its loss beyond the training length."""
 
 from deltazoo.workbench.lab.claims import Check, Claim, Scores, gap
 from deltazoo.workbench.lab.experiment import Experiment

@@ -225,8 +225,8 @@ MEMORY = (
         statement="A decay gate helps to forget at a mark, a decay per channel to forget selectively.",
         paper="The motivation of arXiv:2412.06464 and arXiv:2510.26692; no figure for this task",
         differences="tasks of ours: 32 void pairs before the mark, one head of 16 channels. Trained to the end, "
-        "DeltaNet overwrites well enough to need no decay; cut short, as in the mini suite, it is far behind. A lead "
-        "of Gated DeltaNet over DeltaNet was the gate before the results were seen",
+        "DeltaNet overwrites well enough to need no decay; after fewer steps, as in the mini suite, it is far behind. "
+        "A lead of Gated DeltaNet over DeltaNet was the gate before the results were seen",
         experiments=(RESET_FULL, SELECTIVE),
         judge=_reset,
     ),

@@ -12,7 +12,7 @@ from deltazoo.workbench.lab.task import IGNORED, Batch, Task, register_task, sec
 
 __all__ = ["BRACKETS", "NO_BRACKETS", "ModularArithmetic"]
 
-PLUS, MINUS, TIMES, OPEN, CLOSE = range(5)  # symbols behind the digits
+PLUS, MINUS, TIMES, OPEN, CLOSE = range(5)  # symbols after the digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class ModularArithmetic(Task):
             raise ValueError(f"task {self.name!r} has expressions of odd length only, got {length}")
 
     def sample(self, batch_size: int, length: int, generator: torch.Generator) -> Batch:
-        """Draw expressions; an even length is rounded up to the odd one behind it."""
+        """Draw expressions; an even length is rounded up to the next odd one."""
         length += 1 - length % 2
         machine = _Machine(self, batch_size, generator)
         steps = [machine.step(length - 1 - t) for t in range(length)]
@@ -75,8 +75,8 @@ class _Machine:
     def step(self, remaining: int) -> tuple[Tensor, Tensor, Tensor]:
         """Token, target and depth after it, each `[rows]`, with `remaining` tokens to follow."""
         m, at = self.task.modulus, (self.rows, self.depth)
-        # "(" needs an operand and its own ")" behind it besides what is open already; after ")" and operators the rest
-        # of the row must still have room to close everything.
+        # "(" must be followed by an operand and its own ")", besides those that are open already; after ")" and
+        # operators enough tokens must remain to close all brackets.
         may_open = self.wants_operand & (self.depth < self.task.max_depth) & (remaining >= self.depth + 2)
         opens = may_open & self._coin(0.3) if self.task.brackets else torch.zeros_like(may_open)
         must_close = ~self.wants_operand & (remaining < self.depth + 1)

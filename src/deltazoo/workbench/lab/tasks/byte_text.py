@@ -63,7 +63,7 @@ class ByteText(Task):
 
 @cache
 def _text() -> tuple[Tensor, Tensor]:
-    """Training and held-out files, each laid end to end as uint8."""
+    """Training and held-out files, each concatenated as uint8."""
     from deltazoo.workbench.train.text import is_held_out, standard_library
 
     parts: dict[bool, list[bytes]] = {False: [], True: []}

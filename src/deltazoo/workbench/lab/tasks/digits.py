@@ -61,8 +61,8 @@ class Digits(Task):
         chosen = images[rows]
         if self.max_shift:
             dy, dx = torch.randint(-self.max_shift, self.max_shift + 1, (2, batch_size, 1), generator=generator)
-            places = torch.arange(self.size)
-            y, x = (places + dy).clamp(0, self.size - 1), (places + dx).clamp(0, self.size - 1)
+            pixels = torch.arange(self.size)
+            y, x = (pixels + dy).clamp(0, self.size - 1), (pixels + dx).clamp(0, self.size - 1)
             chosen = chosen[torch.arange(batch_size)[:, None, None], y[:, :, None], x[:, None, :]]
         return _batch(chosen, classes[rows])
 

@@ -15,7 +15,7 @@ __all__ = ["CODE", "NUMBER", "PASSKEY", "Needle"]
 
 @dataclass(frozen=True, kw_only=True)
 class Needle(Task):
-    """Filler, `mark code` at a random place, filler, then `question code`: each symbol of the code is asked."""
+    """Filler, `mark code` at a random position, filler, then `question code`: each symbol of the code is asked."""
 
     title = "needle in a haystack"
     source = (
@@ -43,7 +43,7 @@ class Needle(Task):
         return 2 * (self.code_length + 1)
 
     def sample(self, batch_size: int, length: int, generator: torch.Generator) -> Batch:
-        """Draw codes and places."""
+        """Draw codes and positions."""
         self.check_length(length)
         n = self.code_length
         code = torch.randint(self.num_symbols, (batch_size, n), generator=generator)

@@ -15,7 +15,7 @@ __all__ = ["RECALL", "RECALL_LARGE", "RECALL_LONG", "Recall"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Task):
-    """`num_pairs` pairs, a blank stretch with each key asked once at a random place."""
+    """`num_pairs` pairs, a blank stretch with each key asked once at a random position."""
 
     title = "multi-query associative recall"
     source = "Zoology, arXiv:2312.04927 (there: random symbols between the questions; here: blanks)"
@@ -47,7 +47,7 @@ class Recall(Task):
         return 3 * self.num_pairs
 
     def sample(self, batch_size: int, length: int, generator: torch.Generator) -> Batch:
-        """Draw pairs and places."""
+        """Draw pairs and positions."""
         self.check_length(length)
         n = self.num_pairs
         keys = torch.rand(batch_size, self.num_keys, generator=generator).topk(n).indices
@@ -57,9 +57,9 @@ class Recall(Task):
         inputs[:, 1 : 2 * n : 2] = self.num_keys + values
         gaps = torch.arange(1, length - 2 * n + 1).float()
         weights = gaps.pow(self.power - 1).expand(batch_size, -1)
-        places = 2 * n + torch.multinomial(weights, n, generator=generator)
-        inputs.scatter_(1, places, keys)
-        targets = torch.full_like(inputs, IGNORED).scatter_(1, places, values)
+        positions = 2 * n + torch.multinomial(weights, n, generator=generator)
+        inputs.scatter_(1, positions, keys)
+        targets = torch.full_like(inputs, IGNORED).scatter_(1, positions, values)
         return Batch(inputs, targets, targets != IGNORED)
 
 

@@ -18,7 +18,7 @@ __all__ = ["RESET", "RESET_SMALL", "SELECTIVE_RESET", "Reset"]
 class Reset(Task):
     """`length` void pairs and `num_kept` kept ones in random order, the mark, `num_new` new pairs; then the questions.
 
-    Void and new pairs use the same keys; kept ones have keys of their own, so that a pair says by itself whether it
+    Void and new pairs use the same keys; kept ones have keys of their own, so that a pair alone shows whether it
     survives.
     """
 
@@ -78,9 +78,9 @@ class Reset(Task):
             [pairs[:, :split].flatten(1), marks[:, :1], pairs[:, split:].flatten(1), marks[:, 1:], asked], dim=1
         )
         # Of two pairs with one key the later counts: a void key may come back as a new one.
-        place = torch.where(pairs[:, None, :, 0] == asked[..., None], torch.arange(pairs.shape[1]), -1).amax(-1)
+        position = torch.where(pairs[:, None, :, 0] == asked[..., None], torch.arange(pairs.shape[1]), -1).amax(-1)
         targets = torch.full_like(inputs, IGNORED)
-        targets[:, -asked.shape[1] :] = values.gather(1, place)
+        targets[:, -asked.shape[1] :] = values.gather(1, position)
         return Batch(inputs, targets, targets != IGNORED)
 
 

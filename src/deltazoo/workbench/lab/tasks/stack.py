@@ -36,7 +36,7 @@ class Stack(Task):
         return 2
 
     def sample(self, batch_size: int, length: int, generator: torch.Generator) -> Batch:
-        """Draw operations: a pop with probability one half wherever something lies on the stack."""
+        """Draw operations: a pop with probability one half where the stack is not empty."""
         self.check_length(length)
         rows = torch.arange(batch_size)
         which = torch.randint(self.num_stacks, (batch_size, length), generator=generator)
