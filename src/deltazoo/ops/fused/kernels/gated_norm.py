@@ -12,14 +12,12 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
+from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["gated_rms_norm"]
-
-_ELEMENTS = 2048
-"""Elements that a program works on at a time."""
 
 _MOST_PARTS = 4096
 """Programs of the backward pass, each with its part of the weight's gradient."""
@@ -75,12 +73,8 @@ def gated_norm_backward_kernel(x, gate, weight, d_y, d_x, d_gate, d_weight, R, e
 
 @lru_cache(maxsize=1024)
 def _constants(R: int, D: int, eps: float, silu: bool, most: int | None = None) -> Constants:
-    """For R rows of D elements, and `most` programs if there are more blocks of rows."""
-    block = 1 << (D - 1).bit_length()
-    rows = max(1, _ELEMENTS // block)
-    programs = max(1, -(-R // rows))
-    programs = programs if most is None else min(programs, most)
-    return Constants(programs, R=R, eps=eps, D=D, SILU=silu, BR=rows, BD=block, num_warps=4)
+    programs, tile = row_blocks(R, D, most)
+    return Constants(programs, R=R, eps=eps, D=D, SILU=silu, **tile, num_warps=4)
 
 
 def _forward(x, gate, weight, eps, silu):

@@ -12,13 +12,11 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
+from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["add_rms_norm", "rms_norm"]
-
-_ELEMENTS = 2048
-"""Elements that a program works on at a time: 16 bytes of bfloat16 for each of its threads."""
 
 _MOST_PARTS = 512
 """Programs of the backward pass, each with its part of the weight's gradient: four per multiprocessor of an H100."""
@@ -73,13 +71,9 @@ def rms_norm_backward_kernel(total, weight, d_y, d_sum, d_total, d_x, d_weight, 
 
 @lru_cache(maxsize=1024)
 def _constants(R: int, D: int, eps: float, most: int | None = None) -> Constants:
-    """For R rows of D elements, and `most` programs if there are more blocks of rows."""
-    block = 1 << (D - 1).bit_length()
-    rows = max(1, _ELEMENTS // block)
-    programs = max(1, -(-R // rows))
-    programs = programs if most is None else min(programs, most)
-    warps = 8 if block <= 4096 else 16
-    return Constants(programs, R=R, eps=eps, D=D, BR=rows, BD=block, num_warps=warps)
+    programs, tile = row_blocks(R, D, most)
+    warps = 8 if tile["BD"] <= 4096 else 16
+    return Constants(programs, R=R, eps=eps, D=D, **tile, num_warps=warps)
 
 
 def _forward(x, weight, eps, dtype):

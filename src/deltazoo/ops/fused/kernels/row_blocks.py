@@ -1,0 +1,17 @@
+"""How the norms cut rows into programs.
+
+The kernels share no device functions: moving their address arithmetic or their sums into one changes the PTX.
+"""
+
+__all__ = ["row_blocks"]
+
+_ELEMENTS = 2048
+"""Elements that a program works on at a time: 16 bytes of bfloat16 for each thread of eight warps."""
+
+
+def row_blocks(R: int, D: int, most: int | None = None) -> tuple[int, dict[str, int]]:
+    """How many programs for R rows of D elements, at most `most`, and the tile of a program: BR rows of BD columns."""
+    columns = 1 << (D - 1).bit_length()
+    rows = max(1, _ELEMENTS // columns)
+    programs = max(1, -(-R // rows))
+    return programs if most is None else min(programs, most), dict(BR=rows, BD=columns)
