@@ -25,15 +25,15 @@ class RuntimeOptions:
         backend: of the operator of the linear layers, see `deltazoo.ops.delta_rule`. A named one that cannot run raises
             when the model runs.
         fused_kernels: Triton kernels around the operator of the linear layers, for norms, with the residual that comes
-            before them, and for SwiGLU, see `deltazoo.ops.fused`. None: wherever they run, and plain torch elsewhere;
-            True: on NVIDIA GPUs only; False: nowhere.
+            before them, and for SwiGLU, see `deltazoo.ops.fused`. None: these kernels wherever they run, else plain
+            torch; True: these kernels, on NVIDIA GPUs only; False: plain torch.
         liger: Liger's kernels for norms, with the residual that comes before them, for SwiGLU, and with
             `fuse_linear_cross_entropy` for the loss. True: on GPUs only, and the package (the extra `fast`) is needed.
         fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see
             `deltazoo.models.loss`. True: a model whose loss cannot be computed so raises.
-        recompute: what training works out again in the backward pass instead of keeping it: `"none"`, `"elementwise"`
-            or `"block"`, see `deltazoo.layers.recompute_levels`. Gradient checkpointing takes its place where both are
-            on; as with that, training then begins no cache.
+        recompute: what training computes again in the backward pass instead of keeping it: `"none"`, `"elementwise"`
+            or `"block"`, see `deltazoo.layers.recompute_levels`. Gradient checkpointing replaces it if both are on. As
+            with gradient checkpointing, training then creates no cache.
 
     Raises:
         ValueError: a value that an option does not have.

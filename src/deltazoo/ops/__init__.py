@@ -1,8 +1,8 @@
 """The delta rule as an operator: `q, k, v, beta, log_decay` in, outputs and final state out.
 
 `reference` is the definition (a loop over tokens), `chunkwise` the matmul-rich form in plain torch, `triton` the GPU
-kernels. All three share one contract (`api`), and none knows the name of a variant: whatever tells the variants apart
-happens before the operator, in `step_size` and `decay`.
+kernels. All three share one contract (`api`), and none knows the name of a variant: what tells the variants apart is
+computed before the operator, in `step_size` and `decay`.
 """
 
 from deltazoo.ops import decay, step_size

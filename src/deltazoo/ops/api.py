@@ -129,8 +129,8 @@ def delta_rule_step(
     Args:
         state: `[B, HV, K, V]`, the state before the token.
         inplace: write the new state over `state`, which must be contiguous and float32 (float64 for float64 inputs) and
-            need no gradient: half the traffic of a step whose state lives at a fixed address. Otherwise it is left
-            alone.
+            need no gradient: half the memory traffic of a step whose state has a fixed address. Otherwise `state` is
+            not changed.
 
     Returns:
         `DeltaRuleOutput(output [B, 1, HV, V], final_state [B, HV, K, V])`. The torch backends are differentiable; the
@@ -198,7 +198,7 @@ def _whole_sequences(
 
 
 def _require_beta(beta: Tensor | None) -> None:
-    if beta is None:  # what stands for linear attention further down
+    if beta is None:  # which would mean linear attention in the functions called below
         raise TypeError("beta must be a tensor, got None; without a correction term call linear_attention")
 
 

@@ -1,4 +1,4 @@
-"""Which backend runs a call: by name, or the Triton kernels where device, dtype and head sizes allow."""
+"""Choice of a call's backend: the one asked for; else triton if device, dtype and sizes allow; else chunkwise."""
 
 import importlib.util
 import os

@@ -10,13 +10,16 @@ __all__ = ["ChunkTokens", "most_chunks"]
 
 @dataclass(frozen=True)
 class ChunkTokens:
-    """Where the tokens of each chunk are. Chunks lie step by step: first the first chunk of every sequence, longest
-    sequence first, then all second chunks, and so on; so a serial loop over steps reads contiguous slices."""
+    """Indices of the tokens of each chunk.
+
+    Chunks are ordered by step: the first chunk of every sequence, longest sequence first, then all second chunks, and
+    so on. So the serial loop over steps reads contiguous slices.
+    """
 
     tokens: Tensor  # [M, C], index into the flattened tokens; padding points one past the last
     steps: list[tuple[int, int]]  # slice of the chunks that step s advances
     order: Tensor  # [N], sequences by falling length
-    room: int  # upper bound of M from the shapes alone
+    most: int  # upper bound of M from the shapes alone
 
     @classmethod
     def of(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device, size: int) -> "ChunkTokens":
@@ -41,8 +44,8 @@ class ChunkTokens:
             tokens.append(torch.where(inside, start[:active, None] + offset, B * T))
             steps.append((first, first + active))
             first += active
-        room = most_chunks(B, T, None if cu_seqlens is None else len(order), size)
-        return cls(torch.cat(tokens).to(device), steps, order.to(device), room)
+        most = most_chunks(B, T, None if cu_seqlens is None else len(order), size)
+        return cls(torch.cat(tokens).to(device), steps, order.to(device), most)
 
     def chunk(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`[B, T, H, ...]` -> `[M, H, C, ...]`, zeros at padding."""

@@ -100,8 +100,8 @@ class _Chunks:
         return final
 
     def kept(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A, U and S for the backward pass, with room for as many chunks as such shapes can have."""
-        spare = self.tokens.room - len(self.tokens.tokens)
+        """A, U and S for the backward pass, padded to the most chunks that calls of these shapes have."""
+        spare = self.tokens.most - len(self.tokens.tokens)
 
         def padded(x: Tensor) -> Tensor:
             return x if spare == 0 or not x.numel() else F.pad(x, (0, 0) * 3 + (0, spare))

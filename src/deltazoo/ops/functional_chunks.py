@@ -1,7 +1,7 @@
-"""The chunk form out of functional operations of torch: forward mode, torch.func transforms, second derivatives.
+"""The chunk form in functional operations of torch: for forward mode, torch.func transforms and second derivatives.
 
-The same mathematics as in `chunkwise`, whose operator has formulas for one backward pass and nothing else. Here torch
-derives everything, so more is kept; chunks are short, so that a decay per key channel may be a tensor
+The mathematics of `chunkwise`, whose operator supports one backward pass only. Here autograd derives everything, so
+more is kept for the backward pass. Chunks are short, so that a decay per key channel fits into a tensor
 `[chunks, heads, C, C, K]`.
 """
 
@@ -55,13 +55,16 @@ def functional_chunkwise(
             U = values[chunk] if W is None else values[chunk] - W[chunk] @ S
             outputs.append(q_in[chunk] @ S + scores[chunk] @ U)
             state = torch.cat([decay.total[chunk] * S + k_out[chunk].mT @ U, state[stop - start :]])
-        places = tokens.tokens.flatten().argsort()[: v.shape[0] * v.shape[1]]  # of every token; padding comes last
-        output = torch.cat(outputs).transpose(1, 2).flatten(0, 1)[places]
+        chunked = tokens.tokens.flatten().argsort()[: v.shape[0] * v.shape[1]]  # index of every token; padding is last
+        output = torch.cat(outputs).transpose(1, 2).flatten(0, 1)[chunked]
         return output.unflatten(0, v.shape[:2]).to(v.dtype), state[tokens.order.argsort()]
 
 
 class _Decay:
-    """Of chunks: per head `[M, HV, C]` or per key channel `[M, HV, C, K]`; exponents are direct sums, as everywhere."""
+    """Decay factors in chunks, from log-decays per head `[M, HV, C]` or per key channel `[M, HV, C, K]`.
+
+    Exponents are direct sums, as in `chunk_decay`.
+    """
 
     def __init__(self, log_decay: Tensor) -> None:
         g = log_decay if log_decay.ndim == 4 else log_decay[..., None]  # [M, HV, C, K or 1]

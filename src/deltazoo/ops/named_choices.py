@@ -1,4 +1,4 @@
-"""A choice that a spec makes by name or by bringing a function of its own."""
+"""Options of a spec that are the name of a function or a function."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar

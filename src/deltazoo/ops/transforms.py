@@ -1,4 +1,4 @@
-"""Forward mode, transforms of torch.func and second derivatives: whether a call asks for them, and refusing it."""
+"""Forward mode, transforms of torch.func and second derivatives: whether they are active, and their refusal."""
 
 import torch
 from torch.autograd import forward_ad
@@ -9,13 +9,13 @@ __all__ = ["refuse_second_derivative", "refuse_transforms", "transforming"]
 def transforming() -> bool:
     """Whether a transform of torch.func (grad, vjp, jvp, vmap, ...) or a level of forward mode is active.
 
-    Our operators then take operations of torch alone: it knows no forward mode for operators of `torch.library`, whose
-    tangents it drops without a word, and transforms none with a backward formula.
+    Calls then use operations of torch alone. For operators of `torch.library`, forward mode drops the tangents without
+    a word, and torch.func cannot transform those with a backward formula.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-# The compiler enters the transforms of the program it traces, so the answer while tracing is the answer.
+# The compiler enters the transforms of the program that it traces, so the value while tracing is right.
 transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -23,8 +23,8 @@ def refuse_transforms(what: str, instead: str) -> None:
     """Raise NotImplementedError if the call is transformed.
 
     Args:
-        what: cannot do that, such as "the triton backend".
-        instead: what the caller should do, such as "use backend='chunkwise'".
+        what: the operator or kernel that supports none, for example "the triton backend".
+        instead: what the caller should do, for example "use backend='chunkwise'".
     """
     if transforming():
         raise NotImplementedError(f"{what} has no forward mode and no torch.func transforms: {instead}")

@@ -1,8 +1,8 @@
-"""What the operators accept. Every message says what was passed and what was expected.
+"""Checks of the operators' arguments. Every message says what was passed and what was expected.
 
-Shapes, dtypes and devices are always checked. What a tensor holds (the sign of `log_decay`, the entries of
-`cu_seqlens`) is checked on the CPU always, and on a GPU only inside `check_values()`, because reading it makes the
-host wait for the device.
+Shapes, dtypes and devices are always checked. Values (the sign of `log_decay`, the entries of `cu_seqlens`) are always
+checked on the CPU. On a GPU they are checked only inside `check_values()`, because the CPU must wait for the device to
+read them.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @contextlib.contextmanager
 def check_values(enabled: bool = True) -> Iterator[None]:
-    """Inside this context the values of GPU tensors are checked too; each check makes the host wait for the device."""
+    """Context in which the values of GPU tensors are checked too; each check makes the CPU wait for the device."""
     global _check_gpu_values
     previous, _check_gpu_values = _check_gpu_values, enabled
     try:
@@ -39,7 +39,7 @@ def check_values(enabled: bool = True) -> Iterator[None]:
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Raise TypeError for what is neither a tensor nor None."""
+    """Raise TypeError for anything but a tensor or None."""
     if x is not None and not isinstance(x, Tensor):
         raise TypeError(
             f"{name} must be a tensor, got {type(x).__name__}; torch.tensor({name}, device=...) makes one of a list"
@@ -47,7 +47,7 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def warn_of_heads_first(q: Tensor) -> None:
-    """Warn, once per process, of more heads than models have and fewer tokens: q may be `[B, H, T, K]`."""
+    """Warn, once per process, if q has many heads and fewer tokens: it may be `[B, H, T, K]`."""
     global _warned_of_heads_first
     _, T, H, _ = q.shape
     if H > _MANY_HEADS and not torch.compiler.is_compiling() and T < H and not _warned_of_heads_first:
@@ -171,5 +171,5 @@ def _check_state(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _devices(**tensors: Tensor | None) -> str:
-    places = ", ".join(f"{name} on {x.device}" for name, x in tensors.items() if x is not None)
-    return f"all tensors must be on one device, got {places}"
+    devices = ", ".join(f"{name} on {x.device}" for name, x in tensors.items() if x is not None)
+    return f"all tensors must be on one device, got {devices}"

@@ -1,7 +1,7 @@
-"""What stands around the operator: short convolution, norms, SwiGLU and the loss, each in one pass over memory.
+"""Fused operations around the operator: short convolution, norms, SwiGLU and the loss, each one pass over memory.
 
-This module offers our Triton kernels, checked functions that import Triton when they are called. `liger` offers the
-same norms and SwiGLU as kernels of Liger. `linear_cross_entropy` is the loss without the logits of all rows.
+The functions here check their arguments and run our Triton kernels; Triton is imported by the first call. `liger` has
+Liger's kernels for norms, SwiGLU and the loss. `linear_cross_entropy` is the loss without the logits of all rows.
 """
 
 from deltazoo.ops.fused.fused_functions import (

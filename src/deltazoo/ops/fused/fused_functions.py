@@ -1,6 +1,7 @@
-"""Kernels for what stands around the operator: plain torch wants several passes over memory there, these want one.
+"""Functions that check their arguments and run the fused kernels, imported by the first call.
 
-They run where Triton does. A call elsewhere is refused, as the operators refuse a named backend that cannot do the job.
+Each is one pass over memory where plain torch takes several. They run where Triton runs; elsewhere they raise
+NotImplementedError, as the operators do for a named backend that cannot run a call.
 """
 
 import os
@@ -25,18 +26,18 @@ __all__ = [
 ]
 
 MOST_NORM_COLUMNS = 8192
-"""The longest axis that the kernels of RMSNorm take: a program holds whole rows, and more would not fit registers."""
+"""The longest axis of the RMSNorm kernels: a program holds whole rows in registers."""
 
 
 def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
-    """Whether these kernels take `x`: one on an NVIDIA GPU that the triton backend knows, in a dtype of its.
+    """Whether these kernels can run on `x`: a tensor on an NVIDIA GPU, in a dtype that the triton backend supports.
 
-    Not if the convolution's state `past` wants a gradient, nor under transforms of torch.func or in forward mode. False
-    under Triton's interpreter on a CPU, where they would run only to be tested.
+    False if the convolution's state `past` needs a gradient, under transforms of torch.func and in forward mode. Also
+    false under Triton's interpreter on a CPU, which only tests use.
     """
     return (
         x.is_cuda
-        and not _wants_gradient(past)
+        and not _needs_gradient(past)
         and not transforming()
         and triton_obstacle(x.device, x.dtype, 1, 1) is None
     )
@@ -61,7 +62,7 @@ def fused_short_conv(
             differentiable.
         sequence: `[T]` int64, which packed sequence each token belongs to, with B = 1.
         cu_seqlens: `[N + 1]`, their boundaries.
-        head_dim: channels per head to divide by `sqrt(|y|^2 + eps)`; 0 leaves the norm out.
+        head_dim: channels per head, each head divided by `sqrt(|y|^2 + eps)`; 0: no norm.
         eps: see `head_dim`.
 
     Returns:
@@ -72,7 +73,7 @@ def fused_short_conv(
         ValueError: `past` needs a gradient, or tensors on several devices.
     """
     _require_triton(x, weight, past, sequence, cu_seqlens)
-    if _wants_gradient(past):
+    if _needs_gradient(past):
         raise ValueError("the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off")
     from deltazoo.ops.fused.kernels.short_conv_operator import short_conv
 
@@ -94,8 +95,8 @@ def fused_short_conv_step(
         inputs: three `[B, 1, C_i]` float32, bfloat16 or float16.
         weights: three `[C_i, W]`.
         window: `[B, C, W - 1]`, the inputs before the token, concatenated, C the sum of the C_i; oldest first.
-        head_dims: channels per head of the first and of the second input to divide by `sqrt(|y|^2 + eps)`; 0 leaves the
-            norm out. Heads of both have one size.
+        head_dims: channels per head of the first and of the second input, each head divided by `sqrt(|y|^2 + eps)`; 0:
+            no norm. Heads of both have one size.
         eps: see `head_dims`.
         inplace: write the new window over `window`, which must be contiguous and in the inputs' dtype.
 
@@ -211,7 +212,7 @@ def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Cross-entropy of each row, with no gradient of its own: that of the sum takes the place of the logits.
+    """Cross-entropy of each row, not differentiable. The gradient of the sum is written over the logits.
 
     Args:
         logits: `[N, V]` contiguous, float32, bfloat16 or float16; overwritten.
@@ -232,7 +233,7 @@ def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor
     return cross_entropy_(logits, labels, ignored)
 
 
-def _wants_gradient(past: Tensor | None) -> bool:
+def _needs_gradient(past: Tensor | None) -> bool:
     return past is not None and past.requires_grad and torch.is_grad_enabled()
 
 

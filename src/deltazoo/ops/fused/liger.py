@@ -16,9 +16,9 @@ from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms
 
 __all__ = ["liger_add_rms_norm", "liger_linear_cross_entropy", "liger_rms_norm", "liger_swiglu"]
 
-# Liger's name for what our norms do: all of it in float32, one rounding at the end. Nothing is added to the weight.
+# Nothing is added to the weight. Liger's name for norms computed in float32 with one rounding at the end, as ours are.
 _NORM_OPTIONS = (0.0, "gemma")
-# Liger's norms can write their input's gradient over their output's, which others may hold as well.
+# Whether Liger's norms write their input's gradient over their output's, which others may also use.
 _IN_PLACE = False
 
 
@@ -48,7 +48,7 @@ def liger_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 
 def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`; the gradients are written over `gate` and `up`, and autograd knows it.
+    """`silu(gate) * up`. The gradients are written over `gate` and `up`, which autograd is told.
 
     Raises:
         NotImplementedError: see `liger_rms_norm`.
@@ -59,7 +59,7 @@ def liger_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def liger_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """As `deltazoo.ops.fused.linear_cross_entropy`, but the forward pass works out the gradients, too.
+    """As `deltazoo.ops.fused.linear_cross_entropy`, but the forward pass computes the gradients, too.
 
     Raises:
         NotImplementedError: see `liger_rms_norm`.
@@ -77,7 +77,7 @@ def liger_linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Ten
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Liger's kernels; its own autograd function does not tell autograd that it writes over what it has saved."""
+    """SwiGLU with Liger's kernels. Liger's own autograd function overwrites saved tensors without telling autograd."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _function(module: str, name: str, x: Tensor) -> Any:
-    """An autograd function of `liger_kernel.ops`, or another, if it can act on `x`."""
+    """The function or autograd function `name` of `liger_kernel.ops.MODULE`, if it can run on `x`."""
     if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise NotImplementedError(f"Liger's kernels run on GPUs, not on {x.device.type}: leave liger off")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -111,7 +111,7 @@ def _function(module: str, name: str, x: Tensor) -> Any:
 
 
 def _with_one_derivative(result: Tensor) -> Tensor:
-    """Refuse the second derivative, of which Liger's backward kernels leave no trace in the graph."""
+    """Refuse second derivatives: autograd does not record Liger's backward kernels."""
     if result.requires_grad and not torch.compiler.is_compiling():  # compiled graphs have none either
         result.register_hook(_refuse_second_derivative)
     return result
@@ -122,7 +122,7 @@ def _refuse_second_derivative(gradient: Tensor) -> None:
 
 
 def _with_one_backward(result: Tensor) -> Tensor:
-    """Refuse a second backward pass through `result`, for which the first has left wrong numbers behind."""
+    """Refuse a second backward pass through `result`: the first overwrites what it would read."""
     if result.requires_grad:
         result.register_hook(_Once())
     return _with_one_derivative(result)

@@ -1,6 +1,6 @@
-"""Cross-entropy behind a linear map without the logits of all rows: a few rows at a time.
+"""Cross-entropy of the outputs of a linear map, a few rows at a time, without the logits of all rows.
 
-The forward pass computes the gradients as well, from the logits that it has at hand; the backward pass scales them.
+The forward pass also computes the gradients, while it has the logits. The backward pass scales them.
 """
 
 from functools import partial
@@ -25,15 +25,16 @@ _LOGITS_AT_ONCE = 2**26
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The sum of `-log softmax(x weight^T)[label]` over rows; any device and floating dtype.
 
-    What the pieces add to the gradient of `weight` is summed in float32, so that more of them are no less accurate.
+    The rows are computed in pieces. Their gradients of `weight` are summed in float32, so that many pieces are as
+    accurate as one.
     Products are in the dtype of `x` and `weight`, under autocast in its dtype. Inside `torch.compile`, transforms of
-    torch.func and forward mode, and for second derivatives, autograd does the work: the backward pass computes the
-    logits of a piece again.
+    torch.func and forward mode, and for second derivatives, autograd computes the gradients: the backward pass
+    computes the logits of a piece again.
 
     Args:
         x: `[N, D]`.
         weight: `[V, D]`.
-        labels: `[N]` int64; rows labelled `IGNORED` add nothing.
+        labels: `[N]` int64; rows labelled `IGNORED` do not count.
 
     Returns:
         A number in float32, float64 for float64.
@@ -110,7 +111,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[T
 
 
 def _by_autograd(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    # A view, because autocast keeps one cast of a leaf for all pieces, whose gradients would add up in half precision.
+    # A view: of a leaf, autocast caches one cast for all pieces, and their gradients would be summed in half precision.
     wide_weight = weight.to(torch.promote_types(weight.dtype, torch.float32)).view_as(weight)
     rows = max(1, _LOGITS_AT_ONCE // weight.shape[0])
 

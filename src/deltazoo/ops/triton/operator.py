@@ -104,20 +104,20 @@ class DifferentiableOperator(Operator):
         return results if self.shown is None else results[: self.shown]
 
     def _function_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """The operator where somebody is to see it, else what it does: with gradients or without."""
-        if _watched():
+        """The operator if something must see it, else its autograd function or, without gradients, `launch`."""
+        if _dispatching():
             return self.overload
         recording = False
         for x in arguments:
             if type(x) in _PLAIN:
                 recording = recording or x.requires_grad
-            elif isinstance(x, Tensor):  # a subclass, which may want to see the operator
+            elif isinstance(x, Tensor):  # a subclass, which may handle the operator
                 return self.overload
         return self.eager.apply if recording and torch.is_grad_enabled() else self.launch
 
 
-def _watched() -> bool:
-    """Whether a compiler, a dispatch mode or a function transform is to see the operator."""
+def _dispatching() -> bool:
+    """Whether a compiler, a dispatch mode or a function transform is active, which must see the operator."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
 
 

@@ -3,4 +3,4 @@
 __all__ = ["REFUSAL"]
 
 REFUSAL = ("a fused kernel", "set fused_kernels=False")
-"""What cannot do it, and what to do instead: for `refuse_transforms` and `refuse_second_derivative`."""
+"""Arguments of `refuse_transforms` and `refuse_second_derivative`: what is unsupported, and what to do instead."""

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits and its gradient, in two passes over memory; the gradient takes the logits' place.
+"""Cross-entropy of logits and its gradient, in two passes over memory. The gradient is written over the logits.
 
 loss = logsumexp(x) - x[label],      d loss / d x = softmax(x) - onehot(label)
 """
@@ -35,7 +35,7 @@ def cross_entropy_kernel(logits, labels, losses, V, IGNORED, BV: tl.constexpr):
         largest = larger
     counts = label != IGNORED
     tl.store(losses + row, tl.where(counts, largest + tl.log(total) - own, 0.0))
-    # A thread reads again what it has read before, and writes it: none waits for another.
+    # Each thread reads and writes the elements that it has read in the first loop, so no barrier is needed.
     factor = tl.where(counts, 1 / total, 0.0)
     for start in range(0, V, BV):
         columns = start + tl.arange(0, BV)

@@ -1,8 +1,8 @@
-"""RMSNorm times an activated gate, one pass over memory each way.
+"""RMSNorm times an activated gate, in one pass over memory, forward and backward.
 
     y = x / sqrt(mean x^2 + eps) * w * g(gate),      g = SiLU or sigmoid
 
-The backward pass keeps nothing but the inputs.
+The backward pass keeps only the inputs.
 """
 
 from functools import lru_cache
@@ -20,7 +20,7 @@ from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 __all__ = ["gated_rms_norm"]
 
 _MOST_PARTS = 4096
-"""Programs of the backward pass, each with its part of the weight's gradient."""
+"""Most programs of the backward pass. Each sums a part of the weight's gradient."""
 
 
 @triton.jit(do_not_specialize=["R", "eps"])

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or of a sum that comes out as well, one pass over memory each way.
+"""RMSNorm of a tensor, or of a sum that is returned as well, in one pass over memory, forward and backward.
 
     total = x + residual,      y = total / sqrt(mean total^2 + eps) * w
 
@@ -19,7 +19,7 @@ from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 __all__ = ["add_rms_norm", "rms_norm"]
 
 _MOST_PARTS = 512
-"""Programs of the backward pass, each with its part of the weight's gradient: four per multiprocessor of an H100."""
+"""Most programs of the backward pass: four per multiprocessor of an H100. Each sums a part of the weight's gradient."""
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
@@ -33,7 +33,7 @@ def rms_norm_forward_kernel(x, residual, weight, y, total, R, eps, D: tl.constex
     a = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         a += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
-        rounded = a.to(total.dtype.element_ty)  # the norm of what the residual stream will hold
+        rounded = a.to(total.dtype.element_ty)  # the norm is of the sum as it is stored
         tl.store(total + offsets, rounded, mask=mask)
         a = rounded.to(tl.float32)
     w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)

@@ -1,12 +1,13 @@
-"""The walk along the tokens that the short convolution makes, forward and backward.
+"""Kernels of the short convolution, forward and backward; both loop over tokens.
 
-A program takes the channels of one head and R runs of consecutive tokens, each run within one row of the batch. Walking
-its runs side by side it keeps the last W - 1 inputs in registers, so that each input is loaded once, and the few before
-a run a second time. The backward pass walks the same way, keeps the last W - 1 `dz` as well, and goes W - 1 tokens past
-the end of the run, where the last `dx` become complete: `dx_t = sum_j w_j dz_{t+j}`.
+A program computes the channels of one head for R runs of consecutive tokens. Each run is within one row of the batch.
+The program advances all its runs together and keeps the last W - 1 inputs in registers. So each input is loaded once,
+except the W - 1 before a run, which are loaded twice. The backward kernel also keeps the last W - 1 `dz`. It goes W - 1
+tokens past the end of the run, where the last `dx` become complete: `dx_t = sum_j w_j dz_{t+j}`.
 
-Tokens come GROUP at a time: all their loads are under way before the first is used. Values that belong together (the
-taps, the inputs before a token, the tokens of a group) are tuples of tiles; "before" counts from the token backwards.
+Tokens are loaded in groups: all loads of a group of GROUP tokens are issued before the first value is used. The taps,
+the inputs before a token and the tokens of a group are tuples of tiles. Tuples of what is before a token start with the
+nearest one.
 """
 
 # mypy: disable-error-code="assignment"
@@ -32,7 +33,7 @@ def _runs(program, B, T, RUN: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _channels(C, WIDTH: tl.constexpr, BC: tl.constexpr):
-    """The program's place along the tokens, its channels, and which of them exist."""
+    """Index of the program along the tokens, its channels, and which of them exist."""
     heads = tl.cdiv(C, WIDTH)
     within = tl.arange(0, BC)
     columns = (tl.program_id(0) % heads) * WIDTH + within
@@ -70,7 +71,7 @@ def _sequences(rows, t, left, N: tl.constexpr):
 
 @triton.jit
 def _before_run(x_rows, past, n, age, left, columns, column_mask, C, W: tl.constexpr):
-    """The inputs before each run, whose first token is the `age`-th of sequence n: older ones lie in the state."""
+    """The inputs before each run, whose first token is token `age` of sequence n; the state has those before it."""
     before = ()
     for i in tl.static_range(1, W):
         mask = ((age >= i) & (left > 0))[:, None] & column_mask[None, :]
@@ -85,7 +86,7 @@ def _before_run(x_rows, past, n, age, left, columns, column_mask, C, W: tl.const
 
 @triton.jit
 def _at_boundary(before, begins, past, n, columns, column_mask, C, W: tl.constexpr):
-    """The inputs before a token: where sequence n begins there, those in its state."""
+    """The inputs before a token; from the state of sequence n if the token begins it."""
     chosen = ()
     for i in tl.static_range(1, W):
         value = 0.0
@@ -98,6 +99,7 @@ def _at_boundary(before, begins, past, n, columns, column_mask, C, W: tl.constex
 
 @triton.jit
 def _copies(value, N: tl.constexpr):
+    """A tuple of N times `value`."""
     copies = ()
     for _ in tl.static_range(N):
         copies = copies + (value,)
@@ -106,7 +108,7 @@ def _copies(value, N: tl.constexpr):
 
 @triton.jit
 def _advance(value, before, W: tl.constexpr):
-    """What lies before the next token: this one's value, and all but the oldest before it."""
+    """The values before the next token: this token's, and all but the oldest before it."""
     advanced = ()
     if W > 1:
         advanced = (value,)
@@ -146,8 +148,8 @@ def short_conv_forward_kernel(
     """Convolve, SiLU, divide by the norm of the head; a tile holds one token of each run."""
     PACKED: tl.constexpr = sequence is not None
     HALF: tl.constexpr = x.dtype.element_ty != tl.float32
-    place, columns, column_mask = _channels(C, WIDTH, BC)
-    row, first, left = _runs(place, B, T, RUN, R)
+    program, columns, column_mask = _channels(C, WIDTH, BC)
+    row, first, left = _runs(program, B, T, RUN, R)
     tokens = row.to(tl.int64) * T + first
     offsets = tokens[:, None] * C + columns[None, :]
     taps = _taps(weight, columns, column_mask, W)
@@ -178,7 +180,7 @@ def short_conv_forward_kernel(
 
 @triton.jit
 def _d_convolved(z, d, eps, NORM: tl.constexpr, HALF: tl.constexpr):
-    """The gradient of z from that of y."""
+    """Gradient of z from the gradient of y."""
     gate = sigmoid(z, HALF)
     s = z * gate
     if NORM:
@@ -189,7 +191,7 @@ def _d_convolved(z, d, eps, NORM: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _d_input(d_z, d_z_before, n, n_before, taps, W: tl.constexpr, PACKED: tl.constexpr):
-    """The gradient of the input W - 1 tokens back, from that of z at every token since: those of its sequence."""
+    """Gradient of the input W - 1 tokens back, from the gradients of z at the tokens of its sequence since."""
     total = d_z * taps[W - 1]
     if PACKED and W > 1:
         total = tl.where((n == n_before[W - 2])[:, None], total, 0.0)
@@ -206,7 +208,7 @@ def _backward_token(
     t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, eps,
     W: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Work out `dz` of token t, store `dx` of the token W - 1 before it.
+    """Compute `dz` of token t, and store `dx` of the token W - 1 before it.
 
     Returns `dz`, and the inputs before the token in its sequence n.
     """
@@ -252,10 +254,10 @@ def short_conv_backward_kernel(
     R: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The gradients of x, and this program's part of that of the weight."""
+    """Gradient of x, and this program's part of the gradient of the weight."""
     PACKED: tl.constexpr = sequence is not None
-    place, columns, column_mask = _channels(C, WIDTH, BC)
-    row, first, left = _runs(place, B, T, RUN, R)
+    program, columns, column_mask = _channels(C, WIDTH, BC)
+    row, first, left = _runs(program, B, T, RUN, R)
     tokens = row.to(tl.int64) * T + first
     offsets = tokens[:, None] * C + columns[None, :]
     taps = _taps(weight, columns, column_mask, W)
@@ -299,6 +301,6 @@ def short_conv_backward_kernel(
         before = _advance(value, before, W)
         d_z_before = _advance(d_z, d_z_before, W)
         n_before = _advance(sequences[i], n_before, W)
-    parts = d_weight + (place.to(tl.int64) * C + columns) * W
+    parts = d_weight + (program.to(tl.int64) * C + columns) * W
     for i in tl.static_range(W):
         tl.store(parts + (W - 1 - i), tl.sum(sums[i], axis=0), mask=column_mask)

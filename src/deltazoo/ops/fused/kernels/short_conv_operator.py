@@ -1,8 +1,8 @@
-"""Short causal convolution, SiLU and, where heads are given, their L2 norm: one pass over memory each way.
+"""Short causal convolution with SiLU and, per head, an L2 norm: one pass over memory, forward and backward.
 
     z_t = sum_i w_i x_{t-i}      s = z * sigmoid(z)      y = s  or, per head,  s / sqrt(|s|^2 + eps)
 
-Inputs from before a row, or a packed sequence, come from its state. The backward pass keeps nothing but the inputs.
+Inputs before a row, or before a packed sequence, come from its state. The backward pass keeps only the inputs.
 """
 
 from functools import lru_cache
@@ -18,19 +18,19 @@ from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 __all__ = ["short_conv"]
 
 _CHANNELS = 128
-"""Channels of one program, where no head says how many belong together."""
+"""Channels of one program without a norm over heads."""
 
 _TILE = 512
-"""Elements of one token of all runs of a program, four per thread: eight take twice the registers backward."""
+"""Elements of one token over all runs of a program: four per thread. Eight need twice the registers backward."""
 
 _GROUP = 4
-"""Tokens whose loads are under way at a time."""
+"""Tokens that are loaded together."""
 
 _LONGEST_RUN = 64
-"""Tokens of a run; the W - 1 past its end, which the backward pass works out twice, are few beside them."""
+"""Most tokens of a run. The backward pass computes the W - 1 past its end twice, which are few in comparison."""
 
 _ENOUGH_PROGRAMS = 1024
-"""Fewer than that do not fill a large GPU: then runs get shorter."""
+"""Programs that fill a large GPU. With fewer, runs get shorter."""
 
 
 @lru_cache(maxsize=1024)

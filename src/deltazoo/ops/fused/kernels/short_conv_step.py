@@ -1,8 +1,9 @@
-"""Short convolutions of queries, keys and values for one token: all three, their SiLU, norms and window in one launch.
+"""Short convolutions of queries, keys and values for one token, with SiLU, L2 norms and the new window: one launch.
 
     z = sum_i w_i x_{t-i}      s = z * sigmoid(z)      y = s  or, per head,  s / sqrt(|s|^2 + eps)
 
-as in `short_conv`. The inputs before the token are the window; it moves on by one token, in place or into a new one.
+as in `short_conv_operator`. The window holds the inputs before the token. It advances by one token, in place or into
+a new tensor.
 """
 
 from functools import lru_cache
@@ -19,12 +20,12 @@ from deltazoo.ops.triton.operator import Operator
 __all__ = ["short_conv_step"]
 
 _CHANNELS = 128
-"""Channels of one program, where no head says how many belong together: four per thread of its warp."""
+"""Channels of one program without a norm over heads: four per thread of its warp."""
 
 
 @triton.jit
-def _place(block, q, k, v, Q_BLOCKS, K_BLOCKS):
-    """Which of three pointers a program's channels belong to."""
+def _of_block(block, q, k, v, Q_BLOCKS, K_BLOCKS):
+    """The one of three pointers that the channels of a program belong to."""
     chosen = q
     if block >= Q_BLOCKS:
         chosen = k
@@ -70,17 +71,17 @@ def short_conv_step_kernel(
     columns = first * WIDTH + tl.arange(0, BC)
     mask = (tl.arange(0, BC) < WIDTH) & (columns < tl.where(is_q, CQ, tl.where(is_v, CV, CK)))
 
-    x = _place(block, q + row * q_row, k + row * k_row, v + row * v_row, Q_BLOCKS, K_BLOCKS)
-    taps = _place(block, q_weight, k_weight, v_weight, Q_BLOCKS, K_BLOCKS) + columns * W
+    x = _of_block(block, q + row * q_row, k + row * k_row, v + row * v_row, Q_BLOCKS, K_BLOCKS)
+    taps = _of_block(block, q_weight, k_weight, v_weight, Q_BLOCKS, K_BLOCKS) + columns * W
     value = tl.load(x + columns, mask=mask, other=0.0)
     z = value.to(tl.float32) * tl.load(taps + (W - 1), mask=mask, other=0.0).to(tl.float32)
     offsets = (row * (CQ + CK + CV) + before + columns) * (W - 1)
-    for i in tl.static_range(1, W):  # from the newest to the oldest, each taking the place of the one before it
-        place = offsets + (W - 1 - i)
-        older = tl.load(window + place, mask=mask, other=0.0)
+    for i in tl.static_range(1, W):  # from the newest to the oldest; each moves one step back
+        slot = offsets + (W - 1 - i)
+        older = tl.load(window + slot, mask=mask, other=0.0)
         z += older.to(tl.float32) * tl.load(taps + (W - 1 - i), mask=mask, other=0.0).to(tl.float32)
         tl.debug_barrier()  # in place, no thread may write what another has yet to read
-        tl.store(new_window + place, value, mask=mask)
+        tl.store(new_window + slot, value, mask=mask)
         value = older
     s = z * sigmoid(z, HALF)
     if NORM_Q or NORM_K:
@@ -121,7 +122,7 @@ def _functional(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, e
 
 
 def _in_place(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):
-    if not window.is_inference():  # the kernel writes behind autograd's back: let it notice
+    if not window.is_inference():  # autograd does not see that the kernel writes
         torch.autograd.graph.increment_version(window)
     return _run(q, k, v, q_weight, k_weight, v_weight, window, window, q_head, k_head, eps)
 

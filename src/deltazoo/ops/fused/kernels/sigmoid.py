@@ -1,4 +1,4 @@
-"""The logistic function, for kernels where arithmetic and not memory would set the pace."""
+"""The logistic function, for kernels whose speed it would limit rather than memory."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,9 @@ __all__ = ["sigmoid"]
 
 @triton.jit
 def sigmoid(x, HALF: tl.constexpr):
-    """`1 / (1 + exp(-x))` of float32 values; where HALF, good to a few roundings of float32, for results in half.
+    """`1 / (1 + exp(-x))` of float32 values; with HALF exact to a few roundings of float32, for results in half.
 
-    That takes five instructions, where the guards of `exp` and the division against subnormal numbers make it twelve.
+    HALF takes five instructions instead of twelve: `exp` and the division are not guarded against subnormal numbers.
     """
     if HALF:
         root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))  # log2(e)

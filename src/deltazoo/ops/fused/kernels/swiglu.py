@@ -1,4 +1,4 @@
-"""`silu(gate) * up`, one pass over memory each way; the backward pass keeps nothing but the inputs."""
+"""`silu(gate) * up` in one pass over memory, forward and backward. The backward pass keeps only the inputs."""
 
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ _ELEMENTS = 2048
 """Elements of one program."""
 
 
-# Triton must know that N is a multiple of 16: behind a mask that may end anywhere it reads single elements.
+# N is specialised: unless Triton knows that N is a multiple of 16, it masks and reads single elements.
 @triton.jit
 def swiglu_forward_kernel(gate, up, y, N, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
