@@ -1,4 +1,4 @@
-"""What tests of Liger's kernels share: when they can run, interpreting them on a CPU, and how their results are judged.
+"""What tests of Liger's kernels share: when they run, interpreting them on a CPU, and the check of their results.
 
 The interpreter has to be chosen before Triton is imported, so a child process computes all cases of a test file:
 `python FILE RESULTS` there calls `save_interpreted`. Triton's interpreter multiplies bfloat16 wrongly: half precision
@@ -28,7 +28,7 @@ needs_liger = pytest.mark.skipif(
 
 
 def interpreted_results(file: str, folder: Path) -> dict[str, Results]:
-    """What the child process of a test file found, by case."""
+    """Results of the child process of a test file, by case."""
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     out = folder / "results.pt"
@@ -39,7 +39,7 @@ def interpreted_results(file: str, folder: Path) -> dict[str, Results]:
 
 
 def save_interpreted(cases: list[Any], path: str) -> None:
-    """Run the cases in the interpreter, with what it lacks: numbers as arguments of kernels, and libdevice's rsqrt."""
+    """Run the cases in the interpreter, extended by float arguments of kernels and libdevice's rsqrt."""
     import numpy as np
     import triton.language as tl
     from liger_kernel.ops import fused_add_rms_norm, rms_norm
@@ -60,8 +60,8 @@ def save_interpreted(cases: list[Any], path: str) -> None:
 def judge(actual: Results, plain: Sequence[Results], exact: Results) -> None:
     """Every result errs at most twice as much as plain torch in the same dtype, and four roundings.
 
-    One error of plain torch is a draw of chance, the more so the smaller the tensor. It counts as at least the root
-    mean square of all of them.
+    The error of plain torch in one small tensor is partly chance. It counts as at least the root mean square of its
+    errors in all results.
 
     Args:
         actual: results to judge, by name.

@@ -1,8 +1,8 @@
 """The chunk form and its hand-written backward against the token loop.
 
-In float64 the two agree to rounding. In fewer bits the chunk form may err twice as much as plain torch does in that
-dtype: the token loop, or the chunk equations written down naively. Where keys repeat and beta exceeds 1 the triangular
-system of a chunk is ill-conditioned, and its condition number times the rounding error is what fewer bits can promise.
+In float64 the two agree to rounding. In other dtypes the chunk form may have twice the error of plain torch in that
+dtype: of the token loop, or of the chunk equations written down naively. If keys repeat and beta exceeds 1, the
+triangular system of a chunk is ill-conditioned, and the error is bounded by its condition number times the rounding.
 """
 
 from __future__ import annotations

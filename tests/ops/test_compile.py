@@ -1,4 +1,4 @@
-"""The operators inside torch's machinery: opcheck, torch.compile in one graph, fake and meta tensors, autocast."""
+"""The operators in torch's tools: opcheck, torch.compile in one graph, fake and meta tensors, autocast."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_compiles_in_one_graph_with_the_same_results_and_gradients(case: DeltaRu
     inputs = case.make(dtype=torch.float32)
 
     def layer(**arguments: Any) -> DeltaRuleOutput:
-        """The operator amid what a layer does around it."""
+        """The operator with operations before and after it, as in a layer."""
         arguments["q"], arguments["k"] = torch.nn.functional.silu(arguments["q"]), arguments["k"] * 0.5
         output, state = delta_rule(**arguments)
         return DeltaRuleOutput(output.tanh(), state)
@@ -74,7 +74,7 @@ def test_compiles_in_one_graph_with_the_same_results_and_gradients(case: DeltaRu
 
 
 def test_lengths_vary_without_a_graph_for_each() -> None:
-    """Five lengths, two compilations: the first, and one with a symbolic length."""
+    """Five lengths need two compilations: the first, and one with a symbolic length."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     function = torch.compile(lambda *tensors: delta_rule(*tensors).output, backend=counter, fullgraph=True)
     for T in (70, 71, 64, 130, 200):

@@ -1,4 +1,4 @@
-"""The two decay gates: values against their formulas in float64, float32 inside whatever comes in, bad shapes named."""
+"""The two decay gates: values against float64, float32 inside for every input dtype, messages for bad shapes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What holds for every input: how a sequence is cut, packed or batched changes nothing, the future changes nothing, and
-the same inputs give the same bits."""
+"""Properties for every input: cutting, packing and batching change no result, nor do later tokens, and the same inputs
+give the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECAYS = ("none", "scalar", "channel")
 
 
 def in_pieces(cuts: Sequence[int], *, initial_state: Tensor | None = None, **arguments: Any) -> DeltaRuleOutput:
-    """The sequence cut at ``cuts``, the state handed from piece to piece."""
+    """The sequence cut at ``cuts``; each piece starts from the final state of the one before."""
     backend, tensors = arguments.pop("backend"), {n: x for n, x in arguments.items() if x is not None}
     T = tensors["q"].shape[1]
     outputs, state = [], initial_state
@@ -33,7 +33,7 @@ def in_pieces(cuts: Sequence[int], *, initial_state: Tensor | None = None, **arg
 
 
 def one_by_one(*, cu_seqlens: Tensor, initial_state: Tensor | None = None, **arguments: Any) -> DeltaRuleOutput:
-    """Packed sequences, each in a call of its own; an empty one hands its state through."""
+    """Packed sequences, each in a call of its own; an empty one returns its initial state."""
     backend, tensors = arguments.pop("backend"), {n: x for n, x in arguments.items() if x is not None}
     v = tensors["v"]
     no_state = v.new_zeros(len(cu_seqlens) - 1, v.shape[2], tensors["k"].shape[3], v.shape[3])
@@ -50,7 +50,7 @@ def one_by_one(*, cu_seqlens: Tensor, initial_state: Tensor | None = None, **arg
 
 
 def with_other_future(inputs: DeltaRuleInputs, t: int) -> DeltaRuleInputs:
-    """Every token from ``t`` on replaced: other unit keys and queries, large values, strong decay, beta 2."""
+    """All tokens from ``t`` on replaced: other unit keys and queries, large values, strong decay, beta 2."""
     other = {
         "q": torch.nn.functional.normalize(torch.randn_like(inputs.q), dim=-1),
         "k": torch.nn.functional.normalize(torch.randn_like(inputs.k), dim=-1),
@@ -131,7 +131,7 @@ def test_without_rows_or_without_tokens(rows: int, tokens: int, state: bool, bac
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_leaks_from_one_packed_sequence_to_another(backend: str, dtype: torch.dtype) -> None:
-    """Everything about the middle sequence changes; not a bit of the other two does, forward or backward."""
+    """Changing all of the middle sequence changes no bit of the other two, forward or backward."""
     bounds = (0, 50, 120, 190)
     inputs = DeltaRuleCase("leak", lengths=(50, 70, 70), decay="channel", initial_state=True).make(dtype=dtype)
     changed = {
@@ -201,7 +201,7 @@ def test_same_inputs_give_the_same_bits(case: DeltaRuleCase, backend: str) -> No
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_a_row_does_not_depend_on_its_batch(decay: str, backend: str) -> None:
-    """Bit by bit, so that the answer to one prompt is the same whoever else is being served."""
+    """Bit by bit, so that the answer to a prompt does not depend on the other prompts in the batch."""
     inputs = DeltaRuleCase("batch", B=8, T=70, decay=decay, initial_state=True).make(dtype=torch.float32)
     together = results_and_gradients(delta_rule, inputs, backend=backend)
     row = {name: getattr(inputs, name)[3:4] for name in (*inputs.leaves(), "d_output", "d_final_state")}

@@ -27,7 +27,7 @@ CASES = [
 
 
 def delta_rule_arguments_without_beta(*, beta: Tensor, **arguments: Any) -> DeltaRuleOutput:
-    """Linear attention called through the arguments of a case; a zero times beta keeps beta's gradient defined."""
+    """Linear attention of a case's arguments. Zero times beta is added so that beta has a gradient."""
     output, state = linear_attention(**arguments)
     return DeltaRuleOutput(output + (0 * beta[..., None]).to(output.dtype), state)
 
@@ -55,8 +55,8 @@ def weighted_sums(
         if initial_state is not None:
             state = initial_state if cu_seqlens is None else initial_state[n : n + 1]
         for t in range(start, stop):
-            tail = [g[:, s + 1 : t + 1].sum(1).exp() * k[:, s] for s in range(start, t + 1)]
-            keys = torch.stack(tail, dim=1)  # [B, t - start + 1, HV, K]
+            factors = [g[:, s + 1 : t + 1].sum(1).exp() * k[:, s] for s in range(start, t + 1)]
+            keys = torch.stack(factors, dim=1)  # [B, t - start + 1, HV, K]
             from_start = g[:, start : t + 1].sum(1).exp()
             scores = torch.einsum("bhk,bshk->bhs", q[:, t], keys)
             read = torch.einsum("bhs,bshv->bhv", scores, v[:, start : t + 1])

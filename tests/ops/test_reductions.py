@@ -1,4 +1,4 @@
-"""Where two systems of the zoo meet: each line of docs/math.md's list of reductions, in both torch backends."""
+"""Rules that equal each other for some arguments: docs/math.md's list of reductions, in both torch backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The definition itself, judged by a second writing of the recurrence and by numbers worked out by hand."""
+"""The definition against a second implementation of the recurrence and against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_reference_equals_transition_matrices_in_outputs_and_every_gradient(case
     assert_close_in_float64(actual, expected, inputs)
 
 
-def test_two_tokens_worked_out_by_hand() -> None:
+def test_two_tokens_computed_by_hand() -> None:
     """K = 2, V = 1, scale 1. A key written twice with beta 1/2, the state halved in between.
 
     S_0 = (8, 4); token 1: k = (1, 0), v = 2, no decay: S_1 = (8 + (2 - 8) / 2, 4) = (5, 4), q = (1, 1) reads 9.
@@ -94,7 +94,7 @@ def test_arguments_are_left_as_they_were(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunkwise"])
-def test_layout_in_memory_does_not_matter(backend: str) -> None:
+def test_memory_order_does_not_matter(backend: str) -> None:
     """Heads taken out of one packed projection are strided views; gradients may arrive expanded or transposed."""
     inputs = DeltaRuleCase("strides", B=2, T=70, H=2, K=16, V=16, decay="channel", initial_state=True).make()
     dense = delta_rule(**inputs.arguments(), backend=backend)

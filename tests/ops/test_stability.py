@@ -1,4 +1,4 @@
-"""Nothing overflows, nothing is lost: extreme decays and keys, long sequences, and the guard for beta near 2."""
+"""No overflow and no lost accuracy: extreme decays and keys, long sequences, and the guard for beta near 2."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_forty_thousand_tokens_stay_finite_and_as_accurate_as_the_loop(decay: st
     results = results_and_gradients(delta_rule, inputs, backend="chunkwise")
     assert all(tensor.isfinite().all() for tensor in results.values())
     if decay != "none":
-        tail = delta_rule(**inputs.tokens(43_884 - 4096, 43_884).arguments(), backend="chunkwise").final_state
-        torch.testing.assert_close(results["final_state"], tail)
+        last = delta_rule(**inputs.tokens(43_884 - 4096, 43_884).arguments(), backend="chunkwise").final_state
+        torch.testing.assert_close(results["final_state"], last)
 
 
 def test_weak_decays_add_up() -> None:

@@ -14,7 +14,7 @@ RULES = {"exact": step_size.exact, "implicit": step_size.implicit}
 
 
 def closed_form(rule: str, b: float, lam: float) -> float:
-    """Sixty digits, so that nothing cancels."""
+    """The formula with sixty digits, so that nothing cancels."""
     with localcontext(prec=60):
         gate, length = Decimal(b), Decimal(lam)
         if rule == "exact":

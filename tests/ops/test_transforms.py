@@ -1,4 +1,4 @@
-"""Forward mode, the transforms of torch.func and second derivatives: right, or refused in one sentence."""
+"""Forward mode, the transforms of torch.func and second derivatives are right, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_tangent_is_the_finite_difference(backend: str | None) -> None:
 
 @pytest.mark.parametrize("batched", [["q", "v"], ["k"], ["log_decay"], ["initial_state", "beta"]])
 def test_vmap_and_gradients_per_sample(batched: list[str]) -> None:
-    """With some arguments alike for all samples."""
+    """Some arguments are shared by all samples."""
     inputs = CASES[2].make()
     leaves = {name: torch.stack([x, x.flip(0)]) if name in batched else x for name, x in inputs.leaves().items()}
     dims = {name: 0 if name in batched else None for name in leaves}

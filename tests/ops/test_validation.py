@@ -247,7 +247,7 @@ def test_what_is_no_tensor_is_refused(name: str) -> None:
 
 
 def test_no_step_size_is_refused() -> None:
-    """It computed linear attention."""
+    """It once computed linear attention."""
     x, state = torch.randn(1, 1, 2, 4), zeros(1, 2, 4, 4)
     for call in (lambda: delta_rule(x, x, x, None), lambda: delta_rule_step(x, x, x, None, state=state)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="beta must be a tensor, got None; .* call linear_attention"):
@@ -255,7 +255,7 @@ def test_no_step_size_is_refused() -> None:
 
 
 def test_heads_before_tokens_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """[B, H, T, K] passes for [B, T, H, K] where the sizes fit."""
+    """[B, H, T, K] is taken for [B, T, H, K] if the sizes fit."""
     monkeypatch.setattr(validation, "_warned_of_heads_first", False)
     x, beta = torch.randn(1, 2, 130, 4), torch.rand(1, 2, 130)
 

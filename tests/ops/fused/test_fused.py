@@ -1,8 +1,8 @@
 """The fused kernels against plain torch in float64, in every gradient: interpreted on a CPU, and compiled on a GPU.
 
-The interpreter has to be chosen before Triton is imported, so one child process computes every case and the tests here
-judge what it found. `python test_fused.py FILE` is that child. Triton's interpreter multiplies bfloat16 wrongly: half
-precision is float16 there.
+The interpreter must be chosen before Triton is imported. So one child process, `python test_fused.py FILE`, computes
+every case, and the tests check its results. Triton's interpreter multiplies bfloat16 wrongly: half precision is float16
+there.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Convolution:
-    """One call of the convolution with its gradients, and of the state it hands on.
+    """One call of the convolution, with its gradients and its final state.
 
-    Runs of tokens are as short as they get where so few programs are no use to a GPU, unless `long_runs`.
+    With so few programs the runs of tokens are as short as they get, unless `long_runs`.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class PlainNorm:
-    """One call of the plain norm with its gradients, of a sum in two dtypes too; both results have gradients then."""
+    """One call of the plain norm with its gradients, or of a norm with a residual, which has two results."""
 
     name: str
     shape: tuple[int, ...] = (3, 7, 24)
@@ -231,7 +231,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Layer:
-    """A whole layer in two calls, the state handed over: a prompt, then more tokens, then one."""
+    """A whole layer: with one cache for a prompt, more tokens and one token; and in one call, with gradients."""
 
     name: str
     variant: str = "gated_deltanet"
@@ -368,7 +368,7 @@ def test_by_default_a_layer_takes_the_kernels_where_they_run(device: str) -> Non
     assert all(torch.equal(default[name], named[name]) for name in named)
 
 
-def test_by_default_a_state_that_wants_a_gradient_gets_it() -> None:
+def test_by_default_a_state_that_needs_a_gradient_gets_it() -> None:
     x, state = mock.Mock(is_cuda=True), torch.empty(1, 4, 3, requires_grad=True)
     with mock.patch("deltazoo.ops.fused.fused_functions.triton_obstacle", return_value=None):
         assert fused_kernels_fit(x) and fused_kernels_fit(x, state.detach())
@@ -478,7 +478,7 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
             fused_short_conv(torch.empty(1, 3, 4, dtype=torch.float64, device="meta"), torch.empty(4, 2))
 
-    def test_a_state_that_wants_a_gradient(self) -> None:
+    def test_a_state_that_needs_a_gradient(self) -> None:
         state = torch.empty(1, 4, 3, device="meta", requires_grad=True)
         with pytest.raises(ValueError, match="gives no gradient to its state"):
             fused_short_conv(torch.empty(1, 3, 4, device="meta"), torch.empty(4, 4, device="meta"), state)

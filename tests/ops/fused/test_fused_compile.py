@@ -1,4 +1,4 @@
-"""The fused kernels compiled for a Hopper card without one: registers, and that nothing spills.
+"""The fused kernels compiled for a Hopper card, without having one: registers, and that none spill.
 
 The launches are recorded by running the operators on meta tensors, so what is compiled here is what a call launches.
 """
@@ -67,7 +67,7 @@ def normalize(head_dim: int, silu: bool) -> None:
 
 
 def normalize_plainly(D: int, stream: torch.dtype | None = None) -> None:
-    """What blocks do: without a residual, or with one in this dtype; the norm in bfloat16."""
+    """The norm as blocks call it: without a residual, or with one in this dtype; the result in bfloat16."""
     x, weight = empty(4, 4096, D), empty(D, dtype=stream or torch.bfloat16)
     if stream is None:
         rms_norm._forward(x, weight, 1e-5, x.dtype)
@@ -157,7 +157,7 @@ def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile
 
 
 def is_specialized(kernel: JITFunction, name: str) -> bool:
-    """Whether Triton looks at an argument's value and compiles anew for multiples of 16."""
+    """Whether Triton compiles a version of its own for values of an argument that are multiples of 16."""
     parameter = kernel.params[kernel.arg_names.index(name)]
     return not parameter.is_constexpr and not parameter.do_not_specialize
 

@@ -37,7 +37,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm, alone or with the residual before it; the sum is used, too, as in a block."""
+    """A norm, or a residual and a norm; the loss uses the sum, too, as a block does."""
 
     name: str
     shape: tuple[int, ...] = (2, 5, 48)

@@ -1,4 +1,4 @@
-"""The loss in pieces against torch's cross-entropy of all logits, in every gradient, and how large a piece is."""
+"""The loss in pieces against torch's cross-entropy of all logits, with every gradient, and its memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_float64_differs_by_rounding_alone(rows_at_once: int) -> None:
     ids=["float32", "bfloat16", "float16", "autocast"],
 )
 def test_as_accurate_as_all_logits_at_once(dtype: torch.dtype, autocast: bool, rows_at_once: int) -> None:
-    """At most twice the error of all at once, however many pieces the weight's gradient sums, and four roundings."""
+    """At most twice the error of all logits at once and four roundings, for any number of pieces."""
     values = inputs(dtype)
     exact = loss_and_gradients(of_all_logits, *(x.double() if x.is_floating_point() else x for x in values))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -79,7 +79,7 @@ def test_pieces_do_not_add_up_in_half_precision(autocast: bool, monkeypatch: pyt
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any result of an operator has."""
+    """Records the most elements that any result of an operator has."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""The chunk kernels as an operator of torch, and over the grid of shapes: opcheck, one graph, CUDA graphs, causality.
+"""The chunk kernels as an operator of torch (opcheck, one graph, CUDA graphs, causality) and over a grid of shapes.
 
 `python test_operator.py` runs the checks that need no GPU through Triton's interpreter.
 """
@@ -145,7 +145,7 @@ def test_operator_on_a_gpu(check: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("decay", DECAYS)
 def test_forward_in_a_cuda_graph(decay: str) -> None:
-    """A replay computes from what lies in the captured inputs, also of a row that is cut into segments."""
+    """A replay computes from the present values of the captured inputs, also for a row that is cut into segments."""
     case = DeltaRuleCase("graph", B=1, T=5000, H=1, K=64, V=72, decay=decay, beta=0.5, initial_state=True)
     inputs = case.make(device="cuda", dtype=torch.bfloat16)
     arguments = inputs.arguments()
@@ -168,7 +168,7 @@ def test_shapes(case: DeltaRuleCase, dtype: torch.dtype) -> None:
 
 
 def grid() -> list[tuple[DeltaRuleCase, torch.dtype]]:
-    """Two in three pairs of K and V, while lengths, heads, groups, decays and dtypes take turns at their own pace."""
+    """Two in three pairs of K and V; lengths, heads, groups, decays and dtypes cycle independently."""
     heads = cycle(product((1, 3, 16), (1, 2, 4, 8)))
     lengths, decays = cycle((1, 15, 63, 64, 65, 257, 4096)), cycle(DECAYS)
     dtypes = cycle((torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16, torch.float32))
