@@ -22,7 +22,7 @@ from deltazoo.workbench.presets import find_config, presets
 from deltazoo.workbench.train import load_config, save_config
 from deltazoo.workbench.train.interruption import TrainingInterrupted
 
-COMMANDS = ["list", "show", "train", "generate", "eval", "swap", "lab", "bench", "bench ops", "bench model"]
+COMMANDS = ["list", "show", "check", "train", "generate", "eval", "swap", "lab", "bench", "bench ops", "bench model"]
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,8 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
         (["train", "quickstart_cpu", "--set", "training.betas=[0.9"], "training.betas must be a list of 2 values"),
         (["train", "quickstart_cpu", "--resume", "--output", "/nowhere"], "there is nothing to resume in /nowhere"),
         (["eval", "./nowhere"], "there is no folder './nowhere'"),
+        (["eval", "./nowhere", "--text", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
+        (["eval", "./nowhere", "--json", "/nowhere/score.json"], "there is no folder '/nowhere'"),
         (["eval", "./nowhere", "--device", "tpu"], "there is no device 'tpu': give cpu, cuda"),
         (["generate", "./nowhere", "--prompt", "x", "--device", "gpu"], "there is no device 'gpu'"),
         (["lab", "--device", "tpu"], "there is no device 'tpu'"),

@@ -208,7 +208,7 @@ def same_in_chunks_as_by_definition(variant: str) -> str | None:
 
 def same_gradients_as_finite_differences(variant: str) -> str | None:
     """Compare the derivatives along random directions, of the input and every parameter, with finite differences."""
-    # Gradients treat the bound as a constant, as documented there.
+    # Gradients treat the bound of `nonexpansive` as a constant; finite differences would not.
     with patch.object(rule, "nonexpansive", lambda beta, k: beta):
         layer, x = make(variant), tokens(9).requires_grad_()
         weight = torch.randn(2, 9, HIDDEN, dtype=torch.float64)

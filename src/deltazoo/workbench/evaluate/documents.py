@@ -36,6 +36,7 @@ def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int |
     Raises:
         ValueError: no ``text`` for a model that does not say what it was trained on, or there is no text.
     """
+    source = None if text is None else open_text(text)
     config = training_config_of(path)
     if text is None and config is None:
         raise ValueError(f"{path} does not say what text it was trained on: name a text to score with --text")
@@ -46,10 +47,9 @@ def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int |
             raise
         say(f"the baselines do without the training text: {error}")
         corpus = None
-    if text is None:
+    if source is None:
         assert corpus is not None
         return EvaluationDocuments(corpus.train, corpus.validation, f"held-out part of {corpus.description}")
-    source = open_text(text)
     held_out = first_documents(source, max_bytes)
     if not held_out:
         raise ValueError(f"{source.description} holds no text")

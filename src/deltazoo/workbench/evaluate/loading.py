@@ -24,10 +24,7 @@ def load_checkpoint(path: str, device: str | None = None) -> tuple[PreTrainedMod
     path = resolve_checkpoint(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # its message does not say that there is no file
+    except (OSError, ValueError) as error:  # the message of transformers does not say that there is no file
         raise ValueError(f"{path} holds a model, but no tokenizer that transformers can load: save it there") from error
     check_vocabulary(model, tokenizer)
     return model, tokenizer

@@ -1,5 +1,6 @@
 """``deltazoo eval PATH``: bits per byte and perplexity on held-out text, compared with baselines."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,6 +42,8 @@ def evaluate(
         check_device(device)
     if text is None and (max_bytes is not None or text_field != DataConfig.text_field):
         raise ValueError("--max-bytes and --text-field act on --text only")
+    if json_file is not None and not Path(json_file).parent.is_dir():
+        raise ValueError(f"there is no folder {str(Path(json_file).parent)!r} for --json {json_file}")
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes)
     from deltazoo.workbench.evaluate import score_documents

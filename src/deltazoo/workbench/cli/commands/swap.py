@@ -50,7 +50,7 @@ def swap(
     load: LoadOption = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
 ) -> None:
-    """Replace softmax attention by delta-rule layers, after ranking the layers or before training them."""
+    """Replace softmax attention by delta-rule layers; --rank measures layers first, --train trains the result."""
     from pathlib import Path
 
     from deltazoo.spec import get_variant
