@@ -46,7 +46,7 @@ lint: $(INSTALLED)  ## style, format, types
 	$(BIN)/mypy
 
 docs: $(INSTALLED)  ## the documentation site into site/; a broken link or a name that is not there fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: $(INSTALLED)  ## the documentation site at http://127.0.0.1:8000, built again at every change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --watch src --watch README.md --watch CONTRIBUTING.md
