@@ -45,12 +45,17 @@ HEADER = [
 
 
 def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)
+
+
+def page() -> str:
+    """The page from all committed files."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("accelerate_*.json"))]
     parts = ["# transformers' models on our operators: speed\n", answer(files[0]), SOURCE]
     for content in files:
         parts += [heading(content), table(HEADER, map(cells, content["rows"]), text_columns=2)]
-    PAGE.write_text("\n".join([*parts, METHOD, runs(files)]), encoding="utf-8")
-    print(PAGE)
+    return "\n".join([*parts, METHOD, runs(files)])
 
 
 def answer(content: dict[str, Any]) -> str:
