@@ -168,11 +168,11 @@ def test_adapted_maps_run_as_they_are(case):
 def test_a_second_decoder_finds_the_weights_where_they_are():
     model = tiny_model("gated_deltanet")
     first = MergedProjections(model)
-    places = [p.data_ptr() for p in model.parameters()]
+    addresses = [p.data_ptr() for p in model.parameters()]
     with first.active():
         pass
     MergedProjections(model)
-    assert [p.data_ptr() for p in model.parameters()] == places
+    assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
 def test_memory_is_let_go_with_the_last_parameter_in_it():
@@ -242,9 +242,9 @@ def test_what_is_left_alone(change):
     model = tiny_model("gated_deltanet")
     attention = model.model.layers[0].attn
     change(attention)
-    places = [p.data_ptr() for p in attention.q_proj.parameters()]
+    addresses = [p.data_ptr() for p in attention.q_proj.parameters()]
     merged = MergedProjections(model)
-    assert [p.data_ptr() for p in attention.q_proj.parameters()] == places
+    assert [p.data_ptr() for p in attention.q_proj.parameters()] == addresses
     before = vars(attention.q_proj).get("forward")
     with merged.active():
         assert vars(attention.q_proj).get("forward") is before

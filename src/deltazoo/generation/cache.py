@@ -29,8 +29,8 @@ __all__ = ["CacheStates", "DeltaRuleCacheLayer", "prepare_cache", "prepare_cache
 class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """Convolution window, float32 state and token count of one delta-rule layer; the size is the same at any length.
 
-    `state` is all that the layer carries on from. `reset` followed by `store` puts another state in its place, as when
-    a cache is moved or a saved state is restored.
+    The layer carries on from `state` alone. `reset` and then `store` replace it, to move a cache or to restore a saved
+    state.
 
     Args:
         static: write new states into the tensors of the first call, so that their addresses never change, and count
@@ -217,7 +217,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     # The rest of transformers' interface, for code that writes linear-attention states itself.
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: the first `store` brings its tensors."""
+        """Do nothing: the first `store` provides the tensors."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refuse keys and values: the layer is linear."""
@@ -280,7 +280,7 @@ def _layer(cache: Cache, layer_idx: int) -> DeltaRuleCacheLayer:
 
 
 def _is_used(layer: Any) -> bool:
-    """Whether a layer of a cache, of any kind, holds something."""
+    """Whether a cache layer of any kind holds something."""
     marks = ("is_initialized", "is_conv_states_initialized", "is_recurrent_states_initialized")
     values = [getattr(layer, mark, False) for mark in marks]  # newer versions of transformers mark each state
     return any(any(value.values()) if isinstance(value, dict) else value is True for value in values)

@@ -29,7 +29,7 @@ _CAPTURES = 2
 
 
 class CapturedCall:
-    """Stands in for a model's `forward` from `begin` to `end`.
+    """Replaces a model's `forward` from `begin` to `end`.
 
     Args:
         model: that generates.
@@ -52,7 +52,7 @@ class CapturedCall:
         self._captures = 0
 
     def begin(self, cache: Any, max_length: int) -> None:
-        """Take the place of `forward`.
+        """Replace `forward`.
 
         Args:
             cache: that `generate` fills with the prompt; a static one, the user's own, is used as it is.
@@ -70,7 +70,7 @@ class CapturedCall:
         self.steps.last = "no step was needed"
 
     def end(self) -> None:
-        """Give `forward` back, and leave the captured step for the next call."""
+        """Restore `forward`, and keep the captured step for the next call."""
         del self.model.forward
         if self._replaced is not None:
             self.model.forward = self._replaced
@@ -78,7 +78,7 @@ class CapturedCall:
             self.steps.keep(self._decoding, self.model.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass: of the prompt, of one token by a captured step, or as ever."""
+        """The model's forward pass: of the prompt, of one token by a captured step, or the ordinary one."""
         cache = kwargs.get("past_key_values")
         if args or cache is None or torch.is_grad_enabled():
             return self.forward(*args, **kwargs)

@@ -35,7 +35,7 @@ class CapturedGeneration:
         Args:
             args, kwargs: as in transformers.
             capture_step: run the steps over fixed addresses, on a GPU from one CUDA graph; tokens are the same. None:
-                on a GPU, where nothing stands against it (`deltazoo.report(model)` says what does). True: always, or
+                on a GPU, where nothing prevents it (`deltazoo.report(model)` says what does). True: always, or
                 raise; hooks then run only while the step is captured, and a returned cache is a static one. False:
                 never.
 

@@ -3,7 +3,7 @@
     prompt -> [pieces through the chunk kernels] -> state -> step -> token -> step -> token ...
 
 All that a step reads and writes stays at its address: state, token, which rows are finished. So on a GPU the step,
-sampling included, is one CUDA graph. The host only starts the next replay while it hands out the token before.
+sampling included, is one CUDA graph. The host only starts the next replay while it yields the token before.
 """
 
 from collections import deque
@@ -203,7 +203,7 @@ class Decoder:
     @torch.no_grad()
     def _advance(self, first: bool) -> None:
         """Replay the step; before the first of a prompt, capture it anew if the model has changed."""
-        if self._captured is None or (first and not self._captured.stands_for(self.model)):
+        if self._captured is None or (first and not self._captured.is_valid_for(self.model)):
             changed = [self.token, self.finished, self.position]
             self._captured = CapturedStep(
                 self.model, self._step, self.cache, changed, [self.generator], compiled=self._is_compiled

@@ -65,7 +65,7 @@ class KeptSteps:
         return StaticDecoding(fixed_cache(model, max_length), rows)
 
     def keep(self, decoding: StaticDecoding, device: torch.device) -> None:
-        """Leave a captured step for the next call, unless it takes much memory."""
+        """Keep a captured step for the next call, unless it takes much memory."""
         if decoding.step is None or not graphs_run_on(device):
             return
         if decoding.step.cache_tensors.nbytes <= _total_bytes(device) // _KEPT_SHARE:

@@ -31,7 +31,7 @@ class StaticDecoding:
     def serves(self, model: Any, rows: int, max_length: int) -> bool:
         """Whether a new call can use the cache and the step that an earlier call captured."""
         fits = self.rows == rows and self.max_length >= max_length
-        return fits and self.step is not None and self.step.stands_for(model)
+        return fits and self.step is not None and self.step.is_valid_for(model)
 
     def has_step_for(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the captured step is one with such arguments; values of tensors may differ."""

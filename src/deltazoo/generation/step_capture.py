@@ -2,8 +2,8 @@
 
 A step over one token is thousands of launches of microseconds each; a graph of them is one launch. A graph reads and
 writes fixed addresses, so the step works on a static cache (`deltazoo.generation.static_cache`) and on input tensors
-that stay. It repeats what the device was told while it was captured, and nothing that Python did besides; `Fingerprint`
-says whether a graph of an earlier call still stands for the model.
+that stay. It repeats what the device was told while it was captured, and nothing else that Python did. A `Fingerprint`
+tells whether a graph of an earlier call still does what the model would do.
 """
 
 import weakref
@@ -112,7 +112,7 @@ def _capture_graph(
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
     except BaseException:
-        torch.cuda.set_stream(current)  # a capture that fails leaves its own in place
+        torch.cuda.set_stream(current)  # a capture that fails leaves its own stream current
         current.wait_stream(stream)
         _copy_all(before, changed)
         for generator, state in zip(generators, random_states, strict=True):
@@ -173,7 +173,7 @@ class CapturedStep:
         self._replay = capture(merged_step, changed, generators, compiled=compiled)
         self._fingerprint = Fingerprint(model)
 
-    def stands_for(self, model: Any) -> bool:
+    def is_valid_for(self, model: Any) -> bool:
         """Whether a replay still does what the model would do now."""
         return self._fingerprint == Fingerprint(model)
 

@@ -147,7 +147,7 @@ def turn_back(model: PreTrainedModel) -> None:
 
 
 def _adapt(model: PreTrainedModel) -> None:
-    """Adapt to swapped layers what a model has besides modules: the base model's class and hook, plans, dtypes."""
+    """Adapt the base model's class and hook, parallel plans and float32 parameters to the swapped layers."""
     base = model.base_model
     if not isinstance(base, SwappedModel):
         base.__class__ = swapped_class(type(base))
