@@ -25,7 +25,7 @@ STAGES = ("align", "distill", "finetune")
 
 @dataclass(frozen=True)
 class StageConfig(OptimizationConfig):
-    """One stage: an :class:`OptimizationConfig` and the parameters that it trains.
+    """One stage: an `OptimizationConfig` and the parameters that it trains.
 
     Attributes:
         section: the stage's name, its section of the file and its subfolder of the run.
@@ -37,7 +37,7 @@ class StageConfig(OptimizationConfig):
     trains: Trained = "all"
 
     def as_run(self, output: Path, variant: str, tokenizer: Path, data: DataConfig, seed: int) -> RunConfig:
-        """The stage as a :class:`RunConfig`."""
+        """The stage as a `RunConfig`."""
         keys = [key.name for key in dataclasses.fields(OptimizationConfig)]
         return RunConfig(
             output=str(output),
@@ -109,10 +109,10 @@ class ConversionConfig:
 
     Attributes:
         output: folder of the run: a subfolder per stage, the model, the scores, the loss curves.
-        align: see :class:`AlignmentConfig`; None leaves the stage out, as with the next two.
-        distill: see :class:`DistillationConfig`.
-        finetune: see :class:`FineTuningConfig`.
-        data: the text of all stages; see :class:`~deltazoo.workbench.train.config.DataConfig`.
+        align: see `AlignmentConfig`; None leaves the stage out, as with the next two.
+        distill: see `DistillationConfig`.
+        finetune: see `FineTuningConfig`.
+        data: the text of all stages; see `DataConfig`.
         seed: of the order of the documents, which differs between stages.
     """
 
@@ -142,7 +142,7 @@ class ConversionConfig:
 
 
 def load_conversion(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> ConversionConfig:
-    """Read a YAML file into a :class:`ConversionConfig`; ``overrides`` are ``section.key=value`` strings.
+    """Read a YAML file into a `ConversionConfig`; ``overrides`` are ``section.key=value`` strings.
 
     Raises:
         ValueError: no such file, not YAML, an unknown key, or a value out of range.

@@ -29,7 +29,7 @@ def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int |
     """The held-out part of the text that a model was trained on, or a text of the caller's.
 
     Args:
-        path: of the model, see :func:`~deltazoo.workbench.evaluate.checkpoint_path.resolve_checkpoint`.
+        path: of the model, see `resolve_checkpoint`.
         text: all of this text instead; nothing of it is held out.
         max_bytes: stop reading ``text`` after this many bytes.
 

@@ -14,7 +14,7 @@ def load_checkpoint(path: str, device: str | None = None) -> tuple[PreTrainedMod
     """Load a model, ready for inference, and its tokenizer.
 
     Args:
-        path: see :func:`resolve_checkpoint`.
+        path: see `resolve_checkpoint`.
         device: such as ``cuda:0`` or ``cpu``; by default the first GPU if there is one.
 
     Raises:
@@ -31,7 +31,7 @@ def load_checkpoint(path: str, device: str | None = None) -> tuple[PreTrainedMod
 
 
 def load_model(path: str, device: str | None = None) -> PreTrainedModel:
-    """Load the model alone; arguments and errors as for :func:`load_checkpoint`."""
+    """Load the model alone; arguments and errors as for `load_checkpoint`."""
     path = resolve_checkpoint(path)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)

@@ -188,10 +188,10 @@ class RunConfig:
     Attributes:
         output: folder of the run: checkpoints, the finished model, the loss curve, the resolved configuration.
         model: ``mixer`` (a variant) and keys of its model configuration, without the vocabulary size.
-        training: see :class:`OptimizationConfig`.
-        data: see :class:`DataConfig`.
-        runtime: how the model runs, see :class:`deltazoo.runtime.RuntimeOptions`; not saved with the model.
-        tokenizer: see :class:`TokenizerConfig`.
+        training: see `OptimizationConfig`.
+        data: see `DataConfig`.
+        runtime: how the model runs, see `RuntimeOptions`; not saved with the model.
+        tokenizer: see `TokenizerConfig`.
         seed: of the initial weights and the order of the documents.
     """
 
@@ -221,7 +221,7 @@ class RunConfig:
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a YAML file into a :class:`RunConfig`; see :func:`load_as`."""
+    """Read a YAML file into a `RunConfig`; see `load_as`."""
     return load_as(RunConfig, path, overrides)
 
 
@@ -257,7 +257,7 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
 
 
 class Configuration(Protocol):
-    """A configuration that :func:`save_config` can write."""
+    """A configuration that `save_config` can write."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain lists and dictionaries, defaults included."""

@@ -87,7 +87,7 @@ class RowPacker:
         return sum(len(piece) for piece in self.pieces) >= self.row_length
 
     def pop(self) -> dict[str, np.ndarray]:
-        """The next row, as :class:`PackedRows` gives it; a short one when fewer tokens are left."""
+        """The next row, as `PackedRows` gives it; a short one when fewer tokens are left."""
         taken: list[np.ndarray] = []
         missing = self.row_length
         while missing and self.pieces:

@@ -44,7 +44,7 @@ class StreamedRows(IterableDataset):
         self._begin = position
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        """Rows as :class:`~deltazoo.workbench.train.packed_rows.PackedRows` returns them."""
+        """Rows as `PackedRows` returns them."""
         records = self._source.open()
         packer, num_rows = RowPacker(self._row_length), 0
         if self._begin is not None:
