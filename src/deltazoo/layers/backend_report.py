@@ -29,15 +29,15 @@ class RunsDeltaRule(Protocol):
     """A layer of another library that runs the operator."""
 
     def describe_rule(self) -> RuleDescription:
-        """What it asks of the operator where it is now."""
+        """What it asks of the operator on its present device."""
 
 
 @runtime_checkable
 class Generates(Protocol):
-    """A model with a `generate` of ours."""
+    """A model with deltazoo's `generate`."""
 
     def describe_decoding(self) -> str:
-        """How it runs its steps."""
+        """How it runs decoding steps."""
 
 
 @runtime_checkable
@@ -67,9 +67,9 @@ class ModelReport:
 
     layers: tuple[LayerReport, ...]
     decoding: str | None = None
-    """How the model's `generate` runs its steps, and why; None for what has no such method of ours."""
+    """How the model's `generate` runs decoding steps, and why; None without deltazoo's `generate`."""
     training: str | None = None
-    """How a training step computes norms, MLP and loss and what it recomputes, and why; None unless it is our model."""
+    """How a training step computes norms, MLP and loss, what it recomputes, and why; None unless the model is ours."""
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self._table(), self.decoding, self.training) if part is not None)
@@ -85,8 +85,8 @@ class ModelReport:
 
 
 def report(model: nn.Module) -> ModelReport:
-    """Say which backend every delta-rule layer of `model` runs where it is now, how `generate` decodes, how it
-    trains, and why.
+    """Which backend every delta-rule layer of `model` runs on its present device, how the model decodes and trains, and
+    why.
 
     Args:
         model: a layer or anything that holds layers. Its parameters' device and dtype decide.

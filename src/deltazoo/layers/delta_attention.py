@@ -1,4 +1,4 @@
-"""The layer that every variant shares: project, convolve, normalise, run the rule, gate, project."""
+"""The layer that all variants share: project, convolve, normalise, gates, rule, norm and output gate, project."""
 
 import math
 from collections.abc import Mapping
@@ -46,12 +46,12 @@ def make_layer(
 class DeltaRuleAttention(Float32Parameters):
     """A delta-rule linear attention layer of any variant: `y = layer(x)`, both `[B, T, hidden_size]`.
 
-    The parameters lie flat on the layer, under the names of the checkpoints on the Hub. Linear maps are always called
-    as modules, so adapters and quantised replacements act on them.
+    Parameters are named as in the checkpoints on the Hub. Linear maps are always called as modules, so adapters and
+    quantised replacements act on them.
 
     A variant that a spec alone cannot express is a subclass, registered with `register_variant`. It may override
-    `step_gate` or `rule_inputs`, and may have further parameters, which it makes in `make_parameters`, fills by
-    `initializers`, and describes in `float32_parameters` and `tensor_parallel`. docs/new_rules.md is a walk-through.
+    `step_gate` or `rule_inputs`, and may have further parameters. It makes them in `make_parameters`, fills them by
+    `initializers`, and describes them in `float32_parameters` and `tensor_parallel`. docs/new_rules.md has an example.
 
     Args:
         variant: name of a registered variant, or a `DeltaRuleSpec` (`dataclasses.replace` changes one choice of one).
@@ -61,7 +61,7 @@ class DeltaRuleAttention(Float32Parameters):
         num_v_heads: value heads, a multiple of `num_heads`, sharing key heads in groups; `num_heads` unless given.
         expand_v: channels per value head over `head_dim`; the variant's own unless given.
         use_short_conv: short convolutions on q, k and v; without them the activation alone.
-        conv_size: their taps.
+        conv_size: taps of the short convolutions.
         activation: of q, k and v, after the convolution: "silu" as in the papers, or "identity".
         allow_neg_eigval: double the step size (arXiv:2411.12537); the variant's own unless given.
         neg_eigval: with `allow_neg_eigval`, what is doubled. "both": erase and write, as the paper's code and the Hub
@@ -70,12 +70,12 @@ class DeltaRuleAttention(Float32Parameters):
         beta_bias: a bias on `b_proj`, as in NVlabs' Gated DeltaNet.
         num_micro_steps: Householder steps per token, each with a key, a value and a step size of its own
             (DeltaProduct, arXiv:2502.10297). The state decays before the first and is read after the last.
-        norm_eps: of the output norm.
+        norm_eps: epsilon of the output norm.
         initializer_range: standard deviation of the linear weights.
-        layer_idx: the layer's place in `past_key_values`.
+        layer_idx: the layer's number in `past_key_values`.
         backend: of the operator: None, "triton", "chunkwise" or "reference".
-        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, and for the output norm (`deltazoo.ops.fused`);
-            None takes them wherever they run, plain torch elsewhere.
+        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, and for the output norm (`deltazoo.ops.fused`).
+            None: Triton where it runs, plain torch elsewhere.
 
     Raises:
         ValueError: sizes that do not fit together, options the variant cannot act on, an unknown variant, or one whose
@@ -92,10 +92,10 @@ class DeltaRuleAttention(Float32Parameters):
         "a_proj",
         "b_proj",
     )
-    """Linear maps that read the layer's input, which decoding may compute as one; short ones last, for alignment."""
+    """Linear maps that read the layer's input. Decoding may compute them as one; short ones last, for alignment."""
     tensor_parallel: ClassVar[Mapping[str, Literal["heads", "whole"]]] = {}
-    """For tensor parallelism: what a subclass has besides, a parameter or a linear map by its name, and whether its
-    rows belong to heads, in their order ("heads"), or all heads share it ("whole")."""
+    """For tensor parallelism: parameters and linear maps that a subclass adds, by name. "heads": its rows belong to
+    heads, in their order. "whole": all heads share it."""
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
@@ -168,99 +168,6 @@ class DeltaRuleAttention(Float32Parameters):
         self.make_parameters()
         self.init_parameters()
 
-    def make_parameters(self) -> None:
-        """Make what a subclass has besides, parameters and modules; sizes and options are set when this is called.
-
-        `initializers` says how they start.
-        """
-
-    def _default_head_dim(self) -> int:
-        if self.num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {self.num_heads}")
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"{type(self).__name__} takes head_dim = hidden_size / num_heads unless given, but hidden_size="
-                f"{self.hidden_size} is no multiple of num_heads={self.num_heads}: pass head_dim"
-            )
-        return self.hidden_size // self.num_heads
-
-    def _check_options(self, beta_bias: bool) -> None:
-        name = self.spec.name
-        if self.spec.corrects:
-            function_of("step_size", self.spec.step_size, STEP_SIZES)  # a misspelt name raises here
-        for option in ("hidden_size", "num_heads", "head_k_dim", "num_v_heads", "num_micro_steps"):
-            if getattr(self, option) < 1:
-                raise ValueError(f"{option.replace('_k_', '_')} must be at least 1, got {getattr(self, option)}")
-        if self.num_v_heads % self.num_heads:
-            raise ValueError(f"num_v_heads={self.num_v_heads} must be a multiple of num_heads={self.num_heads}")
-        if self.head_v_dim < 1 or not math.isclose(self.head_v_dim, self.head_k_dim * self.expand_v):
-            raise ValueError(
-                f"expand_v={self.expand_v} times head_dim={self.head_k_dim} must be a positive whole number, "
-                f"got {self.head_k_dim * self.expand_v}"
-            )
-        if self.neg_eigval not in ("both", "erase"):
-            raise ValueError(f"neg_eigval must be 'both' or 'erase', got {self.neg_eigval!r}")
-        if self.neg_eigval == "erase" and not self.allow_neg_eigval:
-            raise ValueError("neg_eigval='erase' acts only with allow_neg_eigval=True")
-        if self.allow_neg_eigval and not self.spec.corrects:
-            raise ValueError(f"variant {name!r} has no correction term, so allow_neg_eigval=True cannot act")
-        if beta_bias and not self.spec.corrects:
-            raise ValueError(f"variant {name!r} has no step size, so beta_bias=True cannot act")
-        if self.decay_lower_bound is not None and self.spec.decay == "none":
-            raise ValueError(f"variant {name!r} has no decay, so decay_lower_bound={self.decay_lower_bound} cannot act")
-        if self.decay_lower_bound is not None and self.decay_lower_bound >= 0:
-            raise ValueError(f"decay_lower_bound is a log-decay and must be negative, got {self.decay_lower_bound}")
-        if self.decay_lower_bound is not None and self.spec.decay_gate != "softplus":
-            raise ValueError(
-                f"decay_lower_bound={self.decay_lower_bound} takes the place of the softplus gate, and variant "
-                f"{name!r} has the decay gate {choice_name(self.spec.decay_gate)!r}"
-            )
-
-    def _unit_heads(self, normalize: bool) -> int:
-        """Channels per head that the convolution divides by their norm; a rotation after it keeps the norm."""
-        return self.head_k_dim if normalize else 0
-
-    def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with other `backend` and `fused_kernels`; ValueError if an activation has no kernel."""
-        self.backend, self.fused_kernels = options.backend, options.fused_kernels
-        for child in self.children():
-            if isinstance(child, (ShortConvolution, RMSNorm)):
-                child.set_fused(options.fused_kernels)
-
-    def _make_decay_gate(self) -> None:
-        if self.spec.decay == "none":
-            return
-        if self.spec.decay == "scalar":
-            channels = self.num_v_heads
-            self.a_proj = nn.Linear(self.hidden_size, channels, bias=False)
-        else:
-            channels = self.num_v_heads * self.head_k_dim
-            self.f_proj = self._low_rank(channels, bias=False)
-        for name, size in (("A_log", self.num_v_heads), ("dt_bias", channels)):
-            self.register_parameter(name, nn.Parameter(torch.empty(size, dtype=torch.float32)))
-        self.decay_gate = function_of("decay_gate", self.spec.decay_gate, decay.DECAY_GATES)
-        if self.decay_lower_bound is not None:
-            self.decay_gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
-
-    def _make_output_gate(self, norm_eps: float) -> None:
-        if self.spec.output_gate == "none":
-            self.o_norm: RMSNorm = RMSNorm(self.head_v_dim, norm_eps, fused=self.fused_kernels)
-            return
-        value_dim = self.num_v_heads * self.head_v_dim
-        self.g_proj: nn.Module = (
-            nn.Linear(self.hidden_size, value_dim, bias=False)
-            if self.spec.output_gate == "full"
-            else self._low_rank(value_dim, bias=True)
-        )
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, self.spec.gate_activation, fused=self.fused_kernels)
-
-    def _low_rank(self, channels: int, *, bias: bool) -> nn.Sequential:
-        """Two linear maps through head_v_dim channels; the released KDA models have a bias in the output gate only."""
-        return nn.Sequential(
-            nn.Linear(self.hidden_size, self.head_v_dim, bias=False),
-            nn.Linear(self.head_v_dim, channels, bias=bias),
-        )
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -275,9 +182,9 @@ class DeltaRuleAttention(Float32Parameters):
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            attention_mask: `[B, T]` bool or integer for these tokens, 1 = real; padding may lie anywhere. Padded
-                positions leave no trace in the results of others and come out as zeros.
-            past_key_values: where the layer finds and leaves its state (`StateStore`); any number of tokens may follow
+            attention_mask: `[B, T]` bool or integer for these tokens, 1 = real; padding may be anywhere. Padded
+                positions do not change the results of others and give zeros.
+            past_key_values: where the layer reads and writes its state (`StateStore`); any number of tokens may follow
                 any number of earlier ones.
             cu_seqlens: `[N + 1]` boundaries of sequences packed along T, with B = 1.
             sequences: the description that `describe_sequences` makes of the mask or the boundaries, in place of them;
@@ -340,7 +247,7 @@ class DeltaRuleAttention(Float32Parameters):
         return _per_head(q, K), _per_head(k, K), _per_head(v, V)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # Convolutions may have done it.
+        # Convolutions that end in the L2 norm have done it already.
         normalize_q = self.spec.normalize_q and not (self.conv_size and self.q_conv1d.unit_heads)
         normalize_k = self.spec.normalize_k and not (self.conv_size and self.k_conv1d.unit_heads)
         if normalize_q and normalize_k:
@@ -348,7 +255,7 @@ class DeltaRuleAttention(Float32Parameters):
         return l2_normalize(q) if normalize_q else q, l2_normalize(k) if normalize_k else k
 
     def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
-        """What the operator takes for the current tokens. A subclass may override it.
+        """The operator's inputs for the current tokens. A subclass may override it.
 
         A token's results must come from that token alone: what depends on others would differ between training,
         decoding, padded and packed batches. `deltazoo check` finds such rules.
@@ -381,7 +288,7 @@ class DeltaRuleAttention(Float32Parameters):
     def _log_decay(self, hidden_states: Tensor) -> Tensor | None:
         if self.spec.decay == "none":
             return None
-        if self.spec.decay == "scalar":  # too small to be worth working out again
+        if self.spec.decay == "scalar":  # too small to be worth recomputing
             return self.decay_gate(self.a_proj(hidden_states), self.A_log, self.dt_bias)
         a = _per_head(self.f_proj(hidden_states), self.head_k_dim)
         return recomputable(self.decay_gate, a, self.A_log, self.dt_bias)
@@ -402,10 +309,16 @@ class DeltaRuleAttention(Float32Parameters):
         gate = _per_head(self.g_proj(hidden_states), self.head_v_dim)
         return self.o_norm(output, gate)
 
+    def make_parameters(self) -> None:
+        """Make the parameters and modules that a subclass adds. Sizes and options are set when this is called.
+
+        `initializers` says how they start.
+        """
+
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
         """How each of the layer's parameters starts: name -> function that fills the tensor in place.
 
-        A subclass adds its own; what it leaves out starts as weights (normal) or, if the name ends in `.bias`, as zero.
+        A subclass adds its own. Others start as weights (normal) or, if the name ends in `.bias`, as zero.
 
         Args:
             initializer_range: standard deviation of the linear weights; the layer's own unless given.
@@ -432,6 +345,93 @@ class DeltaRuleAttention(Float32Parameters):
             parameter = self.get_parameter(name)
             if not getattr(parameter, "_is_hf_initialized", False):
                 initialize(parameter)
+
+    def use_runtime(self, options: RuntimeOptions) -> None:
+        """Run with other `backend` and `fused_kernels`; ValueError if an activation has no kernel."""
+        self.backend, self.fused_kernels = options.backend, options.fused_kernels
+        for child in self.children():
+            if isinstance(child, (ShortConvolution, RMSNorm)):
+                child.set_fused(options.fused_kernels)
+
+    def _default_head_dim(self) -> int:
+        if self.num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, got {self.num_heads}")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"{type(self).__name__} takes head_dim = hidden_size / num_heads unless given, but hidden_size="
+                f"{self.hidden_size} is no multiple of num_heads={self.num_heads}: pass head_dim"
+            )
+        return self.hidden_size // self.num_heads
+
+    def _check_options(self, beta_bias: bool) -> None:
+        name = self.spec.name
+        if self.spec.corrects:
+            function_of("step_size", self.spec.step_size, STEP_SIZES)  # a misspelt name raises here
+        for option in ("hidden_size", "num_heads", "head_k_dim", "num_v_heads", "num_micro_steps"):
+            if getattr(self, option) < 1:
+                raise ValueError(f"{option.replace('_k_', '_')} must be at least 1, got {getattr(self, option)}")
+        if self.num_v_heads % self.num_heads:
+            raise ValueError(f"num_v_heads={self.num_v_heads} must be a multiple of num_heads={self.num_heads}")
+        if self.head_v_dim < 1 or not math.isclose(self.head_v_dim, self.head_k_dim * self.expand_v):
+            raise ValueError(
+                f"expand_v={self.expand_v} times head_dim={self.head_k_dim} must be a positive whole number, "
+                f"got {self.head_k_dim * self.expand_v}"
+            )
+        if self.neg_eigval not in ("both", "erase"):
+            raise ValueError(f"neg_eigval must be 'both' or 'erase', got {self.neg_eigval!r}")
+        if self.neg_eigval == "erase" and not self.allow_neg_eigval:
+            raise ValueError("neg_eigval='erase' acts only with allow_neg_eigval=True")
+        if self.allow_neg_eigval and not self.spec.corrects:
+            raise ValueError(f"variant {name!r} has no correction term, so allow_neg_eigval=True cannot act")
+        if beta_bias and not self.spec.corrects:
+            raise ValueError(f"variant {name!r} has no step size, so beta_bias=True cannot act")
+        if self.decay_lower_bound is not None and self.spec.decay == "none":
+            raise ValueError(f"variant {name!r} has no decay, so decay_lower_bound={self.decay_lower_bound} cannot act")
+        if self.decay_lower_bound is not None and self.decay_lower_bound >= 0:
+            raise ValueError(f"decay_lower_bound is a log-decay and must be negative, got {self.decay_lower_bound}")
+        if self.decay_lower_bound is not None and self.spec.decay_gate != "softplus":
+            raise ValueError(
+                f"decay_lower_bound={self.decay_lower_bound} takes the place of the softplus gate, and variant "
+                f"{name!r} has the decay gate {choice_name(self.spec.decay_gate)!r}"
+            )
+
+    def _unit_heads(self, normalize: bool) -> int:
+        """Channels per head that the convolution normalises, 0 if it does not. A rotation afterwards keeps the norm."""
+        return self.head_k_dim if normalize else 0
+
+    def _make_decay_gate(self) -> None:
+        if self.spec.decay == "none":
+            return
+        if self.spec.decay == "scalar":
+            channels = self.num_v_heads
+            self.a_proj = nn.Linear(self.hidden_size, channels, bias=False)
+        else:
+            channels = self.num_v_heads * self.head_k_dim
+            self.f_proj = self._low_rank(channels, bias=False)
+        for name, size in (("A_log", self.num_v_heads), ("dt_bias", channels)):
+            self.register_parameter(name, nn.Parameter(torch.empty(size, dtype=torch.float32)))
+        self.decay_gate = function_of("decay_gate", self.spec.decay_gate, decay.DECAY_GATES)
+        if self.decay_lower_bound is not None:
+            self.decay_gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
+
+    def _make_output_gate(self, norm_eps: float) -> None:
+        if self.spec.output_gate == "none":
+            self.o_norm: RMSNorm = RMSNorm(self.head_v_dim, norm_eps, fused=self.fused_kernels)
+            return
+        value_dim = self.num_v_heads * self.head_v_dim
+        self.g_proj: nn.Module = (
+            nn.Linear(self.hidden_size, value_dim, bias=False)
+            if self.spec.output_gate == "full"
+            else self._low_rank(value_dim, bias=True)
+        )
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, self.spec.gate_activation, fused=self.fused_kernels)
+
+    def _low_rank(self, channels: int, *, bias: bool) -> nn.Sequential:
+        """Two linear maps of rank `head_v_dim`; the released KDA models have a bias in the output gate only."""
+        return nn.Sequential(
+            nn.Linear(self.hidden_size, self.head_v_dim, bias=False),
+            nn.Linear(self.head_v_dim, channels, bias=bias),
+        )
 
     def extra_repr(self) -> str:
         """Variant and shape, for printing."""

@@ -1,11 +1,12 @@
-"""Results that are worked out again in the backward pass instead of kept.
+"""Results that the backward pass computes again instead of keeping them.
 
 A layer calls what costs little and is large (norms, activations, convolutions, gates) through `recomputable`. Inside
-`recomputing`, wherever autograd would save a result of such a call, or something on the way to it, it saves a note of
-how to come by it. The first note that the backward pass opens runs the function once more; what comes out serves all
-of its notes and goes with the last. The inputs of a call are kept, or notes themselves if they are results of another.
+`recomputing`, wherever autograd would save a result of such a call, or an intermediate of it, it saves the function and
+its inputs instead of the tensor. The first such tensor that the backward pass needs runs the function again. What comes
+out serves all tensors of that call, and is freed with the last. If an input is itself the result of another such call,
+it is not kept either.
 
-Autograd's graph is the one it would record anyhow, and there is no work per operator, only per saved tensor.
+Autograd's graph is the one it would record anyway, and there is no work per operator, only per saved tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ _MUCH_LARGER = 32
 
 
 def recomputable(function: Callable[..., T], *tensors: Tensor) -> T:
-    """`function(*tensors)`; inside `recomputing`, only `tensors` are kept of it for the backward pass.
+    """Call `function(*tensors)`; inside `recomputing`, the backward pass keeps only `tensors` of it.
 
     Args:
         function: may run twice, so it has no side effects and gives the same results both times. Inside it
@@ -42,9 +43,9 @@ def recomputable(function: Callable[..., T], *tensors: Tensor) -> T:
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Let `recomputable` act on what this thread runs in here, if gradients are recorded.
+    """Let `recomputable` act within this context, in this thread, if gradients are recorded.
 
-    Hooks on saved tensors from outside (offloading, others' checkpoints) do not see what is saved in here.
+    Hooks on saved tensors that are active outside (offloading, other checkpointing) do not see what is saved inside.
     """
     if not torch.is_grad_enabled():
         yield
@@ -60,7 +61,7 @@ def recomputing() -> Iterator[None]:
 
 
 class _Saved(Protocol):
-    """What autograd holds in place of a tensor."""
+    """What autograd holds instead of a tensor."""
 
     def value(self) -> Tensor: ...
 
@@ -70,12 +71,12 @@ def _open(saved: _Saved) -> Tensor:
 
 
 class _Kept:
-    """The tensor itself. Behind hooks autograd leaves it to us to see that nobody has changed it."""
+    """The tensor itself. With hooks autograd does not check that it is unchanged, so this class does."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Not a tensor of the graph: it could hold the very node that is to hold this.
+        # Detached: a tensor of the graph would hold the node that holds this object, a reference cycle.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
@@ -89,29 +90,29 @@ class _Kept:
         return self.tensor
 
 
-class _Outcome(NamedTuple):
-    """What running a function again has given."""
+class _Rerun(NamedTuple):
+    """The tensors of a call after its function ran again."""
 
     results: tuple[Tensor, ...]
     saved: list[Tensor]
-    """What autograd saved meanwhile, in that order."""
+    """What autograd saved while it ran, in order."""
     casts: dict[tuple[int, torch.dtype], Tensor]
-    """Results in the dtypes that autocast cast them to, by place; several matrix products read one of them."""
+    """Results in the dtypes that autocast cast them to, by number; several matrix products read one of them."""
 
-    def result(self, place: int, dtype: torch.dtype) -> Tensor:
+    def result(self, number: int, dtype: torch.dtype) -> Tensor:
         """A result as it was saved."""
-        result = self.results[place]
+        result = self.results[number]
         if result.dtype == dtype:
             return result
-        if (place, dtype) not in self.casts:
-            self.casts[place, dtype] = result.to(dtype)
-        return self.casts[place, dtype]
+        if (number, dtype) not in self.casts:
+            self.casts[number, dtype] = result.to(dtype)
+        return self.casts[number, dtype]
 
 
 class _Call:
-    """A function and its inputs. Notes alone hold it, so it goes, inputs and all, when autograd needs it no more."""
+    """A function and its inputs. Only handles refer to it, so it is freed when autograd needs none of its tensors."""
 
-    __slots__ = ("autocast", "function", "inputs", "needs_saved", "notes", "num_saved", "outcome", "unopened")
+    __slots__ = ("autocast", "function", "handles", "inputs", "needs_intermediates", "num_saved", "rerun", "unread")
 
     def __init__(
         self,
@@ -121,97 +122,97 @@ class _Call:
     ) -> None:
         self.function = function
         self.inputs = inputs
-        """With whether they want a gradient."""
+        """Each with whether it requires a gradient."""
         self.autocast = autocast
         self.num_saved = 0
-        self.needs_saved = False
-        """Whether notes ask for something on the way to the results."""
-        self.notes = self.unopened = 0
-        self.outcome: _Outcome | None = None
+        self.needs_intermediates = False
+        """Whether a handle needs an intermediate, not only results."""
+        self.handles = self.unread = 0
+        self.rerun: _Rerun | None = None
 
-    def opened(self) -> _Outcome:
-        """For one note: the function runs again for the first of them."""
-        if self.outcome is None:
-            self.outcome, self.unopened = self._run(), self.notes
-        outcome = self.outcome
-        self.unopened -= 1
-        if self.unopened == 0:  # the notes may stay, with retain_graph
-            self.outcome = None
-        return outcome
+    def tensors(self) -> _Rerun:
+        """The tensors for one handle. The first handle that is read runs the function again."""
+        if self.rerun is None:
+            self.rerun, self.unread = self._run(), self.handles
+        rerun = self.rerun
+        self.unread -= 1
+        if self.unread == 0:  # with retain_graph the handles may be read again
+            self.rerun = None
+        return rerun
 
-    def _run(self) -> _Outcome:
+    def _run(self) -> _Rerun:
         inputs = [saved.value() for saved, _ in self.inputs]
         device = inputs[0].device.type
         same = _autocast_dtype(device) == self.autocast
         with nullcontext() if same else torch.autocast(device, self.autocast, enabled=self.autocast is not None):
-            if self.needs_saved:
+            if self.needs_intermediates:
                 return self._record(inputs)
             with torch.no_grad():
-                return _Outcome(_as_tuple(self.function(*inputs)), [], {})
+                return _Rerun(_as_tuple(self.function(*inputs)), [], {})
 
-    def _record(self, inputs: list[Tensor]) -> _Outcome:
+    def _record(self, inputs: list[Tensor]) -> _Rerun:
         saved: list[Tensor] = []
         inputs = [x.detach().requires_grad_(wanted) for x, (_, wanted) in zip(inputs, self.inputs, strict=True)]
         with torch.enable_grad(), saved_tensors_hooks(lambda x: saved.append(x.detach()), _never):
             results = _as_tuple(self.function(*inputs))
         if len(saved) != self.num_saved:
             raise RuntimeError(f"{self.function} saved {self.num_saved} tensors, and {len(saved)} when it ran again")
-        return _Outcome(tuple(y.detach() for y in results), saved, {})
+        return _Rerun(tuple(y.detach() for y in results), saved, {})
 
 
-class _OnTheWay:
-    """Note of a tensor that a call saved before it had its results."""
+class _Intermediate:
+    """Handle of a tensor that autograd saved inside a call."""
 
     __slots__ = ("call", "number")
 
     def __init__(self, call: _Call, number: int) -> None:
-        call.notes += 1
-        call.needs_saved = True
+        call.handles += 1
+        call.needs_intermediates = True
         self.call = call
         self.number = number
 
     def value(self) -> Tensor:
-        return self.call.opened().saved[self.number]
+        return self.call.tensors().saved[self.number]
 
 
 class _Source(NamedTuple):
-    """A result of a call; held while the forward pass lasts, so that nothing else comes to lie at its address."""
+    """A result of a call; kept during the forward pass, so that its storage is not reused for another tensor."""
 
     call: _Call
-    place: int
+    number: int
     tensor: Tensor
     version: int
 
 
 class _Result:
-    """Note of a call's result or a view of it, possibly cast to another dtype before."""
+    """Handle of a call's result or of a view of it, possibly cast to another dtype before."""
 
-    __slots__ = ("call", "dtype", "geometry", "place")
+    __slots__ = ("call", "dtype", "geometry", "number")
 
     def __init__(self, source: _Source, view: Tensor) -> None:
-        source.call.notes += 1
+        source.call.handles += 1
         self.call = source.call
-        self.place = source.place
+        self.number = source.number
         self.dtype = view.dtype
         self.geometry = (view.shape, view.stride(), view.storage_offset())
 
     def value(self) -> Tensor:
-        return self.call.opened().result(self.place, self.dtype).as_strided(*self.geometry)
+        return self.call.tensors().result(self.number, self.dtype).as_strided(*self.geometry)
 
 
 class _Recording:
-    """The calls of one forward pass, found again by their results."""
+    """The calls of one forward pass, by the storages of their results."""
 
     def __init__(self) -> None:
         self.running: _Call | None = None
         self.inputs: set[int] = set()
         """Storages of the running call's inputs."""
         self.small = 0
-        """Elements of what is kept all the same: a root mean square per token, a mask, an index."""
+        """Tensors of up to so many elements are kept anyway: a root mean square per token, a mask, an index."""
         self.sources: dict[int, _Source] = {}
         """Results, by storage."""
         self.cast_sources: dict[tuple[object, int], _Source] = {}
-        """Under autocast, by the place in the graph that autograd gives for what a cast has cast."""
+        """Under autocast: results by their node and output number in the graph."""
 
     def run(self, function: Callable[..., T], tensors: tuple[Tensor, ...]) -> T:
         autocast = _autocast_dtype(tensors[0].device.type)
@@ -222,22 +223,22 @@ class _Recording:
             results = function(*tensors)
         finally:
             self.running = None
-        for place, y in enumerate(_as_tuple(results)):
+        for number, y in enumerate(_as_tuple(results)):
             if type(y) is Tensor and _storage(y) not in self.inputs:
-                source = self.sources[_storage(y)] = _Source(call, place, y, y._version)
+                source = self.sources[_storage(y)] = _Source(call, number, y, y._version)
                 if autocast is not None and y.grad_fn is not None:
                     self.cast_sources[y.grad_fn, y.output_nr] = source
         return results
 
     def pack(self, x: Tensor) -> _Saved:
-        """What autograd is to hold in place of `x`."""
+        """What autograd holds instead of `x`."""
         call = self.running
         if call is None:
             return self._save(x)
         call.num_saved += 1
         if x.numel() <= self.small or _storage(x) in self.inputs:
             return self._save(x)
-        return _OnTheWay(call, call.num_saved - 1)
+        return _Intermediate(call, call.num_saved - 1)
 
     def _save(self, x: Tensor) -> _Saved:
         source = self.sources.get(_storage(x))
@@ -248,18 +249,18 @@ class _Recording:
         return _Kept(x)
 
     def _cast_source(self, x: Tensor) -> _Source | None:
-        """The result that x is, or is a view of, after autocast has cast it for a matrix product."""
+        """The result of which x is a cast, made by autocast for a matrix product, or a view of that cast."""
         cast = x if x._base is None else x._base
         if cast.grad_fn is None or cast.grad_fn.name() != "ToCopyBackward0" or cast._version:
             return None
         source = self.cast_sources.get(cast.grad_fn.next_functions[0])
         if source is None or source.tensor._version != source.version:
             return None
-        alike = (source.tensor.device, source.tensor.stride()) == (cast.device, cast.stride())
-        return source if alike else None
+        same_form = (source.tensor.device, source.tensor.stride()) == (cast.device, cast.stride())
+        return source if same_form else None
 
     def forget(self) -> None:
-        """Let go of the results: notes need them no more, since no other tensor is to be compared with them."""
+        """Free the results: no further tensor will be compared with them."""
         self.sources.clear()
         self.cast_sources.clear()
 
@@ -268,7 +269,7 @@ _ACTIVE: ContextVar[_Recording | None] = ContextVar("recording", default=None)
 
 
 def _storage(x: Tensor) -> int:
-    """A number that tells storages apart while they live, those of size 0 included."""
+    """A number that identifies a storage while it exists, also one of size 0."""
     return x.untyped_storage()._cdata
 
 
@@ -282,4 +283,4 @@ def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _never(saved: object) -> NoReturn:
-    raise AssertionError("the graph of a function that runs again is not used")
+    raise AssertionError("nothing runs backward through this graph")

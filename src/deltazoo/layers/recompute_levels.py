@@ -1,16 +1,16 @@
-"""What a block keeps for the backward pass, and what it works out again there.
+"""Recompute levels: what a block keeps for the backward pass, and what it computes again there.
 
-| level | kept per block | worked out again |
+| level | kept per block | computed again |
 |---|---|---|
 | `none` | whatever autograd saves | nothing |
 | `elementwise` | results of matrix products and of the operators | norms, activations, gates, convolutions |
 | `block` | the block's input | all of it, as with transformers' gradient checkpointing |
 
-Matrix products are nearly all of the work and elementwise results most of the memory, so the middle level frees memory
-for little time. Gradients are the same at every level.
+Matrix products are nearly all of the work and elementwise results most of the memory, so the middle level saves memory
+at little cost in time. Gradients are the same at every level.
 
-The layers say what the middle level works out again: `deltazoo.layers.recompute`. A compiler, which sees single
-operators, is told by their names instead.
+At the middle level the layers say what is computed again, through `recomputable` in `deltazoo.layers.recompute`. A
+compiler sees single operators, so `torch.compile` decides by their names.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "
 def level_of(chosen: str | None, device: torch.device) -> str:
     """The level of a training step on a device.
 
-    Unless one is chosen it is `elementwise` on a GPU, where memory is scarce, and `none` on a CPU. Hooks on saved
-    tensors that are active (offloading, checkpointing by others) are left to do their work.
+    By default it is `elementwise` on a GPU, where memory is scarce, and `none` on a CPU. It is also `none` where hooks
+    on saved tensors are active (offloading, other checkpointing), since both cannot act.
     """
     if chosen is not None:
         return chosen

@@ -299,8 +299,10 @@ def agreeing_starts(found: Mapping[str, Tensor], *, check: bool) -> Tensor:
     for other_name, other in others:
         if check and not torch.equal(starts, other):
             row, token = (starts != other).nonzero()[0].tolist()
+            advice = ": position_ids must start again with every document, or be left out"
             raise ValueError(
                 f"{name} and {other_name} place the documents differently, first at row {row}, token {token}"
+                f"{advice if other_name == 'position_ids' else ''}"
             )
     return starts
 

@@ -1,4 +1,4 @@
-"""One block of a model: a token mixer and an MLP, each behind a norm and beside the residual stream."""
+"""One block of a model: a token mixer and an MLP, each after a norm and added to the residual stream."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class SoftmaxInputs(NamedTuple):
 
 
 def make_mixer(config: DeltaRuleConfig, layer_idx: int) -> nn.Module:
-    """The token mixer of one block, as the configuration describes it."""
+    """The token mixer of one block, as the configuration says."""
     assert config.layer_types is not None
     if config.layer_types[layer_idx] == "full_attention":
         return SoftmaxAttention(config, layer_idx)
@@ -48,7 +48,7 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         self.use_runtime(RuntimeOptions())
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with other `liger`, `fused_kernels` and `recompute`; the mixer is asked on its own."""
+        """Run with other `liger`, `fused_kernels` and `recompute`. The mixer is told separately."""
         self.recompute = options.recompute
         for module in (self.attn_norm, self.mlp_norm, self.mlp):
             module.liger = bool(options.liger)
@@ -67,9 +67,9 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
             hidden_states: the residual stream.
             batch: where sequences begin, the same for all blocks.
             softmax: masks and rotary embeddings, needed by softmax layers only.
-            past_key_values: a cache made ready by `prepare_cache`.
+            past_key_values: a cache that `prepare_cache` has prepared.
         """
-        # Gradient checkpointing keeps less than any level; what is written to a cache must not be written twice.
+        # Gradient checkpointing keeps less than any level. A cache must not be written to twice.
         keeps_all = not self.training or self.gradient_checkpointing or past_key_values is not None
         level = "none" if keeps_all else level_of(self.recompute, hidden_states.device)
         return run_block(level, self._run, hidden_states, batch, softmax, past_key_values)

@@ -1,9 +1,9 @@
 """How padding and packing reach swapped layers: the base model describes each batch before it runs.
 
-By the time a mask arrives at an attention layer it speaks of pairs of tokens, within a sliding window perhaps, and no
-longer says which tokens are padding. So a hook on the base model works the description out from what the caller passed
-(`deltazoo.layers.sequences`) and hands it down as one more keyword argument, which every model passes on to its
-attention. An argument survives recomputation under gradient checkpointing and leaves compiled code nothing to guard.
+The mask that reaches an attention layer is about pairs of tokens, perhaps within a sliding window, and no longer says
+which tokens are padding. So a hook on the base model makes the description (`deltazoo.layers.sequences`) from what the
+caller passed. It travels as one more keyword argument, which every model passes on to its attention. An argument
+survives recomputation under gradient checkpointing and leaves compiled code nothing to guard.
 """
 
 import inspect
@@ -40,7 +40,7 @@ def _with_description(kwargs: dict[str, Any]) -> dict[str, Any]:
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
     if tokens is None:
-        return kwargs  # the model itself says what is missing
+        return kwargs  # the model raises
     cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
     past_length = 0 if cache is None else cache.get_seq_length()
     batch = describe_batch(
@@ -64,7 +64,7 @@ def _with_description(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _token_mask(kwargs: dict[str, Any]) -> Tensor | Mapping[str, Tensor | None] | None:
-    """What tells real tokens from padding: the caller's mask, or what `generate` keeps aside when it prepares masks."""
+    """Which tokens are real: the caller's mask, or that of `token_mask_for` where `generate` has prepared masks."""
     mask = kwargs.get("attention_mask")
     if _TOKEN_MASK in kwargs:
         return {"linear_attention": kwargs.pop(_TOKEN_MASK)}
@@ -81,7 +81,7 @@ def _in_words(mask: Any) -> str:
 
 
 def token_mask_for(attention_mask: Tensor | None, inputs: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    """What `inputs` of a generation step lack: the padding among its tokens, if masks were prepared already.
+    """The padding among the tokens of a generation step whose masks are prepared already, as an argument.
 
     Args:
         attention_mask: `[B, past + T]` as the user gave it.
