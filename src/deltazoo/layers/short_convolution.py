@@ -24,7 +24,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "identity
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """What acts on queries, keys and values before they are split into heads: "silu" or "identity"."""
+    """The activation of queries, keys and values, before they are split into heads: "silu" or "identity"."""
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, _ACTIVATIONS))}, got {name!r}")
     return _ACTIVATIONS[name]
@@ -68,7 +68,7 @@ class ShortConvolution(nn.Module):
         activation: "silu", or "identity" for the bare sum.
         unit_heads: divide the output by the L2 norm of every head of so many channels; 0 leaves it as it is.
         fused: one Triton kernel each way instead of plain torch; None: wherever it runs, unless the state wants a
-            gradient. Rows with padding take plain torch all the same.
+            gradient. Rows with padding take plain torch in any case.
 
     Attributes:
         weight: `[channels, 1, kernel_size]` as in nn.Conv1d; the last tap belongs to the current token.
@@ -124,8 +124,8 @@ class ShortConvolution(nn.Module):
         if state is not None and sequences.whole_rows and x.shape[1] == 1 and not fused:
             y, window = _convolve_window(self._checked(state, x.shape[0]), x, self.weight, self.activate)
             return self.normalized(y), window
-        convolve = self._convolve_fused if fused else self._convolve_plainly
-        y = recomputable(partial(convolve, state=state, sequences=sequences), x, self.weight)
+        compute = self._convolve_fused if fused else self._convolve_plainly
+        y = recomputable(partial(compute, state=state, sequences=sequences), x, self.weight)
         return y, self._window_after(x, state, sequences) if with_state else None
 
     def fuses(self, x: Tensor, state: Tensor | None = None) -> bool:
@@ -162,13 +162,13 @@ class ShortConvolution(nn.Module):
         outputs = torch.arange(x.shape[1], device=x.device) + width * sequences.index
 
         history = x.new_empty(x.shape[1] + width * sequences.num_sequences, self.channels)
-        befores = begins[:, None] + torch.arange(width, device=x.device)
-        history = history.index_copy(0, befores.flatten(), past.flatten(0, 1))
+        past_rows = begins[:, None] + torch.arange(width, device=x.device)
+        history = history.index_copy(0, past_rows.flatten(), past.flatten(0, 1))
         history = history.index_copy(0, outputs + width, x[0])
         return depthwise_sum(history[None], weight).index_select(1, outputs)
 
     def _window_after(self, x: Tensor, state: Tensor | None, sequences: Sequences) -> Tensor:
-        """The last `kernel_size - 1` inputs of each row or sequence, which may reach into those before it."""
+        """The last `kernel_size - 1` inputs of each row or sequence, those of `state` included."""
         width = self.kernel_size - 1
         past = self._past(x, state, sequences)
         if not x.numel():
