@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
-from deltazoo.distributed.data_parallel import fully_shard_model
+from deltazoo.distributed import fully_shard_model
 from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 

@@ -85,7 +85,7 @@ INSTALLED = [name for name in FAMILIES if importlib.util.find_spec(f"transformer
 
 
 def has_fused_convolution(family: str) -> bool:
-    """Whether the installed version lays out the family's layer as the newest does.
+    """Whether the installed version arranges the family's layer as the newest does.
 
     OLMo Hybrid once had three convolutions per layer and a cache class of its own; `accelerate` refuses that.
     """

@@ -30,7 +30,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import tokens
 
-from deltazoo.distributed.data_parallel import fully_shard_model
+from deltazoo.distributed import fully_shard_model
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.models import DeltaRuleForCausalLM
 
@@ -38,7 +38,7 @@ ROWS, STEPS = 4, 4
 
 
 def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
-    """transformers' Trainer on the data that the test trains on alone."""
+    """transformers' Trainer on the data that the test trains on in one process."""
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -86,7 +86,7 @@ def gates(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def same_outputs(ours: nn.Module, alone: nn.Module) -> dict[str, bool]:
-    """Whether two models compute the very same; each process passes the same batch."""
+    """Whether two models compute exactly the same; each process passes the same batch."""
     ids = tokens(2, 10)
     inputs: dict[str, dict[str, Any]] = {
         "rows": {"input_ids": ids},

@@ -49,7 +49,7 @@ def distance(ours: Tensor, whole: Tensor) -> float:
 
 
 def parameters_here(model: nn.Module) -> int:
-    """How many numbers this process holds of the blocks' matrices."""
+    """How many numbers of the blocks' matrices this process has."""
     return sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.model.layers.parameters() if p.ndim > 1)
 
 

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(folder: Path) -> dict[str, Any]:
-    """What two processes found, by route."""
+    """Results of two processes, by way of training."""
     run_two_processes(str(WORKER), str(folder))
     return json.loads((folder / "results.json").read_text())
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("tensor_parallel")  # one worker makes what
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """How far two processes lie from one, by case."""
+    """The difference between two processes and one, by case."""
     folder = tmp_path_factory.mktemp("tensor_parallel")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

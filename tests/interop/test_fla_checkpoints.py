@@ -1,4 +1,4 @@
-"""Checkpoints in fla-hub's layout, old and new, load with equal logits; ours are written so that fla's classes fit."""
+"""fla-hub checkpoints, old and new, load with equal logits; ours have the names and keys of fla's classes."""
 
 import json
 

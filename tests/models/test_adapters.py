@@ -56,7 +56,7 @@ def test_adapted_model_generates_and_comes_back(tmp_path):
 @pytest.mark.parametrize("case", ["gated_deltanet", "kda", "hybrid_kda", "efla"])
 @pytest.mark.feature("quantisers leave gate projections alone")
 def test_quantisers_leave_gate_projections_alone(case):
-    """By transformers' own rule: bitsandbytes and quanto ask it with names of modules, torchao with parameters."""
+    """bitsandbytes and quanto call transformers' rule with names of modules, torchao with parameters."""
     config = tiny_config(case)
     config.quantization_config = {"quant_method": "torchao"}  # set by from_pretrained before the model is made
     model = DeltaRuleForCausalLM(config)
@@ -76,7 +76,7 @@ def test_quantisers_leave_gate_projections_alone(case):
 @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid_kda"])
 @pytest.mark.feature("prompt tuning")
 def test_prompt_tuning(case):
-    """Its virtual tokens come as embeddings, and its masks as floats."""
+    """Prompt tuning passes virtual tokens as embeddings, and masks as floats."""
     options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model, ids = peft.get_peft_model(tiny_model(case), options).eval(), tokens(2, 6)
     mask = torch.ones_like(ids)

@@ -71,7 +71,7 @@ def test_import_is_enough_to_load(imports, tmp_path):
 
 @pytest.mark.feature("Auto classes after import deltazoo")
 def test_import_is_light():
-    """Neither transformers nor triton is loaded before somebody needs it."""
+    """Neither transformers nor triton is imported before it is needed."""
     result = run("import deltazoo, sys; print({'transformers', 'triton'} & set(sys.modules))")
     assert result.stdout.strip() == "set()", result.stderr
 
@@ -95,7 +95,7 @@ def test_import_without_transformers():
 )
 @pytest.mark.feature("another library with the same model types")
 def test_a_library_with_the_same_names(imports, exist_ok, warned, tmp_path):
-    """It keeps the names in any order of import; our classes load our checkpoints all the same, until told otherwise.
+    """fla keeps the names in any order of import. Our classes load our checkpoints by name; `override=True` takes over.
 
     Registered after `deltazoo.models`, it takes the names from us, which only it could warn about.
     """

@@ -39,7 +39,7 @@ def test_training_with_lengths_that_vary():
 
 
 def test_training_with_a_length_declared_dynamic():
-    """No length after the first is traced anew."""
+    """No length after the first is traced again."""
     model = tiny_model("efla", num_hidden_layers=1).train()
     compiled, counter = traced(model, dynamic=True)
     frames = []
@@ -86,7 +86,7 @@ def test_packed_documents_with_lengths_that_vary():
 
 
 def test_generation_with_a_compiled_forward_pass():
-    """As transformers' guide has it: prompts, padded or not, are compiled in one graph too."""
+    """As in transformers' guide: prompts, padded or not, are compiled in one graph too."""
     model, ids = tiny_model("hybrid", num_heads=1), tokens(2, 7)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

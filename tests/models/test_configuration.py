@@ -88,7 +88,7 @@ def test_contradictions_are_refused(overrides, message):
 @pytest.mark.feature("configurations survive saving")
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_what_was_saved_loads_with_keys_of_others(model_type, tmp_path):
-    """Whatever other tools set on a configuration: scripts for LoRA, Unsloth, older versions of transformers."""
+    """Attributes that other tools set on a configuration: scripts for LoRA, Unsloth, older versions of transformers."""
     foreign = {
         "pretraining_tp": 1,
         "tokenizer_class": "LlamaTokenizer",

@@ -217,7 +217,7 @@ class TestStaticCache:
 
 @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid", "hybrid_softmax_first"])
 class TestFewerLayers:
-    """As in transformers' own models, `num_hidden_layers` says how many of the layers run."""
+    """As in transformers' own models, `num_hidden_layers` is the number of layers that run."""
 
     def test_loaded(self, case, tmp_path):
         model, ids = tiny_model(case), tokens(2, 5)

@@ -1,4 +1,4 @@
-"""Without a runtime option training computes its loss without all logits, and the logits when they are read."""
+"""By default training computes its loss without all logits, and the logits when they are read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def expected(case: str = "gated_deltanet", **kwargs: Any) -> CausalLMOutputWithP
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry per computation of late logits."""
+    """A list with one entry per computation of late logits."""
     made: list[int] = []
     linear = F.linear
 
@@ -185,7 +185,7 @@ def test_a_weight_that_has_changed_meanwhile_is_refused() -> None:
 
 
 def test_a_weight_that_has_been_released_is_refused() -> None:
-    """As FSDP and DeepSpeed do after a forward pass."""
+    """FSDP and DeepSpeed release weights after a forward pass."""
     model = trained()
     output = model(IDS, labels=IDS)
     model.lm_head.weight.data = torch.empty(0)
@@ -194,7 +194,7 @@ def test_a_weight_that_has_been_released_is_refused() -> None:
 
 
 class Adapted(nn.Linear):
-    """What a library may put in place of the head."""
+    """A replacement of the head by another library."""
 
 
 def with_bias(model: Any) -> None:

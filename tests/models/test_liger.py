@@ -36,12 +36,12 @@ class Training:
     checkpointing: bool | None = None
     """Reentrant or not; none at all unless given."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Of the configuration of the model on Liger's kernels."""
+    """Options of the configuration of the model on Liger's kernels."""
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     shape: tuple[int, int] = (2, 20)
 
     def run(self, device: str, *, liger: bool, dtype: torch.dtype | None = None, shaken: int | None = None) -> Results:
-        """`shaken` moves every weight by about half a unit in its last place, each number another way."""
+        """`shaken` moves every weight by about half a unit in the last digit, each number in its own direction."""
         overrides = {"fused_kernels": False, **(self.overrides | {"liger": True} if liger else {})}
         model = tiny_model(self.case, backend="chunkwise", **overrides).to(self.dtype).to(device, dtype or self.dtype)
         if shaken is not None:
@@ -110,7 +110,7 @@ COMPILED = [
 
 
 def check(case: Training, results: Results, device: str) -> None:
-    """Plain torch runs with moved weights, too: what rounding anywhere in the model may do to a sum that cancels."""
+    """Plain torch also runs with moved weights: the effect of rounding on a sum that cancels."""
     plain = [case.run(device, liger=False, shaken=number) for number in (None, 0, 1, 2)]
     judge(results, plain, case.run(device, liger=False, dtype=torch.float64))
 
@@ -178,7 +178,7 @@ def test_less_memory_than_plain_torch() -> None:
 @pytest.mark.gpu
 @needs_liger
 def test_recomputation_keeps_less_on_a_gpu() -> None:
-    """Per layer; what is kept of a model beside its layers goes out of the difference."""
+    """Memory per layer; the difference removes what is kept outside the layers."""
     kept = {}
     for level in ("none", "elementwise"):
         bytes_of = []

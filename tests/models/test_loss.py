@@ -1,4 +1,4 @@
-"""`fuse_linear_cross_entropy`: the loss and every gradient are those that all logits give, and no logits are left."""
+"""`fuse_linear_cross_entropy`: loss and gradients equal those from all logits, which are not kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loss_and_gradients(model, ids, **kwargs):
 
 
 def assert_equal(models, ids, **kwargs):
-    """Up to the order in which float32 sums over pieces."""
+    """Equal up to the order in which float32 sums over pieces."""
     expected, actual = (loss_and_gradients(model, ids, **kwargs) for model in models)
     for name, x in expected.items():
         torch.testing.assert_close(actual[name], x, rtol=1e-5, atol=1e-5 * x.abs().max().item(), msg=name)
@@ -86,7 +86,7 @@ def test_with_gradient_checkpointing(reentrant):
 
 
 def test_under_autocast():
-    """Both round as often, but not the same numbers: each gradient errs at most twice as much as with all logits."""
+    """Both round equally often, but different numbers: errors at most double those from all logits."""
     ids = tokens(2, 20)
     exact = loss_and_gradients(tiny_model("gated_deltanet").train(), ids)
     with torch.autocast("cpu", torch.bfloat16):
@@ -106,7 +106,7 @@ def test_evaluation_and_calls_without_labels_return_logits():
 
 
 class Adapted(nn.Linear):
-    """What a library may put in place of the head."""
+    """A replacement of the head by another library."""
 
 
 class TestRefusals:
@@ -162,7 +162,7 @@ def test_lora_on_the_head_is_refused_and_elsewhere_trains():
 
 @pytest.mark.slow
 def test_compiles_in_one_graph():
-    """Compiled code cannot leave logits for later: there are none."""
+    """Compiled code cannot compute logits later, so its output has none."""
     torch._dynamo.reset()
     ids, model = tokens(2, 20), tiny_model("gated_deltanet", fuse_linear_cross_entropy=True)
     expected = {name: x.clone() for name, x in loss_and_gradients(model.train(), ids).items()}

@@ -1,4 +1,4 @@
-"""A padded row equals the row alone and a packed document the document alone: outputs, loss, states and gradients.
+"""A padded row equals the row without padding, and a packed document the document on its own: outputs and gradients.
 
 In float64, so that what is left of a leak cannot hide in rounding.
 """
@@ -22,7 +22,7 @@ def documents():
 
 
 def padded(rows, side):
-    """ids and mask `[B, T]` with padding on a side, or scattered; what fills the padding must not matter."""
+    """ids and mask `[B, T]` with padding on a side, or scattered; the ids of padding must not matter."""
     length = max(map(len, rows)) + 3
     ids, mask = tokens(len(rows), length, seed=99), torch.zeros(len(rows), length, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -46,7 +46,7 @@ def packed(rows):
 
 
 def descriptions(rows):
-    """The ways to say where packed documents lie."""
+    """The arguments that describe packed documents."""
     _, cu_seqlens, seq_idx, position_ids = packed(rows)
     flash = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 12, "max_length_k": 12}
     return {
@@ -66,7 +66,7 @@ def gradients(model, loss):
 
 
 def summed_loss(model, ids, **kwargs):
-    """Sum over all predicted tokens."""
+    """The loss summed over all predicted tokens."""
     return model(ids, labels=kwargs.pop("labels", ids), num_items_in_batch=1, use_cache=False, **kwargs).loss
 
 

@@ -55,12 +55,12 @@ def test_gradients_are_the_same(case, level):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """What a GPU does by default, on this machine's CPU."""
+    """Make the CPU recompute by default, as a GPU does."""
     monkeypatch.setattr(recompute_levels, "_recomputes_by_default", lambda device: True)
 
 
 def levels_run(monkeypatch):
-    """The levels at which blocks run, as they run."""
+    """A list of the levels at which blocks run."""
     seen, run = [], block.run_block
     monkeypatch.setattr(block, "run_block", lambda level, *args: seen.append(level) or run(level, *args))
     return seen
@@ -113,7 +113,7 @@ def test_under_autocast(case, level):
 
 
 def test_adapters_and_linear_modules_of_others():
-    """Most weights frozen, one map with a LoRA of its own, one that changes its input: notes are views of all kinds."""
+    """Most weights frozen, one map with LoRA, one that changes its input: saved tensors are views of all kinds."""
 
     class Adapted(nn.Module):
         def __init__(self, base):
@@ -281,7 +281,7 @@ def remember_results(outputs, module, inputs, results):
 
 
 def interpreted_gradients():
-    """Of models with fused kernels at two levels, in this process's interpreter."""
+    """Gradients of models with fused kernels at two levels, in this process's interpreter."""
     ids, kwargs = tokens(1, 12), {"cu_seqlens": torch.tensor([0, 5, 12])}
     for case in ("gated_deltanet", "hybrid"):
         for level in LEVELS[:2]:

@@ -1,4 +1,4 @@
-"""Runtime options: given when a model is made or loaded, changed while it lives, never in config.json."""
+"""Runtime options: given when a model is made or loaded, changed later, never in config.json."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ ON_A_GPU = {
 
 
 def runtime_of(model):
-    """What the modules that run do, not what the model remembers."""
+    """The options of the modules themselves, not those that the model records."""
     block = model.model.layers[0]
     convolutions = [block.attn.q_conv1d.fused, block.attn.v_conv1d.fused, block.attn.o_norm.fused]
     ligers = [block.attn_norm.liger, block.mlp_norm.liger, block.mlp.liger, model.model.norm.liger]

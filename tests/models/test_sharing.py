@@ -222,7 +222,7 @@ class TestRemoteCode:
         assert "pip install deltazoo" not in done.stderr + (tmp_path / "README.md").read_text()
 
     def test_nothing_runs_unless_asked(self, tmp_path):
-        """Neither with the package, which has the classes itself, nor without, where loading fails and says why."""
+        """With the package its own classes are used; without it, loading fails with the reason."""
         tiny_named("kda").save_pretrained(tmp_path, remote_code=True)
         for name in ("configuration_deltazoo.py", "modeling_deltazoo.py"):
             (tmp_path / name).write_text("print('the checkpoint runs code')")
@@ -259,7 +259,7 @@ class TestRemoteCode:
 
 
 class Trap:
-    """Unpickling it makes a file."""
+    """Unpickling this creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -272,7 +272,7 @@ class Trap:
 class TestNoPickle:
     @pytest.fixture
     def checkpoint(self, tmp_path):
-        """Pickled weights that would leave a trace, and no others."""
+        """Replace a checkpoint's weights by pickled ones that create a file when read."""
         tiny_named("kda").save_pretrained(tmp_path / "mine")
         (tmp_path / "mine" / "model.safetensors").unlink()
         (tmp_path / "mine" / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "trace")))
@@ -296,7 +296,7 @@ class TestNoPickle:
             deltazoo.models.KDAForCausalLM.from_pretrained(checkpoint / "pytorch_model.bin", config=config)
 
     def test_torch_load_is_never_called(self, checkpoint, monkeypatch):
-        """An ordinary pickle with nothing in it but tensors is refused all the same."""
+        """A pickle that contains only tensors is refused too."""
         torch.save(tiny_named("kda").state_dict(), checkpoint / "pytorch_model.bin.index.json")
         monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
         with pytest.raises(OSError, match=r"no file named model\.safetensors"):

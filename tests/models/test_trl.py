@@ -32,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def settings(path: Path, **options: Any) -> dict[str, Any]:
-    """Of three steps on eight rows on the CPU."""
+    """Training arguments for three steps on eight rows on the CPU."""
     return {
         "output_dir": str(path),
         "max_steps": 3,
@@ -51,7 +51,7 @@ def settings(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def losses(case: str, tokenizer: PreTrainedTokenizerFast, path: Path, **options: Any) -> list[float]:
-    """Of three steps on all documents."""
+    """Losses of three steps on all documents."""
     arguments = trl.SFTConfig(**settings(path, **options))
     trainer = trl.SFTTrainer(
         model=tiny_model(case),

@@ -23,7 +23,7 @@ CHILD = "import sys; sys.path[:0] = sys.argv[1:3]; import test_fused_kernels as 
 
 
 def results(model, x):
-    """Of the layer: outputs, every gradient, and outputs of pieces behind a cache."""
+    """The layer's outputs, every gradient, and outputs of pieces with a cache."""
     model.zero_grad()
     layer, cache = mixer_of(model), DynamicCache(config=model.config.get_text_config())
     inputs = x.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Packed documents in accelerated models: each comes out as if it were alone, however it is described."""
+"""Packed documents in accelerated models: each gives what it gives on its own, however packing is described."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def accelerated(family, **overrides):
 
 
 def one_by_one(ids):
-    """Logits of every document alone, and the gradients of their summed loss."""
+    """Logits of every document on its own, and the gradients of their summed loss."""
 
     def run(model):
         model = copy.deepcopy(model).train()
@@ -67,7 +67,7 @@ def gradients_of(model):
 @pytest.mark.parametrize("description", DESCRIPTIONS)
 @pytest.mark.parametrize("family", PACKED)
 def test_a_packed_row_equals_its_documents(family, description):
-    """transformers' unaccelerated model, one document at a time, is the judge."""
+    """The reference is transformers' unaccelerated model, one document at a time."""
     ids, theirs = tokens(1, sum(LENGTHS)), foreign_model(family)
     model = accelerated(family).train()
     logits = model(input_ids=ids, **DESCRIPTIONS[description]).logits
@@ -105,7 +105,7 @@ def test_flattening_collator(family, kwargs):
 
 @pytest.mark.parametrize("family", PACKED)
 def test_nothing_leaks_between_documents(family):
-    """Not even rounding: another document changes no bit of the rest."""
+    """Another document changes no bit of the rest."""
     model, ids = accelerated(family), tokens(1, sum(LENGTHS))
     changed = ids.clone()
     changed[:, 6:72] = tokens(1, 66, seed=1)

@@ -100,7 +100,7 @@ def test_cached_steps_and_further_prompts(family, splits):
 
 @pytest.mark.parametrize("family", FUSED)
 def test_a_cache_outlives_the_switch(family):
-    """What an accelerated layer leaves in the cache is what its original would have left."""
+    """An accelerated layer writes the same states to the cache as its original."""
     theirs, ids = foreign_model(family), tokens(2, 9)
     ours = accelerated(theirs)
     caches = []
@@ -137,7 +137,7 @@ def test_generate_with_left_padding(family, mode):
 @pytest.mark.parametrize("padding", ["left", "right", "middle"])
 @pytest.mark.parametrize("family", FUSED)
 def test_padding_leaves_no_trace(family, padding):
-    """The layer on padded rows, and what follows from its cache, equal the row alone (theirs: left only)."""
+    """The layer on padded rows, and later tokens with its cache, equal the row without padding (theirs: left only)."""
     model = accelerated(foreign_model(family))
     mixer, config = mixer_of(model), model.config.get_text_config()
     torch.manual_seed(0)

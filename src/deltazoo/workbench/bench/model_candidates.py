@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from deltazoo.interop.acceleration import accelerate
+from deltazoo.interop import accelerate
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.names import unknown
 from deltazoo.spec import list_variants
