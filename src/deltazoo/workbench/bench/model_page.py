@@ -183,7 +183,7 @@ def _section(everything: ModelResults, results: ModelResults, pictures: dict[str
             parts.append(f"### {title}\n\n" + "\n".join(tables))
     profile = _profile_rows(everything, results)
     if profile:
-        parts.append(_profile(profile) + "\n" + pictures["profile_ms"])
+        parts.append(_profile(profile) + "\n" + pictures.get("profile_ms", ""))
     return "\n".join(parts)
 
 
