@@ -83,11 +83,23 @@ class Kept(NamedTuple):
     def empty(cls, plan: Plan, q: Tensor) -> "Kept":
         """Uninitialised tensors."""
         # Sizes one by one: as a tuple they cost the host half a microsecond more per tensor.
-        return cls(**{name: q.new_empty(*shape, dtype=dtype) for name, (shape, dtype) in plan.kept.items()})
+        new, slots, float32, int32 = q.new_empty, plan.slots, torch.float32, torch.int32
+        AP = new(slots, plan.matrices, CHUNK, CHUNK)
+        beta = new(slots, CHUNK, dtype=float32) if plan.has_beta else None
+        G = new(slots, plan.K if plan.decay == 2 else CHUNK, dtype=float32) if plan.decay else None
+        large_gain = new(slots, dtype=int32) if plan.by_gain else None
+        q_in = k_in = k_out = strong_decay = starts = transitions = None
+        if plan.decay == 2:
+            q_in, k_in, k_out = (new(plan.B, plan.T, plan.HV, plan.K) for _ in range(3))
+            strong_decay = new(slots, dtype=int32)
+        if plan.segments > 1:
+            starts, transitions = (new(plan.scans, plan.HV, plan.K, x, dtype=float32) for x in (plan.V, plan.K))
+        return cls(AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, starts, transitions)
 
     def of_plan(self, plan: Plan) -> "Kept":
-        """Without the placeholders that an operator, which cannot return None, returns for tensors that it has not."""
-        return Kept(**{name: getattr(self, name) for name in plan.kept})
+        """With None in place of what an operator, which cannot return None, returned for absent tensors."""
+        present = (True, plan.has_beta, plan.decay > 0, plan.by_gain, *[plan.decay == 2] * 4, *[plan.segments > 1] * 2)
+        return Kept(*(x if here else None for x, here in zip(self, present, strict=True)))  # type: ignore[arg-type]
 
 
 def forward(p: Problem) -> tuple[Tensor, Tensor, Kept]:
@@ -125,22 +137,23 @@ def backward(
 def prepare(p: Problem, kept: Kept) -> None:
     """Fill what is kept of every chunk."""
     plan = p.plan
+    AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, _, _ = kept
     # L of strict chunks, from which the last launch makes their inverse. The memory is free again after that.
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if True in plan.scan_modes else None
     if plan.decay < 2:
         launch(
             prepare_kernel, plan.prepare(),
-            p.q, p.k, p.beta, p.log_decay, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L, *p.chunk_offsets,
+            p.q, p.k, p.beta, p.log_decay, AP, beta, G, large_gain, strict_L, *p.chunk_offsets,
         )  # fmt: skip
     else:
         for constants in plan.prepare_channel():
             launch(
                 prepare_channel_kernel, constants,
-                p.q, p.k, p.beta, p.log_decay, kept.AP, kept.beta, kept.G, kept.strong_decay, kept.large_gain, strict_L,
-                kept.q_in, kept.k_in, kept.k_out, *p.chunk_offsets,
+                p.q, p.k, p.beta, p.log_decay, AP, beta, G, strong_decay, large_gain, strict_L, q_in, k_in, k_out,
+                *p.chunk_offsets,
             )  # fmt: skip
     if strict_L is not None:
-        launch(invert_kernel, plan.invert(), kept.large_gain, strict_L, kept.AP)
+        launch(invert_kernel, plan.invert(), large_gain, strict_L, AP)
 
 
 def scan(
@@ -153,21 +166,24 @@ def scan(
     with U.
     """
     plan = p.plan
-    start = 2 if v is None else int(initial is not None)
+    keys, chunks = scanned(p, kept)
+    start, keep = 2 if v is None else int(initial is not None), states is not None
     for strict in plan.scan_modes:
         if strict and plan.by_gain:  # this launch continues where the other one stopped
             start, initial = 1, final
-        has_output, keep = output is not None and states is None, states is not None
         launch(
-            scan_kernel, plan.scan(start, v is not None, has_output, keep, strict),
-            *scanned_keys(p, kept), v, kept.beta, kept.G, kept.AP, kept.large_gain, output, output, states, initial,
-            final, *p.sequence_offsets,
+            scan_kernel, plan.scan(start, v is not None, output is not None and not keep, keep, strict),
+            *keys, v, *chunks, output, output, states, initial, final, *p.sequence_offsets,
         )  # fmt: skip
 
 
-def scanned_keys(p: Problem, kept: Kept) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`q_in`, `k_in` and `k_out` of the scans: with the decay multiplied in if it is per channel."""
-    return (kept.q_in, kept.k_in, kept.k_out) if p.plan.decay == 2 else (p.q, p.k, p.k)
+def scanned(p: Problem, kept: Kept) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """The tensors that both scans read: `q_in`, `k_in` and `k_out`; `beta`, `G`, `AP` and `large_gain` of the chunks.
+
+    Without decay per channel the queries and keys are those of the inputs.
+    """
+    AP, beta, G, large_gain, q_in, k_in, k_out, *_ = kept
+    return (p.q, p.k, p.k) if q_in is None else (q_in, k_in, k_out), (beta, G, AP, large_gain)
 
 
 def segment_starts(p: Problem, kept: Kept) -> Tensor:
@@ -207,11 +223,11 @@ def reverse_scan(
     Z = torch.empty_like(d_output) if keep else None
     d_states = d_output.new_empty(plan.slots, plan.V, plan.K) if keep else None
     d_initial = p.float32(plan.scans, plan.HV, plan.K, plan.V) if initial or plan.by_gain else None
+    keys, chunks = scanned(p, kept)
     for strict in reversed(plan.scan_modes):
         launch(
             reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep, strict),
-            *scanned_keys(p, kept), kept.beta, kept.G, kept.AP, kept.large_gain, d_output, Z, d_states, d_final,
-            d_initial, *p.sequence_offsets,
+            *keys, *chunks, d_output, Z, d_states, d_final, d_initial, *p.sequence_offsets,
         )  # fmt: skip
     return Z, d_states, d_initial if initial else None
 

@@ -1,6 +1,6 @@
 """What all calls of the same sizes share: sizes, tiles, and the grid and constants of every launch. Worked out once."""
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ per_plan = lru_cache(maxsize=1024)
 
 
 class Plan:
-    """Sizes of a call, the tensors it keeps for the backward pass, and its launches, each by the name of its kernel.
+    """Sizes of a call, and its launches, each by the name of its kernel.
 
     Sizes may be symbolic as long as nothing is launched.
 
@@ -83,27 +83,7 @@ class Plan:
         """Independent scans: sequences, or their segments."""
         self.many_scans = self.scans * self.HV * -(-self.V // 128) > FEW_SCANS
 
-    @cached_property
-    def kept(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Shape and dtype (None: as q) of every tensor that the forward pass keeps, by its name in `pipeline.Kept`."""
-        per_token, chunk = (self.B, self.T, self.HV, self.K), (self.slots, CHUNK)
-        kept: dict[str, tuple[tuple[int, ...], torch.dtype | None]]
-        kept = {"AP": ((self.slots, self.matrices, CHUNK, CHUNK), None)}
-        if self.has_beta:
-            kept["beta"] = chunk, torch.float32
-        if self.decay:
-            kept["G"] = (self.slots, self.K) if self.decay == 2 else chunk, torch.float32
-        if self.by_gain:
-            kept["large_gain"] = (self.slots,), torch.int32
-        if self.decay == 2:
-            kept |= {name: (per_token, None) for name in ("q_in", "k_in", "k_out")}
-            kept["strong_decay"] = (self.slots,), torch.int32
-        if self.segments > 1:
-            kept["starts"] = (self.scans, self.HV, self.K, self.V), torch.float32
-            kept["transitions"] = (self.scans, self.HV, self.K, self.K), torch.float32
-        return kept
-
-    @cached_property
+    @property
     def scan_tiles(self) -> dict[bool, Tiles]:
         """Tiles of the strict and of the other launches of the serial scans."""
         return {
@@ -113,12 +93,12 @@ class Plan:
             for strict in self.scan_modes
         }
 
-    @cached_property
+    @property
     def tiles(self) -> Tiles:
         """Tiles of all other kernels, which do not depend on the precision."""
         return self.scan_tiles[self.scan_modes[0]]
 
-    @cached_property
+    @property
     def common(self) -> dict[str, Any]:
         """Arguments of all kernels but `invert_kernel` and `chain_kernel`."""
         return dict(
@@ -126,12 +106,12 @@ class Plan:
             PACKED=self.packed, PRECISION="tf32" if self.half else "tf32x3",
         )  # fmt: skip
 
-    @cached_property
+    @property
     def per_chunk(self) -> dict[str, Any]:
         """Arguments of the kernels that run one program per chunk and value head, and read keys."""
         return self.common | dict(H=self.H, GROUPED=self.H != self.HV)
 
-    @cached_property
+    @property
     def per_sequence(self) -> dict[str, Any]:
         """Arguments of the serial scans."""
         return self.common | dict(
