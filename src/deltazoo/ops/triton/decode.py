@@ -1,12 +1,12 @@
-"""Decoding: one token, or a handful, at a time, with the state read once and written once.
+"""The recurrence for one token or a few (decoding), with the state read once and written once.
 
-A step does about one operation per byte of state, so the kernel is a copy of the state with arithmetic hidden in it.
-Each program takes a few value columns of one head, all keys deep: `[K, BV]` in registers. Value columns never mix, so
-programs share nothing. With `S~ = D S`, `u = beta (v - k^T S~)` and `S' = S~ + k u^T`, the output is read as
+A step does about one operation per byte of state, so its time is that of a copy of the state. Each program takes a few
+value columns of one head with all keys, `[K, BV]` in registers. Value columns never mix, so programs share nothing.
+With `S~ = D S`, `u = beta (v - k^T S~)` and `S' = S~ + k u^T`, the output is
 
-    o = scale * (q^T S~ + (q^T k) u)        and not as        o = scale * q^T S'
+    o = scale * (q^T S~ + (q^T k) u)        and not        o = scale * q^T S'
 
-which is the same number, but then both sums over the keys depend on the decayed state alone and run side by side.
+which is the same number. In this form both sums over the keys depend only on the decayed state and run in parallel.
 
 Source: the recurrence of arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per
 channel).
@@ -27,13 +27,13 @@ from deltazoo.ops.triton.operator import Operator
 __all__ = ["MAX_KEY_DIM", "Tile", "choose_tile", "launch", "recurrent_step", "recurrent_steps"]
 
 MAX_KEY_DIM = 256
-"""All keys of a head sit in one program's registers."""
+"""All keys of a head are in one program's registers."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tile(NamedTuple):
-    """How one head's state is cut into programs."""
+    """The part of one head's state that a program owns, and its launch options."""
 
     columns: int
     """Value columns of one program, a power of two."""
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     """Triton's eviction policy for the state: "" or "evict_first"."""
 
 
-# Plain integers here and below: triton.next_power_of_2 and triton.cdiv cost microseconds a call on the host.
+# Plain integers here and below: triton.next_power_of_2 and triton.cdiv take microseconds per call.
 def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
@@ -51,14 +51,14 @@ def _next_power_of_2(n: int) -> int:
 def choose_tile(K: int, V: int) -> Tile:
     """The tile for heads of size `[K, V]`: 32 value channels, so rows of 128 bytes, and 64 elements per thread.
 
-    It depends on nothing else, so a new batch size compiles nothing new. Measured on an H200 beside eight other tiles:
+    It depends only on K and V, so a new batch size compiles nothing new. Measured on an H200 beside eight other tiles:
     benchmarks/results/decode_step_h200.json.
     """
     rows, columns = _next_power_of_2(K), min(32, _next_power_of_2(V))
     return Tile(columns, warps=max(1, rows * columns // 2048))
 
 
-# Left out: T, because T = 1 removes the loop, and the alignment of the states, because it allows 16-byte accesses.
+# T is not listed, because T = 1 removes the loop; nor is the alignment of the states, which allows 16-byte accesses.
 _STRIDES = [f"{x}_{axis}" for x in "qkv" for axis in ("batch", "token", "head")]
 _UNSPECIALIZED = ["scale", "HV", "GROUP", *_STRIDES]
 
@@ -98,9 +98,7 @@ def decode_kernel(
 ):
     COLUMN_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
-    matrix = (program // COLUMN_BLOCKS).to(
-        tl.int64
-    )  # this program's place in [B, HV]; 64 bits for every offset from it
+    matrix = (program // COLUMN_BLOCKS).to(tl.int64)  # index in [B, HV]; all offsets from it have 64 bits
     batch = matrix // HV
     head = matrix % HV
     keys = tl.arange(0, BK)
@@ -108,7 +106,7 @@ def decode_kernel(
     key_mask = keys < K
     column_mask = columns < V
 
-    # The state first: it is nearly all of the traffic, and everything up to its first use happens while it flies.
+    # The state first: it is nearly all of the traffic, and everything up to its first use overlaps with its load.
     tile = matrix * (K * V) + (keys[:, None] * V + columns[None, :])
     tile_mask = key_mask[:, None] & column_mask[None, :]
     S = tl.load(state + tile, mask=tile_mask, other=0.0, eviction_policy=EVICTION)
@@ -161,7 +159,7 @@ def launch(
     scale: float,
     tile: Tile,
 ) -> None:
-    """Run the kernel on tensors already laid out for it: read `state`, fill `new_state` and `output`.
+    """Launch the kernel: read `state`, fill `new_state` and `output`.
 
     Args:
         q, k: `[B, T, H, K]`, v: `[B, T, HV, V]`; last axis contiguous, other strides free.
@@ -169,7 +167,7 @@ def launch(
         state, new_state: `[B, HV, K, V]` float32, contiguous; may be one tensor.
         output: `[B, T, HV, V]`, contiguous.
         scale: factor on q.
-        tile: how to cut the state.
+        tile: of the state, per program.
     """
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     per_channel = log_decay is not None and log_decay.ndim == 4
@@ -213,12 +211,12 @@ def recurrent_step(
 ) -> tuple[Tensor, Tensor]:
     """One token of the recurrence. No gradients: for inference.
 
-    Shapes are the caller's business (`check_step_shapes`); nothing here reads a value back from the device.
+    The caller checks the shapes (`check_step_shapes`). No value is read back from the device.
 
     Args:
         q, k: `[B, 1, H, K]` float32, bfloat16 or float16, K <= 256; v: `[B, 1, HV, V]` of the same dtype.
         beta: `[B, 1, HV]`, effective step size; None leaves the correction term out (linear attention).
-        log_decay: None, `[B, 1, HV]` or `[B, 1, HV, K]`, natural log, <= 0; -inf forgets everything.
+        log_decay: None, `[B, 1, HV]` or `[B, 1, HV, K]`, natural log, <= 0; -inf clears the state.
         state: `[B, HV, K, V]`.
         scale: factor on q.
         inplace: write the new state into `state`, which must then be contiguous and float32 (a static cache).
@@ -246,7 +244,7 @@ def recurrent_steps(
     *,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Several tokens in one launch, the state staying in registers between them: right for any T, fast for a few.
+    """Several tokens in one launch, with the state in registers between them: right for any T, fast for a few.
 
     Arguments, results and errors as in `recurrent_step`, with T tokens; the state returned is the one after the last.
     """
@@ -271,7 +269,7 @@ def _in_place(
             f"a state updated in place must be contiguous and float32, got {state.dtype} with strides {state.stride()} "
             f"for shape {tuple(state.shape)}"
         )
-    if not state.is_inference():  # the kernel writes behind autograd's back: let it notice
+    if not state.is_inference():  # autograd does not see what the kernel writes
         torch.autograd.graph.increment_version(state)
     return _run(q, k, v, beta, log_decay, state, state, scale)
 
@@ -294,7 +292,7 @@ def _run(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     beta, log_decay = (None if x is None else x.contiguous() for x in (beta, log_decay))
     output = v.new_empty(v.shape)
-    with torch.cuda.device_of(v):  # Triton launches on the current device, which need not be the tensors'
+    with torch.cuda.device_of(v):  # Triton launches on the current device
         launch(q, k, v, beta, log_decay, state, new_state, output, scale, choose_tile(K, V))
     return output
 

@@ -1,8 +1,8 @@
-"""Kernels launched again without Triton's Python code, which takes the host longer than the rest of a call.
+"""Repeated launches of kernels without Triton's Python code, which takes the host longer than the rest of a call.
 
-At every launch Triton works out anew which compiled kernel fits the arguments. That depends on their dtypes, on which
-of them are None or aligned, and on constants; a launch that agrees in all of this with an earlier one goes straight to
-what was compiled then.
+At every launch Triton determines which compiled kernel fits the arguments. That depends on their dtypes, on which of
+them are None or aligned, and on constants. A launch that agrees in all of this with an earlier one uses the kernel that
+was compiled then.
 """
 
 from typing import Any
@@ -17,18 +17,18 @@ from triton.runtime.jit import JITFunction
 __all__ = ["Constants", "launch"]
 
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
-"""Whether compiled kernels take arguments in the order used here; where nobody has looked, Triton launches."""
+"""Whether this version is known to pass arguments to kernels in the order used here; with others, Triton launches."""
 
 ALIGNMENT = 16
-"""Bytes; Triton compiles a kernel of its own for pointers that are no multiple."""
+"""Bytes; Triton compiles a separate kernel for pointers that are no multiple of it."""
 
 
 class Constants:
-    """All that a launch takes but tensors. Keeps what was compiled for it, so it is worth keeping itself.
+    """Grid, constants and options of a launch: all of it but the tensors. Keeps the compiled kernels, so keep it too.
 
     Args:
-        grid: number of programs.
-        named: all arguments of the kernel that are no tensors, also those with defaults, and Triton's options.
+        grid: number of programs along each axis.
+        named: all arguments of the kernel that are not tensors, also those with defaults, and Triton's options.
     """
 
     __slots__ = ("compiled", "grid", "named")
@@ -41,7 +41,7 @@ class Constants:
 def launch(kernel: Any, constants: Constants, *tensors: Tensor | None) -> None:
     """`kernel[grid](*tensors, **named)` on the current device and stream; the kernel takes tensors first.
 
-    That the tensors lie on this device is the caller's business: only at a first launch does Triton look.
+    The caller makes sure that the tensors are on this device; Triton checks it at the first launch only.
     """
     if not DIRECT or not isinstance(kernel, JITFunction) or _watched(kernel):
         kernel[constants.grid](*tensors, **constants.named)
@@ -77,7 +77,7 @@ def launch(kernel: Any, constants: Constants, *tensors: Tensor | None) -> None:
 
 
 def _watched(kernel: JITFunction) -> bool:
-    """Whether somebody wants to see launches, or has kernels compiled in another way than usual."""
+    """Whether launch hooks are set, or an option that changes how kernels are compiled."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of functions, a function, or None
     return bool(

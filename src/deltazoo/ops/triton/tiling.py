@@ -11,8 +11,8 @@ CHUNK = 64
 """Tokens per chunk, in every kernel."""
 
 HOPPER = 232_448
-"""Shared memory that a thread block can have on Hopper, in bytes; data-center Ampere (8.0) has 166,912, and cards for
-desktops and inference (8.6, 8.9, 12.0) 101,376."""
+"""Shared memory that a thread block can use on Hopper, in bytes; data-center Ampere (8.0) has 166,912, and cards for
+desktops and inference (8.6, 8.9, 12.0) have 101,376."""
 
 
 class Tiles(NamedTuple):
@@ -42,7 +42,7 @@ def _scan_options(warps: int, stages: int, BV: int, BK: int, ahead: bool = False
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Shared memory that a thread block can have on a device, in bytes; Hopper's where there is no GPU."""
+    """Shared memory that a thread block can use on a device, in bytes; Hopper's if there is no GPU."""
     if device.type != "cuda":
         return HOPPER
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -60,14 +60,14 @@ def tiles_for(
         has_beta: with step sizes.
         strict: the serial scans take the inverse in two terms.
         shared: the card's shared memory per thread block, in bytes (`shared_memory`).
-        many_scans: there are more scans than half the multiprocessors, so that wide tiles fill the card too.
+        many_scans: there are enough independent scans that wide tiles fill the card too.
     """
     BK = max(16, 1 << (K - 1).bit_length())
     BV = min(64, max(16, 1 << (V - 1).bit_length()))
     # Tiles of 64 key channels spill, except where the products read them from shared memory.
     tile = dict(BK=min(BK, 64 if half and decay < 2 and shared >= HOPPER else 32))
     prepare, invert = _options(4, 1), _options(2, 1)
-    # 64 elements in the registers of every thread, and channels side by side in 16-byte pieces
+    # 64 elements in the registers of every thread, and 16-byte accesses along the channels
     channel = prepare | dict(BK=min(BK, 128 if half else 32))
     channel |= dict(RUNS=min((1024 if half else 512) // channel["BK"], 32), LEVEL_BK=min(BK, 32))
     if half and BK <= 64:
@@ -76,7 +76,7 @@ def tiles_for(
     chain = _options(4, 3 if BK <= 128 else 1, 32) if shared >= HOPPER else _options(4, 1, 16)
     chain |= dict(BK=min(BK, 64))
     if not half:
-        # Three-term products fill the registers; with larger tiles ptxas gives up: 32 registers, all else spilled.
+        # Three-term products fill the registers. With larger tiles ptxas gives up: 32 registers, all else spilled.
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         gradients = _options(4, 1, min(BV, 32)) | tile
@@ -85,8 +85,8 @@ def tiles_for(
     gradients = _options(4, 2, BV) | tile
     if shared >= HOPPER:
         gradients = _options(4, 3, BV) | tile
-        if V <= 128:  # what has value channels stays in shared memory
-            # Without decay a third stage, at 128 value channels, would leave room for one program instead of two.
+        if V <= 128:  # dO, U and Z stay in shared memory
+            # Without decay, at 128 value channels, only two stages leave shared memory for two programs.
             gradients = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(
                 BK=min(BK, 32)
             )
@@ -118,16 +118,20 @@ def _serial(
 def _hopper_scan(
     BK: int, BV: int, V: int, operands: int, single: int, kept: int, many_scans: bool, largest: int = 128
 ) -> dict[str, int]:
-    """One of the scans, given the bytes of a chunk's operands, of those made of them on the way, of which there is a
-    single copy, and of each state element that it stores.
+    """Options of one of the scans on Hopper: the most pipeline stages, and the largest tiles, that shared memory holds.
 
-    With three stages the next chunk is copied while this one is worked on; with two, every chunk waits for memory. The
-    state is held in tiles of up to 128 key channels, or of `largest`, which takes fewer registers.
+    With three stages the next chunk is copied while this one is processed; with two, every chunk waits for memory.
+
+    Args:
+        operands: bytes of a chunk's operands, of which every stage has a copy.
+        single: bytes of what is computed from them, of which there is one copy.
+        kept: bytes of each state element that the scan stores.
+        largest: most key channels in a tile of the state; fewer take fewer registers.
     """
     wide = V > 64 and many_scans
     BV = 128 if wide else BV
     for stages, tile in ((3, BK if largest >= BK else 64), (3, min(BK, 64)), (2, min(BK, 64))):
-        values = 0 if wide else 4 * CHUNK * BV  # fetched into registers, or twice into shared memory
+        values = 0 if wide else 4 * CHUNK * BV  # loaded into registers, or twice into shared memory
         if stages * operands + single + values + kept * BV * tile + 6 * 1024 <= HOPPER:
             # Eight warps, one program per multiprocessor, only with tiles of 128 value channels: over 64, Triton 3.6
             # has miscompiled them on Hopper (docs/log.md).

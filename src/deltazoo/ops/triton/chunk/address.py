@@ -1,8 +1,8 @@
-"""Where sequences and chunks lie: the few lines of address arithmetic that all kernels share.
+"""Address arithmetic that all chunk kernels share: where chunks and sequences begin, and how long they are.
 
 Per-chunk arrays are indexed by slot, `chunk * HV + head`. Without packing, chunk number `b * NT + i` is chunk i of
 row b. Packed sequences share one row: `chunk_offsets[n]` is the first chunk of sequence n, `chunk_sequence[i]` the
-sequence of chunk i; the arrays have room for `T / C + N` chunks, and spare ones belong to no sequence.
+sequence of chunk i. The arrays are allocated for `T / C + N` chunks; spare chunks have no tokens.
 """
 
 import triton
@@ -11,13 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def key_head(i_h, H, HV, GROUPED: tl.constexpr):
-    """The key head that value head i_h reads; without GROUPED there are as many of the ones as of the others."""
+    """The key head that value head i_h reads; without GROUPED there are as many key heads as value heads."""
     return i_h // (HV // H) if GROUPED else i_h
 
 
 @triton.jit
 def chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token of a chunk in the flattened tokens (int64), and how many tokens it has; none for spare chunks."""
+    """First token of a chunk in the flattened tokens (int64), and its number of tokens, <= 0 for spare chunks."""
     if PACKED:
         i_n = tl.load(chunk_sequence + i_t)
         start = tl.load(cu_seqlens + i_n).to(tl.int64)

@@ -27,9 +27,9 @@ def log2_decay(log_decay, mask):
 
 @triton.jit
 def undo_decay(G, DTYPE: tl.constexpr):
-    """`exp2(-G)`, and which rows may use it: those with all of it in the range of DTYPE.
+    """`exp2(-G)`, and which rows may use it: those for which all of it is in the range of DTYPE.
 
-    G falls along a chunk, so these rows come first, and whether a row is one of them never depends on later tokens.
+    G falls along a chunk, so these rows come first. Whether a row is in range never depends on later tokens.
     """
     RANGE: tl.constexpr = exponent_range(DTYPE)
     return tl.exp2(tl.minimum(-G, RANGE)), tl.min(G, 1) >= -RANGE
@@ -37,7 +37,7 @@ def undo_decay(G, DTYPE: tl.constexpr):
 
 @triton.jit
 def decays_beyond_one_product(g_last, DTYPE: tl.constexpr):
-    """Whether some channel of a chunk, given their decay over the whole chunk, leaves the range of `undo_decay`."""
+    """Whether the decay of some channel over the whole chunk, `g_last`, leaves the range of `undo_decay`."""
     RANGE: tl.constexpr = exponent_range(DTYPE)
     return tl.min(g_last, 0) < -RANGE
 

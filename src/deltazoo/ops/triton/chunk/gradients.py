@@ -9,7 +9,7 @@ from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradien
 
 @triton.jit
 def partial_overlap(b_S, b_dS):
-    """<S, dS> of a tile in 128 sums: along rows of eight elements, and over rows far apart, which one thread holds."""
+    """<S, dS> of a tile in 128 partial sums, each over elements of one thread: eight side by side, in several rows."""
     BV: tl.constexpr = b_S.shape[0]
     COLUMNS: tl.constexpr = b_S.shape[1] // 8
     ROWS: tl.constexpr = BV if BV * COLUMNS < 128 else 128 // COLUMNS
@@ -22,7 +22,7 @@ def through_states(
     b_dO, b_U, b_Z, states, d_states, offsets, mask, b_dq, b_row, b_dk, b_overlap,
     DECAY: tl.constexpr, HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what passes through a tile of S and of dS: `dO S` to dq, `Z S` to row, `U dS` to dk, and <S, dS>."""
+    """Add the products with a tile of S and of dS: `dO S` to dq, `Z S` to row, `U dS` to dk, and <S, dS>."""
     b_S = tl.load(states + offsets, mask=mask, other=0.0)
     b_dS = tl.load(d_states + offsets, mask=mask, other=0.0)
     if DECAY == 1:
@@ -36,7 +36,7 @@ def through_states(
 
 @triton.jit
 def decay_between(written, read, unseen):
-    """What is left of a token's write where another token reads it."""
+    """The decay between the write of one token and the read of another."""
     return tl.exp2(tl.where(unseen, 0.0, read - written))
 
 
@@ -44,10 +44,10 @@ def decay_between(written, read, unseen):
 def decay_gradient_of_the_rest(
     k, b_dL, b_beta, o_qk, m_c, key_tiles, K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """What rounding dL to 16 bits leaves out of the gradient of a chunk's cumulative log-decay.
+    """The part of the gradient of a chunk's cumulative log-decay that rounding dL to 16 bits leaves out.
 
-    The gradient of a weak decay is a small difference of large sums, so strict adds this. Of the products with the keys
-    only those of keys with each other are needed.
+    The gradient of a weak decay is a small difference of large sums, so strict precision adds this part. It needs only
+    the products of keys with each other.
     """
     C: tl.constexpr = m_c.shape[0]
     DTYPE: tl.constexpr = k.dtype.element_ty
@@ -55,7 +55,7 @@ def decay_gradient_of_the_rest(
     N = tl.zeros([C, C], dtype=tl.float32)
     for i_k in tl.range(0, key_tiles, num_stages=1):
         b_k = tl.load(k + i_k * BK + o_qk, mask=m_c[:, None] & (i_k * BK + o_k < K)[None, :], other=0.0)
-        N = tl.dot(b_k, tl.trans(b_k), N, input_precision=PRECISION) + 0.0  # waits, as in `score_gradients`
+        N = tl.dot(b_k, tl.trans(b_k), N, input_precision=PRECISION) + 0.0  # waits, see `score_gradients`
     rows = (b_dL - b_dL.to(DTYPE).to(tl.float32)) * N
     scaled = b_beta[:, None] * b_dL
     columns = (scaled - scaled.to(DTYPE).to(tl.float32)) * N
@@ -107,14 +107,14 @@ def chunk_gradients_kernel(
 ):
     """All gradients of one chunk of one value head; grid (HV, NT, B). dq and dk are per value head.
 
-    First what needs no key channels: the gradients of the scores P and L, dv, and the values' part of d_beta. Then one
-    tile of key channels after the other. Where all value channels fit into a tile, dO, U and Z are read once for all.
+    First come the gradients that need no key channels: those of the scores P and L, dv, and the values' part of d_beta.
+    Then one tile of key channels after the other. If all value channels fit into a tile, dO, U and Z are read once.
 
-    The numbers of tiles, K / BK and V / BV, are read at run time: with a count that the compiler knows it may dissolve
-    a loop, and the straight code is wrong on an H200 (docs/log.md).
+    The numbers of tiles, K / BK and V / BV, are run-time arguments: a compiler that knows the count may unroll the loop
+    into straight code, which is wrong on an H200 (docs/log.md).
 
     The gradient of the cumulative log-decay has one form for every kind of decay, `q o dq + k o dk_row - k o dk_col`:
-    token i's own terms carry `exp(G_i)` where it reads and `exp(-G_i)` where it is read.
+    the terms of token i have the factor `exp(G_i)` where it reads and `exp(-G_i)` where it is read.
     """
     WHOLE: tl.constexpr = V <= BV
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -191,7 +191,7 @@ def chunk_gradients_kernel(
                     i_v * BV * K + i_k * BK + o_vk, m_v[:, None] & m_k[None, :],
                     b_dq, b_row, b_dk, b_overlap, DECAY, HAS_BETA, PRECISION,
                 )  # fmt: skip
-                b_dk += 0.0  # waits, as in `score_gradients`
+                b_dk += 0.0  # waits, see `score_gradients`
         b_dq *= scale
         if DECAY == 1:
             b_dq *= entry
@@ -204,7 +204,7 @@ def chunk_gradients_kernel(
         if DECAY == 1:
             b_dG += tl.sum(b_q.to(tl.float32) * b_dq, 1)
         if HAS_BETA:
-            # Row terms of dL and of the state's share both enter as `beta o row`; their products with k make d_beta.
+            # The row parts of dL and of the state both enter as `beta o row`; their products with k give d_beta.
             b_row = tl.dot(W_L, b_k, -b_row, input_precision=PRECISION)
             b_dk = tl.dot(tl.trans(W_L_beta), b_k, b_dk, input_precision=PRECISION)
             k_row = tl.sum(b_k.to(tl.float32) * b_row, 1)

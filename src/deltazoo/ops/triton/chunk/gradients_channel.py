@@ -1,4 +1,4 @@
-"""The chunk-parallel end of the backward pass for one decay per key channel, where no channel decays too far."""
+"""The gradients of a chunk's inputs for one decay per key channel, if one matrix product spans the decay."""
 
 import triton
 import triton.language as tl
@@ -50,10 +50,10 @@ def chunk_gradients_channel_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """All gradients of one chunk of one value head, unless it is far; grid (HV, NT, B). dq and dk are per value head.
+    """All gradients of one chunk of one value head, unless its decay is strong; grid (HV, NT, B).
 
     As `chunk_gradients_kernel`, with the decay inside the products over tokens: `exp(G)` where a token reads, `exp(-G)`
-    where it is read.
+    where it is read. dq and dk are per value head.
     """
     WHOLE: tl.constexpr = V <= BV
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -79,7 +79,7 @@ def chunk_gradients_channel_kernel(
         v, dv, d_output, U, Z, b_beta, o_cv, o_v, m_c, value_tiles, V, BV, WHOLE, HAS_BETA, PRECISION, STAGES
     )
 
-    # The diagonal goes through memory: what is loaded has no layout of its own that everything would be brought into.
+    # The diagonal goes through memory, so that the compiler is free to choose the registers that it is loaded into.
     above, below = o_c[:, None] < o_c[None, :], o_c[:, None] > o_c[None, :]
     b_dP *= scale
     tl.store(P_diagonal + slot * C + o_c, tl.sum(tl.where(above | below, 0.0, b_dP), 1))
@@ -120,7 +120,7 @@ def chunk_gradients_channel_kernel(
                 b_dq = tl.dot(dO_tile, b_S, b_dq, input_precision=PRECISION)
                 if HAS_BETA:
                     b_row = tl.dot(Z_tile, b_S, b_row, input_precision=PRECISION)
-                b_col = tl.dot(U_tile, b_dS, b_col, input_precision=PRECISION) + 0.0  # waits, as in `score_gradients`
+                b_col = tl.dot(U_tile, b_dS, b_col, input_precision=PRECISION) + 0.0  # waits, see `score_gradients`
         b_last *= g_last
         b_g = tl.where(m_c[:, None], tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR), 0.0)
         b_G = masked_sum_of_two(later, b_g, PRECISION)

@@ -1,7 +1,7 @@
-"""The end of the backward pass for one decay per key channel where `tail_channel.py` would not be exact enough.
+"""The gradients of a chunk's inputs for one decay per key channel where `gradients_channel.py` is not exact enough.
 
-That is float32, and chunks of which some channel decays out of the range of `undo_decay`: they are few where gates are
-moderate, and take many registers.
+These are float32 inputs, and chunks with strong decay: some channel leaves the range of `undo_decay`. With moderate
+gates such chunks are few. They take many registers.
 """
 
 import triton
@@ -38,11 +38,10 @@ def pair_gradients(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Stores the gradients of the scores of one chunk, dv, and d_beta of some tokens.
+    """Store the gradients of the scores of one chunk, dv, and d_beta of the tokens whose step size is not near zero.
 
-    Returns the values' part of d_beta, and which tokens have theirs already.
-
-    W holds the strictly lower parts of dP, with the scale, and (with beta) dL; `P_diagonal` the diagonal of dP.
+    Returns the values' part of d_beta, and which tokens have their d_beta stored. W gets the strictly lower parts of
+    dP, with the scale, and (with beta) of dL; `P_diagonal` the diagonal of dP.
     """
     o_c, o_v = tl.arange(0, C), tl.arange(0, BV)
     m_c = o_c < rows
@@ -57,7 +56,7 @@ def pair_gradients(
     o_cc = o_c[:, None] * C + o_c[None, :]
     below = o_c[:, None] > o_c[None, :]
     b_dP *= scale
-    tl.debug_barrier()  # the tiles of the chunk before have read W
+    tl.debug_barrier()  # all threads have read W of the chunk before
     tl.store(W + o_cc, tl.where(below, b_dP, 0.0).to(W.dtype.element_ty))
     tl.store(P_diagonal + o_c, tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_dP, 0.0), 1))
     if HAS_BETA:
@@ -68,7 +67,7 @@ def pair_gradients(
 
 
 @triton.jit
-def tail_tile(
+def gradients_of_tile(
     q,
     k,
     beta,
@@ -104,9 +103,9 @@ def tail_tile(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Stores dq, dk and d_log_decay of one tile of BK key channels of one chunk; the tile's part of d_beta.
+    """Store dq, dk and d_log_decay of one tile of BK key channels of one chunk; returns the tile's part of d_beta.
 
-    All is transposed, `[key channels, tokens]`: products of 32 rows are synchronous on Hopper whatever the number of
+    Everything is transposed, `[key channels, tokens]`: products of 32 rows are synchronous on Hopper with any number of
     warps, and those of 64 rows have been miscompiled (docs/kernels.md).
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
@@ -117,7 +116,7 @@ def tail_tile(
     o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
     p_W = W + o_c[:, None] * C + o_c[None, :]
     g_last = tl.load(G + slot * K + o_k, mask=m_k, other=0.0)
-    # Global loads stand well before their use, which waits for them.
+    # Global loads are issued well before their use, which waits for them.
     o_qk = (first * H + key_head(i_h, H, HV, GROUPED)) * K + o_c[:, None] * (H * K) + o_k[None, :]
     o_dk = (first * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
     b_g = tl.load(log_decay + o_dk, mask=m_ck, other=0.0)
@@ -148,7 +147,7 @@ def tail_tile(
     if HAS_BETA:
         W_L = tl.load(p_W + C * C)
         b_beta = tl.load(beta + slot * C + o_c)[None, :]
-    # W_P is strictly lower, so its zeros serve the mask, which gets the layout of something loaded this way.
+    # W_P is strictly lower, so its zeros are those of the mask, which is then held in registers as W_P is.
     later = tl.where(o_c[:, None] >= o_c[None, :], 1.0, W_P).to(DTYPE)
     # Without `where` the compiler would split the operands of this sum once per warp.
     b_g = tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR)
@@ -165,13 +164,13 @@ def tail_tile(
     b_col *= tl.exp2(masked_sum_transposed(g1, g2, g3, o_c[:, None] > o_c[None, :]))
     b_last = tl.sum(b_k * b_col, 1)
 
-    if STRONG:  # pairs whose later token is out of range take the levels below
+    if STRONG:  # pairs whose later token is out of range take the levels
         W_P = tl.where(direct[:, None], W_P, 0.0).to(DTYPE)
         if HAS_BETA:
             W_L = tl.where(direct[:, None], W_L, 0.0).to(DTYPE)
     b_dq = entry * tl.dot(k_written, tl.trans(W_P), b_dq * scale, input_precision=PRECISION)
     if HAS_BETA:
-        # Row terms of dL and of the state's share both enter as `beta o row`; their products with k are d_beta.
+        # The row parts of dL and of the state both enter as `beta o row`; their products with k give d_beta.
         b_row = entry * tl.dot(k_written, tl.trans(W_L), -b_row, input_precision=PRECISION)
     b_pairs = tl.dot((b_q * entry).to(DTYPE), W_P, input_precision=PRECISION)
     if HAS_BETA:
@@ -265,9 +264,10 @@ def chunk_gradients_exact_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """All gradients of those among up to 16 neighbouring `chunks`, of `slots` in all, that are far; or that are not.
+    """Gradients of the chunks whose decay is too strong for one matrix product (`STRONG`), or of all others.
 
-    Grid (programs,); W and `P_diagonal` have room for one chunk of each program.
+    One program handles up to 16 neighbouring `chunks`, of `slots` in all. W and `P_diagonal` are scratch memory for one
+    chunk of each program. Grid (programs,).
     """
     start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
     count = tl.minimum(slots - start, chunks).to(tl.int32)
@@ -286,7 +286,7 @@ def chunk_gradients_exact_kernel(
                 BV, C, HAS_BETA, PRECISION, STAGES,
             )  # fmt: skip
             for i_k in tl.range(0, key_tiles, num_stages=1):
-                b_dbeta += tail_tile(
+                b_dbeta += gradients_of_tile(
                     q, k, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk, d_log_decay,
                     slot, first, rows, i_h, i_k, scale, value_tiles, H, HV, K, V, BK, BV, C, STRONG, HAS_BETA, GROUPED,
                     PRECISION, STAGES,

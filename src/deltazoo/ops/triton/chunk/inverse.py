@@ -21,7 +21,7 @@ MAX_FAST_GAIN = tl.constexpr(1.005)
 
 @triton.jit
 def side_by_side(X, Y):
-    """`[X, Y]`, two matrices of equally many columns."""
+    """`[X, Y]`, two matrices of the same shape."""
     XY = tl.permute(tl.join(X, Y), (0, 2, 1))
     return tl.reshape(XY, [X.shape[0], 2 * X.shape[1]])
 
@@ -34,7 +34,7 @@ def halves(X):
 
 @triton.jit
 def quarters(X):
-    """The columns of a matrix, in four parts."""
+    """The four quarters of the columns of a matrix."""
     left, right = halves(X)
     X0, X1 = halves(left)
     X2, X3 = halves(right)
@@ -45,9 +45,9 @@ def quarters(X):
 def round_evenly(x, DTYPE: tl.constexpr):
     """Round a float32 matrix up or down to 16 bits, by a fixed pattern, so that errors of equal entries cancel in sums.
 
-    For one key with one step size A has equal entries along its diagonals. Rounded to the nearest, they are all off by
-    the same amount, and what remains of the state after a chunk is off by 64 times as much. The pattern is an additive
-    sequence modulo 1 over rows and columns, whose sums along rows, columns and diagonals stay close to their means.
+    For one key with one step size A has equal entries along its diagonals. Rounded to the nearest, they all have the
+    same error, and what remains of the state after a chunk has 64 times that error. The pattern is an additive sequence
+    modulo 1 over rows and columns; its sums along rows, columns and diagonals stay close to their means.
     """
     r, c = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
     threshold = (r * 49471 + c * 37345) & 65535
@@ -61,9 +61,10 @@ def round_evenly(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def rounded(x, ROUND: tl.constexpr):
-    """x as a factor of a tf32 product, with ROUND to the nearest: else the matrix unit cuts it off, towards zero.
+    """x as a factor of a tf32 product, rounded to the nearest with ROUND; otherwise the matrix unit truncates it.
 
-    That adds up over equal entries, to more than the rounding of A to float16 (bfloat16 has three bits fewer).
+    The errors of truncation add up over equal entries, to more than the rounding of A to float16 (bfloat16 has three
+    bits fewer).
     """
     if ROUND:
         x = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
@@ -134,9 +135,9 @@ def store_inverse(
     L, gain, AP, large_gain, strict_L, slot,
     C: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the transposed inverse of a chunk; or, if it is to be strict, L, which `invert_kernel` inverts.
+    """Store the transposed inverse of a fast chunk, or L of a strict one, which `invert_kernel` inverts.
 
-    BY_GAIN the erase gain decides, and `large_gain` tells later kernels how.
+    With BY_GAIN the erase gain decides, and the decision is stored in `large_gain` for later kernels.
     """
     o_c = tl.arange(0, C)
     o_cc = slot * (C * C) + o_c[:, None] * C + o_c[None, :]
@@ -156,10 +157,10 @@ def store_inverse(
 
 @triton.jit(do_not_specialize=["chunks", "slots"])
 def invert_kernel(large_gain, strict_L, AP, chunks, slots, C: tl.constexpr):
-    """Store the strict inverse of those among up to 16 neighbouring `chunks`, of `slots` in all, with a large gain.
+    """The strict inverse of all chunks whose `large_gain` is set, or of all chunks if `large_gain` is None.
 
-    Without `large_gain` of all of them. A kernel of its own, since this takes more registers than the rest of the
-    preparation has (docs/log.md). Grid (programs,).
+    One program handles up to 16 neighbouring `chunks`, of `slots` in all. A separate kernel, because this takes more
+    registers than the rest of the preparation has (docs/log.md). Grid (programs,).
     """
     start, o, o_c = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16), tl.arange(0, C)
     count = tl.minimum(slots - start, chunks).to(tl.int32)
@@ -171,7 +172,7 @@ def invert_kernel(large_gain, strict_L, AP, chunks, slots, C: tl.constexpr):
         slot = start + i
         if large_gain is None or tl.load(large_gain + slot) != 0:
             L = tl.load(strict_L + slot * (C * C) + o_c[:, None] * C + o_c[None, :])
-            # Added to a product, of zeros, L is spread over the threads as `inverse` wants it.
+            # Adding L to a product of zeros distributes it over the threads as `inverse` needs it.
             none = tl.zeros([C, 16], dtype=AP.dtype.element_ty)
             L = tl.dot(none, tl.trans(none), L)
             store_strict(L, AP + slot * (2 * C * C), C)

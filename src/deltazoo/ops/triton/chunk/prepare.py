@@ -13,7 +13,7 @@ from deltazoo.ops.triton.chunk.inverse import store_inverse
 
 @triton.jit
 def store_scores(P, AP, slot, C: tl.constexpr, HAS_BETA: tl.constexpr):
-    """Store the transpose of the lower triangular P behind the space for A, if any, and zeros below it."""
+    """Store the transposed P of a chunk, behind A if there is one; entries below its diagonal are zero."""
     o_c = tl.arange(0, C)
     AP += slot * ((2 if HAS_BETA else 1) * C * C) + (C * C if HAS_BETA else 0)
     tl.store(AP + o_c[None, :] * C + o_c[:, None], P.to(AP.dtype.element_ty))
@@ -49,7 +49,7 @@ def prepare_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A, P, step sizes and cumulative log2-decay G of one chunk; no decay or one per head. Grid (HV, NT, B)."""
+    """A, P, step sizes and cumulative log2-decay G of every chunk; no decay, or one per head. Grid (HV, NT, B)."""
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
@@ -72,7 +72,7 @@ def prepare_kernel(
     if DECAY == 1:
         b_G = tl.cumsum(tl.maximum(b_g, LOG2_FLOOR), 0)
         tl.store(G + slot * C + o_c, b_G)
-        D = tl.exp2(b_G[:, None] - b_G[None, :])  # infinite above the diagonal, perhaps
+        D = tl.exp2(b_G[:, None] - b_G[None, :])  # may be infinite above the diagonal
         P *= D
     store_scores(tl.where(above, 0.0, P), AP, slot, C, HAS_BETA)
     if HAS_BETA:

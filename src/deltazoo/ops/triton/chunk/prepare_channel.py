@@ -1,14 +1,15 @@
 """Chunk-parallel preparation for one decay per key channel.
 
-The decay sits inside the products over channels. Rows that the decay since the chunk's start leaves in range take one
-product, `(q o exp(G)) (k o exp(-G))^T`; the rows after them, if any, take six levels of blocks, each twice as long as
-the one before, which cover every pair of tokens once. Chunks with such rows are few where gates are moderate, so a
-program starts over once it sees that it has one; if its channels take several tiles, registers do not suffice for both
-ways, and a second launch does these chunks. Flags tell it, and the tail of the backward pass, which chunks they are.
+The decay is inside the products over channels. Rows for which `exp(-G)` is in range, G the decay since the chunk's
+start, take one product, `(q o exp(G)) (k o exp(-G))^T`. The rows after them, if any, take six levels of blocks, each
+twice as long as the one before, which cover every pair of tokens once. With moderate gates few chunks have such rows,
+so a program first assumes that its chunk has none, and starts again if it finds one. If the channels take several
+tiles, registers do not suffice for both forms, and a second launch prepares these chunks. The flag `strong_decay`
+tells this launch and the gradient kernels which chunks they are.
 
-A chunk is loaded in an order of its own: first the first token of each of RUNS runs of neighbouring tokens, then the
-second ones, and so on. Threads lie side by side along the runs, so a run is in the registers of one thread, and its
-running sum of log-decays is plain additions.
+The tokens of a chunk are loaded in another order: first the first token of each of RUNS runs of neighbouring tokens,
+then the second ones, and so on. A run is then in the registers of one thread, and its running sum of log-decays takes
+plain additions.
 """
 
 import triton
@@ -29,9 +30,9 @@ from deltazoo.ops.triton.chunk.terms import masked_sum, three_terms
 
 @triton.jit
 def running_sum(g, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """Running sum over the tokens of `g [C, BK]`, in the kernels' order, and the sum over all.
+    """Running sum over the tokens of `g [C, BK]`, in the order in which they are loaded, and the sum over all.
 
-    No sum reads a later token, so none depends on it in any bit.
+    No sum reads a later token, so no bit of it depends on one.
     """
     run = tl.arange(0, RUNS)[:, None]
     g = tl.reshape(g, [C // RUNS, RUNS, BK])
@@ -44,7 +45,7 @@ def running_sum(g, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def by_token(x, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
-    """The rows of `x [C, BK]` from the kernels' order into that of the tokens."""
+    """The rows of `x [C, BK]` from the order in which they are loaded to the order of the tokens."""
     return tl.reshape(tl.permute(tl.reshape(x, [C // RUNS, RUNS, BK]), (1, 0, 2)), [C, BK])
 
 
@@ -65,7 +66,7 @@ def add_levels(
     HAS_BETA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds the pairs of the rows that are not `direct`, over some channels, and stores these channels of `k_out`."""
+    """Add the pairs of the rows that are not `direct`, over some channels, and store these channels of `k_out`."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     o_qk, o_gk = o_c[:, None] * q_stride + o_k[None, :], o_c[:, None] * g_stride + o_k[None, :]
     b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
@@ -122,12 +123,12 @@ def prepare_chunk(
     GROUPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """All that the kernel below makes of one chunk. Without STRONG it stops where it sees a far chunk, and says so."""
+    """Prepare one chunk. Without STRONG returns early, with True, if its decay exceeds the range of the fast form."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     RANGE: tl.constexpr = exponent_range(DTYPE)
     o_c = tl.arange(0, C)
     RUN: tl.constexpr = C // RUNS
-    token = (o_c % RUNS * RUN + o_c // RUNS)[:, None]  # the kernels' order: see above
+    token = (o_c % RUNS * RUN + o_c // RUNS)[:, None]  # in the order in which they are loaded
     diagonal, below = o_c[:, None] == o_c[None, :], o_c[:, None] > o_c[None, :]
     g_base, g_stride = (first * HV + i_h) * K, HV * K
     q_base = (first * H + key_head(i_h, H, HV, GROUPED)) * K if GROUPED else g_base
@@ -239,10 +240,10 @@ def prepare_channel_kernel(
     PRECISION: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """A, P, step sizes, the chunk's log2-decay G, q and k with the decay multiplied in, and whether the chunk is far.
+    """A, P, step sizes, log2-decay G, q and k with the decay multiplied in, and the flag `strong_decay` of every chunk.
 
-    PART is what a launch does: all chunks (0), those that are not far, and flags of the others (1), or the others (2).
-    Grid (HV, NT, B).
+    PART selects the chunks of a launch: all (0), those without strong decay, with the flags of all (1), or those with
+    strong decay (2). Grid (HV, NT, B).
     """
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)

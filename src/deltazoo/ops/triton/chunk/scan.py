@@ -1,10 +1,13 @@
-"""The serial part: the state walks from chunk to chunk, forward with the outputs or the kept states leaving on the way.
+"""The serial part: the state is carried from chunk to chunk in registers, and each chunk stores its output.
 
-Everything is transposed, value channels down: the state `[V, K]`, the corrections `U^T [V, C]` and the output
+The same scan stores instead what the backward pass needs of every chunk, and the reverse scan carries the gradient of
+the state from the last chunk to the first.
+
+Everything is transposed, with value channels as rows: the state `[V, K]`, the corrections `U^T [V, C]` and the output
 `O^T [V, C]` are then always the left operand of a product, which the matrix unit reads from registers. So nothing that
-the chain of chunks depends on passes through shared memory, and a warp never waits for another one.
+one chunk passes to the next goes through shared memory, and a warp never waits for another one.
 
-The state is a tuple of NK tiles `[BV, BK]` of key channels, since products take up to 128 of them well.
+The state is a tuple of NK tiles `[BV, BK]`, because products of more than 128 key channels take too many registers.
 """
 
 import triton
@@ -46,8 +49,8 @@ def unpack_inverse(X, C: tl.constexpr):
 def first_large(large_gain, slot, NC, HV):
     """The first of a sequence's NC chunks with a large erase gain; NC if there is none.
 
-    Blocks of 32, of which every warp has a copy, leave the result in a register that all threads share, so that
-    addresses made of it are as cheap as if it were an argument.
+    Every warp reads all of a block of 32 flags, so the result is in a register that all threads share, and addresses
+    computed from it are as cheap as if it were an argument.
     """
     o = tl.arange(0, 32)
     first = NC
@@ -60,20 +63,20 @@ def first_large(large_gain, slot, NC, HV):
 
 @triton.jit
 def finished(x, WAIT: tl.constexpr):
-    """The product x; with WAIT a sum reads it, so that the kernel waits for it.
+    """The product x; with WAIT a sum reads it, so that the kernel waits for the product.
 
-    Where products of several tiles of key channels run on side by side, ptxas waits for every instruction of theirs.
-    With decay the registers for that sum are not there (docs/log.md).
+    If products of several tiles of key channels are in flight together, ptxas waits after every one of their
+    instructions. With decay there are no registers left for this sum (docs/log.md).
     """
     return x + 0.0 if WAIT else x
 
 
 @triton.jit
 def fetch_values(x, row, i_v, rows, stride, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr):
-    """Value channels `i_v * BV` to `(i_v + 1) * BV` of C rows, zero beyond V and `rows`; to be unpacked when needed.
+    """Value channels `i_v * BV` to `(i_v + 1) * BV` of C rows, zero beyond V and `rows`, for `unpack_values`.
 
-    Values of 16 bits come in pairs. They do not go straight into a product, and of such loads Triton copies ahead only
-    what has 4 bytes; single ones would also be split where they are loaded, which waits for memory.
+    Values of 16 bits are loaded in pairs. They are not operands of a product, and Triton copies such loads ahead only
+    if they have 4 bytes. Single ones would also be converted right after the load, which waits for memory.
     """
     o_c = tl.arange(0, C)[:, None]
     if x.dtype.element_ty.primitive_bitwidth == 16 and V % 2 == 0:
@@ -88,7 +91,7 @@ def fetch_values(x, row, i_v, rows, stride, V: tl.constexpr, BV: tl.constexpr, C
 
 @triton.jit
 def unpack_values(fetched, BV: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr):
-    """What `fetch_values` fetched, transposed `[BV, C]`."""
+    """The values that `fetch_values` loaded, transposed `[BV, C]`."""
     if fetched.dtype == tl.int32:
         halves = tl.join(fetched.to(tl.int16), (fetched >> 16).to(tl.int16)).reshape(C, BV)
         fetched = halves.to(DTYPE, bitcast=True)
@@ -137,12 +140,15 @@ def scan_kernel(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """One value head of one sequence or segment, BV value channels: the final state; with OUTPUT the output; with KEEP
-    the states entering each chunk and the corrections U, which the backward pass needs. It starts from zero, a given
-    state (INITIAL = 1) or the identity (2). Without HAS_V the values are zero. HK heads of q and k. With AHEAD values
-    are fetched a chunk ahead by hand, into registers, which leaves shared memory to the rest. BY_GAIN a launch does the
-    chunks up to the first one with a large erase gain, and leaves its state in `final_state`; with STRICT it does the
-    others, if there are any, and starts from there. Grid (V / BV * HV * N).
+    """Final state; with OUTPUT the output; with KEEP the states that enter the chunks, and the corrections U.
+
+    One program owns BV value channels of one value head of one sequence or segment. It starts from zero, a given state
+    (INITIAL = 1) or the identity (2). Without HAS_V the values are zero. q and k have HK heads. With AHEAD values are
+    loaded a chunk ahead into registers, which leaves the shared memory to the other operands.
+
+    With BY_GAIN a sequence takes two launches. The first one processes the chunks before the first one with a large
+    erase gain, and stores its state in `final_state`. The launch with STRICT starts from this state and processes the
+    remaining chunks, if there are any. Grid (V / BV * HV * N).
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -260,7 +266,7 @@ def scan_kernel(
     if final_state is not None and not (KEEP and STRICT):
         for tile in tl.static_range(NK):
             m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
-            if KEEP:  # nobody reads it unless the chunks that follow are left to STRICT
+            if KEEP:  # only a launch with STRICT reads it, if chunks remain for it
                 m_state = m_state & handed_on
             tl.store(final_state + o_state + tile * BK * V, S[tile], mask=m_state)
 
@@ -305,13 +311,15 @@ def reverse_scan_kernel(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The same walk backwards, for gradients: with dS the gradient of the state that leaves a chunk,
+    """Gradients of the initial states; with KEEP dS and Z of every chunk (without beta: Z = dU).
+
+    With dS the gradient of the state that leaves a chunk, and dS' of the one that enters it,
 
         dU = P^T dO + k_out dS,   Z = A^T dU,   dS' = total o dS + scale q_in^T dO - k_in^T (beta o Z)
 
-    with KEEP storing dS and Z (without beta: Z = dU) of every chunk. BY_GAIN the launch with STRICT comes first and
-    does the chunks from the last one to the first with a large erase gain; the other one goes on from what that leaves
-    in `d_initial`. Grid (V / BV * HV * N)."""
+    With BY_GAIN the launch with STRICT comes first. It processes the chunks from the last one to the first with a large
+    erase gain, and stores its gradient in `d_initial`. The other launch continues from there. Grid (V / BV * HV * N).
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
     WAIT: tl.constexpr = NK > 1 and DECAY == 0

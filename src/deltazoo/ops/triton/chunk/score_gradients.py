@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def load_values(d_output, U, Z, offsets, mask):
-    """A tile of value channels of what the scans left for every token."""
+    """dO, U and Z of a tile of value channels."""
     b_dO = tl.load(d_output + offsets, mask=mask, other=0.0)
     b_U = tl.load(U + offsets, mask=mask, other=0.0)
     b_Z = tl.load(Z + offsets, mask=mask, other=0.0)
@@ -15,7 +15,7 @@ def load_values(d_output, U, Z, offsets, mask):
 
 @triton.jit
 def values_gradient(v, dv, offsets, mask, b_beta, b_Z, HAS_BETA: tl.constexpr):
-    """Stores dv of a tile of value channels; its part of d_beta."""
+    """Store dv of a tile of value channels; returns its part of d_beta."""
     if HAS_BETA:
         b_v = tl.load(v + offsets, mask=mask, other=0.0)
         part = tl.sum(b_Z.to(tl.float32) * b_v.to(tl.float32), 1)
@@ -33,9 +33,9 @@ def score_gradients(
     V: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr, HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the scores of a chunk, dP and -dL, with entries above the diagonal; stores dv.
+    """Gradients of the scores of a chunk, dP and -dL, not yet masked, and the values' part of d_beta; stores dv.
 
-    Also the values' part of d_beta, and with WHOLE, where a tile has all value channels, dO, U and Z.
+    With WHOLE, if a tile has all value channels, also dO, U and Z.
     """
     C: tl.constexpr = m_c.shape[0]
     b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
@@ -55,19 +55,19 @@ def score_gradients(
             b_dbeta += values_gradient(v, dv, i_v * BV + o_cv, m_cv, b_beta, Z_tile, HAS_BETA)
             if HAS_BETA:
                 b_dL = tl.dot(Z_tile, tl.trans(U_tile), b_dL, input_precision=PRECISION)
-            # A sum with the last product makes the trip wait for all of its products. Without it they run on while the
-            # next tile is copied over their operands: Triton has a single buffer for what registers read as well
-            # (docs/log.md).
+            # The sum with the last product makes this iteration wait for all of its products. Without it they are still
+            # running while the next tile is copied over their operands: Triton has a single buffer for operands that
+            # registers read as well (docs/log.md).
             b_dP = tl.dot(dO_tile, tl.trans(U_tile), b_dP, input_precision=PRECISION) + 0.0
     return b_dO, b_U, b_Z, b_dP, b_dL, b_dbeta
 
 
 @triton.jit
 def store_step_gradient(d_beta, b_beta, b_ZU, m_c):
-    """Stores d_beta of the tokens of a chunk with a step size: `<z, u> / beta`, from the products `Z U^T`.
+    """Store d_beta of the tokens whose step size is not near zero: `<z, u> / beta`, from the products `Z U^T`.
 
     Returns which tokens these are. d_beta is also `<z, v> + <k, row>`, but with nearly parallel keys that is a sum of
-    many terms that cancel, while the correction u has only been rounded. Step sizes near zero leave no u.
+    many terms that cancel, while the correction u has only been rounded. With a step size near zero u vanishes.
     """
     o = tl.arange(0, b_ZU.shape[0])
     large = b_beta > 0.0625

@@ -1,4 +1,4 @@
-"""Joining the segments of long rows: from each segment's transition to the state that it starts or ends with."""
+"""The state that each segment of a long row starts with, from the transitions of the segments before it."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def chain_kernel(
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
-    THROUGH_MEMORY: tl.constexpr = NK > 2  # too large a state for the registers
+    THROUGH_MEMORY: tl.constexpr = NK > 2  # the state is too large for the registers
     i_v, i_h, i_n = tl.program_id(0) % NV, tl.program_id(0) // NV % HV, tl.program_id(0) // (NV * HV)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_v = (o_v < V)[None, :]
