@@ -4,8 +4,9 @@
     python scripts/ab_kernels.py --op kda --shape narrow --out ab_narrow.json
 
 Every launch of a forward and backward pass is repeated on its own, with its inputs as they were. `error` is the largest
-relative difference between an output of the variant and of the shipped form. Of the scans and the tail, the row
-`float32` is the same kernel on the same inputs in float32, with its own tiles: the error of the shipped form itself.
+relative difference between an output of the variant and of the shipped form. For the scans and the
+chunk gradients, the row `float32` is the same kernel on the same inputs in float32, with its own tiles: the error of
+the shipped form itself.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class Launch:
 
 
 class Recorder:
-    """Stands in for a kernel: launches it and notes the launch, the first one of its kind."""
+    """Stands in for a kernel: launches it and records the first launch of each kind."""
 
     def __init__(self, kernel: JITFunction, launches: dict[str, Launch]) -> None:
         self.kernel, self.launches = kernel, launches
@@ -147,9 +148,9 @@ class Recorder:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*positional: Any, **named: Any) -> None:
             arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
-            noted = Launch(self.kernel, grid, dict(arguments))
-            if noted.name in VARIANTS:
-                self.launches.setdefault(noted.name, noted)
+            recorded = Launch(self.kernel, grid, dict(arguments))
+            if recorded.name in VARIANTS:
+                self.launches.setdefault(recorded.name, recorded)
             self.kernel[grid](**arguments)
 
         return launch
@@ -174,7 +175,7 @@ def launches_of(shape: Shape, op: str, gates: str, precision: str) -> dict[str, 
 
 
 def in_float32(launch: Launch, shape: Shape) -> dict[str, Any]:
-    """Changes that make a launch of a scan or the tail compute in float32 from the same inputs."""
+    """Changes that make a launch of a scan or of the chunk gradients compute in float32 from the same inputs."""
     tiles = tiles_for(shape.K, shape.V, False, launch.arguments.get("DECAY", 2), has_beta=True, strict=False)
     tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor)}
     changes: dict[str, Any] = {name: x.float() for name, x in tensors.items() if x.is_floating_point()}
@@ -198,7 +199,7 @@ def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
     return errors
 
 
-def judge(launch: Launch, shape: Shape, timer: CudaTimer) -> list[dict[str, Any]]:
+def measure(launch: Launch, shape: Shape, timer: CudaTimer) -> list[dict[str, Any]]:
     """One row per variant, the shipped form first."""
     run, shipped = launch.run({})
     run()
@@ -239,7 +240,7 @@ def main() -> None:
     wanted = arguments.kernels.split(",") if arguments.kernels else list(VARIANTS)
     launches = launches_of(shape, arguments.op, arguments.gates, arguments.precision)
     timer = CudaTimer()
-    rows = [row for name, launch in launches.items() if name in wanted for row in judge(launch, shape, timer)]
+    rows = [row for name, launch in launches.items() if name in wanted for row in measure(launch, shape, timer)]
     if arguments.out is not None:
         about = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
         call = dict(shape=str(shape), op=arguments.op, gates=arguments.gates, precision=arguments.precision)

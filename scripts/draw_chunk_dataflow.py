@@ -100,13 +100,13 @@ def draw_inputs(ax: Axes) -> None:
     for name, x, width in inputs:
         matrix(ax, x, 8.72, C, width, INPUT)
         label(ax, x, 7.97, name)
-    notes = [
+    formulas = [
         "$G_i$ = sum of the log decays of tokens 1 to $i$",
         "entry $=e^{G_i}$,   exit $=e^{G_C-G_i}$,   total $=e^{G_C}$",
         r"$N_{ij}=\sum_c\,k_{ic}\,k_{jc}\,e^{G_{ic}-G_{jc}}$   for $j<i$",
     ]
-    for y, note in zip((9.1, 8.58, 8.02), notes, strict=True):
-        label(ax, 11.2, y, note, 12, QUIET, ha="left")
+    for y, formula in zip((9.1, 8.58, 8.02), formulas, strict=True):
+        label(ax, 11.2, y, formula, 12, QUIET, ha="left")
 
 
 def draw_preparation(ax: Axes) -> None:

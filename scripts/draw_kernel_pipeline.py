@@ -36,17 +36,17 @@ V, K, C = 0.75, 1.25, 0.75
 NEXT_STATE = r"$S'^\top-\;$total$\,\circ\,S^\top$"
 
 
-def kernel(ax: Axes, x: float, y: float, name: str, note: str, serial: bool) -> None:
+def kernel(ax: Axes, x: float, y: float, name: str, caption: str, serial: bool) -> None:
     band(ax, x - 1.35, y - 0.5, 2.7, 1.0, SERIAL_BAND if serial else PARALLEL_BAND, edge=STATE if serial else LOCAL)
     label(ax, x, y + 0.16, name, 14)
-    label(ax, x, y - 0.24, note, 10.5, QUIET)
+    label(ax, x, y - 0.24, caption, 10.5, QUIET)
 
 
-def tensors(ax: Axes, x: float, y: float, names: str, note: str, color: str) -> None:
+def tensors(ax: Axes, x: float, y: float, names: str, caption: str, color: str) -> None:
     box = dict(facecolor=tint(color), edgecolor=color, linewidth=1.6, joinstyle="round")
     ax.add_patch(Rectangle((x - 1.05, y - 0.42), 2.1, 0.84, **box))
-    label(ax, x, y + (0.14 if note else 0), names, 13.5)
-    label(ax, x, y - 0.23, note, 10.5, QUIET)
+    label(ax, x, y + (0.14 if caption else 0), names, 13.5)
+    label(ax, x, y - 0.23, caption, 10.5, QUIET)
 
 
 def draw_pipeline(ax: Axes) -> None:
@@ -66,11 +66,11 @@ def draw_pipeline(ax: Axes) -> None:
     label(ax, 4.7, 5.06, r"$q,\,k,\,v$", 11.5, QUIET)
 
     tensors(ax, 1.3, lower, r"$dO$", "gradient coming in", INPUT)
-    kernel(ax, 4.7, upper, "scan again", "keeping what it passes", serial=True)
+    kernel(ax, 4.7, upper, "scan again", "storing every state", serial=True)
     kernel(ax, 4.7, lower, "reverse scan", "from last chunk to first", serial=True)
     tensors(ax, 8.1, upper, r"$U$,  every $S$", "per chunk", STATE)
     tensors(ax, 8.1, lower, r"$Z$,  every $dS$", "per chunk", STATE)
-    kernel(ax, 11.6, (upper + lower) / 2, "tail", "every chunk at once", serial=False)
+    kernel(ax, 11.6, (upper + lower) / 2, "chunk gradients", "every chunk at once", serial=False)
     tensors(ax, 15.3, (upper + lower) / 2, r"$dq\;dk\;dv\;d\beta\;dg$", "results", RESULT)
     ax.plot([8.1, 8.1], [4.72, 4.98], color=PAPER, lw=9, zorder=1.3, solid_capstyle="butt")  # a bridge
     path(ax, [(8.1, 5.48), (8.1, 4.3), (4.7, 4.3), (4.7, upper + 0.5)], LOCAL)
@@ -115,7 +115,7 @@ def draw_step(ax: Axes) -> None:
             path(ax, [(x + width / 2 + depth + 0.5, 2.3), (x + width / 2 + depth + 0.95, 2.3)], INK)
     label(ax, 13.82, 2.3, "+", 16)
     label(ax, 13.85, 1.25, r"$=\;O^\top$", 13)
-    label(ax, 13.85, 0.82, "outputs, waited for by nothing", 11, QUIET)
+    label(ax, 13.85, 0.82, "outputs; the next chunk needs none of them", 11, QUIET)
 
 
 def main() -> None:

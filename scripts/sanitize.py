@@ -77,7 +77,7 @@ CALLS = (
 )
 
 
-def judge(index: int, sanitizer: str, timeout: float) -> dict[str, object]:
+def check(index: int, sanitizer: str, timeout: float) -> dict[str, object]:
     """The verdict of every tool on one call: `clean`, or the last lines it printed."""
     command = [sys.executable, __file__, "--one", str(index)]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -88,8 +88,8 @@ def judge(index: int, sanitizer: str, timeout: float) -> dict[str, object]:
             done = subprocess.run(
                 [*prefix, *command], env=environment, capture_output=True, text=True, timeout=timeout, check=False
             )
-            tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
-            verdicts[tool] = "clean" if done.returncode == 0 else f"exit status {done.returncode}\n{tail}"
+            last_lines = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
+            verdicts[tool] = "clean" if done.returncode == 0 else f"exit status {done.returncode}\n{last_lines}"
         except subprocess.TimeoutExpired:
             verdicts[tool] = f"not finished in {timeout:.0f} s"
     first = {tool: str(verdicts[tool]).splitlines()[0] for tool in ("none", *TOOLS)}
@@ -113,7 +113,7 @@ def main() -> int:
         print("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)", file=sys.stderr)
         return 2
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        verdicts = list(pool.map(lambda i: judge(i, sanitizer, arguments.timeout), range(len(CALLS))))
+        verdicts = list(pool.map(lambda i: check(i, sanitizer, arguments.timeout), range(len(CALLS))))
     clean = all(verdict[tool] == "clean" for verdict in verdicts for tool in ("none", *TOOLS))
     if arguments.out is not None:
         about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
