@@ -67,10 +67,8 @@ def test_the_module_runs_without_the_packages_of_training(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert "4 rows, 0 of them failures" in done.stdout
     assert {row.library for row in OperatorResults.load([out]).rows.values()} == {"deltazoo chunkwise", "sdpa"}
-    assert (
-        subprocess.run([sys.executable, "-m", "deltazoo.workbench.bench", "--help"], capture_output=True).returncode
-        == 0
-    )
+    command = [sys.executable, "-m", "deltazoo", "bench", "--help"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def test_on_a_cpu_everything_that_is_measured_works(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def warm_up_commands(shapes: list[Shape], ops: list[str], peers: list[str], devi
     small = dict.fromkeys(replace(shape, B=min(shape.B, 2), T=min(shape.T, 1024)) for shape in shapes)
     options = ["--warm-up-only", "--no-ours", "--gates", "medium", "--measure", "forward,training"]
     return [
-        [sys.executable, "-m", "deltazoo.workbench.bench", "ops", "--out", os.devnull, "--device", device, *options]
+        [sys.executable, "-m", "deltazoo", "bench", "ops", "--out", os.devnull, "--device", device, *options]
         + ["--shapes", str(shape), "--ops", op, "--peers", peer]
         for shape in small
         for op in ops
