@@ -43,9 +43,9 @@ def test_state_carries_over_any_cut(cut: int) -> None:
     layer = convolution()
     x = torch.randn(2, 7, CHANNELS, dtype=torch.float64)
     whole, last = layer(x)
-    head, state = layer(x[:, :cut])
-    tail, final = layer(x[:, cut:], state)
-    torch.testing.assert_close(torch.cat([head, tail], 1), whole, rtol=0, atol=1e-14)
+    first, state = layer(x[:, :cut])
+    rest, final = layer(x[:, cut:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=0, atol=1e-14)
     assert torch.equal(final, last)
     assert torch.equal(last, x[:, -3:].transpose(1, 2))
 
@@ -106,7 +106,7 @@ def test_half_precision_sums_in_float32() -> None:
     expected = by_conv1d(x.double(), layer.weight.double()).to(torch.bfloat16)
     y, state = layer(x)
     assert y.dtype == state.dtype == torch.bfloat16
-    # Equal up to values that lie on the edge between two roundings.
+    # Equal up to values on the edge between two roundings.
     torch.testing.assert_close(y, expected, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
 
 

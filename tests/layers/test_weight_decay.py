@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltazoo
 import deltazoo.models  # noqa: F401
-from deltazoo.layers import parameter_groups
+from deltazoo.layers import parameter_groups, parameters_without_decay
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2, "head_dim": 16, "vocab_size": 40}
 
@@ -37,3 +37,10 @@ def test_a_mark_keeps_a_matrix_from_decaying_and_frozen_parameters_are_left_out(
     assert decaying["params"] == []
     assert len(constant["params"]) == 1
     assert constant["params"][0] is module.weight
+
+
+def test_whatever_has_one_dimension_does_not_decay() -> None:
+    """Decay gates of other libraries' layers declare nothing."""
+    module = torch.nn.Module()
+    module.A_log, module.weight = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, 2))
+    assert parameters_without_decay(module) == {"A_log"}
