@@ -41,7 +41,7 @@ class SharedMemory:
         self.readers = np.zeros(self.size, np.int64)  # one bit per warp
         self.fenced = np.ones(self.size, bool)
 
-    def note(self, kind: str, instruction: str, bad: np.ndarray) -> None:
+    def record(self, kind: str, instruction: str, bad: np.ndarray) -> None:
         """Records a hazard if any byte is affected."""
         if bad.any():
             self.hazards.setdefault(f"{kind}: {instruction[:90]}", f"{int(bad.sum())} bytes")
@@ -58,8 +58,8 @@ class SharedMemory:
         """Bytes at `where [threads, n]`, read by the threads' warps."""
         warps = np.broadcast_to(warps[:, None], where.shape)
         fresh = (self.written_in[where] == self.epoch) & (self.writer[where] != warps)
-        self.note("read before a barrier", instruction, fresh)
-        self.note("read of what was never written", instruction, self.written_in[where] < 0)
+        self.record("read before a barrier", instruction, fresh)
+        self.record("read of what was never written", instruction, self.written_in[where] < 0)
         self._forget_old_readers(where)
         np.bitwise_or.at(self.readers, where, np.int64(1) << warps)
         return self.bytes[where]
@@ -72,21 +72,21 @@ class SharedMemory:
         self.about_to_write(where, warps, instruction)
         differs = self.bytes[where] != data
         others = (self.written_in[where] == self.epoch) & (self.writer[where] != warps) & differs
-        self.note("written twice without a barrier", instruction, others)
+        self.record("written twice without a barrier", instruction, others)
         self.bytes[where] = data
         self.written_in[where], self.writer[where], self.fenced[where] = self.epoch, warps, copied
 
     def about_to_write(self, where: np.ndarray, warps: np.ndarray, instruction: str) -> None:
         """Hazards of a write that begins now."""
         self._forget_old_readers(where)
-        self.note("written while others may read", instruction, (self.readers[where] & ~(np.int64(1) << warps)) != 0)
+        self.record("written while others may read", instruction, (self.readers[where] & ~(np.int64(1) << warps)) != 0)
         for product in self.in_flight:
-            self.note("written while a product reads", instruction, np.isin(where, product.bytes_read))
+            self.record("written while a product reads", instruction, np.isin(where, product.bytes_read))
 
     def read_by_product(self, where: np.ndarray, warps: int, instruction: str) -> np.ndarray:
         """Bytes that the matrix unit reads for a group of warps."""
-        self.note("product before a barrier", instruction, self.written_in[where] == self.epoch)
-        self.note("product without a fence", instruction, ~self.fenced[where])
+        self.record("product before a barrier", instruction, self.written_in[where] == self.epoch)
+        self.record("product without a fence", instruction, ~self.fenced[where])
         self._forget_old_readers(where)
         self.readers[where] = (1 << warps) - 1
         return self.bytes[where]

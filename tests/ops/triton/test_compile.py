@@ -115,7 +115,7 @@ class Launch:
 
 
 class Recorder:
-    """Stands in for a kernel: `recorder[grid](...)` notes the launch."""
+    """Stands in for a kernel: `recorder[grid](...)` records the launch."""
 
     def __init__(self, kernel: JITFunction, launches: list[Launch]) -> None:
         self.kernel, self.launches = kernel, launches
@@ -152,10 +152,10 @@ def resources(compiled: CompiledKernel, folder: Path) -> dict[str, int]:
 
 
 def operands_overwritten(compiled: CompiledKernel) -> bool:
-    """Whether products of one trip of a loop may still run while copies for the next trip land on their operands.
+    """Whether products of one iteration may still run while copies for the next one overwrite their operands.
 
-    Triton lets them run on into the next trip (`pendings` > 0), which takes a second buffer per operand; it counts on
-    one where registers read the loaded tile as well.
+    Triton lets them run on into the next iteration (`pendings` > 0), which needs a second buffer per operand. It has
+    only one if registers read the loaded tile as well.
     """
     code = compiled.asm["ttgir"]
     run_on = re.search(r"warp_group_dot_wait .*pendings = [1-9]", code)
@@ -179,7 +179,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
 
 
 def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Compiles every distinct launch of a call, prints what each needs, and complains about all that need too much."""
+    """Compile every distinct launch of a call, print what each needs, and fail if any exceeds the limits."""
     failures, spilling, seen = [], {}, set()
     for launch in launches_of(call, monkeypatch):
         constants = {p.name: launch.arguments[p.name] for p in launch.kernel.params if p.is_constexpr}
@@ -197,7 +197,7 @@ def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         elif used["spilled"] > limits["spilled"]:
             spilling[f"{line}; allowed: {limits}"] = used["spilled"]
         if operands_overwritten(compiled):
-            failures.append(f"{line}; copies for the next trip of a loop overwrite what its products still read")
+            failures.append(f"{line}; copies for the next iteration of a loop overwrite what its products still read")
     assert len(seen) >= (len(call.only) or 5), "a forward and a backward pass launch at least five kernels"
     assert not failures, "\n".join([*failures, *spilling])
     if spilling:

@@ -1,7 +1,7 @@
 """The chunk kernels as compiled for Hopper, run instruction by instruction on a model of a thread block.
 
 Unlike the interpreter, which runs the source, this runs what Triton makes of it: layouts, shared memory, pipelined
-copies, barriers, and bfloat16. It also sees what no result shows: accesses whose outcome depends on timing.
+copies, barriers, and bfloat16. It also finds what no result shows: accesses whose outcome depends on timing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decode kernel compiled for cards nobody has at hand: what it needs of them, and that nothing spills. No GPU."""
+"""The decode kernel compiled for several cards without a GPU: registers, spills, and the order of its loads."""
 
 from __future__ import annotations
 

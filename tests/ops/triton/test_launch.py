@@ -1,4 +1,4 @@
-"""What reaches the driver when a kernel is launched again, by a driver that only writes down what it is asked for."""
+"""What reaches the driver when a kernel is launched again; the driver of these tests only records its calls."""
 
 from __future__ import annotations
 

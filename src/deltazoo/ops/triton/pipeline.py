@@ -244,16 +244,16 @@ def chunk_gradients(
     dv = torch.empty_like(p.v)
     d_beta = None if p.beta is None else torch.empty_like(p.beta, dtype=torch.float32)
     d_log_decay = None if p.log_decay is None else torch.empty_like(p.log_decay, dtype=torch.float32)
-    scanned, gradients = (U, Z, d_output, states, d_states), (dq, dk, dv, d_beta, d_log_decay)
+    from_scans, gradients = (U, Z, d_output, states, d_states), (dq, dk, dv, d_beta, d_log_decay)
     if plan.decay < 2:
         launch(
             chunk_gradients_kernel, plan.chunk_gradients(),
-            p.q, p.k, p.v, kept.beta, p.log_decay, kept.G, kept.large_gain, *scanned, *gradients, *p.chunk_offsets,
+            p.q, p.k, p.v, kept.beta, p.log_decay, kept.G, kept.large_gain, *from_scans, *gradients, *p.chunk_offsets,
         )  # fmt: skip
         return gradients
     tensors = (
-        p.q, p.k, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *scanned, p.float32(plan.slots, CHUNK),
-        *gradients,
+        p.q, p.k, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
+        p.float32(plan.slots, CHUNK), *gradients,
     )  # fmt: skip
     if plan.half:
         launch(chunk_gradients_channel_kernel, plan.chunk_gradients_channel(), *tensors, *p.chunk_offsets)
