@@ -1,6 +1,7 @@
 """Messages and progress bars on standard error; bars appear on a terminal only."""
 
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
@@ -38,3 +39,17 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
         total = len(items)
     with progress_bar() as progress:
         yield from progress.track(items, total=total, description=description)
+
+
+@contextmanager
+def no_transformers_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers, which shows one for every file that it loads or saves."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,17 +1,16 @@
 """Checks of whole models of a few thousand parameters: with a cache, through a checkpoint, swapped into a Llama."""
 
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.swap import swap_attention
 from deltazoo.workbench.check.layer_checks import difference
+from deltazoo.workbench.console import no_transformers_bars
 
 __all__ = ["same_after_reload", "same_generated", "swaps"]
 
@@ -66,8 +65,9 @@ def same_after_reload(variant: str) -> str | None:
 
 def _through_a_checkpoint(model: Any) -> str | None:
     ids = _ids()
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        again = _quietly(lambda: (model.save_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder))[1])
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), no_transformers_bars():
+        model.save_pretrained(folder)
+        again = AutoModelForCausalLM.from_pretrained(folder)
         found = difference(again.double()(ids).logits, model(ids).logits)
     if found is None:
         return None
@@ -75,16 +75,6 @@ def _through_a_checkpoint(model: Any) -> str | None:
         f"a model that was saved and loaded gives other logits, {found}: something that decides the layer's results is "
         "neither a parameter nor in the configuration"
     )
-
-
-def _quietly(function: Callable[[], Any]) -> Any:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        return function()
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def swaps(variant: str) -> str | None:

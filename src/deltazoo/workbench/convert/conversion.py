@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from deltazoo.swap.surgery import swapped_layers
-from deltazoo.workbench.console import console
+from deltazoo.workbench.console import console, no_transformers_bars
 from deltazoo.workbench.convert.conversion_config import (
     STAGES,
     ConversionConfig,
@@ -39,7 +39,6 @@ from deltazoo.workbench.train.training_run import (
     device_name,
     enable_gradient_checkpointing,
     encode_training,
-    one_progress_bar,
     training_rows,
 )
 from deltazoo.workbench.train.validation_loss import score_rows
@@ -212,7 +211,7 @@ def convert(
             run_stage(model, text, stage, run, original, path)
         results[stage.section] = read_stage(Path(run.output))
         # Reloaded after every stage, so that a resumed run continues from exactly the same weights.
-        with one_progress_bar():
+        with no_transformers_bars():
             runtime = model.runtime.given()  # type: ignore[union-attr, operator]
             model = AutoModelForCausalLM.from_pretrained(path, **runtime).to(device)
         if stage.section not in scores.values:
@@ -247,7 +246,7 @@ def run_stage(
     latest = checkpoints(folder)[-1:]
     begun = f"going on from {latest[0]}" if latest else f"{stage.steps} steps"
     console.print(f"[bold]{stage.section}[/]: {begun}", highlight=False)
-    with one_progress_bar():
+    with no_transformers_bars():
         trainer.train(resume_from_checkpoint=str(latest[0]) if latest else None)
         with whole_or_not_at_all(model_path or folder / "model") as staging:
             trainer.save_model(str(staging))

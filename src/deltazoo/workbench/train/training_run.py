@@ -1,8 +1,7 @@
 """A training run, from a configuration to a model on disk."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
-from transformers.utils import logging
 
-from deltazoo.workbench.console import say
+from deltazoo.workbench.console import no_transformers_bars, say
 from deltazoo.workbench.train.checkpoint_files import whole_or_not_at_all, write_whole
 from deltazoo.workbench.train.config import (
     MODEL_CONFIG,
@@ -101,7 +99,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     trainer = _trainer(config, arguments, source, corpus, tokenizer)
     if latest is not None:
         say(f"the finished model is gone: made again from {latest}" if finished else f"going on from {latest}")
-    with one_progress_bar():
+    with no_transformers_bars():
         trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
     result = TrainingResult(
         model_path=folder / "model",
@@ -117,23 +115,13 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     if stored is not None and finished:
         result = stored
     if processes.is_main_process:
-        with one_progress_bar(), whole_or_not_at_all(result.model_path) as staging:
+        with no_transformers_bars(), whole_or_not_at_all(result.model_path) as staging:
             trainer.save_model(str(staging))
             save_config(config, staging / MODEL_CONFIG)
         values = {name: getattr(result, name) for name in _STORED}
         write_whole(folder / RESULT, json.dumps(values, indent=1))
     processes.wait_for_everyone()
     return result
-
-
-@contextmanager
-def one_progress_bar() -> Iterator[None]:
-    """Hide the bars that transformers shows for every file it saves; they would break our progress bar."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    yield
-    if shown:
-        logging.enable_progress_bar()
 
 
 def device_name(device: torch.device) -> str:
