@@ -4,7 +4,7 @@
 
 One recurrence gives DeltaNet, Gated DeltaNet, EFLA, Longhorn, Kimi Delta Attention and their negative-eigenvalue forms.
 Importing the package makes their models known to transformers' Auto classes. It imports neither torch nor transformers:
-a name is imported from its module when it is first asked for.
+every public name is imported from its module on first access.
 """
 
 from typing import TYPE_CHECKING
@@ -99,7 +99,7 @@ _NAMES = {
     "ops": ("DeltaRuleOutput", "delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step"),
     "swap": ("swap_attention", "unswap_attention"),
 }
-"""Public names by the subpackage that each is imported from when it is first asked for."""
+"""Public names by the subpackage from which each is imported on first access."""
 
 _SUBPACKAGES = (
     "distributed",
@@ -111,7 +111,7 @@ _SUBPACKAGES = (
     "swap",
     "workbench",
 )
-"""What `import deltazoo` makes available as an attribute; imported when first asked for, too."""
+"""Subpackages that are attributes of `deltazoo`, imported on first access too."""
 
 __getattr__ = lazy_names(__name__, _NAMES, _SUBPACKAGES)
 

@@ -1,9 +1,9 @@
 """Configuration keys of fla-hub checkpoints, translated to ours and back.
 
-A `config.json` of fla-hub says a few things differently: the width of a head is given relative to the model, hybrid
-layers come as one `attn` dictionary, and several keys choose kernels. `translate_fla_config` rewrites such a
-dictionary. It refuses by name what would change the model and cannot be expressed here. `add_fla_keys` goes the other
-way, so that flash-linear-attention loads what we save.
+A `config.json` of fla-hub differs from ours in a few keys: the width of a head is relative to the model, softmax layers
+are described by one `attn` dictionary, and several keys choose kernels. `translate_fla_config` rewrites such a
+dictionary, and refuses values that stand for a model that our layers do not compute. `add_fla_keys` does the reverse:
+flash-linear-attention loads what we save.
 """
 
 import math
@@ -14,10 +14,10 @@ from deltazoo.spec import get_variant
 
 __all__ = ["add_fla_keys", "translate_fla_config"]
 
-# They pick a kernel or a fusion; the model computes the same function whatever they say.
+# They choose a kernel or a fusion; the model computes the same function with any value.
 _KERNEL_CHOICES = frozenset({"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"})
 
-# Keys that do change the model, with the values that our layers implement.
+# Keys that change the model, with the values that our layers implement.
 _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "use_beta": (True,),
     "use_output_norm": (True,),

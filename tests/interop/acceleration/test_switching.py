@@ -75,7 +75,7 @@ def test_every_delta_rule_model_of_the_installed_version_is_known():
 
 
 @pytest.mark.skipif("olmo_hybrid" in FUSED, reason="this version of transformers has OLMo Hybrid's newer arrangement")
-def test_an_older_layout_is_refused():
+def test_an_older_arrangement_is_refused():
     with pytest.raises(ValueError, match="accelerating it needs a newer version"):
         deltazoo.accelerate(foreign_model("olmo_hybrid"))
 
