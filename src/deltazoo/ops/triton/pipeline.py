@@ -98,6 +98,8 @@ class Kept(NamedTuple):
 
     def of_plan(self, plan: Plan) -> "Kept":
         """With None in place of what an operator, which cannot return None, returned for absent tensors."""
+        if self.q_in is None or self.starts is None:  # an eager call: it has no such placeholders
+            return self
         present = (True, plan.has_beta, plan.decay > 0, plan.by_gain, *[plan.decay == 2] * 4, *[plan.segments > 1] * 2)
         return Kept(*(x if here else None for x, here in zip(self, present, strict=True)))  # type: ignore[arg-type]
 
