@@ -3,7 +3,8 @@
     python scripts/compare_checkouts.py ../before --out comparison.json
 
 Small calls take as long as the host takes to prepare them; large ones, on a GPU, as long as their kernels. The other
-checkout needs the names of the public interface alone. A ratio above 1 says that this checkout is slower.
+checkout needs the names of the public interface alone. Times are the least of all rounds; a ratio above 1 says that
+this checkout is slower.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import hashlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -99,12 +99,15 @@ def serve(device: str) -> None:
         result = call()
         if device == "cuda":
             torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(repetitions):
-            call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        answer({"seconds": (time.perf_counter() - start) / repetitions, "hash": digest(result)})
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            for _ in range(repetitions):
+                call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) / repetitions)
+        answer({"seconds": min(times), "hash": digest(result)})
 
 
 def digest(result: Any) -> str:
@@ -130,7 +133,10 @@ class Checkout:
             [sys.executable, __file__, "--serve", device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
         )  # fmt: skip
-        self.names: list[str] = self._read()["names"]
+
+    def names(self) -> list[str]:
+        """The names of the calls, once they are prepared."""
+        return self._read()["names"]
 
     def ask(self, number: int) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -160,24 +166,18 @@ def main() -> None:
     if options.other is None or not (options.other / "src" / "deltazoo").is_dir():
         parser.error(f"expected the root of another checkout, got {options.other}")
     pair = Checkout(ROOT, options.device), Checkout(options.other.resolve(), options.device)
+    names, _ = [checkout.names() for checkout in pair]
     rows = []
-    for number, name in enumerate(pair[0].names):
-        for checkout in pair:
-            checkout.ask(number)  # compiles, allocates
-        answers = [
-            [checkout.ask(number) for checkout in (pair if i % 2 else pair[::-1])] for i in range(options.rounds)
-        ]
-        ordered = [found if i % 2 else found[::-1] for i, found in enumerate(answers)]
-        here, there = (statistics.median(found[side]["seconds"] for found in ordered) for side in (0, 1))
-        ratio = statistics.median(found[0]["seconds"] / found[1]["seconds"] for found in ordered)
-        same = ordered[0][0]["hash"] == ordered[0][1]["hash"]
-        rows.append({"call": name, "here_us": 1e6 * here, "other_us": 1e6 * there, "ratio": ratio, "same_bits": same})
-        print(
-            f"{name:48} {1e6 * here:9.1f} us {1e6 * there:9.1f} us   {ratio:5.3f}  {'' if same else 'OTHER BITS'}",
-            flush=True,
-        )
-    if options.out:
-        options.out.write_text(json.dumps({"device": options.device, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    for number, name in enumerate(names):
+        answers = [[checkout.ask(number) for checkout in pair] for _ in range(options.rounds + 1)]  # the first warms up
+        here, there = (min(found[side]["seconds"] for found in answers[1:]) for side in (0, 1))
+        same = answers[0][0]["hash"] == answers[0][1]["hash"]
+        rows.append({"call": name, "here_us": 1e6 * here, "other_us": 1e6 * there, "same_bits": same})
+        bits = "" if same else "OTHER BITS"
+        print(f"{name:48} {1e6 * here:9.1f} us {1e6 * there:9.1f} us   {here / there:5.3f}  {bits}", flush=True)
+        if options.out:
+            content = {"device": options.device, "rows": rows}
+            options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
