@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -44,8 +46,11 @@ def calls(device: str) -> Iterator[tuple[str, int, Call]]:
                 for i, x in enumerate(tensors)]  # fmt: skip
 
     def both_ways(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Call:
-        d_output = torch.ones_like(function())
-        return lambda: torch.autograd.grad(function(), tensors, d_output)
+        def call() -> Any:
+            output = function()
+            return torch.autograd.grad(output, tensors, torch.ones_like(output))
+
+        return call
 
     shapes = {"small": (1, 128, 2, 64)} | ({"large": (8, 4096, 16, 128)} if device == "cuda" else {})
     for size, shape in shapes.items():
@@ -67,8 +72,6 @@ def calls(device: str) -> Iterator[tuple[str, int, Call]]:
         yield f"{name}: forward", 20, torch.no_grad()(lambda layer=layer, x=x: layer(x))
         yield f"{name}: with backward", 20, both_ways(lambda layer=layer, x=x: layer(x), list(layer.parameters()))
         states = deltazoo.LayerStates()
-        with torch.no_grad():
-            layer(x, past_key_values=states)
 
         def decode(layer: Any = layer, x: Any = x, states: Any = states) -> Any:
             return layer(x[:, :1], past_key_values=states)
@@ -157,6 +160,7 @@ def main() -> None:
     parser.add_argument("other", type=Path, nargs="?", help="root of the checkout to compare with")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", metavar="REGEX", help="calls whose names match")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", metavar="DEVICE", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -169,9 +173,15 @@ def main() -> None:
     names, _ = [checkout.names() for checkout in pair]
     rows = []
     for number, name in enumerate(names):
-        answers = [[checkout.ask(number) for checkout in pair] for _ in range(options.rounds + 1)]  # the first warms up
-        here, there = (min(found[side]["seconds"] for found in answers[1:]) for side in (0, 1))
-        same = answers[0][0]["hash"] == answers[0][1]["hash"]
+        if not re.search(options.only, name):
+            continue
+        first = [checkout.ask(number) for checkout in pair]  # warms up
+        same = first[0]["hash"] == first[1]["hash"]
+        least = [math.inf, math.inf]
+        for i in range(2 * options.rounds):  # each is asked first in every other round
+            side = (i + i // 2) % 2
+            least[side] = min(least[side], pair[side].ask(number)["seconds"])
+        here, there = least
         rows.append({"call": name, "here_us": 1e6 * here, "other_us": 1e6 * there, "same_bits": same})
         bits = "" if same else "OTHER BITS"
         print(f"{name:48} {1e6 * here:9.1f} us {1e6 * there:9.1f} us   {here / there:5.3f}  {bits}", flush=True)
