@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deltazoo.layers import WHOLE_ROWS, PackedSequences, PaddedSequences, describe_sequences
+from deltazoo.layers import WHOLE_ROWS, PackedSequences, PaddedSequences, describe_batch, describe_sequences
 
 
 def test_arranging_keeps_the_order_and_restoring_undoes_it() -> None:
@@ -75,3 +75,10 @@ def test_whole_rows() -> None:
 def test_bad_descriptions_are_refused(batch_size: int, arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         describe_sequences(batch_size, 4, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (3, 6), (2, 4)])
+def test_a_prepared_mask_of_another_batch_is_refused(shape: tuple[int, int]) -> None:
+    masks = {"linear_attention": torch.ones(shape, dtype=torch.bool), "full_attention": None}
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(2, 6\)"):
+        describe_batch(2, 6, 0, torch.device("cpu"), attention_mask=masks)

@@ -267,7 +267,7 @@ def describe_batch(
     if starts is None:
         if position_ids is None:
             position_ids = _row_positions(attention_mask, num_tokens, past_length, device)
-        sequences = WHOLE_ROWS if mask is None else PaddedSequences.from_mask(mask)
+        sequences = describe_sequences(batch_size, num_tokens, attention_mask=mask)
         return BatchDescription(sequences, position_ids, attention_mask)
 
     if cu_seqlens is None or mask is not None:
