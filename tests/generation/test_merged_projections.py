@@ -305,3 +305,11 @@ def test_forward_passes_are_given_back_after_an_error():
     with pytest.raises(KeyError), MergedProjections(model).active():
         raise KeyError("the caller's own")
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_submodules_of_that_name_in_other_libraries_are_left_alone():
+    other = nn.Module()
+    other.input_projections = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
+    model = nn.Sequential(other)
+    MergedProjections(model)
+    assert joints(model) == 0

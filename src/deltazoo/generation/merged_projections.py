@@ -130,7 +130,8 @@ class _JointProduct:
 
 def _merging_candidates(layer: nn.Module) -> list[nn.Linear]:
     """The plain linear maps that a layer applies to its input."""
-    maps = (getattr(layer, name, None) for name in getattr(layer, "input_projections", ()))
+    # Of the class: modules of other libraries have submodules of this name.
+    maps = (getattr(layer, name, None) for name in getattr(type(layer), "input_projections", ()))
     first = (x[0] if isinstance(x, nn.Sequential) else x for x in maps)  # of the two halves of a low-rank map
     return [x for x in first if type(x) is nn.Linear and _is_plain(x)]
 
