@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -167,6 +168,11 @@ def test_a_circle_is_noticed() -> None:
 def test_every_part_of_the_package_has_its_place() -> None:
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert parts <= set(MAY_IMPORT), f"say in MAY_IMPORT what {sorted(parts - set(MAY_IMPORT))} may import"
+
+
+def test_a_file_name_says_what_is_in_the_file() -> None:
+    names = Counter(path.name for _, path in modules() if path.name not in ("__init__.py", "__main__.py"))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_no_drawer_for_odds_and_ends() -> None:

@@ -101,6 +101,7 @@ def test_an_unknown_name_gets_the_nearest_match_and_the_list() -> None:
         ({"decay": "scalar", "decay_gate": abs, "decay_lower_bound": -5.0}, "decay_gate is 'abs'"),
         ({"step_size": "none", "allow_neg_eigval": True}, "allow_neg_eigval needs a correction term"),
         ({"decay_lower_bound": -5.0}, "decay_lower_bound needs a decay"),
+        ({"decay_gate": abs}, "decay_gate='abs' needs decay='scalar' or"),
         ({"decay": "scalar", "decay_lower_bound": 5.0}, "must be negative, got 5.0"),
     ],
 )

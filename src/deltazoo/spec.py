@@ -93,6 +93,11 @@ class DeltaRuleSpec:
             raise ValueError(
                 f"variant {self.name!r}: allow_neg_eigval needs a correction term, but step_size is 'none'"
             )
+        if self.decay == "none" and self.decay_gate != "softplus":
+            raise ValueError(
+                f"variant {self.name!r}: decay_gate={choice_name(self.decay_gate)!r} needs decay='scalar' or "
+                "decay='channel', but decay is 'none'"
+            )
         if self.decay_lower_bound is not None:
             if self.decay == "none":
                 raise ValueError(f"variant {self.name!r}: decay_lower_bound needs a decay, but decay is 'none'")

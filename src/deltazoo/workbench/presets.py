@@ -31,7 +31,9 @@ def find_config(name: str, *, conversions: bool = False) -> Path:
         return path
     if path.is_dir():
         if not (path / RUN_CONFIG).is_file():
-            raise ValueError(f"the folder {name!r} holds no run: it has no {RUN_CONFIG}")
+            raise ValueError(
+                f"the folder {name!r} holds no run: it has no {RUN_CONFIG}; to train on the text in it: --text {name}"
+            )
         return path / RUN_CONFIG
     known = presets(conversions=conversions)
     if name in known:
