@@ -176,7 +176,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     # Taking tokens back: assisted and prompt-lookup decoding.
 
     def activate_past_recording(self) -> None:
-        """From now on record the mixer's calls, so that `crop` can take tokens back."""
+        """Start to record the mixer's calls, so that `crop` can take tokens back."""
         if self.static:
             raise ValueError("a static cache cannot take tokens back; assisted decoding needs a DynamicCache")
         self.record_past = True

@@ -190,7 +190,7 @@ class Decoder:
         self.token.copy_(chosen)
 
     def _step(self) -> None:
-        """From the current token to the next one."""
+        """Compute the next token from the current one."""
         mask, positions = (self.real, self.position) if self.has_softmax_layers else (None, None)
         inputs = self._inputs(self.token, mask, positions)
         # Experts have another implementation for decoding, but not in older versions of transformers.
@@ -202,7 +202,7 @@ class Decoder:
 
     @torch.no_grad()
     def _advance(self, first: bool) -> None:
-        """Replay the step; before the first of a prompt, capture it anew if the model has changed."""
+        """Replay the step; before the first of a prompt, capture it again if the model has changed."""
         if self._captured is None or (first and not self._captured.is_valid_for(self.model)):
             changed = [self.token, self.finished, self.position]
             self._captured = CapturedStep(

@@ -13,7 +13,7 @@ __all__ = ["LayerReport", "ModelReport", "RuleDescription", "RunsDeltaRule", "re
 
 
 class RuleDescription(NamedTuple):
-    """What a layer asks of the operator."""
+    """How a layer calls the operator."""
 
     variant: str
     backend: str | None
@@ -29,7 +29,7 @@ class RunsDeltaRule(Protocol):
     """A layer of another library that runs the operator."""
 
     def describe_rule(self) -> RuleDescription:
-        """What it asks of the operator on its present device."""
+        """How it calls the operator on its present device."""
 
 
 @runtime_checkable
@@ -45,7 +45,7 @@ class Trains(Protocol):
     """A model that chooses how it trains."""
 
     def describe_training(self) -> str:
-        """What it would do in a training step now, and why."""
+        """How it would compute a training step now, and why."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class RMSNorm(nn.Module):
         return self._normalize_once(total, weight), total
 
     def _normalize_once(self, x: Tensor, weight: Tensor) -> Tensor:
-        """In x's dtype. On a GPU torch's kernel computes in float32 inside and keeps no float32 copy of x."""
+        """Normalise in x's dtype. On a GPU torch's kernel computes in float32 inside and keeps no float32 copy of x."""
         if self.liger:
             return liger_rms_norm(x, weight, self.eps)
         if self.takes_kernel(x):

@@ -18,7 +18,7 @@ class MixerState(NamedTuple):
 
 
 class StateStore(Protocol):
-    """What a layer asks of `past_key_values`."""
+    """The interface of `past_key_values`, as layers use it."""
 
     fixed: bool
     """Whether states stay at their addresses, so that a step may overwrite them in place."""

@@ -151,7 +151,7 @@ def _one_specification(attn: Mapping[str, Any] | list[Mapping[str, Any]]) -> dic
 
 
 def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """What fla-hub's classes need besides our keys to build the same model; `values` is one of our configurations.
+    """One of our configurations with the further keys that fla-hub's classes need to build the same model.
 
     `translate_fla_config` takes the result as well.
     """

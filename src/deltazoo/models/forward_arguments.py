@@ -29,10 +29,10 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
 
 
 def packing_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those for `describe_batch`."""
+    """The arguments that `describe_batch` takes."""
     return {key: kwargs[key] for key in PACKING_ARGUMENTS if kwargs.get(key) is not None}
 
 
 def softmax_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those for the implementation of softmax attention."""
+    """The arguments that implementations of softmax attention take."""
     return {key: kwargs[key] for key in (*PACKING_ARGUMENTS, *_PASSED_THROUGH) if key in kwargs}

@@ -17,13 +17,13 @@ _CHOICES = (
 )
 
 
-def refuse_undescribed(layer: nn.Module, described: nn.Module, place: str) -> None:
+def refuse_undescribed(layer: nn.Module, described: nn.Module, path: str) -> None:
     """Raise ValueError unless loading would make a layer that computes what `layer` computes.
 
     Args:
         layer: of a model that is to be saved.
         described: the layer that the model's configuration makes instead.
-        place: the layer's name in the model, for the message.
+        path: the layer's name in the model, for the message.
 
     Raises:
         ValueError: another class, variant or option.
@@ -31,7 +31,7 @@ def refuse_undescribed(layer: nn.Module, described: nn.Module, place: str) -> No
     found, expected = _own_class(layer), _own_class(described)
     if found is not expected:
         raise ValueError(
-            f"{place} is a {found.__module__}.{found.__qualname__}, and the configuration would load a "
+            f"{path} is a {found.__module__}.{found.__qualname__}, and the configuration would load a "
             f"{expected.__qualname__} in its place, with other results. Register the layer class with a spec of its "
             "own name (deltazoo.register_variant), and make the model of a configuration with that mixer"
         )
@@ -39,7 +39,7 @@ def refuse_undescribed(layer: nn.Module, described: nn.Module, place: str) -> No
         ours, theirs = getattr(layer, name, None), getattr(described, name, None)
         if ours != theirs:
             raise ValueError(
-                f"{place} has {name}={ours!r}, and the configuration would load a layer with {theirs!r} in its place: "
+                f"{path} has {name}={ours!r}, and the configuration would load a layer with {theirs!r} in its place: "
                 "change the configuration and make the model of it"
             )
 

@@ -18,7 +18,7 @@ _BLOCK = 16
 
 
 class ChunkDecay(ABC):
-    """What the chunk form asks of a decay; `lower` means j <= i."""
+    """Decay factors of a chunk, as the chunk form uses them; `lower` means j <= i."""
 
     entry: Tensor | float
     """`exp(G_i)`, from the chunk's start through token i: `[..., C, 1 or K]`."""

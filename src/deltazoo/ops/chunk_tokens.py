@@ -1,4 +1,4 @@
-"""Which tokens each chunk of a batch or of packed sequences holds."""
+"""The tokens of each chunk of a batch or of packed sequences."""
 
 from dataclasses import dataclass
 

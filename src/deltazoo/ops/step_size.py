@@ -79,7 +79,7 @@ def may_expand(step_size: StepSize, *, unit_keys: bool) -> bool:
 
 
 def gate_and_squared_norm(b: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """What step sizes are made of: the gate, and `lam = |k|^2` for every value head, both `[B, T, HV]` in float32.
+    """The gate and `lam = |k|^2` for every value head, both `[B, T, HV]` in float32, of which step sizes are made.
 
     Args:
         b: `[B, T, HV]`.

@@ -2,7 +2,7 @@
 
 The mask that reaches an attention layer is about pairs of tokens, perhaps within a sliding window, and no longer says
 which tokens are padding. So a hook on the base model makes the description (`deltazoo.layers.sequences`) from what the
-caller passed. It travels as one more keyword argument, which every model passes on to its attention. An argument
+caller passed. The description is one more keyword argument, which every model passes on to its attention. An argument
 survives recomputation under gradient checkpointing and leaves compiled code nothing to guard.
 """
 

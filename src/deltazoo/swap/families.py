@@ -1,6 +1,6 @@
 """The model families whose attention can be swapped: a table of data, one entry per family.
 
-An entry says where attention sits in a transformers model, how it stores its projections and how it is called. Head
+An entry says where attention is in a transformers model, how it stores its projections and how it is called. Head
 counts and widths are read from the model at hand. To add a family, add an entry to `FAMILIES` and a tiny configuration
 to `tests/tiny_families.py`: the tests run over the whole table.
 """

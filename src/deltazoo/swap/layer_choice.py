@@ -1,4 +1,4 @@
-"""Which layers to swap, in the ways a user may say it."""
+"""The choice of layers to swap, in the forms that users may write it."""
 
 import re
 from collections.abc import Callable, Sequence

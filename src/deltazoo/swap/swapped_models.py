@@ -102,7 +102,7 @@ class SwappedModel(ModelWithDeltaLayers):
 
 
 class SwappedGeneration(CapturedGeneration, GenerationMixin):
-    """What a swapped model needs to generate."""
+    """Generation with swapped layers."""
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,

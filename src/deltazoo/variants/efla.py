@@ -5,7 +5,7 @@
 DeltaNet takes one Euler step of `dS/dt = -k k^T S + k v^T`; this is the exact flow, with eigenvalue `exp(-b l)` in
 (0, 1] for keys of any length. So the key stays as it is, and its length is a second, per-key step size; the query is
 L2-normalised. (The formula has been read as normalising the key too; the authors' code does not.) beta saturates as l
-grows, so it wants a larger learning rate than DeltaNet: compare both at both rates.
+grows, so it needs a larger learning rate than DeltaNet: compare both at both rates.
 
 Paper: arXiv:2512.12602.
 """

@@ -34,7 +34,7 @@ def _forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict)
 
 
 def _fake_forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict):
-    # Launches are not worked out here, so any card serves for the shared memory that they may use.
+    # Nothing is launched here, so the card's shared memory does not matter.
     plan = Plan(*sizes_of(q, v, beta, log_decay, cu_seqlens, strict), scale, HOPPER)
     final = q.new_empty((plan.N, plan.HV, plan.K, plan.V), dtype=torch.float32)
     return v.new_empty(v.shape), final, *Kept.empty(plan, q)

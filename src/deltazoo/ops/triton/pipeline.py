@@ -97,7 +97,7 @@ class Kept(NamedTuple):
         return cls(AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, starts, transitions)
 
     def of_plan(self, plan: Plan) -> "Kept":
-        """With None in place of what an operator, which cannot return None, returned for absent tensors."""
+        """The same with None for absent tensors, in place of the empty ones that an operator returns for them."""
         if self.q_in is None or self.starts is None:  # an eager call: it has no such placeholders
             return self
         present = (True, plan.has_beta, plan.decay > 0, plan.by_gain, *[plan.decay == 2] * 4, *[plan.segments > 1] * 2)

@@ -1,4 +1,4 @@
-"""What all calls of the same sizes share: sizes, tiles, and the grid and constants of every launch. Worked out once."""
+"""What all calls of the same sizes share, computed once: sizes, tiles, and the grid and constants of every launch."""
 
 from functools import lru_cache
 from typing import Any
@@ -144,7 +144,7 @@ class Plan:
 
     @per_plan
     def prepare(self) -> Constants:
-        """No decay, or one per head."""
+        """The launch for no decay, or one per head."""
         return Constants(
             *self.chunk_grid(), DECAY=self.decay, BK=self.tiles.BK, **self.precisions, **self.per_chunk,
             **self.tiles.prepare,
@@ -152,7 +152,7 @@ class Plan:
 
     @per_plan
     def prepare_channel(self) -> list[Constants]:
-        """One launch; or two, the second one for strong decay, if the channels of a chunk take several tiles."""
+        """Launches for decay per channel: one, or a second one for strong decay if the channels take several tiles."""
         tiles = self.tiles.prepare_channel
         return [
             Constants(
@@ -164,7 +164,7 @@ class Plan:
 
     @per_plan
     def invert(self) -> Constants:
-        """The inverse of strict chunks."""
+        """The launch for the inverse of strict chunks."""
         grid, neighbours = self.neighbour_grid()
         return Constants(*grid, C=CHUNK, **neighbours, **self.tiles.invert)
 
@@ -188,7 +188,7 @@ class Plan:
 
     @per_plan
     def chain(self, reverse: bool) -> Constants:
-        """From segment to segment of a row."""
+        """The launch that chains the segments of a row."""
         tiles = self.tiles.chain
         return Constants(
             -(-self.V // tiles["BV"]) * self.HV * self.N, segments=self.segments, HV=self.HV, K=self.K, V=self.V,
@@ -217,18 +217,18 @@ class Plan:
 
     @per_plan
     def chunk_gradients(self) -> Constants:
-        """No decay, or one per head."""
+        """The launch for no decay, or one per head."""
         arguments = self._gradient_arguments(self.tiles.gradients)
         return Constants(*self.chunk_grid(), DECAY=self.decay, **self.precisions, **arguments)
 
     @per_plan
     def chunk_gradients_channel(self) -> Constants:
-        """16-bit inputs: the chunks without strong decay."""
+        """The launch for decay per channel and 16-bit inputs: chunks without strong decay."""
         return Constants(*self.chunk_grid(), **self._gradient_arguments(self.tiles.gradients))
 
     @per_plan
     def chunk_gradients_exact(self, strong: bool) -> Constants:
-        """The chunks with strong decay, or all others."""
+        """The launch for decay per channel that does the chunks with strong decay, or all others."""
         grid, neighbours = self.neighbour_grid() if strong else ((self.slots,), dict(chunks=1, slots=self.slots))
         arguments = self._gradient_arguments(self.tiles.gradients_exact)
         return Constants(*grid, STRONG=int(strong), **neighbours, **arguments)

@@ -10,7 +10,7 @@ _ELEMENTS = 2048
 
 
 def row_blocks(R: int, D: int, most: int | None = None) -> tuple[int, dict[str, int]]:
-    """How many programs for R rows of D elements, at most `most`, and the tile of a program: BR rows of BD columns."""
+    """Number of programs for R rows of D elements, at most `most`, and the tile of each: BR rows of BD columns."""
     columns = 1 << (D - 1).bit_length()
     rows = max(1, _ELEMENTS // columns)
     programs = max(1, -(-R // rows))

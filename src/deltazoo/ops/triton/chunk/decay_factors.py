@@ -6,7 +6,7 @@ import triton.language as tl
 from deltazoo.ops.triton.chunk.terms import masked_sum
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# A factor of 2^-200 is zero in float32, also behind a state of any size; a log-decay of -inf stays finite this way.
+# 2^-200 is zero in float32, so such a decay clears a state of any size; a log-decay of -inf stays finite this way.
 LOG2_FLOOR = tl.constexpr(-200.0)
 
 
