@@ -269,7 +269,7 @@ class Experiment:
     def conversion(self, variant: str, share: str) -> dict[str, Any]:
         """One conversion, and the same hybrid trained from scratch."""
         folder = self.folder / f"{variant}_{share}"
-        done = folder / "measured.json"
+        done = folder / "arm.json"  # the name in the folders of earlier versions
         if done.is_file():
             return json.loads(done.read_text(encoding="utf-8"))
         began = time.perf_counter(), time.process_time()
