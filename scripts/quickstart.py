@@ -92,8 +92,8 @@ def report(run: Path, figures: dict, sampling_speed: float, on_gpu: bool) -> int
     """Print whether it worked and what to do next; returns the exit status."""
     training = json.loads((run / "result.json").read_text(encoding="utf-8"))
     baselines = {baseline["name"]: baseline["bits_per_byte"] for baseline in figures["baselines"]}
-    rival = "xz -9" if on_gpu else "order-2 byte model"
-    margin = baselines[rival] - figures["bits_per_byte"]
+    goal = "xz -9" if on_gpu else "order-2 byte model"
+    margin = baselines[goal] - figures["bits_per_byte"]
     console.print(
         f"trained {training['seconds']:,.0f} s at {training['tokens_per_second']:,.0f} tokens/s in "
         f"{training['precision']} on {training['device']}; sampled {sampling_speed:,.0f} tokens/s one by one\n"
@@ -101,9 +101,9 @@ def report(run: Path, figures: dict, sampling_speed: float, on_gpu: bool) -> int
         highlight=False,
     )
     if margin <= 0:
-        console.print(f"[bold red]It did not work:[/] the model needs {-margin:.3f} bits per byte more than {rival}.")
+        console.print(f"[bold red]It did not work:[/] the model needs {-margin:.3f} bits per byte more than {goal}.")
         return 1
-    console.print(f"[bold green]It worked:[/] the model needs {margin:.3f} bits per byte less than {rival}.\n")
+    console.print(f"[bold green]It worked:[/] the model needs {margin:.3f} bits per byte less than {goal}.\n")
     console.print("What next?", style="bold")
     size = "gpu" if on_gpu else "cpu"
     for command in (

@@ -118,7 +118,7 @@ def test_mlp_widths_are_multiples() -> None:
         assert width % 8 == 0 and width > 0
 
 
-def test_an_configuration_that_does_not_fit_is_refused() -> None:
+def test_a_configuration_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="leave none for it: raise mlp_ratio=1.0"):
         build_model(parse_configuration("gated_deltanet+x4"), replace(TINY, mlp_ratio=1.0), PARITY)
 

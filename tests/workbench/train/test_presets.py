@@ -16,7 +16,7 @@ from deltazoo.workbench.convert.conversion_config import STAGES, load_conversion
 from deltazoo.workbench.train import load_config
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs"
-CONVERSIONS = sorted(FOLDER.glob("swap_*.yaml"))  # tests/swap/test_conversion_config.py
+CONVERSIONS = sorted(FOLDER.glob("swap_*.yaml"))  # tests/workbench/convert/test_conversion_config.py
 FILES = sorted(set(FOLDER.glob("*.yaml")) - set(CONVERSIONS))
 OTHERS = {"quickstart_cpu", "quickstart_gpu", "delta_product_340m"}
 SIZES = {"340m": (340e6, 400e6), "1.3b": (1.3e9, 1.4e9)}

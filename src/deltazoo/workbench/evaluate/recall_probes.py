@@ -94,11 +94,11 @@ def probe_recall(
     asked, (offered, wanted) = asked[:, num_pairs:], wanted.split(num_pairs, dim=1)
     scores = asked.gather(2, offered[:, None].expand(-1, num_pairs, -1))  # of all pairs' second tokens
     right = asked.gather(2, wanted[..., None])
-    rivals = scores.masked_fill(offered[:, None] == wanted[..., None], -math.inf)
+    others = scores.masked_fill(offered[:, None] == wanted[..., None], -math.inf)
     return Recall(
         num_pairs=num_pairs,
         accuracy=(asked.argmax(-1) == wanted).float().mean().item(),
-        among_shown=(right > rivals).all(-1).float().mean().item(),
+        among_shown=(right > others).all(-1).float().mean().item(),
         gain=(costs[:, :num_pairs].mean() - costs[:, num_pairs:].mean()).item(),
         questions=sequences * num_pairs,
     )
