@@ -1,6 +1,7 @@
 """The delta-rule attention that all variants share, the variants' layers by name, and what a model adds to them."""
 
 from deltazoo.layers.backend_report import LayerReport, ModelReport, report
+from deltazoo.layers.batch_description import BatchDescription, describe_batch
 from deltazoo.layers.delta_attention import DeltaRuleAttention, layer_class, make_layer
 from deltazoo.layers.mlp import SwiGLU, default_intermediate_size
 from deltazoo.layers.named_layers import (
@@ -16,11 +17,9 @@ from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize
 from deltazoo.layers.rule import RuleInputs, nonexpansive
 from deltazoo.layers.sequences import (
     WHOLE_ROWS,
-    BatchDescription,
     PackedSequences,
     PaddedSequences,
     Sequences,
-    describe_batch,
     describe_sequences,
 )
 from deltazoo.layers.short_convolution import ShortConvolution

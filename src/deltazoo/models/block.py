@@ -8,10 +8,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from deltazoo.generation.cache import CacheStates
 from deltazoo.layers import make_layer
+from deltazoo.layers.batch_description import BatchDescription
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of, run_block
-from deltazoo.layers.sequences import BatchDescription
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.softmax_attention import SoftmaxAttention
 from deltazoo.runtime import RuntimeOptions

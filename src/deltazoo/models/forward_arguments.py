@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deltazoo.layers.sequences import PACKING_ARGUMENTS
+from deltazoo.layers.batch_description import PACKING_ARGUMENTS
 from deltazoo.names import did_you_mean
 
 __all__ = ["packing_arguments", "refuse_unknown", "softmax_arguments", "unwrapped"]

@@ -21,9 +21,9 @@ from transformers.utils.output_capturing import capture_outputs
 import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
 from deltazoo.generation.cache import prepare_cache
 from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.layers.batch_description import BatchDescription, describe_batch
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
-from deltazoo.layers.sequences import BatchDescription, describe_batch
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers

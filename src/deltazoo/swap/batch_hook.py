@@ -1,9 +1,9 @@
 """How padding and packing reach swapped layers: the base model describes each batch before it runs.
 
 The mask that reaches an attention layer is about pairs of tokens, perhaps within a sliding window, and no longer says
-which tokens are padding. So a hook on the base model makes the description (`deltazoo.layers.sequences`) from what the
-caller passed. The description is one more keyword argument, which every model passes on to its attention. An argument
-survives recomputation under gradient checkpointing and leaves compiled code nothing to guard.
+which tokens are padding. So a hook on the base model makes the description (`layers/batch_description.py`) from what
+the caller passed. The description is one more keyword argument, which every model passes on to its attention. An
+argument survives recomputation under gradient checkpointing and leaves compiled code nothing to guard.
 """
 
 import inspect
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deltazoo.layers.sequences import PACKING_ARGUMENTS, describe_batch
+from deltazoo.layers.batch_description import PACKING_ARGUMENTS, describe_batch
 
 __all__ = ["describe_batches", "token_mask_for"]
 

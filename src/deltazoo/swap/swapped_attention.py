@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from deltazoo.generation.cache import CacheStates, prepare_cache_layer
+from deltazoo.layers.batch_description import BatchDescription
 from deltazoo.layers.rotary import Rotary
-from deltazoo.layers.sequences import WHOLE_ROWS, BatchDescription
+from deltazoo.layers.sequences import WHOLE_ROWS
 from deltazoo.swap.drop_in_layer import DropInDeltaAttention
 from deltazoo.swap.families import ModelFamily
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers.sequences import agreeing_starts, document_starts, positions_in_documents
+from deltazoo.layers.batch_description import agreeing_starts, document_starts, positions_in_documents
 
 __all__ = ["EXPLICIT_PACKING", "FORWARD_ARGUMENTS", "POSITIONS", "describe_documents", "has_explicit_packing"]
 

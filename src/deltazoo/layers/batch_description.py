@@ -1,0 +1,320 @@
+"""What the layers of a model need to know of a batch, from the arguments of the model's forward pass.
+
+transformers users say where documents begin in five ways: an `attention_mask`, `cu_seqlens`, FlashAttention's
+`cu_seq_lens_q`, `seq_idx`, or `position_ids` that start again. All of them end in one description, made once per
+forward pass for own, swapped and accelerated models alike. Two that disagree are refused, since a layer that trusts
+the wrong one leaks state from one document into the next.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.layers.sequences import PackedSequences, PaddedSequences, Sequences, check_cu_seqlens, describe_sequences
+from deltazoo.ops.validation import check_tensor
+
+__all__ = [
+    "PACKING_ARGUMENTS",
+    "BatchDescription",
+    "agreeing_starts",
+    "describe_batch",
+    "document_starts",
+    "positions_in_documents",
+]
+
+PACKING_ARGUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+"""The arguments of `describe_batch`, and of a model's forward pass, that say nothing but where documents begin."""
+
+_NO_CACHE = "packed documents cannot fill or continue a cache: run them without past_key_values"
+
+
+@dataclass(frozen=True)
+class BatchDescription:
+    """What the layers of a model need to know of a batch besides its tokens."""
+
+    sequences: Sequences
+    """For the linear layers."""
+    position_ids: Tensor
+    """`[B or 1, T]` int64: position of each token in its sequence, for rotary embeddings."""
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None
+    """What softmax layers build their mask from: `[B, past + T]`, ready masks by layer type, or None."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows hold several documents."""
+        return isinstance(self.sequences, PackedSequences)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """`[B, T]` bool, True = real; None without padding."""
+        return self.sequences.mask if isinstance(self.sequences, PaddedSequences) else None
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "BatchDescription":
+        """The same on another device; accelerate asks for it where a model's layers are on several."""
+
+        def moved(x: Any) -> Any:
+            return x.to(device, non_blocking=non_blocking) if isinstance(x, Tensor) else x
+
+        mask = self.attention_mask
+        mask = {name: moved(x) for name, x in mask.items()} if isinstance(mask, Mapping) else moved(mask)
+        return BatchDescription(self.sequences.to(device, non_blocking), moved(self.position_ids), mask)
+
+
+def describe_batch(
+    batch_size: int,
+    num_tokens: int,
+    past_length: int | Tensor,
+    device: torch.device,
+    *,
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    fills_cache: bool = False,
+) -> BatchDescription:
+    """One description of a batch from all that a caller of a model passed.
+
+    Args:
+        batch_size, num_tokens: B and T of the current tokens.
+        past_length: tokens already in the cache; a tensor where the cache counts on the device.
+        device: of the current tokens.
+        attention_mask: `[B, past + T]` with 1 = real token, or masks by layer type as `generate` prepares them.
+        position_ids: `[B, T]` or `[1, T]`; a value not above the one before it begins a new document.
+        cu_seqlens: `[N + 1]` boundaries of packed documents, with B = 1.
+        cu_seq_lens_q, cu_seq_lens_k: the same under FlashAttention's names.
+        seq_idx: `[B, T]`, a number per document.
+        fills_cache: whether the tokens go into a cache, which packed documents cannot.
+
+    Raises:
+        ValueError: no tokens; a description has the wrong shape, or two contradict each other; packed documents and a
+            cache. Compiled code, which reads no values, raises RuntimeError for the last where only `position_ids` tell
+            of packed documents.
+    """
+    shape = (batch_size, num_tokens)
+    if num_tokens == 0:
+        raise ValueError(f"expected at least one token per row, got input of shape {shape}")
+    attention_mask = _whole_numbers(attention_mask)
+    mask = _current_padding(attention_mask, shape, past_length)
+    cu_seqlens = _one_cu_seqlens(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
+    position_ids = _checked_position_ids(position_ids, shape)
+
+    # Ready masks of a model without linear layers do not say where padding is; its positions may look like restarts.
+    padding_known = not isinstance(attention_mask, Mapping) or "linear_attention" in attention_mask
+    telling = position_ids if padding_known else None
+    explicit = document_starts(shape, {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx})
+    starts = _all_starts(shape, mask, telling, explicit, fills_cache)
+    if starts is not None and fills_cache:
+        raise ValueError(_NO_CACHE)
+    if starts is None:
+        if position_ids is None:
+            position_ids = _row_positions(attention_mask, num_tokens, past_length, device)
+        sequences = describe_sequences(batch_size, num_tokens, attention_mask=mask)
+        return BatchDescription(sequences, position_ids, attention_mask)
+
+    if cu_seqlens is None or mask is not None:
+        packed = PackedSequences.from_starts(starts)
+    else:
+        packed = PackedSequences.from_cu_seqlens(cu_seqlens, num_tokens)
+    return BatchDescription(packed, packed.positions if position_ids is None else position_ids, None)
+
+
+def document_starts(shape: tuple[int, int], given: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Where packed documents begin, `[B, T]` bool, by each of the arguments that say nothing else.
+
+    Args:
+        shape: B and T.
+        given: by name, `seq_idx` `[B, T]`, a number per document, or boundaries `[N + 1]`, which need B = 1. None is
+            skipped.
+    """
+    found = {}
+    for name, argument in given.items():
+        if argument is not None:
+            read = _starts_from_seq_idx if name == "seq_idx" else _starts_from_cu_seqlens
+            found[name] = read(argument, shape)
+    return found
+
+
+def agreeing_starts(found: Mapping[str, Tensor], *, check: bool) -> Tensor:
+    """The starts `[B, T]` that several arguments give, by name; with `check`, ValueError if two differ."""
+    (name, starts), *others = found.items()
+    for other_name, other in others:
+        if check and not torch.equal(starts, other):
+            row, token = (starts != other).nonzero()[0].tolist()
+            advice = ": position_ids must start again with every document, or be left out"
+            raise ValueError(
+                f"{name} and {other_name} place the documents differently, first at row {row}, token {token}"
+                f"{advice if other_name == 'position_ids' else ''}"
+            )
+    return starts
+
+
+def positions_in_documents(starts: Tensor) -> Tensor:
+    """`[B, T]` int64, from 0 in every document, from where documents begin, `[B, T]` bool."""
+    tokens = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
+    return tokens - torch.where(starts, tokens, 0).cummax(1).values
+
+
+def _whole_numbers(
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None,
+) -> Tensor | Mapping[str, Tensor | None] | None:
+    """The mask without fractions: PEFT's prompt tuning writes ones as floats. Additive masks mean the opposite."""
+    if not isinstance(attention_mask, Mapping):
+        check_tensor("attention_mask", attention_mask)
+    if not isinstance(attention_mask, Tensor) or not attention_mask.is_floating_point() or attention_mask.ndim != 2:
+        return attention_mask
+    real = attention_mask == 1
+    if torch.compiler.is_compiling() or not bool((real | (attention_mask == 0)).all() & real.any()):
+        raise ValueError(
+            f"attention_mask must be bool or integer with 1 = real token, got {attention_mask.dtype}, which is taken "
+            "only if it holds ones and zeros, and not in compiled code"
+        )
+    return real
+
+
+def _current_padding(
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None, shape: tuple[int, int], past_length: int | Tensor
+) -> Tensor | None:
+    """`[B, T]` bool of the current tokens, or None if all are known to be real."""
+    if isinstance(attention_mask, Mapping):
+        mask = attention_mask.get("linear_attention")
+        return None if mask is None else mask[:, -shape[1] :].bool()
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must have 2 dimensions [batch, tokens] with 1 = real token, got shape "
+            f"{tuple(attention_mask.shape)}; a linear layer cannot follow a mask over pairs of tokens"
+        )
+    total = past_length + shape[1] if isinstance(past_length, int) else attention_mask.shape[1]
+    if attention_mask.shape != (shape[0], total) or total < shape[1]:
+        raise ValueError(
+            f"attention_mask must have shape {(shape[0], total)}: {past_length} tokens in the cache and {shape[1]} new "
+            f"ones, got {tuple(attention_mask.shape)}"
+        )
+    mask = attention_mask[:, -shape[1] :]
+    if mask.dtype != torch.bool:
+        if _readable(mask) and mask.numel() and not 0 <= int(mask.min()) <= int(mask.max()) <= 1:
+            raise ValueError(
+                f"attention_mask must hold only 0 and 1, got values up to {int(mask.max())}; "
+                "to number packed documents pass seq_idx"
+            )
+        mask = mask.bool()
+    # Reading the mask costs one wait for the device per forward pass and saves every layer the work of padding.
+    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+
+
+def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
+    """The one `cu_seqlens` that several arguments give."""
+    for candidate in candidates:
+        check_tensor("cu_seqlens", candidate)
+    given = [candidate for candidate in candidates if candidate is not None]
+    for other in given[1:]:
+        if other is not given[0] and _readable(other) and not torch.equal(other, given[0]):
+            raise ValueError(
+                f"cu_seqlens, cu_seq_lens_q and cu_seq_lens_k must agree, got {given[0].tolist()} and {other.tolist()}"
+            )
+    return given[0] if given else None
+
+
+def _checked_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    if position_ids is None:
+        return None
+    if position_ids.ndim == 1:
+        position_ids = position_ids[None]
+    if position_ids.shape not in (shape, (1, shape[1])):
+        raise ValueError(f"position_ids must have shape {shape} or {(1, shape[1])}, got {tuple(position_ids.shape)}")
+    return position_ids
+
+
+def _all_starts(
+    shape: tuple[int, int],
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    explicit: Mapping[str, Tensor],
+    fills_cache: bool,
+) -> Tensor | None:
+    """Where packed documents begin, `[B, T]` bool, by the explicit arguments and positions; None unless packed."""
+    found = dict(explicit)
+    if position_ids is not None and shape[1] > 1 and (not found or _readable(position_ids)):
+        restarts = _starts_from_positions(position_ids.expand(shape), mask)
+        if not found and fills_cache and torch.compiler.is_compiling():
+            # `generate` sends positions with every prompt; a branch on them would need a graph of its own.
+            torch._assert_async(~restarts[:, 1:].any(), _NO_CACHE)
+        elif found or bool(restarts[:, 1:].any()):
+            found["position_ids"] = restarts
+    if not found:
+        return None
+    if mask is not None:
+        found = {name: _separate_padding(starts, mask) for name, starts in found.items()}
+    return agreeing_starts(found, check=_readable(next(iter(found.values()))))
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether reading values is free: not while tracing, and not where the CPU would wait for another device."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _starts_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
+    if shape[0] != 1:
+        raise ValueError(
+            f"packed documents (cu_seqlens) need batch size 1, got {shape[0]}: flatten the batch into one row"
+        )
+    check_tensor("cu_seqlens", cu_seqlens)
+    check_cu_seqlens(cu_seqlens, *shape)
+    return _starts_from_seq_idx(PackedSequences.from_cu_seqlens(cu_seqlens, shape[1]).index[None], shape)
+
+
+def _starts_from_seq_idx(seq_idx: Tensor, shape: tuple[int, int]) -> Tensor:
+    if seq_idx.shape != shape:
+        raise ValueError(f"seq_idx must have shape {shape}, got {tuple(seq_idx.shape)}")
+    first = torch.ones_like(seq_idx[:, :1], dtype=torch.bool)
+    return torch.cat([first, seq_idx[:, 1:] != seq_idx[:, :-1]], dim=1)
+
+
+def _starts_from_positions(position_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """A document begins at a real token whose position is not above that of the real token before it."""
+    positions = position_ids
+    if mask is not None:
+        # Padding may carry any position: let it repeat the highest one so far, which never looks like a restart.
+        positions = torch.where(mask, position_ids, -1)
+        before = _last_real(positions, mask)
+    else:
+        before = torch.cat([positions.new_full((positions.shape[0], 1), -1), positions[:, :-1]], dim=1)
+    starts = positions <= before
+    starts = starts & mask if mask is not None else starts
+    first = torch.ones_like(starts[:, :1])
+    return torch.cat([first, starts[:, 1:]], dim=1)
+
+
+def _last_real(positions: Tensor, mask: Tensor) -> Tensor:
+    """For every token the position of the last real token before it, -1 if there is none."""
+    tokens = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    last = torch.where(mask, tokens, -1).cummax(1).values
+    last = torch.cat([last.new_full((last.shape[0], 1), -1), last[:, :-1]], dim=1)
+    return torch.where(last >= 0, positions.gather(1, last.clamp(min=0)), -1)
+
+
+def _separate_padding(starts: Tensor, mask: Tensor) -> Tensor:
+    """Make every padded token a document of its own, and a document's first real token its start."""
+    tokens = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    document = starts.cumsum(1)
+    real_before = torch.where(mask, document, 0).cummax(1).values
+    real_before = torch.cat([real_before.new_zeros(real_before.shape[0], 1), real_before[:, :-1]], dim=1)
+    return ~mask | (document > real_before) | (tokens == 0)
+
+
+def _row_positions(
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None,
+    num_tokens: int,
+    past_length: int | Tensor,
+    device: torch.device,
+) -> Tensor:
+    """Count real tokens where a mask tells them apart, all tokens otherwise."""
+    if isinstance(attention_mask, Tensor):
+        return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
+    return (torch.arange(num_tokens, device=device) + past_length)[None]
