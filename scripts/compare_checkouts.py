@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,12 +53,15 @@ def calls(device: str) -> Iterator[tuple[str, int, Call]]:
 
         return call
 
+    def output_of_rule(tensors: list[torch.Tensor | None]) -> torch.Tensor:
+        return deltazoo.delta_rule(*tensors).output
+
     shapes = {"small": (1, 128, 2, 64)} | ({"large": (8, 4096, 16, 128)} if device == "cuda" else {})
     for size, shape in shapes.items():
         for decay in ("none", "scalar", "channel"):
             tensors = inputs(*shape, decay)
             given = [x for x in tensors if x is not None]
-            rule = lambda tensors=tensors: deltazoo.delta_rule(*tensors).output  # noqa: E731
+            rule = partial(output_of_rule, tensors)
             repetitions = 30 if size == "small" else 3
             yield f"operator, {size}, decay {decay}: forward", repetitions, torch.no_grad()(rule)
             yield f"operator, {size}, decay {decay}: with backward", repetitions, both_ways(rule, given)
@@ -82,8 +86,7 @@ def calls(device: str) -> Iterator[tuple[str, int, Call]]:
     sizes = dict(hidden_size=64, num_hidden_layers=2, num_heads=2, vocab_size=256)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gated_deltanet", **sizes)).to(device, dtype)
     prompt = torch.arange(40, device=device)[None]
-    training = lambda: model(prompt, labels=prompt).loss  # noqa: E731
-    yield "model: loss with backward", 5, both_ways(training, list(model.parameters()))
+    yield "model: loss with backward", 5, both_ways(lambda: model(prompt, labels=prompt).loss, list(model.parameters()))
     model.eval()
     options = dict(max_new_tokens=16, do_sample=False)
     yield "model.generate, 16 tokens", 1, lambda: model.generate(prompt, **options)
