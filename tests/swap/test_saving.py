@@ -84,6 +84,14 @@ def test_plain_transformers_does_not_start_attention_afresh(tmp_path):
     assert "deltazoo_llama" in run_python(WITHOUT_DELTAZOO, str(tmp_path))
 
 
+def test_remote_code_is_refused_with_what_to_do_instead(tmp_path):
+    with pytest.raises(ValueError, match="save without it, and import deltazoo in the process that loads"):
+        swapped("llama").save_pretrained(tmp_path / "saved", remote_code=True)
+    assert not (tmp_path / "saved").exists()
+    swapped("llama").save_pretrained(tmp_path / "saved", remote_code=False)
+    assert AutoConfig.from_pretrained(tmp_path / "saved").model_type == "deltazoo_llama"
+
+
 def test_the_configuration_records_every_layer(tmp_path):
     model = tiny_original("llama")
     deltazoo.swap_attention(model, "kda", [1, 3], conv_size=3, allow_neg_eigval=True, rope=False)

@@ -84,8 +84,14 @@ class SwappedModel(ModelWithDeltaLayers):
         """As in transformers.
 
         Raises:
-            ValueError: a swapped layer is not what the configuration describes, and would load as another.
+            ValueError: a swapped layer is not what the configuration describes, and would load as another;
+                `remote_code=True`, which transformers would ignore.
         """
+        if kwargs.pop("remote_code", False):
+            raise ValueError(
+                "remote_code=True works for deltazoo's own models, not for swapped ones: save without it, and import "
+                "deltazoo in the process that loads the checkpoint"
+            )
         self.refuse_undescribed_layers()
         super().save_pretrained(*args, **kwargs)
 

@@ -251,7 +251,7 @@ class TestRefusals:
         for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, "liger_kernel", None)
-        message = r"need liger_kernel, which is not installed: pip install 'deltazoo\[fast\]', or leave liger off"
+        message = r"need liger_kernel, which is not installed: pip install '.\[fast\]' in a checkout"
         with pytest.raises(NotImplementedError, match=message):
             CALLS[call](torch.randn(4, 8))
 

@@ -1,6 +1,7 @@
 """Kernels of Liger (arXiv:2410.10989), for what models do between mixers: norms, SwiGLU, and the loss.
 
-They come with `pip install 'deltazoo[fast]'` and run on GPUs. A call without the package or elsewhere is refused.
+The extra `fast` installs them (`pip install '.[fast]'` in a checkout). They run on GPUs. A call without the package or
+elsewhere is refused.
 """
 
 import importlib
@@ -106,7 +107,8 @@ def _function(module: str, name: str, x: Tensor) -> Any:
     except ModuleNotFoundError as error:
         missing = (error.name or "liger_kernel").partition(".")[0]
         raise NotImplementedError(
-            f"Liger's kernels need {missing}, which is not installed: pip install 'deltazoo[fast]', or leave liger off"
+            f"Liger's kernels need {missing}, which is not installed: pip install '.[fast]' in a checkout of deltazoo, or "
+            "leave liger off"
         ) from error
 
 
