@@ -64,10 +64,13 @@ def answer(content: dict[str, Any]) -> str:
     for row in content["rows"]:
         if (ratio := speed_up(row)) is not None:
             found.setdefault(row["phase"], []).append(ratio)
-    ranges = [f"{phase} {min(ratios):.1f} to {max(ratios):.1f} times" for phase, ratios in found.items()]
+    ranges = {phase: f"{min(ratios):.1f} to {max(ratios):.1f}" for phase, ratios in found.items()}
+    step = found["step"]
+    steps = "are unchanged" if all(0.85 < ratio < 1.15 for ratio in step) else "run at other speeds"
     return (
-        "[`deltazoo.accelerate`](other_libraries.md#their-models-on-our-operators) multiplies the speed of "
-        f"transformers' own delta-rule models on an {machine(content)}: {', '.join(ranges)}.\n"
+        "With [`deltazoo.accelerate`](other_libraries.md#their-models-on-our-operators), transformers' own delta-rule "
+        f"models run prompts {ranges['prompt']} times as fast on an {machine(content)}, and training "
+        f"{ranges['training']} times; single steps of decoding {steps} ({ranges['step']}).\n"
     )
 
 

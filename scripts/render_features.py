@@ -38,11 +38,19 @@ ERRORS = "errors: "
 KINDS = {"pure": "models of linear layers alone", "hybrid": "hybrids"}
 
 LEGEND = """\
-**yes**: every test of the feature passes. **no**: a test fails. **-**: no test, which says nothing about whether it
-works. A family is a rule, under its own model type (`kda`, ...) or as a mixer of `delta_rule`. A hybrid mixes linear
-and softmax layers. [models.md](models.md), [generation.md](generation.md) and [training.md](training.md) show how each
+{cells}
+
+A family is a rule, under its own model type (`kda`, ...) or as a mixer of `delta_rule`. A hybrid mixes linear and
+softmax layers. [models.md](models.md), [generation.md](generation.md) and [training.md](training.md) show how each
 feature is used. `scripts/render_features.py` writes this page from runs of `tests/models`.
 """
+
+
+CELLS = {
+    "yes": "**yes**: every test of the feature passes.",
+    "no": "**no**: a test fails.",
+    "-": "**-**: no test, which says nothing about whether it works.",
+}
 
 
 class Count(NamedTuple):
@@ -134,13 +142,19 @@ class _Page:
         cells = {feature: [self.cell(feature, [family], kinds=True) for family in self.families] for feature in general}
         by_family = table(["feature", *self.families], [[feature, *row] for feature, row in cells.items()])
         rows = [
-            [feature, self.cell(feature, self.tested(feature) or [NO_MODEL]), ", ".join(self.tested(feature)) or "-"]
+            [
+                feature,
+                self.cell(feature, self.tested(feature) or [NO_MODEL]),
+                ", ".join(self.tested(feature)) or "tests without a model",
+            ]
             for feature in special
         ]
         some = table(["feature", "works", "tested with"], rows)
+        used = {cell.split(" (")[0] for row in [*cells.values(), *([row[1]] for row in rows)] for cell in row}
+        legend = LEGEND.format(cells=" ".join(text for cell, text in CELLS.items() if cell in used))
         notes = "".join(f"{number}. {text}\n" for text, number in self.footnotes.items())
         parts = [
-            f"# What works for which model\n\n{self.answer(cells)}\n\n{LEGEND}",
+            f"# What works for which model\n\n{self.answer(cells)}\n\n{legend}",
             f"## By family\n\n{by_family}",
             f"## Tested with some families only\n\nThe families do not differ here, or only some have it.\n\n{some}",
             *([f"## Exceptions\n\n{notes}"] if notes else []),

@@ -20,7 +20,7 @@ IMAGES = ROOT / "docs" / "images"
 BEGIN = "<!-- measured: written by scripts/render_swap.py from benchmarks/results/swap_*.json -->"
 END = "<!-- end of what was measured -->"
 STAGES = ("transfer", "align", "distill", "finetune")
-WANTED = {"all": 0.90, "half": 0.97}
+TARGETS = {"all": 0.90, "half": 0.97}
 COLOURS = {"delta_net": BLUE, "gated_deltanet": GREEN, "kda": ORANGE, "efla": PINK}
 SPARE = GREY
 DASHES = {"all": "-", "half": "--"}
@@ -63,7 +63,7 @@ def section(name: str, record: dict[str, Any]) -> str:
         "Share of the gap between transfer and teacher that the conversion recovered, "
         "`(transfer - converted) / (transfer - teacher)`, and the same with the teacher trained on in its place:\n",
         table(
-            ["variant", "layers swapped", "recovered", "wanted", "", "teacher trained on"],
+            ["variant", "layers swapped", "recovered", "target", "verdict", "teacher trained on"],
             (gap_cells(conversion, teacher.get("further")) for conversion in conversions),
             text_columns=2,
         ),
@@ -115,13 +115,13 @@ def recovered(conversion: dict[str, Any], goal: float) -> float:
 
 
 def gap_cells(conversion: dict[str, Any], further: float | None) -> list[str]:
-    share, wanted = recovered(conversion, conversion["scores"]["original"]), WANTED[conversion["share"]]
+    share, target = recovered(conversion, conversion["scores"]["original"]), TARGETS[conversion["share"]]
     return [
         f"`{conversion['variant']}`",
         layer_names(conversion),
         f"{share:.1%}",
-        f"{wanted:.0%}",
-        "met" if share >= wanted else "missed",
+        f"{target:.0%}",
+        "met" if share >= target else "missed",
         "" if further is None else f"{recovered(conversion, further):.1%}",
     ]
 

@@ -83,6 +83,19 @@ def measure() -> dict:
     }
 
 
+def _settings(settings: list[str]) -> str:
+    """The settings as `--set` takes them today. A key that was replaced since the run stands behind its successor."""
+    values = dict(setting.split("=", 1) for setting in settings)
+    shown = []
+    for key, value in values.items():
+        if key == "training.warmup_steps":
+            share = int(value) / int(values["training.steps"])
+            shown.append(f"`training.warmup={share:g}` (in the run: `{key}={value}`, an older key for the same)")
+        else:
+            shown.append(f"`{key}={value}`")
+    return ", ".join(shown)
+
+
 def render(figures: dict) -> str:
     """The page as Markdown."""
     header = ["variant", "parameters", *(f"step {step}" for step in SHOWN_STEPS), "held-out loss", "bits per byte"]
@@ -103,7 +116,7 @@ def render(figures: dict) -> str:
         "token. A check, not a comparison: one learning rate and fifty steps do not say which variant is better.",
         "",
         f"Text: {figures['text']}, Python {figures['python']}. torch {figures['torch']}, {figures['device']}.",
-        f"Settings on top of `configs/quickstart_cpu.yaml`: `{'`, `'.join(figures['settings'])}`.",
+        f"Settings on top of `configs/quickstart_cpu.yaml`: {_settings(figures['settings'])}.",
         "",
         "Written by `scripts/train_all_variants.py` from `docs/variants_50_steps.json`.",
         "",

@@ -30,14 +30,14 @@ AdamW on random tokens. The dtype `autocast` means float32 weights under bfloat1
 
 | way to train | options |
 | --- | --- |
-| `eager` | the default configuration |
+| `eager` | the default configuration: no option is set |
 | `compile` | the default configuration through `torch.compile` |
 | `plain` | `fused_kernels: false`, and nothing else fused |
 | `fused-loss` | `fuse_linear_cross_entropy` |
 | `recompute-...` | `recompute` at that level |
 | `fast` | `fused-loss` and `liger` |
 | `fast-recompute` | `fast` and `recompute: elementwise` |
-| `no-options` | all logits kept, nothing recomputed, SwiGLU and norms in plain torch: `eager` before 2026-11-23 |
+| `no-options` | all options off: all logits kept, nothing recomputed, SwiGLU and norms in plain torch |
 
 | way to decode, greedy | |
 | --- | --- |

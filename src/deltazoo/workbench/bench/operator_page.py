@@ -24,6 +24,13 @@ _SOURCE = """\
 `deltazoo bench ops` measured.
 """
 
+_OPERATORS = {
+    "delta": "without decay (delta)",
+    "gdn": "with one decay per head (gdn, of Gated DeltaNet)",
+    "kda": "with one decay per key channel (kda, of Kimi Delta Attention)",
+}
+"""What the operators compute, for a reader who has not seen the names."""
+
 _METHOD = """\
 ## How it was measured
 
@@ -97,7 +104,7 @@ class _Page:
         ]
         if not found:
             return ""
-        times = enumerated([f"{_number(row.value)} ms ({op})" for op, row, _ in found])
+        times = enumerated([f"{_number(row.value)} ms {_OPERATORS[op]}" for op, row, _ in found])
         ratios = [peer.value / row.value for _, row, peer in found if peer and peer.value and row.value]
         softmax = self.results.find(shape, "softmax", "none", "sdpa", measure)
         sentence = (
