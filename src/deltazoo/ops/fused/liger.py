@@ -107,8 +107,8 @@ def _function(module: str, name: str, x: Tensor) -> Any:
     except ModuleNotFoundError as error:
         missing = (error.name or "liger_kernel").partition(".")[0]
         raise NotImplementedError(
-            f"Liger's kernels need {missing}, which is not installed: pip install '.[fast]' in a checkout of deltazoo, or "
-            "leave liger off"
+            f"Liger's kernels need {missing}, which is not installed: pip install '.[fast]' in a checkout of deltazoo, "
+            "or leave liger off"
         ) from error
 
 
