@@ -39,6 +39,8 @@ the suite full on one large GPU or several; workers that share a GPU are fastest
 - The column *paper* shows what a paper reports. Each claim says how our recipe differs from the paper's.
 - Models of a comparison have the same number of parameters within 2% and see the same data.
 - A gate compares configurations of one run, on the best seed as the papers do; the median stands beside it.
+- A gate that is not met counts as **warn** or as **FAIL**, as it says itself. The verdict on a claim is the worst of its
+  gates: **pass**, **warn** or **FAIL**; a claim without a gate has figures only.
 - A task is too easy if the configuration that should struggle does well. It then counts as failed, as it shows nothing.
 """
 
@@ -106,14 +108,12 @@ def write_page(
 
 
 def _answer(suites: Mapping[str, tuple[Selection, Sequence[Record], Measured]]) -> str:
-    """How many claims of each suite hold."""
+    """How many claims of each suite have which verdict."""
     sentences = []
     for suite, (selection, records, measured) in suites.items():
         if records:
             verdicts = [verdict_of(checks) for _, checks in _all_checks(selection.claims, records, measured)]
-            names = {"pass": "hold", "warn": "hold in part", "fail": "fail", "printed": "without a gate"}
-            counts = [f"{verdicts.count(v)} {name}" for v, name in names.items() if v in verdicts]
-            counts += [f"{verdicts.count('not run')} were not run"] if "not run" in verdicts else []
+            counts = [f"{verdicts.count(v)} {_SHOWN[v].strip('*')}" for v in _SHOWN if v in verdicts]
             sentences.append(f"Suite {suite}, {len(verdicts)} claims: {', '.join(counts)}.")
     return " ".join(sentences) + "\n"
 
