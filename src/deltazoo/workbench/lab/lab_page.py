@@ -39,8 +39,8 @@ the suite full on one large GPU or several; workers that share a GPU are fastest
 - The column *paper* shows what a paper reports. Each claim says how our recipe differs from the paper's.
 - Models of a comparison have the same number of parameters within 2% and see the same data.
 - A gate compares configurations of one run, on the best seed as the papers do; the median stands beside it.
-- A gate that is not met counts as **warn** or as **FAIL**, whichever was set for it. The verdict on a claim is that of
-  its worst gate: **pass**, **warn** or **FAIL**. A claim without a gate has figures only.
+- A gate that is not met counts as `warn` or as `FAIL`, whichever was set for it. The verdict on a claim is that of its
+  worst gate: `pass`, `warn` or `FAIL`. A claim without a gate has figures only.
 - A task is too easy if the configuration that should struggle does well. It then counts as failed, as it shows nothing.
 """
 
