@@ -23,13 +23,13 @@ quickstart: $(INSTALLED)  ## train a small model on real text, reload it, sample
 	$(BIN)/python scripts/quickstart.py $(ARGS)
 
 quick: $(INSTALLED)  ## a run after every edit, two to three minutes on two cores (ARGS are pytest's)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -q $(QUICK) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q $(QUICK) $(ARGS)
 
 test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest's)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-oldest: $(OLDEST)/.installed  ## models, training, swapping, recipes on the oldest supported transformers and its kin
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup tests/models tests/generation tests/distributed tests/interop tests/workbench/train tests/swap tests/docs $(ARGS)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/models tests/generation tests/distributed tests/interop tests/workbench/train tests/swap tests/docs $(ARGS)
 
 compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for cards that are not here (registers, shared memory), and run on a model of one
 	$(BIN)/python -m pytest -n 2 -m sweep $(ARGS)

@@ -29,9 +29,6 @@ def run_two_processes(*command: str) -> str:
     return done.stdout
 
 
-pytestmark = pytest.mark.xdist_group("distributed")  # one worker makes what these tests share
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")

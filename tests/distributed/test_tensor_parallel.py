@@ -24,9 +24,6 @@ CASES = [*DIVISIBLE, *(["outside"] if SHARED_PARAMETERS else [])]
 TWO_RANKS = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
 
 
-pytestmark = pytest.mark.xdist_group("tensor_parallel")  # one worker makes what these tests share
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The difference between two processes and one, by case."""

@@ -327,9 +327,6 @@ def judge(case: Case, results: Results) -> None:
         raise Missed("\n".join(failures), max(sizes))
 
 
-pytestmark = pytest.mark.xdist_group("fused")  # one worker makes what these tests share
-
-
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     path = tmp_path_factory.mktemp("interpreted") / "results.pt"

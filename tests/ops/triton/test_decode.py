@@ -152,9 +152,6 @@ def resets_are_exact(device: str) -> None:
         assert not output.any() and not state.any()
 
 
-pytestmark = pytest.mark.xdist_group("decode")  # one worker makes what these tests share
-
-
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor] | str]:
     """Results of every case, or the error it ended with, computed by Triton's interpreter in a child process."""

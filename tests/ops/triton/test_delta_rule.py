@@ -127,9 +127,6 @@ def judge_linear_attention(decay: str, results: dict[str, Tensor]) -> None:
     assert_within_reference({n: x.cpu() for n, x in results.items()}, exact, plain, inputs, floor=4.0)
 
 
-pytestmark = pytest.mark.xdist_group("delta_rule")  # one worker makes what these tests share
-
-
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor] | str]:
     path = tmp_path_factory.mktemp("interpreted") / "results.pt"

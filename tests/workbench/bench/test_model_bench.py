@@ -27,9 +27,6 @@ QUICK = ["model", "--device", "cpu", "--models", "gated_deltanet", "--steps", "1
 QUICK += ["--shapes", "2x16,1x32", "--batches", "1,2", "--contexts", "8,40"]
 
 
-pytestmark = pytest.mark.xdist_group("model_bench")  # one worker makes what these tests share
-
-
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One run of everything at a tiny size."""

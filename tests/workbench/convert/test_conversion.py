@@ -43,9 +43,6 @@ def recipe(text: Path, output: Path) -> ConversionConfig:
     return from_mapping(ConversionConfig, values)
 
 
-pytestmark = pytest.mark.xdist_group("conversion")  # one worker makes what these tests share
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, and a Llama of a few thousand parameters trained on a little of it."""
