@@ -1,4 +1,4 @@
-"""Writes docs/rule_costs.md from results of measure_rules.py and, for operators, of `deltazoo bench ops`.
+"""Writes docs/rule_costs.md from results of measure_rules.py, `deltazoo bench ops` and measure_erase_keys.py.
 
 python scripts/render_rule_costs.py
 """
@@ -15,10 +15,12 @@ from deltazoo.workbench.bench.operator_results import OperatorResults
 from deltazoo.workbench.markdown import table
 from deltazoo.workbench.provenance import Run
 
+DTYPES = ("bfloat16", "float16", "float32")
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LAYERS = RESULTS / "rule_layers_h200.json"
 OPERATORS = RESULTS / "rules_h200.json"
+ERRORS = RESULTS / "erase_keys_h200.json"
 PAGE = ROOT / "docs" / "rule_costs.md"
 
 MEASURES = {"forward_ms": "forward, ms", "forward_backward_ms": "with backward, ms", "peak_mib": "peak memory, MiB"}
@@ -60,12 +62,24 @@ of the operator.
 
 In brackets: relative to the plain operator in the same run. Shapes are batch, tokens, heads, key channels and value
 channels. Below about a millisecond the host's launches bound a call with its backward pass, which flatters the ratios
-of micro-steps there. The kernel that prepares chunks with an erase key has changed since this run: more of its
-chunks may be computed strictly, and it was not timed again.
+of micro-steps there.
 
 {operators}
 
 {operator_run}
+
+## Errors with erase keys and micro-steps
+
+Relative errors, in the root-mean-square sense, against float64 on the same rounded inputs: the largest of the output,
+the final state and all gradients, and over no decay, one per head and one per channel, of mean -0.001 and -5 per token.
+{error_sizes}.
+In brackets: where the largest error is. "gated" erase keys are the key times a number in [0, 1] per channel, "free"
+ones random unit vectors. Repeated keys: one key for all tokens, step size 1, decay -0.001. No erase gain exceeds 1
+there, so the default precision computes them in one 16-bit term.
+
+{errors}
+
+{error_run}
 
 `scripts/render_rule_costs.py` writes this page.
 """
@@ -115,9 +129,27 @@ def operator_rows(results: OperatorResults) -> list[list[str]]:
     return rows
 
 
+def error_rows(results: list[dict[str, Any]]) -> list[list[str]]:
+    """A row of every kind of update and of keys, with the worst result per dtype."""
+    worst: dict[tuple[str, str, str], dict[str, tuple[float, str]]] = {}
+    for result in results:
+        case, errors = result["case"], result["errors"]
+        erase = "the key itself" if case["erase"] == "tied" else case["erase"]
+        if case["erase_reads"] == "undecayed":
+            erase += ", read before the decay"
+        where = max(errors, key=errors.__getitem__)
+        kind = worst.setdefault((case["keys"], erase, str(case["num_micro_steps"])), {})
+        kind[case["dtype"]] = max(kind.get(case["dtype"], (0.0, "")), (errors[where], f"`{where}`, {case['decay']}"))
+    return [
+        [keys, erase, steps, *(f"{error:.1e} ({name})" for error, name in (kind[dtype] for dtype in DTYPES))]
+        for (keys, erase, steps), kind in sorted(worst.items())
+    ]
+
+
 def page() -> str:
     """The text of docs/rule_costs.md."""
     layers = json.loads(LAYERS.read_text())
+    errors = json.loads(ERRORS.read_text())
     sizes = layers["sizes"]
     operators = OperatorResults.load([OPERATORS])
     rows = operator_rows(operators)
@@ -133,6 +165,9 @@ def page() -> str:
         layer_run=source(Run(**layers["run"]), LAYERS),
         operators=table(columns, rows, text_columns=3).strip(),
         operator_run=source(newest, OPERATORS),
+        error_sizes="{T} micro-steps, {H} heads of {K} channels, an initial state".format(**errors["rows"][0]["case"]),
+        errors=table(["keys", "erase key", "micro-steps", *DTYPES], error_rows(errors["rows"]), text_columns=2).strip(),
+        error_run=source(Run(**errors["run"]), ERRORS),
     )
 
 
