@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from deltazoo.workbench.bench import lower_bound
+from deltazoo.workbench.bench.inputs import make_inputs
 from deltazoo.workbench.bench.lower_bound import Ceilings, lower_bound_ms
 from deltazoo.workbench.bench.shapes import SWEEP, TABLE, Shape, parse_shapes
 
@@ -55,3 +58,15 @@ def test_the_lower_bound_is_the_longer_of_memory_and_arithmetic() -> None:
     assert lower_bound_ms(D128, "kda", backward=False, ceilings=ceilings) > forward
     with pytest.raises(KeyError):
         lower_bound_ms(D128, "softmax", backward=False, ceilings=ceilings)
+
+
+def test_value_heads_that_share_keys() -> None:
+    shape = Shape.parse("8x4096x4/16x128x128")
+    assert shape == TABLE["grouped"] and str(shape) == "8x4096x4/16x128x128"
+    assert shape.token_heads == TABLE["train"].token_heads
+    assert lower_bound.forward_bytes(shape, "gdn") == 2 * (2 * 32 + 2 * 128) + 8
+    inputs = make_inputs(replace(shape, T=8), "gdn", "medium", device="cpu")
+    assert inputs.k.shape == (8, 8, 4, 128) and inputs.v.shape == (8, 8, 16, 128)
+    assert inputs.beta is not None and inputs.beta.shape == (8, 8, 16)
+    with pytest.raises(ValueError, match="multiple of key heads"):
+        Shape.parse("1x64x4/6x8x8")

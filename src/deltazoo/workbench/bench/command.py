@@ -83,13 +83,13 @@ def ops(
     shapes: Annotated[
         str | None,
         typer.Option(
-            help="train, long, small, narrow, wide, table (default on a GPU), sweep or BxTxHxKxV; "
-            "two small ones by default on a CPU."
+            help="train, long, small, narrow, wide, grouped, table (default on a GPU), sweep, BxTxHxKxV or "
+            "BxTxH/HVxKxV; two small ones by default on a CPU."
         ),
     ] = None,
     operators: Annotated[str, typer.Option("--ops", help=f"Out of {','.join(OPERATORS)},softmax.")] = ",".join(OPS),
     gates: Annotated[str, typer.Option(help="Out of weak,medium,strong.")] = "weak,medium,strong",
-    peers: Annotated[str, typer.Option(help="Out of fla,fla-safe-gate,sdpa, or none.")] = "fla,sdpa",
+    peers: Annotated[str, typer.Option(help="Out of fla,fla-safe-gate,flashqla,sdpa, or none.")] = "fla,sdpa",
     measure: Annotated[
         str,
         typer.Option(

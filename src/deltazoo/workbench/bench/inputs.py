@@ -44,7 +44,7 @@ def make_inputs(shape: Shape, op: str, gates: str, *, device: str, dtype: torch.
 
     An erase key is the key times numbers uniform in [0, 1]; the gates of Gated DeltaNet-2 are such numbers.
     """
-    B, T, H, K, V = shape.B, shape.T, shape.H, shape.K, shape.V
+    B, T, H, HV, K, V = shape.B, shape.T, shape.H, shape.HV, shape.K, shape.V
     operator = OPERATORS.get(op, Operator())
     S = T * operator.num_micro_steps
     generator = torch.Generator(device).manual_seed(0)
@@ -60,17 +60,17 @@ def make_inputs(shape: Shape, op: str, gates: str, *, device: str, dtype: torch.
 
     log_decay = None
     if gates != "none":
-        size = (B, T, H, K) if operator.decay == "channel" else (B, T, H)
+        size = (B, T, HV, K) if operator.decay == "channel" else (B, T, HV)
         log_decay = (2 * GATES[gates] * uniform(*size)).requires_grad_()
     elif operator.decay == "fixed":
-        log_decay = (-8 / H * torch.arange(H, device=device)).expand(B, T, H).contiguous()
+        log_decay = (-8 / HV * torch.arange(HV, device=device)).expand(B, T, HV).contiguous()
     inputs = Inputs(
         q=unit_rows(T),
         k=unit_rows(S),
-        v=normal(B, S, H, V).to(dtype).requires_grad_(),
-        beta=normal(B, S, H).sigmoid().requires_grad_(),
+        v=normal(B, S, HV, V).to(dtype).requires_grad_(),
+        beta=normal(B, S, HV).sigmoid().requires_grad_(),
         log_decay=log_decay,
-        d_output=normal(B, T, H, V).to(dtype),
+        d_output=normal(B, T, HV, V).to(dtype),
     )
     if not operator.corrects:
         return replace(inputs, beta=None)

@@ -1,6 +1,7 @@
 r"""The least time the hardware allows: bytes over bandwidth or operations over matrix rate, whichever is longer.
 
-Per token and head, with 64-token chunks, 16-bit q, k, v and o, float32 beta and gate. Every tensor moves once:
+Per token and value head, with 64-token chunks, 16-bit q, k, v and o, float32 beta and gate. Every tensor moves once
+(K counts once per group of value heads that share it):
 
     forward   reads q, k, v, beta, gate, writes o:              2 (2K + 2V) + 4 + gate bytes
     backward  reads q, k, v, dO, beta, gate, writes gradients:  2 (4K + 3V) + 8 + 2 gate bytes
@@ -49,13 +50,13 @@ def _gate_bytes(shape: Shape, op: str) -> int:
 
 
 def forward_bytes(shape: Shape, op: str) -> float:
-    """Bytes per token and head, each tensor once."""
-    return 2 * (2 * shape.K + 2 * shape.V) + 4 + _gate_bytes(shape, op)
+    """Bytes per token and value head, each tensor once."""
+    return 2 * (2 * shape.K / shape.groups + 2 * shape.V) + 4 + _gate_bytes(shape, op)
 
 
 def backward_bytes(shape: Shape, op: str) -> float:
-    """Bytes per token and head of the backward pass alone."""
-    return 2 * (4 * shape.K + 3 * shape.V) + 8 + 2 * _gate_bytes(shape, op)
+    """Bytes per token and value head of the backward pass alone."""
+    return 2 * (4 * shape.K / shape.groups + 3 * shape.V) + 8 + 2 * _gate_bytes(shape, op)
 
 
 def forward_operations(shape: Shape) -> float:

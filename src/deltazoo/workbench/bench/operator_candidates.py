@@ -1,8 +1,9 @@
-"""Implementations that are timed: our operator, flash-linear-attention where installed, and softmax attention."""
+"""Implementations that are timed: our operator, other libraries where installed, and softmax attention."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,8 @@ _FLA = {
 (PGDN, PKDA) have kernels there that normalise keys and compute the preconditioner as well, and RWKV-7's rule takes its
 two micro-steps as one: neither is an operator of ours."""
 
+_FLASHQLA = ("flash_qla", "chunk_gated_delta_rule", None)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -56,10 +59,11 @@ class Candidate:
 def installed_peers(names: list[str]) -> tuple[list[str], dict[str, str]]:
     """Splits peers into those that can be imported and, for the others, the reason."""
     missing = {}
+    os.environ["FLA_FLASH_QLA"] = "0"  # read at calls: flash-linear-attention keeps to its own kernels
     for name in names:
-        if name.startswith("fla"):
+        if name != "sdpa":
             try:
-                importlib.import_module("fla.ops.delta_rule")
+                importlib.import_module("flash_qla" if name == "flashqla" else "fla.ops.delta_rule")
             except Exception as error:  # a broken installation may raise anything
                 missing[name] = f"{type(error).__name__}: {error}"
     return [name for name in names if name not in missing], missing
@@ -88,7 +92,7 @@ def candidates_for(op: str, *, backend: str, precisions: list[str | None], peers
     ]
     for peer in peers:
         if has_peer(op, peer):
-            module, chunk_name, _ = _FLA[op]
+            module, chunk_name, _ = _FLASHQLA if peer == "flashqla" else _FLA[op]
             function = getattr(importlib.import_module(module), chunk_name)
             options = {"safe_gate": True} if peer == "fla-safe-gate" else {}
             found.append(Candidate(peer, op, partial(_fla, op=op, function=function, options=options)))
@@ -96,7 +100,9 @@ def candidates_for(op: str, *, backend: str, precisions: list[str | None], peers
 
 
 def has_peer(op: str, peer: str) -> bool:
-    """Whether flash-linear-attention (`fla`, or `fla-safe-gate`) has kernels for an operator."""
+    """Whether another library has kernels for an operator."""
+    if peer == "flashqla":
+        return op == "gdn"
     return op in _FLA and (peer == "fla" or (peer == "fla-safe-gate" and op in ("kda", "gdn2")))
 
 

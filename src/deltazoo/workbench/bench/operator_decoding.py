@@ -39,7 +39,7 @@ def decoding_rows(op: str, *, backend: str | None, peers: list[str], device: str
             except Exception as error:  # peers and kernels under test may raise anything
                 rows += [row.failed(error), replace(row, measure="step_tb_s").failed(error)]
                 continue
-            state_bytes = 2 * 4 * shape.B * shape.H * shape.K * shape.V
+            state_bytes = 2 * 4 * shape.B * shape.HV * shape.K * shape.V
             rows += [row.measured(time), replace(row, measure="step_tb_s").measured(state_bytes / time.median / 1e6)]
     return rows
 
@@ -50,7 +50,7 @@ def _step_time(
     inputs = make_inputs(shape, op, gates, device=device)
     # A generator of its own: a graph capture that failed earlier leaves the default one unusable.
     generator = torch.Generator(device).manual_seed(1)
-    size = (shape.B, shape.H, shape.K, shape.V)
+    size = (shape.B, shape.HV, shape.K, shape.V)
     states = [torch.randn(size, generator=generator, device=device) for _ in range(_STEPS)]
 
     @torch.no_grad()

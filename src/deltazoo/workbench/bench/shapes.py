@@ -12,28 +12,46 @@ __all__ = ["SWEEP", "TABLE", "Shape", "parse_shapes"]
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """`B` sequences of `T` tokens, `H` heads, keys of `K` and values of `V` channels."""
+    """`B` sequences of `T` tokens, `H` heads, keys of `K` and values of `V` channels.
+
+    `groups` value heads share a query and key head; written `BxTxH/HVxKxV` if there are several.
+    """
 
     B: int
     T: int
     H: int
     K: int
     V: int
+    groups: int = 1
 
     def __str__(self) -> str:
-        return f"{self.B}x{self.T}x{self.H}x{self.K}x{self.V}"
+        heads = str(self.H) if self.groups == 1 else f"{self.H}/{self.HV}"
+        return f"{self.B}x{self.T}x{heads}x{self.K}x{self.V}"
+
+    @property
+    def HV(self) -> int:
+        """Value heads."""
+        return self.H * self.groups
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Reads `BxTxHxKxV`; ValueError for anything else."""
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){4}", text):
-            raise ValueError(f"a shape reads BxTxHxKxV with positive integers, such as 8x4096x16x128x128; got {text!r}")
-        return cls(*map(int, text.split("x")))
+        """Reads `BxTxHxKxV` or `BxTxH/HVxKxV`; ValueError for anything else."""
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*(/[1-9]\d*)?(x[1-9]\d*){2}", text):
+            raise ValueError(
+                "a shape reads BxTxHxKxV with positive integers, such as 8x4096x16x128x128, or BxTxH/HVxKxV with HV "
+                f"value heads; got {text!r}"
+            )
+        B, T, heads, K, V = text.split("x")
+        H, _, value_heads = heads.partition("/")
+        groups, rest = divmod(int(value_heads or H), int(H))
+        if rest or not groups:
+            raise ValueError(f"value heads are a multiple of key heads, got {heads} in {text!r}")
+        return cls(int(B), int(T), int(H), int(K), int(V), groups)
 
     @property
     def token_heads(self) -> int:
-        """Tokens times heads: the work of all shapes is proportional to it."""
-        return self.B * self.T * self.H
+        """Tokens times value heads: the work of all shapes is proportional to it."""
+        return self.B * self.T * self.HV
 
 
 TABLE = {
@@ -42,6 +60,7 @@ TABLE = {
     "small": Shape(4, 2048, 8, 128, 128),
     "narrow": Shape(8, 4096, 32, 64, 64),
     "wide": Shape(4, 4096, 6, 256, 512),
+    "grouped": Shape(8, 4096, 4, 128, 128, groups=4),
 }
 SWEEP = [Shape(1, T, 16, 128, 128) for T in (512 * 2**i for i in range(9))]
 

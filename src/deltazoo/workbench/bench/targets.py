@@ -53,23 +53,28 @@ def verdict(value: float, limit: float, at_least: bool = False) -> str:
 
 
 def _targets() -> Iterator[Target]:
-    yield Target("train", _DELTA, "forward_ms", 0.36)
-    yield Target("train", _DELTA, "forward_backward_ms", 1.40)
-    yield Target("train", ("kda",), "forward_ms", 0.60)
-    yield Target("train", ("kda",), "forward_backward_ms", 2.6)
-    yield Target("long", _DELTA, "forward_ms", 0.60)
-    yield Target("long", _DELTA, "forward_backward_ms", 2.0)
-    yield Target("long", ("kda",), "forward_ms", 0.95)
-    yield Target("long", ("kda",), "forward_backward_ms", 3.6)
+    for op, forward, both, peak in (("delta", 0.22, 0.72, 850), ("gdn", 0.225, 0.82, 850), ("kda", 0.42, 1.60, 1200)):
+        yield Target("train", (op,), "forward_ms", forward)
+        yield Target("train", (op,), "forward_backward_ms", both)
+        yield Target("train", (op,), "peak_mib", peak)
+    yield Target("long", _DELTA, "forward_ms", 0.45)
+    yield Target("long", _DELTA, "forward_backward_ms", 1.35)
+    yield Target("long", _DELTA, "peak_mib", 870)
+    yield Target("long", ("kda",), "forward_ms", 0.65)
+    yield Target("long", ("kda",), "forward_backward_ms", 2.2)
+    yield Target("grouped", ("gdn",), "forward_ms", 0.21)
+    yield Target("grouped", ("gdn",), "forward_backward_ms", 1.0)
     yield Target("small", _ALL, "forward_ms", 0.20)
-    yield Target("small", _ALL, "forward_graph_ms", 0.09)
     yield Target("small", _ALL, "forward_backward_ms", 0.60)
-    yield Target("small", _ALL, "forward_backward_graph_ms", 0.35)
+    for op, forward, both in (("delta", 0.09, 0.35), ("gdn", 0.070, 0.22), ("kda", 0.09, 0.35)):
+        yield Target("small", (op,), "forward_graph_ms", forward)
+        yield Target("small", (op,), "forward_backward_graph_ms", both)
     for measure in ("forward_ms", "forward_backward_ms"):
         yield Target("narrow", _ALL, measure, 1 / 2, relative_to="fla")
         yield Target("wide", _ALL, measure, 1 / 1.5, relative_to="fla")
+    for shape, ops in (("long", ("kda",)), ("small", _ALL), ("narrow", _ALL), ("wide", _ALL)):
+        yield Target(shape, ops, "peak_mib", 1.0, relative_to="fla")
     for shape in TABLE:
-        yield Target(shape, _ALL, "peak_mib", 1.0, relative_to="fla")
         yield Target(shape, _ALL, "host_forward_us", 1 / 4, relative_to="fla")
     yield Target("first", _ALL, "cold_first_call_s", 15.0)
     yield Target("first", _ALL, "new_kernels", 0)
