@@ -14,7 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Constants", "launch"]
+__all__ = ["Constants", "Tile", "launch"]
 
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
 """Whether this version is known to pass arguments to kernels in the order used here; with others, Triton launches."""
@@ -38,33 +38,70 @@ class Constants:
         self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
-def launch(kernel: Any, constants: Constants, *tensors: Tensor | None) -> None:
+class Tile:
+    """A tensor as a Gluon kernel takes it: as tiles that the copy engine (TMA) moves. Swizzled for matrix products.
+
+    Triton's `TensorDescriptor` checks its arguments for longer than a launch takes, so it is made at the first launch
+    only. Triton's launcher reads the same attributes of both.
+
+    Args:
+        base: the tensor, 16-bit, aligned to 16 bytes.
+        shape, strides: the dimensions that tiles are cut from, in elements; the last one contiguous.
+        block_shape: size of a tile in each of them.
+    """
+
+    __slots__ = ("base", "block_shape", "shape", "strides")
+    padding, round_f32_to_tf32 = "zero", False
+
+    def __init__(
+        self, base: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, ...]
+    ) -> None:
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+
+    def descriptor(self) -> Any:
+        """Triton's own object for it."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(self.shape))
+        return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape), layout)
+
+
+def _triton_arguments(tensors: tuple[Tensor | Tile | None, ...]) -> list[Any]:
+    return [x.descriptor() if type(x) is Tile else x for x in tensors]
+
+
+def launch(kernel: Any, constants: Constants, *tensors: Tensor | Tile | None) -> None:
     """`kernel[grid](*tensors, **named)` on the current device and stream; the kernel takes tensors first.
 
     The caller makes sure that the tensors are on this device; Triton checks it at the first launch only.
     """
     if not DIRECT or not isinstance(kernel, JITFunction) or _watched(kernel):
-        kernel[constants.grid](*tensors, **constants.named)
+        kernel[constants.grid](*_triton_arguments(tensors), **constants.named)
         return
     device = driver.active.get_current_device()
     key: list[Any] = [kernel.fn, device]
-    pointers: list[int | None] = []
+    pointers: list[Any] = []
     bits = 0
     for tensor in tensors:
         if tensor is None:
             key.append(None)
             pointers.append(None)
+        elif isinstance(tensor, Tile):
+            bits |= tensor.base.data_ptr()
+            key.append((tensor.base.dtype, tensor.block_shape))
+            pointers.append(tensor)
         else:
             pointer = tensor.data_ptr()
             bits |= pointer
             key.append(tensor.dtype)
             pointers.append(pointer)
     if bits % ALIGNMENT:
-        kernel[constants.grid](*tensors, **constants.named)
+        kernel[constants.grid](*_triton_arguments(tensors), **constants.named)
         return
     known = constants.compiled.get(tuple(key))
     if known is None:
-        compiled = kernel[constants.grid](*tensors, **constants.named)
+        compiled = kernel[constants.grid](*_triton_arguments(tensors), **constants.named)
         if isinstance(compiled, CompiledKernel):
             others = tuple([constants.named[name] for name in kernel.arg_names[len(tensors) :]])
             constants.compiled[tuple(key)] = compiled, (*constants.grid, 1, 1)[:3], others

@@ -1,0 +1,113 @@
+"""Where the Gluon kernels can run, which calls they serve, and the tiles that they copy.
+
+Gluon is Triton's language for kernels that choose layouts, copies and barriers themselves. It is experimental: names
+may move from version to version. On a version that is not known, or that lacks a name, the plain Triton kernels serve
+every call, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from deltazoo.ops.triton.launch import Tile
+from deltazoo.ops.triton.tiling import CHUNK
+
+if TYPE_CHECKING:
+    from deltazoo.ops.triton.plan import Plan
+
+MISSING: str | None = None
+"""What the installed Triton lacks for the Gluon kernels; None if it has everything."""
+try:
+    from triton.experimental.gluon import jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in 3.7
+    if not triton.__version__.startswith(("3.6.", "3.7.")):
+        MISSING = f"the Gluon kernels are known to work with Triton 3.6 and 3.7 only, this is {triton.__version__}"
+except (ImportError, AttributeError) as error:
+    MISSING = f"Triton {triton.__version__} lacks a part of Gluon: {error}"
+
+__all__ = [
+    "MISSING",
+    "available",
+    "barrier",
+    "fence_async_shared",
+    "gl",
+    "jit",
+    "matrix_tiles",
+    "mbarrier",
+    "refusal",
+    "tma",
+    "token_tiles",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+HEAD = 128
+"""Channels per head, of keys and of values, that the kernels are made for."""
+
+MAX_ROWS = 2**31 // (2 * CHUNK)
+"""Chunks of all heads whose matrices, row by row, 32-bit coordinates can address."""
+
+
+@lru_cache
+def available(device: torch.device) -> bool:
+    """Whether Gluon kernels run on this device with this Triton; warns once if only Triton stands in the way."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    if triton.knobs.runtime.interpret:
+        return False
+    if MISSING is not None:
+        _warn_once(MISSING)
+        return False
+    return True
+
+
+@lru_cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"{reason}. Plain Triton kernels, which are slower, take their place.", stacklevel=2)
+
+
+def refusal(plan: Plan) -> str | None:
+    """Why a call's Gluon kernels do not serve it, in words; None if they do."""
+    if plan.K != HEAD or plan.V != HEAD:
+        return f"heads have {plan.K} key and {plan.V} value channels, not {HEAD}"
+    if not plan.half:
+        return "inputs are float32"
+    if not plan.has_beta:
+        return "there are no step sizes"
+    if plan.num_micro_steps > 1:
+        return "tokens have several micro-steps"
+    if plan.packed:
+        return "rows are packed"
+    if plan.slots >= MAX_ROWS:
+        return "there are more chunks than 32-bit coordinates address"
+    return None
+
+
+def token_tiles(x: Tensor, channels: int) -> Tile:
+    """Tiles of a chunk of tokens by `channels` of one head, for x `[B, T, H, D]`.
+
+    Coordinates are row of the batch, token, `head * D + channel`. Tokens beyond T are read as zero and not written.
+    """
+    B, T, H, D = x.shape
+    return Tile(x, (B, T, H * D), (T * H * D, H * D, 1), (1, CHUNK, channels))
+
+
+def matrix_tiles(x: Tensor, rows: int) -> Tile:
+    """Tiles of `rows` full rows of x `[..., D]`; coordinates are the row, over all leading dimensions, and 0."""
+    D = x.shape[-1]
+    return Tile(x, (x.numel() // D, D), (D, 1), (rows, D))

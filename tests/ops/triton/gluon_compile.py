@@ -1,0 +1,88 @@
+"""Compile Gluon kernels for sm_90a without a GPU: registers, spills, shared memory and what ptxas warns of."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from deltazoo.ops.triton.launch import Tile
+
+SHARED_MEMORY = 232_448
+"""Bytes per thread block on Hopper."""
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel needs."""
+
+    registers: int
+    """Per thread at the launch, before partitions move some among each other."""
+    spilled: int
+    """Bytes per thread."""
+    shared: int
+    """Bytes per thread block."""
+    warnings: tuple[str, ...]
+    """Of ptxas, such as C7512 and C7514: matrix products that wait for each other."""
+    ptx: str
+    partition_registers: tuple[int, ...]
+    """What partitions of warps set their registers to."""
+
+    def __str__(self) -> str:
+        parts = f"registers {self.registers} {list(self.partition_registers)}, spilled {self.spilled}"
+        return f"{parts}, shared {self.shared}" + "".join(f"\n    {line}" for line in self.warnings)
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Any]) -> Compiled:
+    """Compile as a launch would with these arguments by name: tensors (meta will do), `Tile`s, numbers, options."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for position, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        signature[parameter.name] = "constexpr"
+        if isinstance(value, Tile):
+            descriptor = value.descriptor()
+            signature[parameter.name] = (
+                f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{descriptor.layout!r}>"
+            )
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None:
+            constants[(position,)] = value
+        else:
+            assert parameter.do_not_specialize or isinstance(value, float), f"{parameter.name} is specialised"
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    options = {name: arguments[name] for name in OPTIONS if name in arguments}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return _resources(compiled)
+
+
+def _resources(compiled: Any) -> Compiled:
+    ptx = compiled.asm["ptx"]
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.ptx")
+        with open(path, "w") as file:
+            file.write(ptx)
+        command = [tool, "-v", "--gpu-name=sm_90a", "-o", os.path.join(folder, "kernel.cubin"), path]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(int(x) for x in re.findall(r"(\d+) bytes spill", told))
+    found = re.search(r"Used (\d+) registers", told)
+    assert found, told
+    warnings = tuple(line.strip() for line in told.splitlines() if re.search(r"\(C\d+\)", line))
+    partitions = tuple(int(x) for x in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))
+    return Compiled(int(found[1]), spilled, compiled.metadata.shared, warnings, ptx, partitions)
