@@ -42,6 +42,33 @@ def decays_beyond_one_product(g_last, DTYPE: tl.constexpr):
     return tl.min(g_last, 0) < -RANGE
 
 
+@triton.constexpr_function
+def centred_range(dtype):
+    """How far a chunk may decay, in log2, if its factors are those from and to `middle_of`.
+
+    In bfloat16 each factor is then within 2^96, which leaves 2^30 for what it is multiplied by: gradients of a mean
+    over many tokens are small. Float32 gradients take other factors (`gradients_exact.py`).
+    """
+    return 12.0 if dtype == tl.float16 else 192.0 if dtype == tl.bfloat16 else exponent_range(dtype)
+
+
+@triton.jit
+def decays_beyond_centred_product(g_last, DTYPE: tl.constexpr):
+    """Whether the decay of some channel over the whole chunk leaves even `centred_range`."""
+    RANGE: tl.constexpr = centred_range(DTYPE)
+    return tl.min(g_last, 0) < -RANGE
+
+
+@triton.jit
+def middle_of(g_last):
+    """A whole number near half the decay of a chunk, for each channel.
+
+    `exp2(G - middle)` and `exp2(middle - G)` are both in range for twice the decay that `exp2(G)` and `exp2(-G)` are.
+    The forward pass does not use it, for results of a token would depend on later ones by their rounding.
+    """
+    return tl.floor(0.5 * g_last)
+
+
 @triton.jit
 def level_factor(g1, g2, g3, o_c, level):
     """Decay between each row and the middle of its block of `2 << level` rows, as a factor <= 1 (g: log2-decays).

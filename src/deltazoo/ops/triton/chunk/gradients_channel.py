@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
-from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, middle_of
 from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradients, store_step_gradient
 from deltazoo.ops.triton.chunk.terms import masked_sum_of_two
 
@@ -54,16 +54,16 @@ def chunk_gradients_channel_kernel(
     UNDECAYED: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
 ):
-    """All gradients of one chunk of one value head, unless its decay is strong; grid (HV, NT, B).
+    """All gradients of one chunk of one value head, unless its decay is too strong; grid (HV, NT, B).
 
-    As `chunk_gradients_kernel`, with the decay inside the products over tokens: `exp(G)` where a token reads, `exp(-G)`
-    where it is read. dq, dk and `d_erase_key` are per value head.
+    As `chunk_gradients_kernel`, with the decay inside the products over tokens: `exp(G - middle)` where a token reads,
+    `exp(middle - G)` where it is read (`middle_of`). dq, dk and `d_erase_key` are per value head.
     """
     WHOLE: tl.constexpr = V <= BV
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
-    if rows <= 0 or tl.load(strong_decay + slot) != 0:
+    if rows <= 0 or tl.load(strong_decay + slot) == 2:
         return
     DTYPE: tl.constexpr = q.dtype.element_ty
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
@@ -139,7 +139,9 @@ def chunk_gradients_channel_kernel(
         m_ck = m_c[:, None] & m_k[None, :]
         b_g, b_k, b_q = next_g, next_k, next_q
         b_e = b_k if erase_key is None else next_e
-        g_last = tl.exp2(tl.load(G + i_k * BK + o_k, mask=m_k, other=0.0))
+        g_last = tl.load(G + i_k * BK + o_k, mask=m_k, other=0.0)
+        middle = middle_of(g_last)
+        to_middle, from_middle = tl.exp2(middle)[None, :], tl.exp2(g_last - middle)[None, :]
         b_dq, b_row = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
         b_col, b_last = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([BK], dtype=tl.float32)
         if WHOLE:
@@ -162,9 +164,10 @@ def chunk_gradients_channel_kernel(
                 if HAS_BETA:
                     b_row = tl.dot(Z_tile, b_S, b_row, input_precision=PRECISION)
                 b_col = tl.dot(U_tile, b_dS, b_col, input_precision=PRECISION) + 0.0  # waits, see `score_gradients`
-        b_last *= g_last
+        b_last *= tl.exp2(g_last)
         b_g = tl.where(m_c[:, None], tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR), 0.0)
         b_G = masked_sum_of_two(later, b_g, PRECISION)
+        b_G -= middle[None, :]
         entry, undone = tl.exp2(b_G), tl.exp2(-b_G)
         read_entry = entry
         if UNDECAYED:
@@ -173,7 +176,7 @@ def chunk_gradients_channel_kernel(
 
         if WHOLE:
             b_dq = tl.dot(b_dO, b_S, b_dq, input_precision=PRECISION)
-        b_dq = entry * tl.dot(W_P, k_written, b_dq * scale, input_precision=PRECISION)
+        b_dq = entry * tl.dot(W_P, k_written, b_dq * (scale * to_middle), input_precision=PRECISION)
         b_dG = b_q * b_dq
         b_dq += diagonal * b_k
         tl.store(dq + i_k * BK + o_gate, b_dq.to(dq.dtype.element_ty), mask=m_query[:, None] & m_k[None, :])
@@ -181,13 +184,13 @@ def chunk_gradients_channel_kernel(
         b_dk = diagonal * b_q
         if WHOLE:
             b_col = tl.dot(b_U, b_dS, b_col, input_precision=PRECISION)
-        b_col *= g_last[None, :]  # the decay to the chunk's end is the whole one times `undone`
+        b_col *= from_middle  # the decay to the chunk's end, with `undone`
         b_last += tl.sum(k_written.to(tl.float32) * b_col, 0)
         b_col = tl.dot(W_P_columns, (b_q * entry).to(DTYPE), b_col, input_precision=PRECISION)
         if HAS_BETA:
             if WHOLE:
                 b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
-            b_row = read_entry * tl.dot(W_L, k_written, -b_row, input_precision=PRECISION)
+            b_row = read_entry * tl.dot(W_L, k_written, -to_middle * b_row, input_precision=PRECISION)
             b_dbeta += tl.sum(b_e * b_row, 1)
             b_row *= b_beta[:, None]
             b_dG += b_e * b_row

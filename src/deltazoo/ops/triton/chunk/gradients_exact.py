@@ -1,7 +1,7 @@
 """The gradients of a chunk's inputs for one decay per key channel where `gradients_channel.py` is not exact enough.
 
-These are float32 inputs, and chunks with strong decay: some channel leaves the range of `undo_decay`. With moderate
-gates such chunks are few. They take many registers.
+These are float32 inputs, and chunks where some channel leaves `centred_range`. With moderate gates such chunks are few.
+They take many registers.
 """
 
 import triton
@@ -313,7 +313,8 @@ def chunk_gradients_exact_kernel(
     """
     start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
     count = tl.minimum(slots - start, chunks).to(tl.int32)
-    if tl.max((tl.load(strong_decay + start + o, mask=o < count, other=1 - STRONG) == STRONG).to(tl.int32), 0) == 0:
+    flags = tl.load(strong_decay + start + o, mask=o < count, other=0)
+    if tl.max(((flags == 2) == STRONG).to(tl.int32) * (o < count), 0) == 0:
         return
     W += tl.program_id(0).to(tl.int64) * ((2 if HAS_BETA else 1) * C * C)
     P_diagonal += tl.program_id(0) * C
@@ -322,7 +323,7 @@ def chunk_gradients_exact_kernel(
         slot = start + i
         i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
         first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
-        if rows > 0 and tl.load(strong_decay + slot) == STRONG:
+        if rows > 0 and (tl.load(strong_decay + slot) == 2) == STRONG:
             b_dbeta, stored = pair_gradients(
                 v, beta, U, Z, d_output, W, P_diagonal, dv, d_beta, slot, first, rows, i_h, scale, value_tiles, HV, V,
                 BV, C, HAS_BETA, PRECISION, STAGES, MICRO_STEPS,

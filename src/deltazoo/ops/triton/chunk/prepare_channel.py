@@ -5,7 +5,8 @@ start, take one product, `(q o exp(G)) (k o exp(-G))^T`. The rows after them, if
 twice as long as the one before, which cover every pair of tokens once. With moderate gates few chunks have such rows,
 so a program first assumes that its chunk has none, and starts again if it finds one. If the channels take several
 tiles, registers do not suffice for both forms, and a second launch prepares these chunks. The flag `strong_decay`
-tells this launch and the gradient kernels which chunks they are.
+tells this launch and the gradient kernels which chunks they are: 0 none of its rows, 1 some, 2 if the decay is beyond
+the range of the gradients' product as well.
 
 The rows of a chunk, one per micro-step, are loaded in another order: first the first row of each of RUNS runs of
 neighbouring rows, then the second ones, and so on. A run is then in the registers of one thread, and its running sum of
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.decay_factors import (
+    decays_beyond_centred_product,
     decays_beyond_one_product,
     exponent_range,
     level_factor,
@@ -157,7 +159,7 @@ def prepare_chunk(
     UNDECAYED: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
 ):
-    """Prepare one chunk. Without STRONG returns early, with True, if its decay exceeds the range of the fast form."""
+    """Prepare one chunk; returns its flag `strong_decay`. Without STRONG returns early if that is not 0."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     RANGE: tl.constexpr = exponent_range(DTYPE)
     o_c = tl.arange(0, C)
@@ -185,6 +187,7 @@ def prepare_chunk(
         b_beta = tl.load(beta + first * HV + i_h + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
     b_P = tl.zeros([C, C], dtype=tl.float32)
     b_N = tl.zeros([C, C], dtype=tl.float32)
+    flag = tl.full([], 0, tl.int32)
     for tile in tl.static_range((K + BK - 1) // BK):
         o_k = tile * BK + tl.arange(0, BK)
         mask = row < rows
@@ -205,7 +208,9 @@ def prepare_chunk(
             b_e = tl.load(erase_key + o_qk, mask=mask, other=0.0)
         b_G, g_last = running_sum(b_g, RUNS, C, BK)
         if not STRONG and decays_beyond_one_product(g_last, DTYPE):
-            return True
+            return tl.full([], 1, tl.int32)
+        if STRONG:
+            flag = tl.maximum(flag, 1 + decays_beyond_centred_product(g_last, DTYPE).to(tl.int32))
         tl.store(G + slot * K + o_k, g_last, mask=o_k < K)
         decay, undone = tl.exp2(b_G), tl.exp2(tl.minimum(-b_G, RANGE) if STRONG else -b_G)
         read_decay = decay
@@ -259,7 +264,7 @@ def prepare_chunk(
                 gains = tl.abs(tl.where(diagonal | below, L, 0.0))
             gain = tl.max(tl.max(gains, 1), 0)
         store_inverse(tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, C, STRICT, BY_GAIN, PRECISION)
-    return False
+    return flag
 
 
 @triton.jit(do_not_specialize=["level_tiles", "T", "NT", "H", "HV"])
@@ -320,18 +325,20 @@ def prepare_channel_kernel(
             if BY_GAIN:
                 tl.store(large_gain + slot, 0)
             return
-        strong = prepare_chunk(
+        flag = prepare_chunk(
             q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first,
             rows, i_h, scale, 0, H, HV, K, BK, BK, RUNS, C, False, HAS_BETA, STRICT, BY_GAIN, GROUPED, PRECISION,
             UNDECAYED, MICRO_STEPS,
         )  # fmt: skip
-        tl.store(strong_decay + slot, strong.to(tl.int32))
+        tl.store(strong_decay + slot, flag)
         if PART == 1:
             return
+        strong = flag > 0
     if strong:
         tl.debug_barrier()  # other threads may have stored some of what is stored now
-        prepare_chunk(
+        flag = prepare_chunk(
             q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, q_in, k_in, k_out, slot, first,
             rows, i_h, scale, level_tiles, H, HV, K, BK, LEVEL_BK, RUNS, C, True, HAS_BETA, STRICT, BY_GAIN, GROUPED,
             PRECISION, UNDECAYED, MICRO_STEPS,
         )  # fmt: skip
+        tl.store(strong_decay + slot, flag)
