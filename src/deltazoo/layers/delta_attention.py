@@ -18,6 +18,7 @@ from deltazoo.layers.sequences import Sequences, describe_sequences
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.ops import DeltaRuleOutput, decay
+from deltazoo.ops.fused import fused_kernels_fit, fused_softplus_decay
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import RuntimeOptions
@@ -77,8 +78,8 @@ class DeltaRuleAttention(Float32Parameters):
         layer_idx: the layer's number in `past_key_values`.
         num_layers: of the model, for rules that depend on the depth of the layer (`lightning_attention`).
         backend: of the operator: None, "triton", "chunkwise" or "reference".
-        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, and for the output norm (`deltazoo.ops.fused`).
-            None: Triton where it runs, plain torch elsewhere.
+        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, for the softplus decay gate and for the output
+            norm (`deltazoo.ops.fused`). None: Triton where it runs, plain torch elsewhere.
 
     Raises:
         ValueError: sizes that do not fit together, options the variant cannot act on, an unknown variant, or one whose
@@ -326,9 +327,15 @@ class DeltaRuleAttention(Float32Parameters):
         if self.spec.decay == "none":
             return None
         if self.spec.decay == "scalar":  # too small to be worth recomputing
-            return self.decay_gate(self.a_proj(hidden_states), self.A_log, self.dt_bias)
+            return self._decay(self.a_proj(hidden_states), self.A_log, self.dt_bias)
         a = _per_head(self.f_proj(hidden_states), self.head_k_dim)
-        return recomputable(self.decay_gate, a, self.A_log, self.dt_bias)
+        return recomputable(self._decay, a, self.A_log, self.dt_bias)
+
+    def _decay(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+        has_kernel = self.decay_gate is decay.softplus_decay
+        if has_kernel and (fused_kernels_fit(a) if self.fused_kernels is None else self.fused_kernels):
+            return fused_softplus_decay(a, A_log, dt_bias)
+        return self.decay_gate(a, A_log, dt_bias)
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""

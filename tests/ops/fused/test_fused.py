@@ -41,12 +41,15 @@ from deltazoo.ops.fused import (
     fused_rms_norm,
     fused_short_conv,
     fused_short_conv_step,
+    fused_softplus_decay,
     fused_swiglu,
 )
 
 pytest.importorskip("triton")
 
+from deltazoo.ops.decay import softplus_decay  # noqa: E402
 from deltazoo.ops.fused.kernels import cross_entropy, gated_norm, rms_norm, short_conv_operator  # noqa: E402
+from deltazoo.ops.fused.kernels import softplus_decay as softplus_decay_kernels  # noqa: E402
 
 Results = dict[str, Tensor]
 
@@ -205,6 +208,32 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Decay:
+    """The decay gate and its gradients; small steps, as models start with, and large ones."""
+
+    name: str
+    shape: tuple[int, ...] = (2, 7, 3, 12)
+    most_parts: int = 512
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, given: torch.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(given).to(device, dtype or given)
+
+        heads, channels = self.shape[2], torch.Size(self.shape[2:]).numel()
+        a, A_log = draw(*self.shape, given=self.dtype), draw(heads, given=torch.float32)
+        dt_bias = 8 * draw(channels, given=torch.float32)
+        inputs = [x.requires_grad_() for x in (a, A_log, dt_bias)]
+        log_decay = (fused_softplus_decay if fused else softplus_decay)(*inputs)
+        with mock.patch.object(softplus_decay_kernels, "_MOST_PARTS", self.most_parts):
+            gradients = torch.autograd.grad(log_decay, inputs, draw(*self.shape, given=torch.float32))
+        names = ("d_a", "d_A_log", "d_dt_bias")
+        return {"log_decay": log_decay.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+@dataclass(frozen=True)
 class Loss:
     """Cross-entropy per row and the gradient of its sum."""
 
@@ -297,6 +326,11 @@ CASES = [
     Product("swiglu"),
     Product("swiglu_two_programs", shape=(41, 150)),
     Product("swiglu_half", dtype=HALF),
+    Decay("decay"),
+    Decay("decay_per_head", shape=(3, 50, 5)),
+    Decay("decay_wide", shape=(1, 9, 3, 700)),
+    Decay("decay_several_blocks_per_program", shape=(2, 700, 2, 8), most_parts=2),
+    Decay("decay_half", dtype=HALF),
     Loss("loss"),
     Loss("loss_in_several_blocks", vocabulary=150, most_columns=32),
     Loss("loss_half", dtype=HALF),
@@ -306,7 +340,7 @@ CASES = [
 ]
 
 
-Case = Convolution | TokenStep | Norm | PlainNorm | Product | Loss | Layer
+Case = Convolution | TokenStep | Norm | PlainNorm | Product | Decay | Loss | Layer
 
 
 def judge(case: Case, results: Results) -> None:

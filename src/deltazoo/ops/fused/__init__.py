@@ -1,4 +1,4 @@
-"""Fused operations around the operator: short convolution, norms, SwiGLU and the loss, each one pass over memory.
+"""Fused operations around the operator: short convolution, norms, gates, SwiGLU and the loss, each one pass over memory.
 
 The functions here check their arguments and run our Triton kernels; Triton is imported by the first call. `liger` has
 Liger's kernels for norms, SwiGLU and the loss. `linear_cross_entropy` is the loss without the logits of all rows.
@@ -13,6 +13,7 @@ from deltazoo.ops.fused.fused_functions import (
     fused_rms_norm,
     fused_short_conv,
     fused_short_conv_step,
+    fused_softplus_decay,
     fused_swiglu,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "fused_rms_norm",
     "fused_short_conv",
     "fused_short_conv_step",
+    "fused_softplus_decay",
     "fused_swiglu",
 ]

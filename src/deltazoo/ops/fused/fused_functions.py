@@ -22,6 +22,7 @@ __all__ = [
     "fused_rms_norm",
     "fused_short_conv",
     "fused_short_conv_step",
+    "fused_softplus_decay",
     "fused_swiglu",
 ]
 
@@ -209,6 +210,32 @@ def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     from deltazoo.ops.fused.kernels.swiglu import swiglu
 
     return swiglu(gate, up)
+
+
+def fused_softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """`-exp(A_log) * softplus(a + dt_bias)`, see `deltazoo.ops.decay.softplus_decay`.
+
+    Args:
+        a: `[B, T, HV]` or `[B, T, HV, K]` float32, bfloat16 or float16.
+        A_log: `[HV]`.
+        dt_bias: `[HV]` or `[HV * K]`, as `a`.
+
+    Returns:
+        `log_decay` in a's shape, float32.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
+        ValueError: shapes that do not fit each other, or tensors on several devices.
+    """
+    _require_triton(a, A_log, dt_bias)
+    if a.ndim not in (3, 4) or A_log.shape != a.shape[2:3] or dt_bias.shape != (a.shape[2:].numel(),):
+        raise ValueError(
+            "expected a [B, T, HV] with A_log [HV] and dt_bias [HV], or a [B, T, HV, K] with A_log [HV] and "
+            f"dt_bias [HV*K], got {tuple(a.shape)}, {tuple(A_log.shape)}, {tuple(dt_bias.shape)}"
+        )
+    from deltazoo.ops.fused.kernels.softplus_decay import softplus_decay
+
+    return softplus_decay(a, A_log, dt_bias)
 
 
 def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
