@@ -1,0 +1,162 @@
+"""The decay gate `-exp(A_log) softplus(a + dt_bias)` in one pass over memory, forward and backward.
+
+    x = a + dt_bias      log_decay = -exp(A_log) log(1 + exp(x))      d_a = d_dt_bias = -exp(A_log) sigmoid(x) d
+
+`A_log` is one number per head, `dt_bias` one per head and channel. The backward pass keeps only the inputs.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from deltazoo.ops.fused.kernels import REFUSAL
+from deltazoo.ops.fused.kernels.row_blocks import row_blocks
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
+
+__all__ = ["softplus_decay"]
+
+_MOST_COLUMNS = 1024
+"""Most columns of a program; more take several programs."""
+
+_MOST_PARTS = 512
+"""Most programs of the backward pass along the rows. Each sums a part of the parameters' gradients."""
+
+
+@triton.jit
+def _exponential(x):
+    """`exp(x)`, x <= 0: torch's to a rounding or two, where `exp2(x log2(e))` alone loses as many bits as x has."""
+    high = x * 1.4426950408889634  # log2(e)
+    low = tl.fma(x, 1.4426950408889634, -high) + x * 1.925963033500865e-08
+    return tl.exp2(high) * tl.fma(low, 0.6931471805599453, 1.0)
+
+
+@triton.jit
+def _softplus(x):
+    """`log(1 + exp(x))` and its derivative, the logistic function, to a few roundings of float32.
+
+    With e = exp(-|x|) it is max(x, 0) + log(1 + e), and log(1 + e) = 2 artanh(e / (2 + e)), a series in odd powers of at
+    most 1/3. The logarithm of a sum near 1 would lose the small steps that models start from.
+    """
+    e = _exponential(-tl.abs(x))
+    s = e / (2 + e)
+    t = s * s
+    series = 1 / 15
+    series = tl.fma(t, series, 1 / 13)
+    series = tl.fma(t, series, 1 / 11)
+    series = tl.fma(t, series, 1 / 9)
+    series = tl.fma(t, series, 1 / 7)
+    series = tl.fma(t, series, 1 / 5)
+    series = tl.fma(t, series, 1 / 3)
+    series = tl.fma(t, series, 1.0)
+    return tl.maximum(x, 0.0) + 2 * s * series, tl.where(x >= 0, 1.0, e) / (1 + e)
+
+
+@triton.jit
+def _columns(A_log, dt_bias, C, D: tl.constexpr, BC: tl.constexpr):
+    """A program's columns, which of them exist, and their rate and bias."""
+    columns = tl.program_id(1) * BC + tl.arange(0, BC)
+    mask = columns < C
+    rate = _rate(tl.load(A_log + columns // D, mask=mask, other=0.0).to(tl.float32))
+    return columns, mask, rate[None, :], tl.load(dt_bias + columns, mask=mask, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _rate(A_log):
+    return tl.where(A_log > 0, 1 / _exponential(-tl.abs(A_log)), _exponential(-tl.abs(A_log)))
+
+
+# C is specialised: unless Triton knows that rows are multiples of 16 elements apart, it reads single elements.
+@triton.jit(do_not_specialize=["R"])
+def softplus_decay_forward_kernel(a, A_log, dt_bias, log_decay, R, C, D: tl.constexpr, BR: tl.constexpr,
+                                  BC: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    columns, column_mask, rate, bias = _columns(A_log, dt_bias, C, D, BC)
+    mask = (rows < R)[:, None] & column_mask[None, :]
+    offsets = rows[:, None] * C + columns[None, :]
+    softplus, _ = _softplus(tl.load(a + offsets, mask=mask, other=0.0).to(tl.float32) + bias)
+    tl.store(log_decay + offsets, -rate * softplus, mask=mask)
+
+
+@triton.jit(do_not_specialize=["R"])
+def softplus_decay_backward_kernel(a, A_log, dt_bias, d_log_decay, d_a, parts, R, C, D: tl.constexpr,
+                                   BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """`parts [programs along the rows, 2, C]`: sums over rows of the gradients of A_log, per column, and of dt_bias."""
+    columns, column_mask, rate, bias = _columns(A_log, dt_bias, C, D, BC)
+    d_rate, d_bias = tl.zeros([BR, BC], tl.float32), tl.zeros([BR, BC], tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+        rows = block * BR + tl.arange(0, BR).to(tl.int64)
+        mask = (rows < R)[:, None] & column_mask[None, :]
+        offsets = rows[:, None] * C + columns[None, :]
+        x = tl.load(a + offsets, mask=mask, other=0.0).to(tl.float32) + bias
+        d = tl.load(d_log_decay + offsets, mask=mask, other=0.0).to(tl.float32)
+        softplus, slope = _softplus(x)
+        d *= -rate
+        d_rate += d * softplus  # of A_log, for exp(A_log) is its own derivative
+        d *= slope
+        d_bias += d
+        tl.store(d_a + offsets, d.to(d_a.dtype.element_ty), mask=mask)
+    parts += tl.program_id(0).to(tl.int64) * (2 * C) + columns
+    tl.store(parts, tl.sum(d_rate, 0), mask=column_mask)
+    tl.store(parts + C, tl.sum(d_bias, 0), mask=column_mask)
+
+
+@lru_cache(maxsize=1024)
+def _constants(R: int, C: int, heads: int, most: int | None = None) -> Constants:
+    programs, tile = row_blocks(R, min(C, _MOST_COLUMNS), most)
+    return Constants(
+        programs, -(-C // tile["BD"]), R=R, C=C, D=C // heads, BR=tile["BR"], BC=tile["BD"], num_warps=8,
+    )  # fmt: skip
+
+
+def _forward(a, A_log, dt_bias):
+    a, A_log, dt_bias = a.contiguous(), A_log.contiguous(), dt_bias.contiguous()
+    C = dt_bias.numel()
+    log_decay = torch.empty_like(a, dtype=torch.float32)
+    with torch.cuda.device_of(a):
+        constants = _constants(a.numel() // C, C, A_log.numel())
+        launch(softplus_decay_forward_kernel, constants, a, A_log, dt_bias, log_decay)
+    return log_decay
+
+
+def _backward(a, A_log, dt_bias, d_log_decay):
+    a, A_log, dt_bias = a.contiguous(), A_log.contiguous(), dt_bias.contiguous()
+    d_log_decay = d_log_decay.contiguous()
+    C = dt_bias.numel()
+    d_a = torch.empty_like(a)
+    constants = _constants(a.numel() // C, C, A_log.numel(), _MOST_PARTS)
+    parts = a.new_empty(constants.grid[0], 2, C, dtype=torch.float32)
+    with torch.cuda.device_of(a):
+        launch(softplus_decay_backward_kernel, constants, a, A_log, dt_bias, d_log_decay, d_a, parts)
+    d_rate, d_bias = parts.sum(0)
+    return d_a, d_rate.view(A_log.numel(), -1).sum(1).to(A_log.dtype), d_bias.to(dt_bias.dtype)
+
+
+def _save(ctx, inputs, log_decay):
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(backward, ctx, d_log_decay):
+    return backward(*ctx.saved_tensors, d_log_decay)
+
+
+_ARGUMENTS = "Tensor a, Tensor A_log, Tensor dt_bias"
+
+softplus_decay = DifferentiableOperator(
+    f"softplus_decay({_ARGUMENTS}) -> Tensor",
+    _forward,
+    fake=lambda a, A_log, dt_bias: a.new_empty(a.shape, dtype=torch.float32),
+    backward=Operator(
+        f"softplus_decay_backward({_ARGUMENTS}, Tensor d_log_decay) -> (Tensor, Tensor, Tensor)",
+        _backward,
+        fake=lambda a, A_log, dt_bias, d: (
+            a.new_empty(a.shape), A_log.new_empty(A_log.shape), dt_bias.new_empty(dt_bias.shape)
+        ),
+    ),
+    save=_save,
+    gradients=_gradients,
+    refusal=REFUSAL,
+)  # fmt: skip
+"""`softplus_decay(a, A_log, dt_bias)`, see `deltazoo.ops.fused.fused_softplus_decay`."""
