@@ -37,8 +37,8 @@ def _exponential(x):
 def _softplus(x):
     """`log(1 + exp(x))` and its derivative, the logistic function, to a few roundings of float32.
 
-    With e = exp(-|x|) it is max(x, 0) + log(1 + e), and log(1 + e) = 2 artanh(e / (2 + e)), a series in odd powers of at
-    most 1/3. The logarithm of a sum near 1 would lose the small steps that models start from.
+    With e = exp(-|x|) it is max(x, 0) + log(1 + e), and log(1 + e) = 2 artanh(e / (2 + e)), a series in odd powers of
+    at most 1/3. The logarithm of a sum near 1 would lose the small steps that models start from.
     """
     e = _exponential(-tl.abs(x))
     s = e / (2 + e)
