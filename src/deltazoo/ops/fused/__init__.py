@@ -1,4 +1,4 @@
-"""Fused operations around the operator: short convolution, norms, gates, SwiGLU and the loss, each one pass over memory.
+"""Fused operations around the operator: short convolution, norms, gates, SwiGLU and loss, each one pass over memory.
 
 The functions here check their arguments and run our Triton kernels; Triton is imported by the first call. `liger` has
 Liger's kernels for norms, SwiGLU and the loss. `linear_cross_entropy` is the loss without the logits of all rows.
