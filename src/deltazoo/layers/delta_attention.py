@@ -1,7 +1,7 @@
 """The layer that all variants share: project, convolve, normalise, gates, rule, norm and output gate, project."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
+from deltazoo.layers.linear_maps import called_as_is, is_plain_sequence, linear_maps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize, l2_normalize_both
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
@@ -47,8 +48,8 @@ def make_layer(
 class DeltaRuleAttention(Float32Parameters):
     """A delta-rule linear attention layer of any variant: `y = layer(x)`, both `[B, T, hidden_size]`.
 
-    Parameters are named as in the checkpoints on the Hub. Linear maps are always called as modules, so adapters and
-    quantised replacements act on them.
+    Parameters are named as in the checkpoints on the Hub. Linear maps are called as modules, so adapters and
+    quantised replacements act on them; only plain ones are computed together in training (`linear_maps`).
 
     A variant that a spec alone cannot express is a subclass, registered with `register_variant`. It may override
     `step_gate`, `log_decay`, `rule_inputs` or `with_auxiliary_state`, and may have further parameters. It makes them in
@@ -214,9 +215,13 @@ class DeltaRuleAttention(Float32Parameters):
         """
         sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences)
         past = StateAccess(past_key_values, self.layer_idx)
+        try:
+            return self._mix(sequences.arrange(hidden_states), past, sequences, rotary)
+        finally:
+            vars(self).pop("_projected", None)
 
-        x = sequences.arrange(hidden_states)
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    def _mix(self, x: Tensor, past: StateAccess, sequences: Sequences, rotary: Rotary | None) -> Tensor:
+        q, k, v = self._project(x)
         q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
         q, k, v = self._split_heads(q, k, v)
         q, k = rotate_queries_and_keys(q, k, rotary, sequences)
@@ -247,6 +252,37 @@ class DeltaRuleAttention(Float32Parameters):
                 "sequences already says where sequences begin: pass no attention_mask or cu_seqlens beside it"
             )
         return sequences
+
+    def _project(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values; where gradients are recorded, with the gates' maps of x, which `_map` gives out."""
+        first = (self.q_proj, self.k_proj, self.v_proj)
+        gates = self._gate_maps() if torch.is_grad_enabled() and x.requires_grad else {}
+        results = linear_maps(x, (*first, *gates.values()))
+        if gates:
+            vars(self)["_projected"] = x, dict(zip(gates, results[3:], strict=True))
+        return results[:3]
+
+    def _gate_maps(self) -> dict[str, nn.Module]:
+        """The plain linear maps that this class makes gates of, by name; of a low-rank one, the map that reads x."""
+        own = type(self)
+        names = [] if self.spec.output_gate == "none" else ["g_proj"]
+        if own.rule_inputs is DeltaRuleAttention.rule_inputs:
+            if self.spec.corrects and own.step_gate is DeltaRuleAttention.step_gate:
+                names.append("b_proj")
+            if self.spec.decay != "none" and own.log_decay is DeltaRuleAttention.log_decay:
+                names.append("a_proj" if self.spec.decay == "scalar" else "f_proj")
+        maps = {name: getattr(self, name) for name in names}
+        maps = {name: x[0] if is_plain_sequence(x) else x for name, x in maps.items()}
+        return {name: linear for name, linear in maps.items() if called_as_is(linear)}
+
+    def _map(self, name: str, x: Tensor) -> Tensor:
+        """`self.name(x)`, unless `_project` has computed it already."""
+        module = getattr(self, name)
+        source, results = vars(self).get("_projected", (None, {}))
+        result = results.pop(name, None) if source is x else None
+        if result is None:
+            return module(x)
+        return module[1](result) if isinstance(module, nn.Sequential) else result
 
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
@@ -313,7 +349,7 @@ class DeltaRuleAttention(Float32Parameters):
             `[B, T, HV]` float32 (float64 stays), not negative; with n micro-steps n * HV, those of the first step
             first.
         """
-        return torch.sigmoid(at_least_float32(self.b_proj(hidden_states)))
+        return torch.sigmoid(at_least_float32(self._map("b_proj", hidden_states)))
 
     def log_decay(self, hidden_states: Tensor) -> Tensor | None:
         """The log-decay of the current tokens, None for a rule without decay. A subclass may override it.
@@ -327,8 +363,8 @@ class DeltaRuleAttention(Float32Parameters):
         if self.spec.decay == "none":
             return None
         if self.spec.decay == "scalar":  # too small to be worth recomputing
-            return self._decay(self.a_proj(hidden_states), self.A_log, self.dt_bias)
-        a = _per_head(self.f_proj(hidden_states), self.head_k_dim)
+            return self._decay(self._map("a_proj", hidden_states), self.A_log, self.dt_bias)
+        a = _per_head(self._map("f_proj", hidden_states), self.head_k_dim)
         return recomputable(self._decay, a, self.A_log, self.dt_bias)
 
     def _decay(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
@@ -352,7 +388,7 @@ class DeltaRuleAttention(Float32Parameters):
     def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         if self.spec.output_gate == "none":
             return self.o_norm(output)
-        gate = _per_head(self.g_proj(hidden_states), self.head_v_dim)
+        gate = _per_head(self._map("g_proj", hidden_states), self.head_v_dim)
         return self.o_norm(output, gate)
 
     def make_parameters(self) -> None:

@@ -2,12 +2,15 @@
 
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltazoo.layers.linear_maps import called_as_is, cast_for_product, linear_maps
 from deltazoo.layers.recompute import recomputable
-from deltazoo.ops.fused import fused_kernels_fit, fused_swiglu
+from deltazoo.ops.fused import fused_kernels_fit, fused_swiglu, fused_swiglu_linear
 from deltazoo.ops.fused.liger import liger_swiglu
+from deltazoo.ops.transforms import transforming
 
 __all__ = ["SwiGLU", "default_intermediate_size"]
 
@@ -51,11 +54,25 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden_size]` to the same shape."""
-        return self.down_proj(recomputable(self._product, self.gate_proj(x), self.up_proj(x)))
+        gate, up = linear_maps(x, (self.gate_proj, self.up_proj))
+        if torch.is_grad_enabled() and not transforming() and called_as_is(self.down_proj):
+            return self._recorded(gate, up)
+        return self.down_proj(recomputable(self._product, gate, up))
+
+    def _recorded(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The rest of a training step, with the product of gate and up made again in the backward pass."""
+        if self.down_proj.weight.requires_grad and self._takes_kernel(gate, up):
+            gate, up, weight = cast_for_product(gate, up, self.down_proj.weight)
+            if weight.dtype == gate.dtype:
+                return fused_swiglu_linear(gate, up, weight)
+        return self.down_proj(recomputable(self._product, gate, up))
 
     def _product(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.liger:
             return liger_swiglu(gate, up)
-        if (fused_kernels_fit(gate) and gate.dtype == up.dtype) if self.fused is None else self.fused:
-            return fused_swiglu(gate, up)
-        return F.silu(gate) * up
+        return fused_swiglu(gate, up) if self._takes_kernel(gate, up) else F.silu(gate) * up
+
+    def _takes_kernel(self, gate: Tensor, up: Tensor) -> bool:
+        if self.fused is None:
+            return not self.liger and fused_kernels_fit(gate) and gate.dtype == up.dtype
+        return self.fused and not self.liger

@@ -15,6 +15,7 @@ from deltazoo.ops.fused.fused_functions import (
     fused_short_conv_step,
     fused_softplus_decay,
     fused_swiglu,
+    fused_swiglu_linear,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "fused_short_conv_step",
     "fused_softplus_decay",
     "fused_swiglu",
+    "fused_swiglu_linear",
 ]

@@ -24,6 +24,7 @@ __all__ = [
     "fused_short_conv_step",
     "fused_softplus_decay",
     "fused_swiglu",
+    "fused_swiglu_linear",
 ]
 
 MOST_NORM_COLUMNS = 8192
@@ -210,6 +211,30 @@ def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     from deltazoo.ops.fused.kernels.swiglu import swiglu
 
     return swiglu(gate, up)
+
+
+def fused_swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """`(silu(gate) * up) @ weight^T`. The backward pass keeps the arguments alone.
+
+    Args:
+        gate, up: `[..., D]`, alike, float32, bfloat16 or float16.
+        weight: `[C, D]` in their dtype.
+
+    Returns:
+        `[..., C]`.
+
+    Raises:
+        NotImplementedError, ValueError: as `fused_swiglu`.
+    """
+    _require_triton(gate, up, weight)
+    if not (gate.dtype == up.dtype == weight.dtype and gate.shape == up.shape):
+        raise ValueError(
+            f"gate, up and weight must be alike, got {gate.dtype} {tuple(gate.shape)}, {up.dtype} {tuple(up.shape)} "
+            f"and {weight.dtype}"
+        )
+    from deltazoo.ops.fused.kernels.swiglu import swiglu_linear
+
+    return swiglu_linear(gate, up, weight)
 
 
 def fused_softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:

@@ -1,8 +1,13 @@
-"""`silu(gate) * up` in one pass over memory, forward and backward. The backward pass keeps only the inputs."""
+"""`silu(gate) * up` in one pass over memory, forward and backward, alone or with the linear map that reads it.
+
+The backward pass keeps only the inputs. With the linear map, whose gradient needs the product, it makes the product
+again in the same pass as the gradients of the inputs.
+"""
 
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -11,7 +16,7 @@ from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
-__all__ = ["swiglu"]
+__all__ = ["swiglu", "swiglu_linear"]
 
 _ELEMENTS = 2048
 """Elements of one program."""
@@ -28,7 +33,8 @@ def swiglu_forward_kernel(gate, up, y, N, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def swiglu_backward_kernel(gate, up, d_y, d_gate, d_up, N, BLOCK: tl.constexpr):
+def swiglu_backward_kernel(gate, up, d_y, d_gate, d_up, y, N, BLOCK: tl.constexpr):
+    """`y`, unless None, is the product again; it may be where `d_y` is."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < N
     g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -36,6 +42,8 @@ def swiglu_backward_kernel(gate, up, d_y, d_gate, d_up, N, BLOCK: tl.constexpr):
     d = tl.load(d_y + offsets, mask=mask, other=0.0).to(tl.float32)
     factor = sigmoid(g, gate.dtype.element_ty != tl.float32)
     slope = factor + g * factor * (1 - factor)
+    if y is not None:
+        tl.store(y + offsets, (g * factor * u).to(y.dtype.element_ty), mask=mask)
     tl.store(d_gate + offsets, (d * u * slope).to(d_gate.dtype.element_ty), mask=mask)
     tl.store(d_up + offsets, (d * g * factor).to(d_up.dtype.element_ty), mask=mask)
 
@@ -57,8 +65,23 @@ def _backward(gate, up, d_y):
     gate, up, d_y = gate.contiguous(), up.contiguous(), d_y.contiguous()
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     with torch.cuda.device_of(gate):
-        launch(swiglu_backward_kernel, _constants(gate.numel()), gate, up, d_y, d_gate, d_up)
+        launch(swiglu_backward_kernel, _constants(gate.numel()), gate, up, d_y, d_gate, d_up, None)
     return d_gate, d_up
+
+
+def _linear_forward(gate, up, weight):
+    return F.linear(_forward(gate, up), weight)
+
+
+def _linear_backward(gate, up, weight, d_z):
+    gate, up = gate.contiguous(), up.contiguous()
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    d_z = d_z.flatten(0, -2)
+    product = torch.empty_like(gate).flatten(0, -2)
+    torch.mm(d_z, weight, out=product)  # its gradient, until the kernel writes the product there
+    with torch.cuda.device_of(gate):
+        launch(swiglu_backward_kernel, _constants(gate.numel()), gate, up, product, d_gate, d_up, product)
+    return d_gate, d_up, d_z.t() @ product
 
 
 def _save(ctx, inputs, y):
@@ -83,3 +106,18 @@ swiglu = DifferentiableOperator(
     refusal=REFUSAL,
 )
 """`swiglu(gate, up)`, see `deltazoo.ops.fused.fused_swiglu`."""
+
+swiglu_linear = DifferentiableOperator(
+    "swiglu_linear(Tensor gate, Tensor up, Tensor weight) -> Tensor",
+    _linear_forward,
+    fake=lambda gate, up, weight: gate.new_empty((*gate.shape[:-1], weight.shape[0])),
+    backward=Operator(
+        "swiglu_linear_backward(Tensor gate, Tensor up, Tensor weight, Tensor d_z) -> (Tensor, Tensor, Tensor)",
+        _linear_backward,
+        fake=lambda gate, up, weight, d_z: tuple(x.new_empty(x.shape) for x in (gate, up, weight)),
+    ),
+    save=_save,
+    gradients=_gradients,
+    refusal=REFUSAL,
+)
+"""`swiglu_linear(gate, up, weight)`, see `deltazoo.ops.fused.fused_swiglu_linear`."""

@@ -1,0 +1,104 @@
+"""Several linear maps of one input, recorded by autograd as one function.
+
+Where the input needs a gradient, each map of its own makes a tensor of it, which autograd then adds up, three passes
+over memory for each. Here every product after the first adds to the same tensor as it is written, and the input is
+saved once.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from deltazoo.ops.transforms import transforming
+
+__all__ = ["called_as_is", "cast_for_product", "is_plain_sequence", "linear_maps"]
+
+
+def linear_maps(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
+    """`[linear(x) for linear in linears]`, those that are plain matrices as one function where gradients are recorded.
+
+    Args:
+        x: `[..., in_features]`.
+        linears: modules that map x. Any but a plain `nn.Linear` without bias (adapted, quantised, with hooks) are
+            called one by one.
+    """
+    joint = [linear for linear in linears if called_as_is(linear)] if torch.is_grad_enabled() else []
+    if len(joint) < 2 or not x.requires_grad or transforming() or type(x) is not Tensor:
+        return [linear(x) for linear in linears]
+    x_cast, *weights = cast_for_product(x, *(linear.weight for linear in joint))
+    if any(weight.dtype != x_cast.dtype for weight in weights):
+        return [linear(x) for linear in linears]
+    results = dict(zip(map(id, joint), _LinearMaps.apply(x_cast, *weights), strict=True))
+    return [results[id(linear)] if id(linear) in results else linear(x) for linear in linears]
+
+
+def called_as_is(linear: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether calling this module is no more than `F.linear(x, linear.weight)`, and nothing watches the call."""
+    if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) is not nn.Parameter:
+        return False
+    watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _has_any_global_hook()
+    return not (watched or _is_hooked(linear))
+
+
+def is_plain_sequence(module: nn.Module) -> bool:
+    """Whether calling this module is no more than calling its parts in turn."""
+    return type(module) is nn.Sequential and not _is_hooked(module)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
+
+
+def cast_for_product(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype in which autocast, if it is on, would multiply them."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or any(x.dtype == torch.float64 for x in tensors):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple([x.to(dtype) for x in tensors])
+
+
+class _LinearMaps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *weights)
+        return tuple([F.linear(x, weight) for weight in weights])
+
+    @staticmethod
+    def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = x.flatten(0, -2)
+        gradients = [None if d is None else d.flatten(0, -2) for d in d_results]
+        d_x = _sum_of_products(rows, gradients, weights) if ctx.needs_input_grad[0] else None
+        d_weights = [
+            d.t() @ rows if d is not None and wanted else None
+            for d, wanted in zip(gradients, ctx.needs_input_grad[1:], strict=True)
+        ]
+        return None if d_x is None else d_x.view(x.shape), *d_weights
+
+
+def _sum_of_products(like: Tensor, gradients: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor | None:
+    """The sum of `gradient @ weight` over those that there are."""
+    pairs = [(d, weight) for d, weight in zip(gradients, weights, strict=True) if d is not None]
+    if not pairs:
+        return None
+    if torch.is_grad_enabled():  # the gradients are to be differentiated
+        return torch.stack([d @ weight for d, weight in pairs]).sum(0)
+    total = torch.empty_like(like)
+    (d, weight), *others = pairs
+    torch.mm(d, weight, out=total)
+    for d, weight in others:
+        torch.addmm(total, d, weight, out=total)
+    return total
