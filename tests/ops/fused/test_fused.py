@@ -208,6 +208,28 @@ class Product:
 
 
 @dataclass(frozen=True)
+class FeedForward:
+    """SwiGLU with its linear maps, and all gradients."""
+
+    name: str
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
+
+        module, x = SwiGLU(12, 20, fused=fused), draw(2, 7, 12).requires_grad_()
+        for linear in (module.gate_proj, module.up_proj, module.down_proj):
+            linear.weight = torch.nn.Parameter(draw(*linear.weight.shape) / 2)
+        y = module(x)
+        names, parameters = zip(*module.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(y, [x, *parameters], draw(*y.shape))
+        return {"y": y.detach(), **dict(zip(("x", *names), gradients, strict=True))}
+
+
+@dataclass(frozen=True)
 class Decay:
     """The decay gate and its gradients; small steps, as models start with, and large ones."""
 
@@ -326,6 +348,8 @@ CASES = [
     Product("swiglu"),
     Product("swiglu_two_programs", shape=(41, 150)),
     Product("swiglu_half", dtype=HALF),
+    FeedForward("feed_forward"),
+    FeedForward("feed_forward_half", dtype=HALF),
     Decay("decay"),
     Decay("decay_per_head", shape=(3, 50, 5)),
     Decay("decay_wide", shape=(1, 9, 3, 700)),
@@ -340,7 +364,7 @@ CASES = [
 ]
 
 
-Case = Convolution | TokenStep | Norm | PlainNorm | Product | Decay | Loss | Layer
+Case = Convolution | TokenStep | Norm | PlainNorm | Product | FeedForward | Decay | Loss | Layer
 
 
 def judge(case: Case, results: Results) -> None:
