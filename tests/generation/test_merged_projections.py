@@ -178,7 +178,7 @@ def test_a_second_decoder_finds_the_weights_where_they_are():
 def test_memory_is_let_go_with_the_last_parameter_in_it():
     model = tiny_model("gated_deltanet")
     layer = model.model.layers[0].mlp
-    (product,) = (p for p in MergedProjections(model)._products if p.linears[0] is layer.gate_proj)
+    (product,) = (p for p in MergedProjections(model).products if p.linears[0] is layer.gate_proj)
     storage = product.weight.untyped_storage()
     up = layer.up_proj.weight.clone()
     del product

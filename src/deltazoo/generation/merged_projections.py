@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-__all__ = ["MergedProjections"]
+__all__ = ["JointProduct", "MergedProjections", "is_plain"]
 
 
 class MergedProjections:
@@ -36,11 +36,14 @@ class MergedProjections:
 
     Args:
         model: whose parameters move in memory; meanwhile this takes memory for one layer's maps.
+
+    Attributes:
+        products: those that run merged.
     """
 
     def __init__(self, model: nn.Module) -> None:
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        self._products: list[_JointProduct] = []
+        self.products: list[JointProduct] = []
         for layer in model.modules():
             groups: dict[object, list[nn.Linear]] = {}
             for linear in _merging_candidates(layer):
@@ -48,9 +51,9 @@ class MergedProjections:
                     weight = linear.weight
                     kind = weight.dtype, weight.device, linear.in_features, linear.bias is None
                     groups.setdefault(kind, []).append(linear)
-            self._products += [_joint_product(linears) for linears in groups.values() if _can_merge(linears)]
+            self.products += [_joint_product(linears) for linears in groups.values() if _can_merge(linears)]
         # Made once, since compiled code recognises the functions that it was traced with.
-        self._forwards = [product.forwards() for product in self._products]
+        self._forwards = [product.forwards() for product in self.products]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -59,17 +62,17 @@ class MergedProjections:
         Maps whose parameters or forward passes have been replaced since the merging (by a hook of accelerate, say) run
         one by one.
         """
-        current = [product.is_current() for product in self._products]
-        for product, forwards in compress(zip(self._products, self._forwards, strict=True), current):
+        current = [product.is_current() for product in self.products]
+        for product, forwards in compress(zip(self.products, self._forwards, strict=True), current):
             product.attach(forwards)
         try:
             yield
         finally:
-            for product in compress(self._products, current):
+            for product in compress(self.products, current):
                 product.detach()
 
 
-class _JointProduct:
+class JointProduct:
     """Several linear maps as one product. The first map computes it, and the others return their pieces of it."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -133,10 +136,11 @@ def _merging_candidates(layer: nn.Module) -> list[nn.Linear]:
     # Of the class: modules of other libraries have submodules of this name.
     maps = (getattr(layer, name, None) for name in getattr(type(layer), "input_projections", ()))
     first = (x[0] if isinstance(x, nn.Sequential) else x for x in maps)  # of the two halves of a low-rank map
-    return [x for x in first if type(x) is nn.Linear and _is_plain(x)]
+    return [x for x in first if type(x) is nn.Linear and is_plain(x)]
 
 
-def _is_plain(linear: nn.Linear) -> bool:
+def is_plain(linear: nn.Linear) -> bool:
+    """Whether a step may read the weight itself: no hooks, no replaced forward pass, an ordinary tensor."""
     hooks = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
     return not hooks and all(
         type(p) is nn.Parameter and p.device.type != "meta" and p.is_contiguous() and not p.is_inference()
@@ -153,16 +157,16 @@ def _owns_memory(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() == x.nbytes and (x.is_cuda or not x.is_shared())
 
 
-_products: WeakValueDictionary[tuple[int, ...], _JointProduct] = WeakValueDictionary()
+_products: WeakValueDictionary[tuple[int, ...], JointProduct] = WeakValueDictionary()
 """By the identities of their maps. Captured steps rely on the addresses of weights, so a product in use is shared."""
 
 
-def _joint_product(linears: Sequence[nn.Linear]) -> _JointProduct:
+def _joint_product(linears: Sequence[nn.Linear]) -> JointProduct:
     """The product of these maps that is already in use, or a new one."""
     key = tuple(map(id, linears))
     product = _products.get(key)
     if product is None or not product.is_current():
-        product = _products[key] = _JointProduct(linears)
+        product = _products[key] = JointProduct(linears)
     return product
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from deltazoo.generation.fused_blocks import FusedBlocks
 from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.generation.static_cache import FixedTensors
 
@@ -132,7 +133,7 @@ class CapturedStep:
     """A decoding step, captured once and replayed for every token.
 
     On a GPU it is a CUDA graph, without a reference to the model; elsewhere it is the function itself. Linear maps of
-    one input run merged within the step (`MergedProjections`).
+    one input run merged within the step (`MergedProjections`), and blocks fused where they can (`FusedBlocks`).
 
     Args:
         model: whose layers the step runs; in evaluation mode.
@@ -163,9 +164,11 @@ class CapturedStep:
         self.output: Any = None
         self.cache_tensors = FixedTensors(cache)
         self._projections = projections = MergedProjections(model)
+        # Compiled code fuses by itself, and has been traced through the blocks' own forward passes.
+        blocks = nullcontext if compiled else FusedBlocks(model, projections).active
 
         def merged_step() -> None:
-            with projections.active():
+            with blocks(), projections.active():
                 self.output = step()
 
         changed = [*self.cache_tensors.changed, *changed]

@@ -1,6 +1,6 @@
 """One block of a model: a token mixer and an MLP, each after a norm and added to the residual stream."""
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -37,6 +37,9 @@ def make_mixer(config: DeltaRuleConfig, layer_idx: int) -> nn.Module:
 
 class DeltaRuleBlock(GradientCheckpointingLayer):
     """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    step_parts: ClassVar[tuple[str, ...]] = ("attn_norm", "attn", "mlp_norm", "mlp")
+    """The modules of these two sums in order; a captured decoding step may run them fused."""
 
     def __init__(self, config: DeltaRuleConfig, layer_idx: int) -> None:
         super().__init__()

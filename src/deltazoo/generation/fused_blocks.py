@@ -1,0 +1,192 @@
+"""Blocks whose decoding step runs in five launches, in place of one or two per operation.
+
+    norm, q/k/v and gates, short convolutions | rule | output norm, o, residual | norm, gate/up, SwiGLU | down, residual
+
+A block's own forward pass remains the definition, and runs wherever this module does not say that a step can be fused:
+`why_not_fused` for a block, `_FusedBlock._fits` for a call. Results differ from the block's own by rounding; between
+the launches less of it happens, since gates, queries, keys and values stay in float32.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, StaticCache
+
+from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
+from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers.mlp import SwiGLU
+from deltazoo.layers.norm import GATE_ACTIVATIONS, GatedRMSNorm, RMSNorm
+from deltazoo.layers.short_convolution import ShortConvolution
+from deltazoo.layers.state import MixerState, is_decoding_step
+from deltazoo.ops.fused import MOST_FUSED_ROWS, fused_kernels_fit
+
+__all__ = ["FusedBlocks", "why_not_fused"]
+
+
+class FusedBlocks:
+    """The blocks of a model whose decoding step may run fused.
+
+    Args:
+        model: whose blocks they are.
+        projections: of the model; a fused block reads the merged weights.
+    """
+
+    def __init__(self, model: nn.Module, projections: MergedProjections) -> None:
+        products = {id(product.linears[0]): product for product in projections.products}
+        blocks = [module for module in model.modules() if "step_parts" in vars(type(module))]
+        self._blocks = [_FusedBlock(block, products) for block in blocks if why_not_fused(block, products) is None]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run the blocks fused within this context; those that changed since run their own forward pass."""
+        current = [fused for fused in self._blocks if fused.is_current()]
+        for fused in current:
+            vars(fused.block)["forward"] = fused.forward
+        try:
+            yield
+        finally:
+            for fused in current:
+                vars(fused.block).pop("forward", None)
+
+
+def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
+    """Why a block's decoding step cannot run fused; None if it can.
+
+    Args:
+        block: with the modules that its class names in `step_parts`.
+        products: the merged products of the model, by the identity of their first map.
+    """
+    norm, mixer, mlp_norm, mlp = (getattr(block, name) for name in type(block).step_parts)
+    if type(mixer) is not DeltaRuleAttention or type(mlp) is not SwiGLU:
+        return f"its layers are {type(mixer).__name__} and {type(mlp).__name__}"
+    reason = _why_not_this_rule(mixer)
+    if reason is not None:
+        return reason
+    if not all(type(x) is RMSNorm for x in (norm, mlp_norm)) or type(mixer.o_norm) not in (RMSNorm, GatedRMSNorm):
+        return "a norm is of another kind"
+    if any(x.liger or x.fused is False for x in (norm, mlp_norm, mlp)) or mixer.fused_kernels is False:
+        return "other kernels were asked for"
+    if mixer.backend not in (None, "triton"):
+        return f"backend={mixer.backend!r} was asked for"
+    wanted = [mixer.q_proj, mixer.k_proj, mixer.v_proj, *_gate_maps(mixer), mixer.b_proj], [mlp.gate_proj, mlp.up_proj]
+    for maps in wanted:
+        product = products.get(id(maps[0]))
+        if product is None or product.bias is not None or list(product.linears) != maps:
+            return "the maps of one input could not be merged"
+    if not all(type(x) is nn.Linear and x.bias is None and is_plain(x) for x in (mixer.o_proj, mlp.down_proj)):
+        return "a linear map is not a plain one"
+    weights = [products[id(mixer.q_proj)].weight, products[id(mlp.gate_proj)].weight, mixer.o_proj.weight]
+    weights.append(mlp.down_proj.weight)
+    if len({(x.dtype, x.device) for x in weights}) > 1 or not fused_kernels_fit(weights[0]):
+        return f"its weights are in {', '.join(sorted({f'{x.dtype} on {x.device}' for x in weights}))}"
+    if not all(x.is_contiguous() and x.device == weights[0].device for x in block.parameters()):
+        return "its parameters are not contiguous on one device"
+    if any(x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in block.modules()):
+        return "it has hooks or a replaced forward pass"
+    return None
+
+
+def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
+    """The rules that `token_rule` computes: DeltaNet and Gated DeltaNet, with positive or negative eigenvalues."""
+    spec = mixer.spec
+    served = (
+        spec.step_size == "euler"
+        and spec.erase_key == "tied"
+        and mixer.num_micro_steps == 1
+        and spec.decay in ("none", "scalar")
+        and (spec.decay == "none" or (spec.decay_gate == "softplus" and spec.erase_reads == "decayed"))
+        and mixer.decay_lower_bound is None
+        and spec.normalize_k
+        and (mixer.neg_eigval == "both" or not mixer.allow_neg_eigval)
+        and spec.output_gate in ("none", "full")
+        and (spec.output_gate == "none" or spec.gate_activation in GATE_ACTIVATIONS)
+    )
+    if not served:
+        return f"the rule {spec.name!r} has its own step"
+    convolutions = [getattr(mixer, f"{name}_conv1d", None) for name in "qkv"]
+    if mixer.conv_size < 2 or mixer.activation != "silu" or any(type(x) is not ShortConvolution for x in convolutions):
+        return "queries, keys and values do not pass a short convolution and SiLU"
+    return None
+
+
+def _gate_maps(mixer: DeltaRuleAttention) -> list[nn.Module]:
+    names = ["g_proj"] * (mixer.spec.output_gate == "full") + ["a_proj"] * (mixer.spec.decay == "scalar")
+    return [getattr(mixer, name) for name in names]
+
+
+class _FusedBlock:
+    """One block, and the step in its place. It reads the modules' weights when it is called."""
+
+    def __init__(self, block: Any, products: dict[int, JointProduct]) -> None:
+        self.block = block
+        self._norm, self._mixer, self._mlp_norm, self._mlp = (getattr(block, name) for name in type(block).step_parts)
+        self._products = products
+        self._into_mixer = products[id(self._mixer.q_proj)]
+        self._into_mlp = products[id(self._mlp.gate_proj)]
+        self.forward = partial(self._forward)
+
+    def is_current(self) -> bool:
+        """Whether the block is still one that can run fused, with the merged weights where they were."""
+        unmoved = self._into_mixer.is_current() and self._into_mlp.is_current()
+        return unmoved and why_not_fused(self.block, self._products) is None
+
+    def _forward(
+        self, hidden_states: Tensor, batch: Any, softmax: Any = None, past_key_values: Cache | None = None
+    ) -> Tensor:
+        layer = self._cache_layer(hidden_states, batch, past_key_values)
+        if layer is None:
+            return type(self.block).forward(self.block, hidden_states, batch, softmax, past_key_values)
+        state = layer.state
+        output = self._step(hidden_states.flatten(0, 1), state)
+        layer.store(state, 1, past_key_values.layers)
+        return output.view_as(hidden_states)
+
+    def _cache_layer(self, x: Tensor, batch: Any, cache: Cache | None) -> DeltaRuleCacheLayer | None:
+        """The cache layer of a call that can run fused: one token per row, states at fixed addresses; else None."""
+        if not isinstance(cache, StaticCache) or not is_decoding_step(x) or not batch.sequences.whole_rows:
+            return None
+        layer = cache.layers[self.block.layer_idx]
+        state = layer.state if isinstance(layer, DeltaRuleCacheLayer) and layer.static else None
+        if state is None or not 0 < len(x) <= MOST_FUSED_ROWS:
+            return None
+        if x.dtype != self._into_mixer.weight.dtype or torch.is_autocast_enabled(x.device.type):
+            return None
+        if torch.compiler.is_compiling() or not (fused_kernels_fit(x) and x.is_contiguous()):
+            return None
+        fits = state.conv is not None and state.conv.dtype == x.dtype and state.conv.is_contiguous()
+        return layer if fits and state.recurrent.is_contiguous() else None
+
+    def _step(self, x: Tensor, state: MixerState) -> Tensor:
+        """The block's output for `[R, hidden_size]`; advances the state in place."""
+        from deltazoo.ops.fused.kernels.token_product import Convolution, HeadNorm, token_product
+        from deltazoo.ops.fused.kernels.token_rule import RuleShape, token_rule
+
+        mixer, mlp, spec = self._mixer, self._mlp, self._mixer.spec
+        for changed in (state.conv, state.recurrent):
+            if not changed.is_inference():  # autograd does not see what kernels write
+                torch.autograd.graph.increment_version(changed)
+        convolutions = (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d)
+        taps = tuple(convolution.weight.detach()[:, 0] for convolution in convolutions)
+        shape = RuleShape(
+            mixer.num_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, spec.normalize_q,
+            mixer.allow_neg_eigval, spec.decay == "scalar",
+            "none" if spec.output_gate == "none" else spec.gate_activation,
+        )  # fmt: skip
+        decay = (mixer.A_log, mixer.dt_bias) if shape.decays else (None, None)
+
+        mixed = token_product(
+            x, self._into_mixer.weight, norm_weight=self._norm.weight, norm_eps=self._norm.eps,
+            convolution=Convolution(taps, state.conv), dtype=torch.float32,
+        )  # fmt: skip
+        z, squares = token_rule(mixed, state.recurrent, *decay, mixer.o_norm.weight, shape)
+        norm = HeadNorm(squares, mixer.head_v_dim, mixer.o_norm.eps)
+        x = token_product(z, mixer.o_proj.weight, head_norm=norm, residual=x)
+        h = token_product(
+            x, self._into_mlp.weight, norm_weight=self._mlp_norm.weight, norm_eps=self._mlp_norm.eps, glu=True
+        )
+        return token_product(h, mlp.down_proj.weight, residual=x)

@@ -1,0 +1,187 @@
+"""The delta rule for one token, from convolved queries, keys and values to the output before its norm: one launch.
+
+    q, k -> q / sqrt(|q|^2 + eps), k / sqrt(|k|^2 + eps)      beta = sigmoid(b)      log_decay = -exp(A_log) softplus(a + dt)
+    S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum o^2
+
+The product after it applies `rsqrt(mean o^2 + eps)` per head, since a head is divided among programs here. The rule is
+computed as in `deltazoo.ops.triton.decode`.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltazoo.ops.fused.kernels.launch_ahead import launches_ahead, wait_for_inputs
+from deltazoo.ops.triton.launch import Constants, launch
+
+__all__ = ["RuleShape", "Tile", "choose_tile", "token_rule"]
+
+
+class RuleShape(NamedTuple):
+    """Sizes and choices of a layer whose rule `token_rule` computes."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    normalize_q: bool
+    doubled_step: bool
+    """The step size is `min(2 sigmoid(b), 2 / |k|^2)`."""
+    decays: bool
+    gate: str
+    """Of the output: "none", "silu" or "sigmoid"."""
+
+
+@triton.jit
+def _unit_head(x, NORMALIZE: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) + 1e-6) if NORMALIZE else x
+
+
+@triton.jit
+def _softplus(x):
+    """`log(1 + exp(x))`, exact to a few roundings for small results too."""
+    y = tl.exp(-tl.abs(x))
+    u = 1 + y
+    log1p = tl.where(u == 1.0, y, tl.log(u) * (y / (u - 1)))
+    return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit(do_not_specialize=["scale"])
+def token_rule_kernel(
+    mixed,  # [B, M] float32: q, k, v after SiLU; then gate g if there is one, a if it decays, b
+    state,  # [B, HV, K, V] float32, advanced in place
+    A_log,  # [HV] float32, or None
+    dt_bias,
+    norm_weight,  # [V]
+    z,  # [B, HV, V] float32
+    squares,  # [B, HV, BLOCKS] float32
+    scale,
+    M: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NORMALIZE_Q: tl.constexpr,
+    DOUBLED: tl.constexpr,
+    DECAYS: tl.constexpr,
+    GATE: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    GATE_AT: tl.constexpr = 2 * H * K + HV * V
+    A_AT: tl.constexpr = GATE_AT + (HV * V if GATE != "none" else 0)
+    B_AT: tl.constexpr = A_AT + (HV if DECAYS else 0)
+    block = tl.program_id(0) % BLOCKS
+    matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head = matrix % HV
+    keys = tl.arange(0, BK)
+    columns = block * BV + tl.arange(0, BV)
+    key_mask = keys < K
+    column_mask = columns < V
+
+    # Only this layer's kernel of the token before has written the state, and it has ended.
+    tile = matrix * (K * V) + (keys[:, None] * V + columns[None, :])
+    tile_mask = key_mask[:, None] & column_mask[None, :]
+    S = tl.load(state + tile, mask=tile_mask, other=0.0)
+    norm = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)
+    if DECAYS:
+        rate = tl.exp(tl.load(A_log + head))
+        bias = tl.load(dt_bias + head)
+    wait_for_inputs(AHEAD)
+
+    mixed += (matrix // HV) * M
+    q = tl.load(mixed + head // (HV // H) * K + keys, mask=key_mask, other=0.0)
+    k = tl.load(mixed + H * K + head // (HV // H) * K + keys, mask=key_mask, other=0.0)
+    v = tl.load(mixed + 2 * H * K + head * V + columns, mask=column_mask, other=0.0)
+    b = tl.load(mixed + B_AT + head)
+    if GATE != "none":
+        g = tl.load(mixed + GATE_AT + head * V + columns, mask=column_mask, other=0.0)
+    if DECAYS:
+        S *= tl.exp(-rate * _softplus(tl.load(mixed + A_AT + head) + bias))
+    q = _unit_head(q, NORMALIZE_Q)
+    k = _unit_head(k, True)
+    beta = tl.sigmoid(b)
+    if DOUBLED:
+        beta = tl.minimum(2 * beta, 2 / tl.maximum(tl.sum(k * k, axis=0), 1e-38))
+    u = beta * (v - tl.sum(S * k[:, None], axis=0))
+    o = scale * (tl.sum(S * q[:, None], axis=0) + tl.sum(q * k, axis=0) * u)
+    S += k[:, None] * u[None, :]
+    tl.store(state + tile, S, mask=tile_mask)
+    tl.store(squares + matrix * BLOCKS + block, tl.sum(o * o, axis=0))
+    o *= norm
+    if GATE != "none":
+        o *= tl.sigmoid(g)
+    if GATE == "silu":
+        o *= g
+    tl.store(z + matrix * V + columns, o, mask=column_mask)
+
+
+class Tile(NamedTuple):
+    """The value columns of one program, and its warps."""
+
+    columns: int
+    warps: int
+
+
+@lru_cache(maxsize=1024)
+def choose_tile(matrices: int, K: int, V: int) -> Tile:
+    """The tile for so many states `[K, V]`: narrow where there are few."""
+    rows = _next_power_of_2(K)
+    columns = min(16 if matrices * V <= 4096 else 32, _next_power_of_2(V))
+    return Tile(columns, max(1, rows * columns // 2048))
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def token_rule(
+    mixed: Tensor,
+    state: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    norm_weight: Tensor,
+    shape: RuleShape,
+    *,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token of the rule. No gradients: for inference.
+
+    Args:
+        mixed: `[B, M]` float32: per row q `[H, K]`, k `[H, K]`, v `[HV, V]`, all convolved and activated; then, as far
+            as the shape has them, output gate `[HV, V]`, decay gate a `[HV]`, step gate b `[HV]`.
+        state: `[B, HV, K, V]` float32, contiguous; advanced in place.
+        A_log, dt_bias: `[HV]` float32, if it decays.
+        norm_weight: `[V]` of the output norm.
+        shape: of the layer.
+        tile: in place of `choose_tile`'s.
+
+    Returns:
+        `[B, HV * V]` float32: the output times norm weight and gate, without the division by its size per head; and
+        `[B, HV, parts]` float32: partial sums of the squares to divide by.
+    """
+    B, M = mixed.shape
+    tile = tile or choose_tile(B * shape.HV, shape.K, shape.V)
+    z = mixed.new_empty(B, shape.HV * shape.V)
+    squares = mixed.new_empty(B, shape.HV, -(-shape.V // tile.columns))
+    constants = _constants(B, M, shape, tile, launches_ahead(mixed.device))
+    with torch.cuda.device_of(mixed):
+        launch(token_rule_kernel, constants, mixed, state, A_log, dt_bias, norm_weight, z, squares)
+    return z, squares
+
+
+@lru_cache(maxsize=1024)
+def _constants(B: int, M: int, shape: RuleShape, tile: Tile, ahead: bool) -> Constants:
+    options = {"launch_pdl": True} if ahead else {}
+    return Constants(
+        B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
+        V=shape.V, NORMALIZE_Q=shape.normalize_q, DOUBLED=shape.doubled_step,
+        DECAYS=shape.decays, GATE=shape.gate, BK=_next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
+        num_warps=tile.warps, **options,
+    )  # fmt: skip
