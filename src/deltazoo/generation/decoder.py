@@ -23,6 +23,7 @@ from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.generation.step_capture import CapturedStep
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.backend_report import RunsDeltaRule
+from deltazoo.ops.fused import fused_kernels_fit
 
 __all__ = ["Decoder", "generate"]
 
@@ -183,6 +184,10 @@ class Decoder:
 
     def _take(self, logits: Tensor) -> None:
         """Choose the next tokens; rows that have ended get padding."""
+        if self.sampling.temperature == 0 and fused_kernels_fit(logits):
+            from deltazoo.ops.fused.kernels.greedy_token import greedy_token
+
+            return greedy_token(logits, self.ends, self.finished, self.pad, self.token)
         chosen = self.sampling.choose(logits, self.generator)[:, None]
         # `where` with a number and `isin` with many tokens can wait for the device, which a graph must not.
         chosen = chosen.masked_fill(self.finished, self.pad)

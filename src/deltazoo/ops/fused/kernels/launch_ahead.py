@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["launches_ahead", "wait_for_inputs"]
+__all__ = ["launches_ahead", "prefetch_rows", "wait_for_inputs"]
 
 
 @triton.jit
@@ -24,6 +24,16 @@ def wait_for_inputs(AHEAD: tl.constexpr):
     if AHEAD:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def prefetch_rows(weight, columns, N: tl.constexpr, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
+    """Ask for rows of a matrix `[N, K]` to be brought into the L2 cache, in lines of `LINE` elements, 128 bytes."""
+    lines = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
+    addresses = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K + lines[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @lru_cache

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.fused.kernels.launch_ahead import launches_ahead, wait_for_inputs
+from deltazoo.ops.fused.kernels.launch_ahead import launches_ahead, prefetch_rows, wait_for_inputs
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
 
@@ -235,6 +235,8 @@ def few_rows_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     HALF: tl.constexpr = weight.dtype.element_ty != tl.float32
@@ -242,6 +244,10 @@ def few_rows_kernel(
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     row_mask = rows < R
     column_mask = columns < N
+    if AHEAD:
+        prefetch_rows(weight, columns, N, K, LINE, LINES)
+        if GLU:
+            prefetch_rows(weight + N * K, columns, N, K, LINE, LINES)
     wait_for_inputs(AHEAD)
 
     k = tl.arange(0, BK)
@@ -355,8 +361,10 @@ def token_product(
     heads = (1, 1) if squares is None else squares.shape[1:]
     channels = (0, 0, 0) if window is None else tuple(len(x) for x in taps)
     width = 2 if window is None else window.shape[-1] + 1
-    tile = tile or choose_tile(R, N, K, glu, weight.element_size())
-    constants = _constants(R, N, K, glu, *heads, head_dim, eps, channels, width, tile, launches_ahead(x.device))
+    itemsize = weight.element_size()
+    tile = tile or choose_tile(R, N, K, glu, itemsize)
+    ahead = launches_ahead(x.device)
+    constants = _constants(R, N, K, glu, *heads, head_dim, eps, channels, width, tile, itemsize, ahead)
     kernel = one_row_kernel if tile.rows == 1 else few_rows_kernel
     with torch.cuda.device_of(x):
         launch(kernel, constants, x, weight, norm_weight, squares, residual, *taps, window, y)
@@ -366,7 +374,7 @@ def token_product(
 @lru_cache(maxsize=1024)
 def _constants(
     R: int, N: int, K: int, glu: bool, heads: int, parts: int, head_dim: int, eps: float,
-    channels: tuple[int, int, int], width: int, tile: Tile, ahead: bool,
+    channels: tuple[int, int, int], width: int, tile: Tile, itemsize: int, ahead: bool,
 ) -> Constants:  # fmt: skip
     CQ, CK, CV = channels
     sizes = {
@@ -379,4 +387,6 @@ def _constants(
     grid = -(-N // tile.outputs), -(-R // tile.rows)
     if tile.rows == 1:
         return Constants(*grid, eps=eps, **sizes)
-    return Constants(*grid, eps=eps, R=R, **sizes, BM=tile.rows, STAGES=tile.stages)
+    line = 128 // itemsize
+    sizes |= {"BM": tile.rows, "STAGES": tile.stages, "LINE": line, "LINES": _next_power_of_2(-(-K // line))}
+    return Constants(*grid, eps=eps, R=R, **sizes)

@@ -1,0 +1,247 @@
+"""The kernels of fused decoding steps against plain torch in float64: interpreted on a CPU, and compiled on a GPU.
+
+The interpreter must be chosen before Triton is imported. So one child process, `python test_token_kernels.py FILE`,
+computes every case, and the tests check its results. Triton's interpreter multiplies bfloat16 wrongly: half precision
+is float16 there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Missed
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from deltazoo.ops.fused.kernels import token_product, token_rule  # noqa: E402
+from deltazoo.ops.fused.kernels.greedy_token import greedy_token  # noqa: E402
+from deltazoo.ops.fused.kernels.token_product import Convolution, HeadNorm  # noqa: E402
+from deltazoo.ops.fused.kernels.token_rule import RuleShape  # noqa: E402
+
+Results = dict[str, Tensor]
+WIDE = torch.float64
+
+
+def rms(x: Tensor, eps: float = 1e-5) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear map of a few rows with what stands before and after it."""
+
+    name: str
+    R: int = 1
+    N: int = 40
+    K: int = 24
+    before: str = ""  # "norm" of the row, or of "heads"
+    after: str = ""  # "residual", "glu" or "convolution"
+    taps: int = 4
+    dtype: torch.dtype = torch.float32
+
+    def inputs(self, device: str) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        N, K, channels = self.N, self.K, 3 * (self.N // 4)
+        return {
+            "x": draw(self.R, K, dtype=torch.float32 if self.before == "heads" else self.dtype),
+            "weight": draw(2 * N if self.after == "glu" else N, K) / K**0.5,
+            "norm_weight": draw(K),
+            "squares": draw(self.R, K // 8, 3, dtype=torch.float32).abs(),
+            "residual": draw(self.R, N),
+            "taps": draw(channels, self.taps),
+            "window": draw(self.R, channels, self.taps - 1),
+        }
+
+    def run(self, device: str) -> Results:
+        x = self.inputs(device)
+        options: dict[str, object] = {}
+        if self.before == "norm":
+            options = {"norm_weight": x["norm_weight"], "norm_eps": 1e-5}
+        elif self.before == "heads":
+            options = {"head_norm": HeadNorm(x["squares"], 8, 1e-5)}
+        if self.after == "residual":
+            options["residual"] = x["residual"]
+        elif self.after == "glu":
+            options["glu"] = True
+        elif self.after == "convolution":
+            options["convolution"] = Convolution(x["taps"].chunk(3), x["window"])
+            options["dtype"] = torch.float32
+        y = token_product.token_product(x["x"], x["weight"], **options)  # type: ignore[arg-type]
+        return {"y": y, "window": x["window"]}
+
+    def plain(self, device: str, dtype: torch.dtype) -> Results:
+        """By torch, every operation in `dtype`, from the same inputs."""
+        x = {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
+        value, window = x["x"], x["window"]
+        if self.before == "norm":
+            value = rms(value) * x["norm_weight"]
+        elif self.before == "heads":
+            scale = torch.rsqrt(x["squares"].sum(-1) / 8 + 1e-5)
+            value = (value.unflatten(1, (-1, 8)) * scale[..., None]).flatten(1)
+        y = value @ x["weight"].T
+        if self.after == "residual":
+            y = y + x["residual"]
+        elif self.after == "glu":
+            gate, up = y.chunk(2, dim=1)
+            y = F.silu(gate) * up
+        elif self.after == "convolution":
+            C = window.shape[1]
+            history = torch.cat([window, y[:, :C, None]], dim=2)
+            y = torch.cat([F.silu((history * x["taps"]).sum(-1)), y[:, C:]], dim=1)
+            window = history[..., 1:]
+        return {"y": y, "window": window}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One token of a rule from the products before it."""
+
+    name: str
+    shape: RuleShape
+    B: int = 2
+    dtype: torch.dtype = torch.float32
+
+    def inputs(self, device: str) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        s = self.shape
+        width = 2 * s.H * s.K + s.HV * s.V * (1 if s.gate == "none" else 2) + s.HV * (2 if s.decays else 1)
+        shapes = {"mixed": (self.B, width), "state": (self.B, s.HV, s.K, s.V), "A_log": (s.HV,), "dt_bias": (s.HV,)}
+        drawn = {name: torch.randn(shape, generator=generator).to(device) for name, shape in shapes.items()}
+        return drawn | {"norm_weight": torch.randn(s.V, generator=generator).to(device)}
+
+    def run(self, device: str) -> Results:
+        x = self.inputs(device)
+        decay = (x["A_log"], x["dt_bias"]) if self.shape.decays else (None, None)
+        z, squares = token_rule.token_rule(x["mixed"], x["state"], *decay, x["norm_weight"], self.shape)
+        return {"z": z, "squares": squares.sum(-1), "state": x["state"]}
+
+    def plain(self, device: str, dtype: torch.dtype) -> Results:
+        s, x = self.shape, {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
+        sizes = [s.H * s.K, s.H * s.K, s.HV * s.V, s.HV * s.V * (s.gate != "none"), s.HV * s.decays, s.HV]
+        q, k, v, g, a, b = x["mixed"].split(sizes, dim=1)
+        q, k = (y.unflatten(1, (s.H, s.K)) for y in (q, k))
+        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
+        q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) if s.normalize_q else q
+        q, k = (y.repeat_interleave(s.HV // s.H, dim=1) for y in (q, k))
+        beta, state = b.sigmoid(), x["state"]
+        if s.doubled_step:
+            beta = torch.minimum(2 * beta, 2 / k.square().sum(-1))
+        if s.decays:
+            log_decay = -x["A_log"].exp() * F.softplus(a + x["dt_bias"])
+            state = state * log_decay.exp()[..., None, None]
+        u = beta[..., None] * (v.unflatten(1, (s.HV, s.V)) - torch.einsum("bhkv,bhk->bhv", state, k))
+        state = state + k[..., None] * u[..., None, :]
+        o = s.K**-0.5 * torch.einsum("bhkv,bhk->bhv", state, q)
+        z = o * x["norm_weight"]
+        if s.gate != "none":
+            g = g.unflatten(1, (s.HV, s.V))
+            z = z * (F.silu(g) if s.gate == "silu" else g.sigmoid())
+        return {"z": z.flatten(1), "squares": o.square().sum(-1), "state": state}
+
+
+HALF = torch.float16
+ENDS = [("", "residual"), ("norm", "convolution"), ("norm", "glu"), ("heads", "residual")]
+CASES: list[Product | Rule] = [
+    *(
+        Product(f"{before}-{after}-{R}-{str(dtype)[6:]}", R, before=before, after=after, dtype=dtype)
+        for (before, after), R, dtype in itertools.product(ENDS, (1, 3, 33), (torch.float32, HALF))
+    ),
+    Product("plain-odd", N=37, K=72),
+    Product("plain-few-odd", 5, N=37, K=72),
+    Product("several-blocks", N=9, K=5000, before="norm", after="glu"),
+    Product("several-blocks-few", 2, N=9, K=5000, before="norm", after="glu"),
+    *(Product(f"taps-{taps}-{R}", R, before="norm", after="convolution", taps=taps) for taps in (2, 3, 5) for R in (1, 4)),
+    *(
+        Rule(f"rule-{gate}-{'decays' * decays}-{'doubled' * doubled}", RuleShape(2, 4, 12, 20, True, doubled, decays, gate))
+        for gate in ("none", "silu", "sigmoid")
+        for decays in (False, True)
+        for doubled in (False, True)
+    ),
+    Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, False, "none"), B=1),
+    Rule("rule-one-channel", RuleShape(1, 2, 1, 1, False, False, True, "none")),
+]  # fmt: skip
+
+
+def judge(case: Product | Rule, results: Results, device: str) -> None:
+    """Every result errs at most twice as much as plain torch in the same dtype, plus its rounding."""
+    exact, plain = case.plain("cpu", WIDE), case.plain(device, case.dtype)
+    for name, actual in results.items():
+        expected = exact[name]
+        assert actual.shape == expected.shape
+        assert actual.isfinite().all(), name
+        error = (actual.cpu().to(WIDE) - expected).norm()
+        allowed = 2 * (plain[name].cpu().to(WIDE) - expected).norm()
+        allowed += 2 * torch.finfo(case.dtype).eps * expected.norm()
+        if not error <= allowed:
+            raise Missed(f"{case.name}, {name}: {error:.2e} above {allowed:.2e}", float(error))
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+    path = tmp_path_factory.mktemp("interpreted") / "results.pt"
+    here = Path(__file__).resolve()
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, str(here), str(path)], env=environment, check=True, timeout=300)
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_interpreted(case: Product | Rule, interpreted: dict[str, Results]) -> None:
+    judge(case, interpreted[case.name], "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_on_the_gpu(case: Product | Rule) -> None:
+    judge(case, case.run("cuda"), "cuda")
+
+
+def greedy_tokens(device: str) -> Results:
+    """Tokens and finished rows of logits with ties, with a row that has ended and one that ends now."""
+    logits = torch.randn(5, 9001, generator=torch.Generator().manual_seed(0)).to(HALF)
+    logits[0, [17, 8999]] = 40
+    logits[2, 9000] = 40
+    logits[3, 3] = 40
+    token, finished = torch.full((5, 1), -1), torch.tensor([[False], [True], [False], [False], [False]])
+    ends = torch.tensor([5, 3])
+    logits, token, finished, ends = (x.to(device) for x in (logits, token, finished, ends))
+    greedy_token(logits, ends, finished, 7, token)
+    none_end = finished.clone()
+    greedy_token(logits, ends[:0], none_end, 7, token.clone())
+    return {"logits": logits, "token": token, "finished": finished, "none_end": none_end}
+
+
+def check_greedy_tokens(found: Results) -> None:
+    found = {name: x.cpu() for name, x in found.items()}
+    likeliest = found["logits"].float().argmax(-1).tolist()
+    assert found["token"].tolist() == [[17], [7], [9000], [3], [likeliest[4]]]
+    assert found["finished"].tolist() == [[False], [True], [False], [True], [False]]
+    assert torch.equal(found["none_end"], found["finished"])
+
+
+def test_greedy_tokens_interpreted(interpreted: dict[str, Results]) -> None:
+    check_greedy_tokens(interpreted["greedy"])
+
+
+@pytest.mark.gpu
+def test_greedy_tokens_on_the_gpu() -> None:
+    check_greedy_tokens(greedy_tokens("cuda"))
+
+
+if __name__ == "__main__":
+    computed = {case.name: case.run("cpu") for case in CASES}
+    torch.save(computed | {"greedy": greedy_tokens("cpu")}, sys.argv[1])
