@@ -1,6 +1,7 @@
-"""Blocks whose decoding step runs in five launches, in place of one or two per operation.
+"""Blocks whose decoding step runs in a few launches, in place of one or two per operation.
 
-    norm, q/k/v and gates, short convolutions | rule | output norm, o, residual | norm, gate/up, SwiGLU | down, residual
+    one row:    norm, q/k/v and gates, convolutions | rule | output norm, o, residual | norm, gate/up, SwiGLU | down, residual
+    more rows:  q/k/v and gates | convolutions | rule | output norm | o | residual, norm | gate/up | SwiGLU | down | residual, norm
 
 A block's own forward pass remains the definition, and runs wherever this module does not say that a step can be fused:
 `why_not_fused` for a block, `_FusedBlock._fits` for a call. Results differ from the block's own by rounding; between
@@ -10,6 +11,7 @@ the launches less of it happens, since gates, queries, keys and values stay in f
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GATE_ACTIVATIONS, GatedRMSNorm, RMSNorm
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import MixerState, is_decoding_step
-from deltazoo.ops.fused import MOST_FUSED_ROWS, fused_kernels_fit
+from deltazoo.ops.fused import fused_kernels_fit
 
 __all__ = ["FusedBlocks", "why_not_fused"]
 
@@ -34,17 +36,22 @@ class FusedBlocks:
     Args:
         model: whose blocks they are.
         projections: of the model; a fused block reads the merged weights.
+
+    Attributes:
+        blocks: those that can.
     """
 
     def __init__(self, model: nn.Module, projections: MergedProjections) -> None:
         products = {id(product.linears[0]): product for product in projections.products}
         blocks = [module for module in model.modules() if "step_parts" in vars(type(module))]
-        self._blocks = [_FusedBlock(block, products) for block in blocks if why_not_fused(block, products) is None]
+        self.blocks = [_FusedBlock(block, products) for block in blocks if why_not_fused(block, products) is None]
+        for block, following in pairwise(self.blocks):
+            block.following = following
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Run the blocks fused within this context; those that changed since run their own forward pass."""
-        current = [fused for fused in self._blocks if fused.is_current()]
+        current = [fused for fused in self.blocks if fused.is_current()]
         for fused in current:
             vars(fused.block)["forward"] = fused.forward
         try:
@@ -52,6 +59,7 @@ class FusedBlocks:
         finally:
             for fused in current:
                 vars(fused.block).pop("forward", None)
+                fused.ready = None
 
 
 def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
@@ -129,6 +137,9 @@ class _FusedBlock:
         self._into_mixer = products[id(self._mixer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]
         self.forward = partial(self._forward)
+        self.following: _FusedBlock | None = None
+        self.ready: tuple[Tensor, Tensor] | None = None
+        """An input and its norm, made together with the output of the block before."""
 
     def is_current(self) -> bool:
         """Whether the block is still one that can run fused, with the merged weights where they were."""
@@ -142,9 +153,9 @@ class _FusedBlock:
         if layer is None:
             return type(self.block).forward(self.block, hidden_states, batch, softmax, past_key_values)
         state = layer.state
-        output = self._step(hidden_states.flatten(0, 1), state)
+        output = self._step(hidden_states, state)
         layer.store(state, 1, past_key_values.layers)
-        return output.view_as(hidden_states)
+        return output
 
     def _cache_layer(self, x: Tensor, batch: Any, cache: Cache | None) -> DeltaRuleCacheLayer | None:
         """The cache layer of a call that can run fused: one token per row, states at fixed addresses; else None."""
@@ -152,7 +163,7 @@ class _FusedBlock:
             return None
         layer = cache.layers[self.block.layer_idx]
         state = layer.state if isinstance(layer, DeltaRuleCacheLayer) and layer.static else None
-        if state is None or not 0 < len(x) <= MOST_FUSED_ROWS:
+        if state is None or not len(x):
             return None
         if x.dtype != self._into_mixer.weight.dtype or torch.is_autocast_enabled(x.device.type):
             return None
@@ -162,31 +173,63 @@ class _FusedBlock:
         return layer if fits and state.recurrent.is_contiguous() else None
 
     def _step(self, x: Tensor, state: MixerState) -> Tensor:
-        """The block's output for `[R, hidden_size]`; advances the state in place."""
-        from deltazoo.ops.fused.kernels.token_product import Convolution, HeadNorm, token_product
+        """The block's output for `[R, 1, hidden_size]`; advances the state in place."""
+        for changed in (state.conv, state.recurrent):
+            if changed is not None and not changed.is_inference():  # autograd does not see what kernels write
+                torch.autograd.graph.increment_version(changed)
+        return self._step_one_row(x, state) if len(x) == 1 else self._step_rows(x, state)
+
+    def _step_one_row(self, x: Tensor, state: MixerState) -> Tensor:
+        from deltazoo.ops.fused.kernels.token_product import token_product
+
+        mixed = token_product(
+            x[0], self._into_mixer.weight, norm_weight=self._norm.weight, norm_eps=self._norm.eps,
+            convolution=self._convolution(state), dtype=torch.float32,
+        )  # fmt: skip
+        z, norm = self._rule(mixed, state)
+        x = token_product(z, self._mixer.o_proj.weight, head_norm=norm, residual=x[0])
+        h = token_product(
+            x, self._into_mlp.weight, norm_weight=self._mlp_norm.weight, norm_eps=self._mlp_norm.eps, glu=True
+        )
+        return token_product(h, self._mlp.down_proj.weight, residual=x)[None]
+
+    def _step_rows(self, x: Tensor, state: MixerState) -> Tensor:
+        from deltazoo.ops.fused.kernels.row_product import row_product
+        from deltazoo.ops.fused.kernels.token_convolution import convolve_parts
+        from deltazoo.ops.fused.kernels.token_norms import add_parts, norm_heads, swiglu_parts
+
+        total, (source, normed) = x.flatten(0, 1), self.ready or (None, None)
+        if source is not x:
+            _, normed = add_parts(None, total, self._norm.weight, self._norm.eps)
+        mixed = convolve_parts(row_product(normed, self._into_mixer.weight), self._convolution(state))
+        z = norm_heads(*self._rule(mixed, state), x.dtype)
+        into_mlp = self._mlp_norm.weight, self._mlp_norm.eps
+        total, normed = add_parts(row_product(z, self._mixer.o_proj.weight), total, *into_mlp)
+        h = swiglu_parts(row_product(normed, self._into_mlp.weight), x.dtype)
+        after = (None, 0.0) if self.following is None else (self.following._norm.weight, self.following._norm.eps)
+        total, normed = add_parts(row_product(h, self._mlp.down_proj.weight), total, *after)
+        output = total.view_as(x)
+        if self.following is not None:
+            self.following.ready = output, normed
+        return output
+
+    def _convolution(self, state: MixerState) -> Any:
+        from deltazoo.ops.fused.kernels.token_convolution import Convolution
+
+        mixer = self._mixer
+        convolutions = (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d)
+        return Convolution(tuple(convolution.weight[:, 0] for convolution in convolutions), state.conv)
+
+    def _rule(self, mixed: Tensor, state: MixerState) -> tuple[Tensor, Any]:
+        from deltazoo.ops.fused.kernels.token_norms import HeadNorm
         from deltazoo.ops.fused.kernels.token_rule import RuleShape, token_rule
 
-        mixer, mlp, spec = self._mixer, self._mlp, self._mixer.spec
-        for changed in (state.conv, state.recurrent):
-            if not changed.is_inference():  # autograd does not see what kernels write
-                torch.autograd.graph.increment_version(changed)
-        convolutions = (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d)
-        taps = tuple(convolution.weight.detach()[:, 0] for convolution in convolutions)
+        mixer, spec = self._mixer, self._mixer.spec
         shape = RuleShape(
             mixer.num_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, spec.normalize_q,
             mixer.allow_neg_eigval, spec.decay == "scalar",
             "none" if spec.output_gate == "none" else spec.gate_activation,
         )  # fmt: skip
         decay = (mixer.A_log, mixer.dt_bias) if shape.decays else (None, None)
-
-        mixed = token_product(
-            x, self._into_mixer.weight, norm_weight=self._norm.weight, norm_eps=self._norm.eps,
-            convolution=Convolution(taps, state.conv), dtype=torch.float32,
-        )  # fmt: skip
         z, squares = token_rule(mixed, state.recurrent, *decay, mixer.o_norm.weight, shape)
-        norm = HeadNorm(squares, mixer.head_v_dim, mixer.o_norm.eps)
-        x = token_product(z, mixer.o_proj.weight, head_norm=norm, residual=x)
-        h = token_product(
-            x, self._into_mlp.weight, norm_weight=self._mlp_norm.weight, norm_eps=self._mlp_norm.eps, glu=True
-        )
-        return token_product(h, mlp.down_proj.weight, residual=x)
+        return z, HeadNorm(squares, mixer.head_v_dim, mixer.o_norm.eps)

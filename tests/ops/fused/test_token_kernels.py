@@ -24,7 +24,9 @@ pytest.importorskip("triton")
 
 from deltazoo.ops.fused.kernels import token_product, token_rule  # noqa: E402
 from deltazoo.ops.fused.kernels.greedy_token import greedy_token  # noqa: E402
-from deltazoo.ops.fused.kernels.token_product import Convolution, HeadNorm  # noqa: E402
+from deltazoo.ops.fused.kernels.row_product import row_product  # noqa: E402
+from deltazoo.ops.fused.kernels.token_convolution import Convolution, convolve_parts  # noqa: E402
+from deltazoo.ops.fused.kernels.token_norms import HeadNorm, add_parts, norm_heads, swiglu_parts  # noqa: E402
 from deltazoo.ops.fused.kernels.token_rule import RuleShape  # noqa: E402
 
 Results = dict[str, Tensor]
@@ -47,6 +49,7 @@ class Product:
     after: str = ""  # "residual", "glu" or "convolution"
     taps: int = 4
     dtype: torch.dtype = torch.float32
+    in_parts: bool = False  # as for several rows: a product in parts, with launches of their own around it
 
     def inputs(self, device: str) -> Results:
         generator = torch.Generator().manual_seed(0)
@@ -61,12 +64,15 @@ class Product:
             "norm_weight": draw(K),
             "squares": draw(self.R, K // 8, 3, dtype=torch.float32).abs(),
             "residual": draw(self.R, N),
+            "row_weight": draw(N),
             "taps": draw(channels, self.taps),
             "window": draw(self.R, channels, self.taps - 1),
         }
 
     def run(self, device: str) -> Results:
         x = self.inputs(device)
+        if self.in_parts:
+            return self._run_in_parts(x)
         options: dict[str, object] = {}
         if self.before == "norm":
             options = {"norm_weight": x["norm_weight"], "norm_eps": 1e-5}
@@ -82,6 +88,24 @@ class Product:
         y = token_product.token_product(x["x"], x["weight"], **options)  # type: ignore[arg-type]
         return {"y": y, "window": x["window"]}
 
+    def _run_in_parts(self, x: Results) -> Results:
+        value = x["x"]
+        if self.before == "norm":
+            same, value = add_parts(None, value, x["norm_weight"], 1e-5)
+            assert same is x["x"] and value is not None
+        elif self.before == "heads":
+            value = norm_heads(value, HeadNorm(x["squares"], 8, 1e-5), self.dtype)
+        parts = row_product(value, x["weight"])
+        y = parts.sum(0)
+        if self.after == "residual":
+            y, normed = add_parts(parts, x["residual"], x["row_weight"], 1e-5)
+            return {"y": y, "normed": normed}  # type: ignore[dict-item]
+        if self.after == "glu":
+            y = swiglu_parts(parts, self.dtype)
+        elif self.after == "convolution":
+            y = convolve_parts(parts, Convolution(x["taps"].chunk(3), x["window"]))
+        return {"y": y, "window": x["window"]}
+
     def plain(self, device: str, dtype: torch.dtype) -> Results:
         """By torch, every operation in `dtype`, from the same inputs."""
         x = {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
@@ -94,6 +118,7 @@ class Product:
         y = value @ x["weight"].T
         if self.after == "residual":
             y = y + x["residual"]
+            return {"y": y, "normed": rms(y) * x["row_weight"], "window": window}
         elif self.after == "glu":
             gate, up = y.chunk(2, dim=1)
             y = F.silu(gate) * up
@@ -156,14 +181,21 @@ HALF = torch.float16
 ENDS = [("", "residual"), ("norm", "convolution"), ("norm", "glu"), ("heads", "residual")]
 CASES: list[Product | Rule] = [
     *(
-        Product(f"{before}-{after}-{R}-{str(dtype)[6:]}", R, before=before, after=after, dtype=dtype)
-        for (before, after), R, dtype in itertools.product(ENDS, (1, 3, 33), (torch.float32, HALF))
+        Product(f"{before}-{after}-{R}-{str(dtype)[6:]}", R, before=before, after=after, dtype=dtype, in_parts=R > 2)
+        for (before, after), R, dtype in itertools.product(ENDS, (1, 2, 3, 33, 65), (torch.float32, HALF))
     ),
     Product("plain-odd", N=37, K=72),
-    Product("plain-few-odd", 5, N=37, K=72),
-    Product("several-blocks", N=9, K=5000, before="norm", after="glu"),
-    Product("several-blocks-few", 2, N=9, K=5000, before="norm", after="glu"),
-    *(Product(f"taps-{taps}-{R}", R, before="norm", after="convolution", taps=taps) for taps in (2, 3, 5) for R in (1, 4)),
+    Product("several-blocks", 2, N=9, K=5000, before="norm", after="glu"),
+    *(
+        Product(f"{after}-parts-{R}", R, N=48, K=1100, after=after, dtype=HALF, in_parts=True)
+        for after in ("residual", "glu", "convolution")
+        for R in (5, 40)
+    ),
+    *(
+        Product(f"taps-{taps}-{R}", R, before="norm", after="convolution", taps=taps, in_parts=R > 1)
+        for taps in (2, 3, 5)
+        for R in (1, 4)
+    ),
     *(
         Rule(f"rule-{gate}-{'decays' * decays}-{'doubled' * doubled}", RuleShape(2, 4, 12, 20, True, doubled, decays, gate))
         for gate in ("none", "silu", "sigmoid")

@@ -5,7 +5,6 @@ Liger's kernels for norms, SwiGLU and the loss. `linear_cross_entropy` is the lo
 """
 
 from deltazoo.ops.fused.fused_functions import (
-    MOST_FUSED_ROWS,
     MOST_NORM_COLUMNS,
     fused_add_rms_norm,
     fused_cross_entropy_,
@@ -20,7 +19,6 @@ from deltazoo.ops.fused.fused_functions import (
 )
 
 __all__ = [
-    "MOST_FUSED_ROWS",
     "MOST_NORM_COLUMNS",
     "fused_add_rms_norm",
     "fused_cross_entropy_",

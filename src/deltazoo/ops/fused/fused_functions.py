@@ -14,7 +14,6 @@ from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.transforms import refuse_transforms, transforming
 
 __all__ = [
-    "MOST_FUSED_ROWS",
     "MOST_NORM_COLUMNS",
     "fused_add_rms_norm",
     "fused_cross_entropy_",
@@ -30,9 +29,6 @@ __all__ = [
 
 MOST_NORM_COLUMNS = 8192
 """The longest axis of the RMSNorm kernels: a program holds whole rows in registers."""
-MOST_FUSED_ROWS = 64
-"""Rows of a decoding step in fused launches. With more, products by torch are faster."""
-
 
 def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
     """Whether these kernels can run on `x`: a tensor on an NVIDIA GPU, in a dtype that the triton backend supports.

@@ -1,25 +1,26 @@
 """Kernels of a decoding step that start before the one in front of them has ended (programmatic dependent launch).
 
-A step is a chain of short kernels, each of which reads weights that no kernel of the step writes. Launched ahead, a
-kernel loads its weights while the kernel before it ends, and only then waits for that one's results.
+A step is a chain of short kernels, most of which read weights or states that no other kernel of the step writes.
+Launched ahead, a kernel loads these while the kernel before it ends, and only then waits for that one's results.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["launches_ahead", "prefetch_rows", "wait_for_inputs"]
+__all__ = ["launch_options", "launches_ahead", "next_power_of_2", "prefetch_rows", "wait_for_inputs"]
 
 
 @triton.jit
 def wait_for_inputs(AHEAD: tl.constexpr):
-    """Let the next kernel start, and wait until all memory operations of the one before are visible.
+    """Let the next kernel start, and wait until all that the kernels before have written is visible.
 
-    Every kernel that is launched ahead must call it, before it reads what another kernel of the step has written and
-    before it writes anything.
+    Every kernel that is launched ahead must call it, before it reads what another kernel of the step writes and before
+    it writes anything: so a kernel that has waited knows that all kernels before it have ended.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -27,9 +28,10 @@ def wait_for_inputs(AHEAD: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(weight, columns, N: tl.constexpr, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
-    """Ask for rows of a matrix `[N, K]` to be brought into the L2 cache, in lines of `LINE` elements, 128 bytes."""
-    lines = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
+def prefetch_rows(weight, columns, N: tl.constexpr, start, LENGTH: tl.constexpr, K: tl.constexpr, LINE: tl.constexpr,
+                  LINES: tl.constexpr):  # fmt: skip
+    """Ask for parts of rows of a matrix `[N, K]` to be brought into the L2 cache, in lines of `LINE` elements."""
+    lines = tl.minimum(start + tl.minimum(tl.arange(0, LINES) * LINE, LENGTH - 1), K - 1)
     addresses = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K + lines[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
@@ -40,3 +42,13 @@ def prefetch_rows(weight, columns, N: tl.constexpr, K: tl.constexpr, LINE: tl.co
 def launches_ahead(device: torch.device) -> bool:
     """Whether the device can start a kernel before the one in front has ended: compute capability 9.0 or newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(ahead: bool) -> dict[str, Any]:
+    """Triton's options of a kernel that is launched ahead, or not."""
+    return {"launch_pdl": True} if ahead else {}
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()

@@ -1,9 +1,9 @@
 """The delta rule for one token, from convolved queries, keys and values to the output before its norm: one launch.
 
-    q, k -> q / sqrt(|q|^2 + eps), k / sqrt(|k|^2 + eps)      beta = sigmoid(b)      log_decay = -exp(A_log) softplus(a + dt)
-    S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum o^2
+    q, k by their L2 norms      beta = sigmoid(b)      log_decay = -exp(A_log) softplus(a + dt_bias)
+    S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum of o^2
 
-The product after it applies `rsqrt(mean o^2 + eps)` per head, since a head is divided among programs here. The rule is
+What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here. The rule is
 computed as in `deltazoo.ops.triton.decode`.
 """
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.fused.kernels.launch_ahead import launches_ahead, wait_for_inputs
+from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, next_power_of_2, wait_for_inputs
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["RuleShape", "Tile", "choose_tile", "token_rule"]
@@ -132,13 +132,9 @@ class Tile(NamedTuple):
 @lru_cache(maxsize=1024)
 def choose_tile(matrices: int, K: int, V: int) -> Tile:
     """The tile for so many states `[K, V]`: narrow where there are few."""
-    rows = _next_power_of_2(K)
-    columns = min(16 if matrices * V <= 4096 else 32, _next_power_of_2(V))
+    rows = next_power_of_2(K)
+    columns = min(16 if matrices * V <= 4096 else 32, next_power_of_2(V))
     return Tile(columns, max(1, rows * columns // 2048))
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def token_rule(
@@ -178,10 +174,9 @@ def token_rule(
 
 @lru_cache(maxsize=1024)
 def _constants(B: int, M: int, shape: RuleShape, tile: Tile, ahead: bool) -> Constants:
-    options = {"launch_pdl": True} if ahead else {}
     return Constants(
         B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
         V=shape.V, NORMALIZE_Q=shape.normalize_q, DOUBLED=shape.doubled_step,
-        DECAYS=shape.decays, GATE=shape.gate, BK=_next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
-        num_warps=tile.warps, **options,
+        DECAYS=shape.decays, GATE=shape.gate, BK=next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
+        num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip

@@ -1,0 +1,148 @@
+"""Short convolutions of one token, within other kernels or after a product in parts, with SiLU and the new windows.
+
+    z = sum_i w_i x_{t-i}      y = z * sigmoid(z)
+
+as in `short_conv_step`, without the L2 norm of heads. The outputs of a product may have further ones behind those that
+are convolved: gates, which stay as they are.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, next_power_of_2, wait_for_inputs
+from deltazoo.ops.fused.kernels.sigmoid import sigmoid
+from deltazoo.ops.triton.launch import Constants, launch
+
+__all__ = ["Convolution", "convolve", "convolve_parts", "load_windows"]
+
+_CHANNELS = 256
+"""Outputs of one program."""
+
+
+class Convolution(NamedTuple):
+    """Short convolutions of the first outputs of a product, and SiLU."""
+
+    taps: tuple[Tensor, Tensor, Tensor]
+    """Of queries, keys and values, `[C_i, W]`, W at least 2; contiguous."""
+    window: Tensor
+    """`[R, C, W - 1]`: the product's outputs before this token, oldest first, C the sum of the C_i. Advanced in place.
+    Contiguous."""
+
+
+@triton.jit
+def load_windows(q_taps, k_taps, v_taps, window, row, columns, CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr,
+                 W: tl.constexpr, BW: tl.constexpr):  # fmt: skip
+    """The windows of some outputs of a row and their taps, both `[BN, BW]` with the oldest first, and the newest tap."""
+    slots = tl.arange(0, BW)
+    mask = (columns < CQ + CK + CV)[:, None] & (slots < W - 1)[None, :]
+    first = (row * (CQ + CK + CV) + columns) * (W - 1)
+    older = tl.load(window + first[:, None] + slots[None, :], mask=mask, other=0.0)
+    older_taps = _taps(q_taps, k_taps, v_taps, columns[:, None], slots[None, :], mask, CQ, CK, CV, W)
+    newest_tap = _taps(q_taps, k_taps, v_taps, columns, W - 1, columns >= 0, CQ, CK, CV, W)
+    return older, older_taps, newest_tap
+
+
+@triton.jit
+def _taps(q_taps, k_taps, v_taps, columns, slots, mask, CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr,
+          W: tl.constexpr):  # fmt: skip
+    of_q = columns < CQ
+    of_k = (columns >= CQ) & (columns < CQ + CK)
+    of_v = (columns >= CQ + CK) & (columns < CQ + CK + CV)
+    taps = tl.load(q_taps + columns * W + slots, mask=mask & of_q, other=0.0)
+    taps += tl.load(k_taps + (columns - CQ) * W + slots, mask=mask & of_k, other=0.0)
+    taps += tl.load(v_taps + (columns - CQ - CK) * W + slots, mask=mask & of_v, other=0.0)
+    return taps.to(tl.float32)
+
+
+@triton.jit
+def convolve(
+    x,  # [BN] float32, outputs of a product
+    older,  # of `load_windows`
+    older_taps,
+    newest_tap,
+    row,
+    columns,
+    window,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    BW: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Convolve the outputs below C, advance their windows, apply SiLU; other outputs stay."""
+    slots = tl.arange(0, BW)
+    inside = columns < C
+    newest = x.to(window.dtype.element_ty)  # rounded as the window keeps it
+    z = newest.to(tl.float32) * newest_tap + tl.sum(older.to(tl.float32) * older_taps, axis=1)
+    tl.debug_barrier()  # no thread may write what another has yet to read
+    first = (row * C + columns) * (W - 1)
+    moves = inside[:, None] & ((slots >= 1) & (slots < W - 1))[None, :]
+    tl.store(window + first[:, None] + (slots - 1)[None, :], older, mask=moves)
+    tl.store(window + first + (W - 2), newest, mask=inside)
+    return tl.where(inside, z * sigmoid(z, HALF), x)
+
+
+@triton.jit
+def convolve_parts_kernel(
+    parts,  # [S, R, N]
+    q_taps,
+    k_taps,
+    v_taps,
+    window,  # [R, C, W - 1]
+    y,  # [R, N] float32
+    R,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    CQ: tl.constexpr,
+    CK: tl.constexpr,
+    CV: tl.constexpr,
+    W: tl.constexpr,
+    BW: tl.constexpr,
+    BN: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (N + BN - 1) // BN
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    columns = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)
+    mask = columns < N
+    older, older_taps, newest_tap = load_windows(q_taps, k_taps, v_taps, window, row, columns, CQ, CK, CV, W, BW)
+    wait_for_inputs(AHEAD)
+    total = tl.zeros([BN], tl.float32)
+    for part in tl.static_range(S):
+        total += tl.load(parts + (part * R + row) * N + columns, mask=mask, other=0.0).to(tl.float32)
+    HALF: tl.constexpr = window.dtype.element_ty != tl.float32
+    total = convolve(total, older, older_taps, newest_tap, row, columns, window, CQ + CK + CV, W, BW, HALF)
+    tl.store(y + row * N + columns, total, mask=mask)
+
+
+def convolve_parts(parts: Tensor, convolution: Convolution) -> Tensor:
+    """Convolve the first outputs of a product. No gradients: for inference.
+
+    Args:
+        parts: `[S, R, N]`, whose sum over S is the product; contiguous.
+        convolution: whose windows advance.
+
+    Returns:
+        `[R, N]` float32: queries, keys and values after SiLU, then the other outputs.
+    """
+    S, R, N = parts.shape
+    (q_taps, k_taps, v_taps), window = convolution
+    y = parts.new_empty(R, N, dtype=torch.float32)
+    channels = len(q_taps), len(k_taps), len(v_taps)
+    constants = _constants(S, R, N, channels, window.shape[-1] + 1, launches_ahead(parts.device))
+    with torch.cuda.device_of(parts):
+        launch(convolve_parts_kernel, constants, parts, q_taps, k_taps, v_taps, window, y)
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _constants(S: int, R: int, N: int, channels: tuple[int, int, int], W: int, ahead: bool) -> Constants:
+    CQ, CK, CV = channels
+    return Constants(
+        R * -(-N // _CHANNELS), R=R, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W, BW=next_power_of_2(W - 1), BN=_CHANNELS,
+        AHEAD=ahead, num_warps=4, **launch_options(ahead),
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""What stands between the products of a decoding step for several rows: sums of parts with norms and SwiGLU.
+
+A product for few rows comes in parts, each over some of the inner channels, so that all multiprocessors take part. What
+follows it adds them up.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, next_power_of_2, wait_for_inputs
+from deltazoo.ops.fused.kernels.sigmoid import sigmoid
+from deltazoo.ops.triton.launch import Constants, launch
+
+__all__ = ["HeadNorm", "add_parts", "head_scale", "norm_heads", "swiglu_parts"]
+
+
+class HeadNorm(NamedTuple):
+    """RMSNorm of the heads of a tensor whose weight has been applied: only the division is missing."""
+
+    squares: Tensor
+    """`[R, heads, parts]` float32: partial sums over each head of the squares to be averaged; contiguous."""
+    head_dim: int
+    eps: float
+
+
+@triton.jit
+def head_scale(squares, head, mask, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, eps):
+    """The factors by which RMSNorm multiplies heads, given by their indices in `[R, heads]`."""
+    total = tl.zeros(mask.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(squares + head * PARTS + part, mask=mask, other=0.0)
+    return tl.rsqrt(total / HEAD_DIM + eps)
+
+
+@triton.jit(do_not_specialize=["eps"])
+def add_parts_kernel(
+    parts,  # [S, R, D] or None
+    residual,  # [R, D]
+    norm_weight,  # [D] or None
+    total,  # [R, D]; may be None without parts
+    normed,  # [R, D] or None
+    R,
+    eps,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BD)
+    mask = columns < D
+    if norm_weight is not None:
+        weight = tl.load(norm_weight + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(AHEAD)
+    x = tl.load(residual + row * D + columns, mask=mask, other=0.0).to(tl.float32)
+    if parts is not None:
+        for part in tl.static_range(S):
+            x += tl.load(parts + (part * R + row) * D + columns, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(total.dtype.element_ty)  # the norm is of the sum as it is stored
+        tl.store(total + row * D + columns, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    if norm_weight is not None:
+        x *= tl.rsqrt(tl.sum(x * x, axis=0) / D + eps) * weight
+        tl.store(normed + row * D + columns, x.to(normed.dtype.element_ty), mask=mask)
+
+
+def add_parts(
+    parts: Tensor | None, residual: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0
+) -> tuple[Tensor, Tensor | None]:
+    """Add a product to the residual stream, and normalise the sum. No gradients: for inference.
+
+    Args:
+        parts: `[S, R, D]`, whose sum over S is the product; None: nothing is added. Contiguous, as all tensors here.
+        residual: `[R, D]`.
+        norm_weight: `[D]` of an RMSNorm; None: none is wanted.
+        eps: of the norm.
+
+    Returns:
+        The sum and its norm (None unless wanted), `[R, D]` in the residual's dtype.
+    """
+    R, D = residual.shape
+    total = residual if parts is None else torch.empty_like(residual)
+    normed = None if norm_weight is None else torch.empty_like(residual)
+    constants = _add_constants(0 if parts is None else len(parts), R, D, eps, launches_ahead(residual.device))
+    with torch.cuda.device_of(residual):
+        stored = None if parts is None else total
+        launch(add_parts_kernel, constants, parts, residual, norm_weight, stored, normed)
+    return total, normed
+
+
+@lru_cache(maxsize=1024)
+def _add_constants(S: int, R: int, D: int, eps: float, ahead: bool) -> Constants:
+    block = next_power_of_2(D)
+    warps = max(1, min(16, block // 256))
+    return Constants(R, R=R, eps=eps, S=S, D=D, BD=block, AHEAD=ahead, num_warps=warps, **launch_options(ahead))
+
+
+@triton.jit
+def swiglu_parts_kernel(
+    parts,  # [S, R, 2 N]: gate, then up
+    y,  # [R, N]
+    R,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    BN: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (N + BN - 1) // BN
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    columns = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)
+    mask = columns < N
+    wait_for_inputs(AHEAD)
+    gate = tl.zeros([BN], tl.float32)
+    up = tl.zeros([BN], tl.float32)
+    for part in tl.static_range(S):
+        first = (part * R + row) * (2 * N)
+        gate += tl.load(parts + first + columns, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(parts + first + N + columns, mask=mask, other=0.0).to(tl.float32)
+    result = gate * sigmoid(gate, y.dtype.element_ty != tl.float32) * up
+    tl.store(y + row * N + columns, result.to(y.dtype.element_ty), mask=mask)
+
+
+def swiglu_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """`silu(gate) * up` of a product in parts `[S, R, 2 N]`: `[R, N]` in `dtype`. No gradients: for inference."""
+    S, R, N = parts.shape[0], parts.shape[1], parts.shape[2] // 2
+    y = parts.new_empty(R, N, dtype=dtype)
+    with torch.cuda.device_of(parts):
+        launch(swiglu_parts_kernel, _swiglu_constants(S, R, N, launches_ahead(parts.device)), parts, y)
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _swiglu_constants(S: int, R: int, N: int, ahead: bool) -> Constants:
+    block = 1024
+    return Constants(
+        R * -(-N // block), R=R, S=S, N=N, BN=block, AHEAD=ahead, num_warps=4, **launch_options(ahead)
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["eps"])
+def norm_heads_kernel(
+    z,  # [R, HEADS * HEAD_DIM] float32
+    squares,  # [R, HEADS, PARTS]
+    y,
+    eps,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BN: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (HEADS * HEAD_DIM + BN - 1) // BN
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    channels = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)
+    mask = channels < HEADS * HEAD_DIM
+    wait_for_inputs(AHEAD)
+    x = tl.load(z + row * (HEADS * HEAD_DIM) + channels, mask=mask, other=0.0)
+    x *= head_scale(squares, row * HEADS + channels // HEAD_DIM, mask, HEAD_DIM, PARTS, eps)
+    tl.store(y + row * (HEADS * HEAD_DIM) + channels, x.to(y.dtype.element_ty), mask=mask)
+
+
+def norm_heads(z: Tensor, norm: HeadNorm, dtype: torch.dtype) -> Tensor:
+    """`z` `[R, heads * head_dim]` float32, its heads normalised, in `dtype`. No gradients: for inference."""
+    y = torch.empty_like(z, dtype=dtype)
+    _, heads, parts = norm.squares.shape
+    constants = _head_constants(len(z), heads, norm.head_dim, parts, norm.eps, launches_ahead(z.device))
+    with torch.cuda.device_of(z):
+        launch(norm_heads_kernel, constants, z, norm.squares, y)
+    return y
+
+
+@lru_cache(maxsize=1024)
+def _head_constants(R: int, heads: int, head_dim: int, parts: int, eps: float, ahead: bool) -> Constants:
+    block = 1024
+    return Constants(
+        R * -(-heads * head_dim // block), eps=eps, HEADS=heads, HEAD_DIM=head_dim, PARTS=parts, BN=block, AHEAD=ahead,
+        num_warps=4, **launch_options(ahead),
+    )  # fmt: skip

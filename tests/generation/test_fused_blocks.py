@@ -1,0 +1,216 @@
+"""Blocks that decode in a few launches give what their own forward passes give: interpreted on a CPU, and on a GPU.
+
+The interpreter has to be chosen before Triton is imported, so a child process runs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_python
+from tiny_models import tiny_model, tokens
+from transformers import DynamicCache, StaticCache
+
+import deltazoo
+from deltazoo.generation import Decoder, fused_blocks
+from deltazoo.generation.fused_blocks import FusedBlocks, why_not_fused
+from deltazoo.generation.merged_projections import MergedProjections
+
+FUSED = ("delta_net", "gated_deltanet", "neg_delta_net", "neg_gated_deltanet", "grouped_values", "tied", "hybrid")
+ORDINARY = ("kda", "erase_only", "without_conv", "micro_steps", "longhorn", "comba")
+CHILD = """
+import sys; sys.path[:0] = sys.argv[1:3]
+import test_fused_blocks as tests
+from unittest import mock
+# The ordinary step runs in plain torch, which is faster than the interpreter.
+no_kernels = mock.patch("deltazoo.ops.backends.triton_obstacle", lambda *args: "interpreted")
+with mock.patch.object(tests.fused_blocks, "fused_kernels_fit", lambda x, past=None: True), no_kernels:
+    for case in sys.argv[3:]:
+        tests.check_tokens(case, "cpu", fused=case in tests.FUSED)
+"""
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry per fused step of a block from here on."""
+    steps: list[object] = []
+    step = fused_blocks._FusedBlock._step
+
+    def counted(self, x, state):
+        steps.append(self)
+        return step(self, x, state)
+
+    monkeypatch.setattr(fused_blocks._FusedBlock, "_step", counted)
+    return steps
+
+
+def check_tokens(case: str, device: str, *, fused: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        steps = count_steps(patch)
+        for batch_size in (1, 3):
+            model, ids = tiny_model(case).to(device), tokens(batch_size, 7).to(device)
+            options = {"max_new_tokens": 9, "do_sample": False}
+            plain = model.generate(ids, capture_step=False, **options)
+            assert not steps
+            assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=9), plain)
+            assert bool(steps) == fused
+            steps.clear()
+            assert torch.equal(model.generate(ids, capture_step=True, **options), plain)
+            assert bool(steps) == fused
+            steps.clear()
+            list(Decoder(model, batch_size, max_length=30).stream(ids, max_new_tokens=4))
+            assert bool(steps) == fused
+            steps.clear()
+
+
+def test_interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    here = Path(__file__).parent
+    run_python(CHILD, str(here), str(here.parent), *FUSED, *ORDINARY, timeout=300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*FUSED, *ORDINARY])
+def test_tokens_on_a_gpu(case):
+    check_tokens(case, "cuda", fused=case in FUSED)
+
+
+def last_logits(model, ids, *, fused):
+    """Logits after one decoding step by merged projections, in blocks that run fused or as they are."""
+    projections = MergedProjections(model)
+    blocks = FusedBlocks(model, projections)
+    assert len(blocks.blocks) == len(model.model.layers)
+    cache = StaticCache(config=model.config, max_cache_len=100)
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+        with blocks.active() if fused else projections.active(), projections.active():
+            return model(ids[:, -1:], past_key_values=cache).logits[:, -1].double()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch_size", [1, 2, 16, 50, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["delta_net", "gated_deltanet"])
+def test_logits_on_a_gpu(case, dtype, batch_size):
+    sizes = {"hidden_size": 192, "num_heads": 3, "head_dim": 64, "intermediate_size": 344, "initializer_range": 0.02}
+    model, ids = tiny_model(case, **sizes).to("cuda", dtype), tokens(batch_size, 70).to("cuda")
+    exact = tiny_model(case, **sizes).to("cuda", torch.float64)
+    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    with torch.no_grad():
+        expected = exact(ids).logits[:, -1]
+    fused, ordinary = ((last_logits(model, ids, fused=x) - expected).norm().item() for x in (True, False))
+    assert fused <= 2 * ordinary + 4 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.fixture
+def on_any_device(monkeypatch):
+    """Blocks on a CPU count as able to run fused; a step raises."""
+
+    def refuse(self, x, state):
+        raise AssertionError("fused")
+
+    monkeypatch.setattr(fused_blocks, "fused_kernels_fit", lambda x, past=None: True)
+    monkeypatch.setattr(fused_blocks._FusedBlock, "_step", refuse)
+
+
+def reason(model, index=0):
+    products = {id(product.linears[0]): product for product in MergedProjections(model).products}
+    return why_not_fused(model.model.layers[index], products)
+
+
+def with_a_hook(model):
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *args: None)
+
+
+def with_a_subclass(model):
+    class Own(type(model.model.layers[0].mlp)):
+        pass
+
+    model.model.layers[0].mlp.__class__ = Own
+
+
+def with_a_bias(model):
+    linear = model.model.layers[0].attn.o_proj
+    linear.bias = torch.nn.Parameter(torch.zeros(linear.out_features))
+
+
+def with_another_dtype(model):
+    model.model.layers[0].mlp.double()
+
+
+CHANGES = [
+    (with_a_hook, "linear map is not a plain one"),
+    (with_a_subclass, "DeltaRuleAttention and Own"),
+    (with_a_bias, "linear map is not a plain one"),
+    (with_another_dtype, "float32 on cpu, torch.float64 on cpu"),
+    (lambda model: model.set_runtime(fused_kernels=False), "other kernels were asked for"),
+    (lambda model: model.set_runtime(backend="reference"), "backend='reference' was asked for"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_what_keeps_a_block_from_running_fused(change, message, on_any_device):
+    model = tiny_model("gated_deltanet")
+    assert reason(model) is None
+    change(model)
+    assert message in reason(model)
+    assert (reason(model, 1) is None) == (change in (f for f, _ in CHANGES[:4]))
+
+
+@pytest.mark.parametrize("case", ORDINARY)
+def test_rules_with_a_step_of_their_own(case, on_any_device):
+    assert reason(tiny_model(case)) is not None
+
+
+def test_nothing_runs_fused_on_a_cpu():
+    model = tiny_model("delta_net")
+    assert not FusedBlocks(model, MergedProjections(model)).blocks
+
+
+def test_a_block_that_changes_later_runs_as_it_is(on_any_device):
+    model, ids = tiny_model("delta_net"), tokens(1, 4)
+    projections = MergedProjections(model)
+    blocks = FusedBlocks(model, projections)
+    for block in model.model.layers:
+        block.attn.o_norm.register_forward_hook(lambda *args: None)
+    cache = StaticCache(config=model.config, max_cache_len=10)
+    with torch.no_grad(), blocks.active():
+        for piece in ids.split(1, dim=1):
+            model(piece, past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", ["two tokens", "gradients", "dynamic cache", "no cache", "padding"])
+def test_calls_that_cannot_run_fused_run_as_they_are(kind, on_any_device):
+    model = tiny_model("delta_net")
+    rows = 2
+    ids = tokens(rows, 8)
+    blocks = FusedBlocks(model, MergedProjections(model))
+    expected = tiny_model("delta_net")(ids).logits[:, -1:]
+    cache = DynamicCache(config=model.config) if kind == "dynamic cache" else StaticCache(model.config, max_cache_len=9)
+    last = -2 if kind == "two tokens" else -1
+    with torch.set_grad_enabled(kind == "gradients"), blocks.active():
+        assert all("forward" in vars(block) for block in model.model.layers)
+        if kind == "no cache":
+            found = model(ids, use_cache=False).logits[:, -1:]
+        else:
+            with torch.no_grad():
+                model(ids[:, :last], past_key_values=cache)
+            mask = {"attention_mask": torch.ones(rows, 8, dtype=torch.long)} if kind == "padding" else {}
+            if mask:
+                mask["attention_mask"][:, -1] = 0
+            found = model(ids[:, last:], past_key_values=cache, **mask).logits[:, -1:]
+    assert all("forward" not in vars(block) for block in model.model.layers)
+    if kind != "padding":
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_call_that_can_run_fused_does(on_any_device):
+    model = tiny_model("delta_net")
+    cache = StaticCache(model.config, max_cache_len=9)
+    blocks = FusedBlocks(model, MergedProjections(model))
+    with torch.no_grad(), blocks.active(), pytest.raises(AssertionError, match="fused"):
+        for _ in range(2):
+            model(tokens(2, 1), past_key_values=cache)
+
