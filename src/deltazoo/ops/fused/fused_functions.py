@@ -30,6 +30,7 @@ __all__ = [
 MOST_NORM_COLUMNS = 8192
 """The longest axis of the RMSNorm kernels: a program holds whole rows in registers."""
 
+
 def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
     """Whether these kernels can run on `x`: a tensor on an NVIDIA GPU, in a dtype that the triton backend supports.
 
