@@ -211,4 +211,3 @@ def test_a_call_that_can_run_fused_does(on_any_device):
     with torch.no_grad(), blocks.active(), pytest.raises(AssertionError, match="fused"):
         for _ in range(2):
             model(tokens(2, 1), past_key_values=cache)
-

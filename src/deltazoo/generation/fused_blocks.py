@@ -1,10 +1,12 @@
 """Blocks whose decoding step runs in a few launches, in place of one or two per operation.
 
-    one row:    norm, q/k/v and gates, convolutions | rule | output norm, o, residual | norm, gate/up, SwiGLU | down, residual
-    more rows:  q/k/v and gates | convolutions | rule | output norm | o | residual, norm | gate/up | SwiGLU | down | residual, norm
+    one row:    norm, q/k/v and gates, short convolutions | rule | output norm, o, residual | norm, gate/up, SwiGLU |
+                down, residual
+    more rows:  norm | q/k/v and gates | short convolutions | rule | output norm | o | residual, norm | gate/up |
+                SwiGLU | down | residual, norm of the next block
 
 A block's own forward pass remains the definition, and runs wherever this module does not say that a step can be fused:
-`why_not_fused` for a block, `_FusedBlock._fits` for a call. Results differ from the block's own by rounding; between
+`why_not_fused` for a block, `_FusedBlock` for a call. Results differ from the block's own by rounding; between
 the launches less of it happens, since gates, queries, keys and values stay in float32.
 """
 
@@ -25,7 +27,7 @@ from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GATE_ACTIVATIONS, GatedRMSNorm, RMSNorm
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import MixerState, is_decoding_step
-from deltazoo.ops.fused import fused_kernels_fit
+from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit
 
 __all__ = ["FusedBlocks", "why_not_fused"]
 
@@ -88,8 +90,9 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
             return "the maps of one input could not be merged"
     if not all(type(x) is nn.Linear and x.bias is None and is_plain(x) for x in (mixer.o_proj, mlp.down_proj)):
         return "a linear map is not a plain one"
-    weights = [products[id(mixer.q_proj)].weight, products[id(mlp.gate_proj)].weight, mixer.o_proj.weight]
-    weights.append(mlp.down_proj.weight)
+    if mixer.head_k_dim > 256 or mixer.head_v_dim > 512 or mixer.hidden_size > MOST_NORM_COLUMNS:
+        return "it is wider than the kernels"
+    weights = [linear.weight for linear in (mixer.q_proj, mixer.o_proj, mlp.gate_proj, mlp.down_proj)]
     if len({(x.dtype, x.device) for x in weights}) > 1 or not fused_kernels_fit(weights[0]):
         return f"its weights are in {', '.join(sorted({f'{x.dtype} on {x.device}' for x in weights}))}"
     if not all(x.is_contiguous() and x.device == weights[0].device for x in block.parameters()):
@@ -149,28 +152,30 @@ class _FusedBlock:
     def _forward(
         self, hidden_states: Tensor, batch: Any, softmax: Any = None, past_key_values: Cache | None = None
     ) -> Tensor:
-        layer = self._cache_layer(hidden_states, batch, past_key_values)
-        if layer is None:
+        layer = self._cache_layer(batch, past_key_values)
+        state = None if layer is None else layer.state
+        if layer is None or state is None or not self._fits(hidden_states, state):
             return type(self.block).forward(self.block, hidden_states, batch, softmax, past_key_values)
-        state = layer.state
         output = self._step(hidden_states, state)
-        layer.store(state, 1, past_key_values.layers)
+        layer.store(state, 1, past_key_values.layers)  # type: ignore[union-attr]
         return output
 
-    def _cache_layer(self, x: Tensor, batch: Any, cache: Cache | None) -> DeltaRuleCacheLayer | None:
-        """The cache layer of a call that can run fused: one token per row, states at fixed addresses; else None."""
-        if not isinstance(cache, StaticCache) or not is_decoding_step(x) or not batch.sequences.whole_rows:
+    def _cache_layer(self, batch: Any, cache: Cache | None) -> DeltaRuleCacheLayer | None:
+        """The block's layer of the cache, if its states stay at their addresses and no row has padding."""
+        if not isinstance(cache, StaticCache) or not batch.sequences.whole_rows:
             return None
         layer = cache.layers[self.block.layer_idx]
-        state = layer.state if isinstance(layer, DeltaRuleCacheLayer) and layer.static else None
-        if state is None or not len(x):
-            return None
-        if x.dtype != self._into_mixer.weight.dtype or torch.is_autocast_enabled(x.device.type):
-            return None
-        if torch.compiler.is_compiling() or not (fused_kernels_fit(x) and x.is_contiguous()):
-            return None
-        fits = state.conv is not None and state.conv.dtype == x.dtype and state.conv.is_contiguous()
-        return layer if fits and state.recurrent.is_contiguous() else None
+        return layer if isinstance(layer, DeltaRuleCacheLayer) and layer.static else None
+
+    def _fits(self, x: Tensor, state: MixerState) -> bool:
+        """Whether a call is one token per row, and its tensors are such as the kernels take."""
+        if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+            return False
+        if not len(x) or not fused_kernels_fit(x) or x.dtype != self._into_mixer.weight.dtype:
+            return False
+        if state.conv is None or state.conv.dtype != x.dtype:
+            return False
+        return all(tensor.is_contiguous() for tensor in (x, state.conv, state.recurrent))
 
     def _step(self, x: Tensor, state: MixerState) -> Tensor:
         """The block's output for `[R, 1, hidden_size]`; advances the state in place."""
@@ -201,19 +206,22 @@ class _FusedBlock:
         from deltazoo.ops.fused.kernels.token_convolution import convolve_parts
         from deltazoo.ops.fused.kernels.token_norms import add_parts, norm_heads, swiglu_parts
 
-        total, (source, normed) = x.flatten(0, 1), self.ready or (None, None)
-        if source is not x:
-            _, normed = add_parts(None, total, self._norm.weight, self._norm.eps)
+        total = x.flatten(0, 1)
+        if self.ready is not None and self.ready[0] is x:
+            normed = self.ready[1]
+        else:
+            _, normed = add_parts(None, total, self._norm)
         mixed = convolve_parts(row_product(normed, self._into_mixer.weight), self._convolution(state))
         z = norm_heads(*self._rule(mixed, state), x.dtype)
-        into_mlp = self._mlp_norm.weight, self._mlp_norm.eps
-        total, normed = add_parts(row_product(z, self._mixer.o_proj.weight), total, *into_mlp)
+        total, normed = add_parts(row_product(z, self._mixer.o_proj.weight), total, self._mlp_norm)
         h = swiglu_parts(row_product(normed, self._into_mlp.weight), x.dtype)
-        after = (None, 0.0) if self.following is None else (self.following._norm.weight, self.following._norm.eps)
-        total, normed = add_parts(row_product(h, self._mlp.down_proj.weight), total, *after)
+        following = self.following
+        total, normed = add_parts(
+            row_product(h, self._mlp.down_proj.weight), total, None if following is None else following._norm
+        )
         output = total.view_as(x)
-        if self.following is not None:
-            self.following.ready = output, normed
+        if following is not None:
+            following.ready = output, normed
         return output
 
     def _convolution(self, state: MixerState) -> Any:
@@ -221,7 +229,8 @@ class _FusedBlock:
 
         mixer = self._mixer
         convolutions = (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d)
-        return Convolution(tuple(convolution.weight[:, 0] for convolution in convolutions), state.conv)
+        q_taps, k_taps, v_taps = (convolution.weight[:, 0] for convolution in convolutions)
+        return Convolution((q_taps, k_taps, v_taps), state.conv)  # type: ignore[arg-type]
 
     def _rule(self, mixed: Tensor, state: MixerState) -> tuple[Tensor, Any]:
         from deltazoo.ops.fused.kernels.token_norms import HeadNorm
@@ -233,6 +242,6 @@ class _FusedBlock:
             mixer.allow_neg_eigval, spec.decay == "scalar",
             "none" if spec.output_gate == "none" else spec.gate_activation,
         )  # fmt: skip
-        decay = (mixer.A_log, mixer.dt_bias) if shape.decays else (None, None)
-        z, squares = token_rule(mixed, state.recurrent, *decay, mixer.o_norm.weight, shape)
+        A_log, dt_bias = (mixer.A_log, mixer.dt_bias) if shape.decays else (None, None)
+        z, squares = token_rule(mixed, state.recurrent, A_log, dt_bias, mixer.o_norm.weight, shape)
         return z, HeadNorm(squares, mixer.head_v_dim, mixer.o_norm.eps)

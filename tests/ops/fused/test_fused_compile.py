@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,21 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from deltazoo.layers import RMSNorm  # noqa: E402
 from deltazoo.ops.fused import MOST_NORM_COLUMNS  # noqa: E402
 from deltazoo.ops.fused.kernels import (  # noqa: E402
     cross_entropy,
     gated_norm,
+    greedy_token,
     rms_norm,
+    row_product,
     short_conv_operator,
     short_conv_step,
     swiglu,
+    token_convolution,
+    token_norms,
+    token_product,
+    token_rule,
 )
 from deltazoo.ops.triton import launch  # noqa: E402
 
@@ -38,7 +46,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
+LAUNCHED_AHEAD = (row_product, token_convolution, token_norms, token_product, token_rule)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -87,6 +102,47 @@ def lose() -> None:
     cross_entropy.cross_entropy_(empty(2048, 32000), empty(2048, dtype=torch.int64), -100)
 
 
+def convolution(rows: int) -> token_convolution.Convolution:
+    return token_convolution.Convolution((empty(1024, 4), empty(1024, 4), empty(1024, 4)), empty(rows, 3072, 3))
+
+
+def token_of(part: str) -> None:
+    """The products of one row in a 374 M model."""
+    x, norm = empty(1, 1024), {"norm_weight": empty(1024), "norm_eps": 1e-5}
+    weight = {"mixer": empty(3080, 1024), "o": empty(1024, 1024), "mlp": empty(5632, 1024), "down": empty(1024, 2816)}
+    coming = empty(1, 8, 128, 128, dtype=torch.float32), weight["o"], weight["mlp"]
+    wide = torch.float32
+    if part == "mixer":
+        options = {"convolution": convolution(1), "dtype": wide, "coming": coming}
+        token_product.token_product(x, weight[part], **norm, **options)  # type: ignore[arg-type]
+    elif part == "o":
+        heads = token_norms.HeadNorm(empty(1, 8, 8, dtype=wide), 128, 1e-5)
+        token_product.token_product(empty(1, 1024, dtype=wide), weight[part], head_norm=heads, residual=x)
+    elif part == "mlp":
+        token_product.token_product(x, weight[part], **norm, glu=True, coming=(weight["down"],))  # type: ignore[arg-type]
+    else:
+        token_product.token_product(empty(1, 2816), weight[part], residual=x, coming=(weight["mixer"],))
+
+
+def apply_rule(rows: int, gate: str, V: int) -> None:
+    shape = token_rule.RuleShape(8, 8, 128, V, True, False, gate != "none", gate)
+    wide = torch.float32
+    per_head = empty(8, dtype=wide)
+    mixed = empty(rows, 2 * 1024 + 8 * V * 2 + 16, dtype=wide)
+    token_rule.token_rule(mixed, empty(rows, 8, 128, V, dtype=wide), per_head, per_head, empty(V), shape)
+
+
+def add(parts: int) -> None:
+    token_norms.add_parts(
+        empty(parts, 64, 1024, dtype=torch.float32), empty(64, 1024), RMSNorm(1024).to("meta", torch.bfloat16)
+    )
+
+
+def choose() -> None:
+    rows = torch.empty(4, 1, device="meta", dtype=torch.bool)
+    greedy_token.greedy_token(empty(4, 32000), empty(1, dtype=torch.int64), rows, 0, empty(4, 1, dtype=torch.int64))
+
+
 CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "conv": (4, lambda: convolve(0)),
     "conv_heads_64": (4, lambda: convolve(64)),
@@ -111,6 +167,20 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "plain_norm_longest": (4, lambda: normalize_plainly(MOST_NORM_COLUMNS, torch.float32)),
     "swiglu": (8, multiply),
     "loss": (8, lose),
+    **{f"step_token_{part}": (3, partial(token_of, part)) for part in ("mixer", "o", "mlp", "down")},
+    **{
+        f"step_rule_{gate}_{rows}_{V}": (2, partial(apply_rule, rows, gate, V))
+        for gate, rows, V in (("none", 1, 128), ("silu", 1, 256), ("silu", 64, 128))
+    },
+    **{
+        f"step_rows_{rows}_{N}_{K}": (2, partial(row_product.row_product, empty(rows, K), empty(N, K)))
+        for rows in (2, 64)
+        for N, K in ((3080, 1024), (1024, 2816), (5632, 1024))
+    },
+    "step_convolution": (4, lambda: token_convolution.convolve_parts(empty(2, 64, 3080), convolution(64))),
+    "step_add": (8, lambda: add(4)),
+    "step_swiglu": (8, lambda: token_norms.swiglu_parts(empty(2, 64, 5632), torch.bfloat16)),
+    "step_greedy": (4, choose),
 }
 """Blocks of four warps that a multiprocessor has registers for, at least, and the call."""
 
@@ -134,10 +204,13 @@ def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile
     with monkeypatch.context() as patch:
         patch.setattr(launch, "DIRECT", False)
         patch.setattr(JITFunction, "__getitem__", record)
+        for module in LAUNCHED_AHEAD:
+            patch.setattr(module, "launches_ahead", lambda device: True)
         CALLS[name][1]()
     assert len(launched) == (1 if name.startswith(("step", "loss")) else 2)
     for kernel, args, options in launched:
         warps = options.pop("num_warps")
+        options.pop("launch_pdl", None)
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
         values = {parameter.name: given.pop(parameter.name) for parameter in kernel.params}
         assert not given

@@ -37,6 +37,12 @@ def rms(x: Tensor, eps: float = 1e-5) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
+@dataclass
+class Norm:
+    weight: Tensor
+    eps: float = 1e-5
+
+
 @dataclass(frozen=True)
 class Product:
     """A linear map of a few rows with what stands before and after it."""
@@ -91,15 +97,17 @@ class Product:
     def _run_in_parts(self, x: Results) -> Results:
         value = x["x"]
         if self.before == "norm":
-            same, value = add_parts(None, value, x["norm_weight"], 1e-5)
-            assert same is x["x"] and value is not None
+            same, value = add_parts(None, value, Norm(x["norm_weight"]))
+            assert same is x["x"]
         elif self.before == "heads":
             value = norm_heads(value, HeadNorm(x["squares"], 8, 1e-5), self.dtype)
         parts = row_product(value, x["weight"])
         y = parts.sum(0)
         if self.after == "residual":
-            y, normed = add_parts(parts, x["residual"], x["row_weight"], 1e-5)
-            return {"y": y, "normed": normed}  # type: ignore[dict-item]
+            y, normed = add_parts(parts, x["residual"], Norm(x["row_weight"]))
+            summed, same = add_parts(parts, x["residual"], None)
+            assert same is summed and torch.equal(summed, y)
+            return {"y": y, "normed": normed}
         if self.after == "glu":
             y = swiglu_parts(parts, self.dtype)
         elif self.after == "convolution":

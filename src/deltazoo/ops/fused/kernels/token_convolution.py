@@ -37,7 +37,7 @@ class Convolution(NamedTuple):
 @triton.jit
 def load_windows(q_taps, k_taps, v_taps, window, row, columns, CQ: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr,
                  W: tl.constexpr, BW: tl.constexpr):  # fmt: skip
-    """The windows of some outputs of a row and their taps, both `[BN, BW]` with the oldest first, and the newest tap."""
+    """The windows of some outputs and their taps, both `[BN, BW]` with the oldest first, and the newest tap."""
     slots = tl.arange(0, BW)
     mask = (columns < CQ + CK + CV)[:, None] & (slots < W - 1)[None, :]
     first = (row * (CQ + CK + CV) + columns) * (W - 1)

@@ -5,7 +5,7 @@ follows it adds them up.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -16,7 +16,15 @@ from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahe
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["HeadNorm", "add_parts", "head_scale", "norm_heads", "swiglu_parts"]
+__all__ = ["HeadNorm", "RowNorm", "add_parts", "head_scale", "norm_heads", "swiglu_parts"]
+
+
+class RowNorm(Protocol):
+    """An RMSNorm over rows, as modules have it."""
+
+    weight: Any
+    """`[D]`."""
+    eps: float
 
 
 class HeadNorm(NamedTuple):
@@ -69,28 +77,25 @@ def add_parts_kernel(
         tl.store(normed + row * D + columns, x.to(normed.dtype.element_ty), mask=mask)
 
 
-def add_parts(
-    parts: Tensor | None, residual: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0
-) -> tuple[Tensor, Tensor | None]:
+def add_parts(parts: Tensor | None, residual: Tensor, norm: RowNorm | None) -> tuple[Tensor, Tensor]:
     """Add a product to the residual stream, and normalise the sum. No gradients: for inference.
 
     Args:
         parts: `[S, R, D]`, whose sum over S is the product; None: nothing is added. Contiguous, as all tensors here.
         residual: `[R, D]`.
-        norm_weight: `[D]` of an RMSNorm; None: none is wanted.
-        eps: of the norm.
+        norm: an RMSNorm; None: none is wanted.
 
     Returns:
-        The sum and its norm (None unless wanted), `[R, D]` in the residual's dtype.
+        The sum and its norm (the sum again if none is wanted), `[R, D]` in the residual's dtype.
     """
     R, D = residual.shape
     total = residual if parts is None else torch.empty_like(residual)
-    normed = None if norm_weight is None else torch.empty_like(residual)
+    normed, weight, eps = (None, None, 0.0) if norm is None else (torch.empty_like(residual), norm.weight, norm.eps)
     constants = _add_constants(0 if parts is None else len(parts), R, D, eps, launches_ahead(residual.device))
     with torch.cuda.device_of(residual):
         stored = None if parts is None else total
-        launch(add_parts_kernel, constants, parts, residual, norm_weight, stored, normed)
-    return total, normed
+        launch(add_parts_kernel, constants, parts, residual, weight, stored, normed)
+    return total, total if normed is None else normed
 
 
 @lru_cache(maxsize=1024)

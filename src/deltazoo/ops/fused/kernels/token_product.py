@@ -204,18 +204,22 @@ def token_product(
     N = weight.shape[0] // (2 if glu else 1)
     y = x.new_empty(R, N, dtype=dtype or weight.dtype)
     squares, head_dim, eps = (None, 1, norm_eps) if head_norm is None else head_norm
-    taps, window = ((None, None, None), None) if convolution is None else convolution
+    q_taps, k_taps, v_taps, window = (None, None, None, None)
+    channels, width = (0, 0, 0), 2
+    if convolution is not None:
+        (q_taps, k_taps, v_taps), window = convolution
+        channels, width = (len(q_taps), len(k_taps), len(v_taps)), window.shape[-1] + 1
     heads = (1, 1) if squares is None else squares.shape[1:]
-    channels = (0, 0, 0) if window is None else tuple(len(x) for x in taps)
-    width = 2 if window is None else window.shape[-1] + 1
     tile = tile or choose_tile(K, weight.element_size())
     ahead = launches_ahead(x.device)
     first, second, third = (*(coming if ahead else ()), None, None, None)[:3]
     lines = tuple(0 if x is None else -(-x.nbytes // 128) for x in (first, second, third))
     constants = _constants(R, N, K, glu, *heads, head_dim, eps, channels, width, tile, lines, ahead)
     with torch.cuda.device_of(x):
-        launch(token_product_kernel, constants, x, weight, norm_weight, squares, residual, *taps, window, y, first,
-               second, third)  # fmt: skip
+        launch(
+            token_product_kernel, constants, x, weight, norm_weight, squares, residual, q_taps, k_taps, v_taps, window,
+            y, first, second, third,
+        )  # fmt: skip
     return y
 
 

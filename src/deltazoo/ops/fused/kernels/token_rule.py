@@ -3,8 +3,8 @@
     q, k by their L2 norms      beta = sigmoid(b)      log_decay = -exp(A_log) softplus(a + dt_bias)
     S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum of o^2
 
-What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here. The rule is
-computed as in `deltazoo.ops.triton.decode`.
+What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here. The
+rule is computed as in `deltazoo.ops.triton.decode`.
 """
 
 from functools import lru_cache
