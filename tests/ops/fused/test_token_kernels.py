@@ -205,7 +205,7 @@ CASES: list[Product | Rule] = [
         for R in (1, 4)
     ),
     *(
-        Rule(f"rule-{gate}-{'decays' * decays}-{'doubled' * doubled}", RuleShape(2, 4, 12, 20, True, doubled, decays, gate))
+        Rule(f"rule-{gate}-{int(decays)}-{int(doubled)}", RuleShape(2, 4, 12, 20, True, doubled, decays, gate))
         for gate in ("none", "silu", "sigmoid")
         for decays in (False, True)
         for doubled in (False, True)
