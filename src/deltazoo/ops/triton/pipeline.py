@@ -22,9 +22,14 @@ from deltazoo.ops.triton.chunk.prepare import prepare_kernel
 from deltazoo.ops.triton.chunk.prepare_channel import prepare_channel_kernel
 from deltazoo.ops.triton.chunk.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.chunk.segments import chain_kernel
+from deltazoo.ops.triton.hopper.support import MISSING, available, matrix_tiles, token_tiles
 from deltazoo.ops.triton.launch import launch
 from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory
+
+if MISSING is None:
+    from deltazoo.ops.triton.hopper.hopper_reverse_scan import hopper_reverse_scan_kernel
+    from deltazoo.ops.triton.hopper.hopper_scan import hopper_scan_kernel
 
 __all__ = ["Kept", "Problem", "backward", "forward"]
 
@@ -33,7 +38,8 @@ class Problem:
     """Inputs of one call, contiguous, and its plan."""
 
     __slots__ = (
-        "beta", "chunk_offsets", "erase_key", "initial_state", "k", "log_decay", "plan", "q", "sequence_offsets", "v",
+        "alignment", "beta", "chunk_offsets", "erase_key", "initial_state", "k", "log_decay", "plan", "q",
+        "sequence_offsets", "v",
     )  # fmt: skip
 
     def __init__(
@@ -42,11 +48,12 @@ class Problem:
         undecayed: bool, num_micro_steps: int,
     ) -> None:  # fmt: skip
         sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict, erase_key, undecayed, num_micro_steps)
-        self.plan = plan = plan_for(*sizes, scale, shared_memory(q.device))
-        self.q, self.k, self.v = q.contiguous(), k.contiguous(), contiguous_pairs(v)
+        self.plan = plan = plan_for(*sizes, scale, shared_memory(q.device), available(q.device))
+        self.alignment = alignment = 16 if plan.hopper else 4
+        self.q, self.k, self.v = (contiguous(x, alignment) for x in (q, k, v))
         self.beta = None if beta is None else beta.contiguous()
         self.log_decay = None if log_decay is None else log_decay.contiguous()
-        self.erase_key = None if erase_key is None else erase_key.contiguous()
+        self.erase_key = None if erase_key is None else contiguous(erase_key, alignment)
         """None: the key."""
         self.initial_state = None if initial_state is None else initial_state.float().contiguous()
         if cu_seqlens is not None and num_micro_steps > 1:
@@ -128,7 +135,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, erase_key, v, beta, log_decay and initial_state; None for those that were not given."""
     plan, kept = p.plan, kept.of_plan(p.plan)
-    d_output = contiguous_pairs(d_output)
+    d_output = contiguous(d_output, p.alignment)
     d_final = None if d_final is None else d_final.float().contiguous()
     starts = p.initial_state
     if plan.segments > 1:
@@ -181,10 +188,37 @@ def scan(
     for strict in plan.scan_modes:
         if strict and plan.by_gain:  # this launch continues where the other one stopped
             start, initial = 1, final
+        if plan.hopper and not strict:
+            hopper_scan(p, start, keys, v, chunks, initial, final, output, states)
+            continue
         launch(
             scan_kernel, plan.scan(start, v is not None, output is not None and not keep, keep, strict),
             *keys, v, *chunks, output, output, states, initial, final, *p.sequence_offsets,
         )  # fmt: skip
+
+
+def hopper_scan(
+    p: Problem, start: int, keys: tuple[Tensor | None, ...], v: Tensor | None, chunks: tuple[Tensor | None, ...],
+    initial: Tensor | None, final: Tensor | None, output: Tensor | None, states: Tensor | None,
+) -> None:  # fmt: skip
+    """The launch of `scan` that is not strict, in Gluon."""
+    plan = p.plan
+    q_in, k_in, k_out = keys
+    beta, G, AP, large_gain = chunks
+    assert q_in is not None and k_in is not None and k_out is not None and AP is not None
+    keep = states is not None
+    with_output = output is not None and not keep
+    launch(
+        hopper_scan_kernel, plan.hopper_scan(start, v is not None, with_output, keep),
+        token_tiles(q_in, plan.K) if with_output else None,
+        token_tiles(k_in, plan.K),
+        token_tiles(k_out, plan.K) if plan.separate else None,
+        None if v is None else token_tiles(v, plan.V // 2),
+        matrix_tiles(AP, 2 * CHUNK if with_output else CHUNK),
+        None if output is None else token_tiles(output, plan.V // 2),
+        None if states is None else matrix_tiles(states, plan.V // 2),
+        output, beta, G, large_gain, initial, final, *p.sequence_offsets,
+    )  # fmt: skip
 
 
 def scanned(p: Problem, kept: Kept) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
@@ -236,11 +270,36 @@ def reverse_scan(
     d_initial = p.float32(plan.scans, plan.HV, plan.K, plan.V) if initial or plan.by_gain else None
     keys, chunks = scanned(p, kept)
     for strict in reversed(plan.scan_modes):
+        if plan.hopper and not strict:
+            hopper_reverse_scan(p, keys, chunks, d_output, Z, d_states, d_final, d_initial, initial)
+            continue
         launch(
             reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep, strict),
             *keys, *chunks, d_output, Z, d_states, d_final, d_initial, *p.sequence_offsets,
         )  # fmt: skip
     return Z, d_states, d_initial if initial else None
+
+
+def hopper_reverse_scan(
+    p: Problem, keys: tuple[Tensor | None, ...], chunks: tuple[Tensor | None, ...], d_output: Tensor,
+    Z: Tensor | None, d_states: Tensor | None, d_final: Tensor | None, d_initial: Tensor | None, initial: bool,
+) -> None:  # fmt: skip
+    """The launch of `reverse_scan` that is not strict, in Gluon."""
+    plan = p.plan
+    q_in, k_in, k_out = keys
+    beta, G, AP, large_gain = chunks
+    assert q_in is not None and k_in is not None and k_out is not None and AP is not None
+    launch(
+        hopper_reverse_scan_kernel, plan.hopper_reverse_scan(d_final is not None, initial, d_states is not None),
+        token_tiles(q_in, plan.K),
+        token_tiles(k_in, plan.K) if plan.separate else None,
+        token_tiles(k_out, plan.K),
+        token_tiles(d_output, plan.V // 2),
+        matrix_tiles(AP, 2 * CHUNK),
+        None if Z is None else token_tiles(Z, plan.V // 2),
+        None if d_states is None else matrix_tiles(d_states, plan.V // 2),
+        Z, beta, G, large_gain, d_final, d_initial, *p.sequence_offsets,
+    )  # fmt: skip
 
 
 def chunk_gradients(
@@ -282,10 +341,10 @@ def sum_of_group(gradient: Tensor, q: Tensor) -> Tensor:
     return gradient.unflatten(2, (q.shape[2], -1)).sum(3).to(q.dtype)
 
 
-def contiguous_pairs(x: Tensor) -> Tensor:
-    """x contiguous, at a multiple of four bytes: the scans read 16-bit values in pairs."""
+def contiguous(x: Tensor, alignment: int) -> Tensor:
+    """x contiguous, at a multiple of so many bytes: 4 for reads of 16-bit values in pairs, 16 for the copy engine."""
     x = x.contiguous()
-    return x.clone() if x.data_ptr() % 4 else x
+    return x.clone() if x.data_ptr() % alignment else x
 
 
 def chunk_table(cu_seqlens: Tensor | None, NT: int) -> tuple[Tensor | None, Tensor | None]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltazoo.ops.triton.hopper.support import refusal, reverse_scan_options, scan_options
 from deltazoo.ops.triton.launch import Constants
 from deltazoo.ops.triton.tiling import CHUNK, HOPPER, Tiles, tiles_for
 
@@ -63,11 +64,13 @@ class Plan:
         num_micro_steps: rows of k, v and beta per token. Chunks count rows.
         scale: factor on q.
         shared: shared memory per thread block in bytes (`tiling.shared_memory`).
+        gluon: whether Gluon kernels can run (`hopper.support.available`).
     """
 
     def __init__(
         self, q: torch.Size, v: torch.Size, half: bool, decay: int, has_beta: bool, sequences: int | None,
         strict: bool | None, has_erase_key: bool, undecayed: bool, num_micro_steps: int, scale: float, shared: int,
+        gluon: bool = False,
     ) -> None:  # fmt: skip
         self.B, self.tokens, self.H, self.K = q
         self.T, self.HV, self.V = v[1:]
@@ -90,6 +93,8 @@ class Plan:
         self.scans = self.N * self.segments
         """Independent scans: sequences, or their segments."""
         self.many_scans = self.scans * self.HV * -(-self.V // 128) > FEW_SCANS
+        self.hopper = gluon and refusal(self) is None
+        """Whether Gluon kernels take the serial scans that are not strict."""
 
     @property
     def separate(self) -> bool:
@@ -202,6 +207,26 @@ class Plan:
         return Constants(
             *self.scan_grid(V, tiles["BV"]), HAS_V=values, INITIAL=initial, OUTPUT=output, KEEP=keep, STRICT=strict,
             **self.per_sequence | dict(V=V), **tiles,
+        )  # fmt: skip
+
+    @per_plan
+    def hopper_scan(self, initial: int, values: bool, output: bool, keep: bool) -> Constants:
+        """One launch of the scan on Hopper; arguments as for `scan`."""
+        options = scan_options(output, keep, values, self.decay, self.separate, self.many_scans)
+        return self._hopper_constants(options, HAS_V=values, INITIAL=initial, OUTPUT=output, KEEP=keep)
+
+    @per_plan
+    def hopper_reverse_scan(self, final: bool, initial: bool, keep: bool) -> Constants:
+        """One launch of the reverse scan on Hopper; arguments as for `reverse_scan`."""
+        options = reverse_scan_options(keep, self.decay, self.separate, self.many_scans)
+        return self._hopper_constants(options, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep)
+
+    def _hopper_constants(self, options: dict[str, int], **named: Any) -> Constants:
+        return Constants(
+            2 // options["PARTS"] * self.HV * self.scans, UNDECAYED=self.undecayed, scale=self.scale, T=self.T,
+            NT=self.NT, HV=self.HV, HK=self.HV if self.decay == 2 else self.H, DECAY=self.decay,
+            SEPARATE=self.separate, BY_GAIN=self.by_gain, segments=self.segments, chunks=self.segment_chunks,
+            PACKED=self.packed, **named, **options,
         )  # fmt: skip
 
     @per_plan

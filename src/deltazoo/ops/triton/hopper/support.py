@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from deltazoo.ops.triton.launch import Tile
-from deltazoo.ops.triton.tiling import CHUNK
+from deltazoo.ops.triton.tiling import CHUNK, HOPPER
 
 if TYPE_CHECKING:
     from deltazoo.ops.triton.plan import Plan
@@ -50,6 +50,8 @@ __all__ = [
     "matrix_tiles",
     "mbarrier",
     "refusal",
+    "reverse_scan_options",
+    "scan_options",
     "tma",
     "token_tiles",
     "warpgroup_mma",
@@ -58,6 +60,12 @@ __all__ = [
 
 HEAD = 128
 """Channels per head, of keys and of values, that the kernels are made for."""
+
+KEYS, PART, MATRIX, STATE = 2 * CHUNK * HEAD, 2 * CHUNK * HEAD // 2, 2 * CHUNK * CHUNK, 2 * HEAD * HEAD // 2
+"""Bytes of tiles: keys of a chunk, values for a part of their channels, A or P, and a part of a state."""
+
+BARRIERS = 448
+"""Bytes at most of barriers, and of what Triton hands to the partitions."""
 
 MAX_ROWS = 2**31 // (2 * CHUNK)
 """Chunks of all heads whose matrices, row by row, 32-bit coordinates can address."""
@@ -91,11 +99,46 @@ def refusal(plan: Plan) -> str | None:
         return "there are no step sizes"
     if plan.num_micro_steps > 1:
         return "tokens have several micro-steps"
-    if plan.packed:
-        return "rows are packed"
     if plan.slots >= MAX_ROWS:
         return "there are more chunks than 32-bit coordinates address"
     return None
+
+
+def scan_options(
+    output: bool, keep: bool, values: bool, decay: int, separate: bool, many_scans: bool
+) -> dict[str, int]:
+    """Value channels per program, as parts of 64, and the stages of both rings of operands that shared memory holds.
+
+    Args:
+        output, keep, values: as for `Plan.scan`.
+        decay: 0 none, 1 per head, 2 per channel.
+        separate: the scan reads other keys than it writes.
+        many_scans: two parts per program fill the card.
+    """
+    parts = 2 if many_scans else 1
+    factors = 4 * ((CHUNK, 4 * CHUNK + 1, CHUNK + HEAD)[decay])
+    stage = (1 + output) * KEYS + values * parts * PART + factors
+    late_stage = separate * KEYS + (1 + output) * MATRIX
+    once = (output or keep) * parts * PART + keep * parts * STATE + BARRIERS
+    return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, late_stage)
+
+
+def reverse_scan_options(keep: bool, decay: int, separate: bool, many_scans: bool) -> dict[str, int]:
+    """The same for the reverse scan; `keep` as for `Plan.reverse_scan`."""
+    parts = 2 if many_scans else 1
+    factors = 4 * ((CHUNK, 3 * CHUNK + 1, CHUNK + HEAD)[decay])
+    stage = (2 + separate) * KEYS + parts * PART + factors
+    once = keep * parts * (PART + STATE) + BARRIERS
+    return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, 2 * MATRIX)
+
+
+def _stages(free: int, stage: int, late_stage: int) -> dict[str, int]:
+    """The most stages, at most four, and of what a chunk needs late as many or one less."""
+    for count in (4, 3, 2):
+        for late in (count, count - 1):
+            if late > 1 and count * stage + late * late_stage <= free:
+                return dict(STAGES=count, LATE_STAGES=late)
+    raise AssertionError("two stages fit every kernel")
 
 
 def token_tiles(x: Tensor, channels: int) -> Tile:

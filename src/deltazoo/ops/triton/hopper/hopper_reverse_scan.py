@@ -1,0 +1,267 @@
+"""The reverse scan on Hopper: the gradient of the state from the last chunk to the first.
+
+Built as `hopper_scan`: two partitions hold the gradient for 64 value channels each, and one warp copies operands. What
+the store of the gradients leaves of shared memory holds three chunks of queries, keys and output gradients, but only
+two of the matrices, which are needed later in a chunk; so these have a ring of buffers of their own.
+"""
+
+from deltazoo.ops.triton.hopper.hopper_scan import (
+    ERASE,
+    HALF,
+    LEFT,
+    LEFT_STATE,
+    OUT,
+    STATE,
+    TOKENS,
+    WRITE,
+    C,
+    D,
+    as_tile,
+    bounds,
+    decayed,
+    factor,
+    first_large,
+    store_chunk,
+    store_factors,
+)
+from deltazoo.ops.triton.hopper.support import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@jit
+def copy_partition(
+    tiles, rings, barriers, factors, totals, beta, G, where, DECAY: gl.constexpr, UNDECAYED: gl.constexpr,
+    SEPARATE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the operands of `count` chunks, the last one first, and store their factors."""
+    scale, row, first, key_column, value_column, slot, HV, count = where
+    q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles = tiles
+    q_ring, k_in_ring, k_out_ring, d_output_ring, AP_ring = rings
+    full, empty, late_full, late_empty = barriers
+    ROWS: gl.constexpr = 3 if DECAY == 1 else 1
+    KEYS: gl.constexpr = 2 if SEPARATE else 1
+    BYTES: gl.constexpr = (KEYS + 1) * C * D * 2 + PARTS * C * HALF * 2
+    for i in range(count):
+        stage = i % STAGES
+        late = i % LATE_STAGES
+        chunk = count - 1 - i
+        token = first + chunk * C
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, BYTES)
+        at_keys = [row, token, key_column]
+        for part in gl.static_range(PARTS):
+            at_values = [row, token, value_column + part * HALF]
+            d_output = as_tile(d_output_ring.index(stage * PARTS + part), HALF)
+            tma.async_copy_global_to_shared(d_output_tiles, at_values, bar, d_output)
+        tma.async_copy_global_to_shared(k_out_tiles, at_keys, bar, as_tile(k_out_ring.index(stage), D))
+        tma.async_copy_global_to_shared(q_tiles, at_keys, bar, as_tile(q_ring.index(stage), D))
+        if SEPARATE:
+            tma.async_copy_global_to_shared(k_in_tiles, at_keys, bar, as_tile(k_in_ring.index(stage), D))
+        store_factors(factors, totals, stage, beta, G, slot + chunk * HV, scale, ROWS, DECAY, UNDECAYED)
+        mbarrier.arrive(bar, count=1)
+        mbarrier.wait(late_empty.index(late), ((i // LATE_STAGES) & 1) ^ 1)
+        mbarrier.expect(late_full.index(late), 2 * C * C * 2)
+        at_matrices = [(slot + chunk * HV) * (2 * C), 0]
+        tma.async_copy_global_to_shared(AP_tiles, at_matrices, late_full.index(late), AP_ring.index(late))
+
+
+@jit
+def gradient_partition(
+    walk, PART: gl.constexpr, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, HAS_FINAL: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    LATE_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Carry the gradient for 64 value channels of the state through `count` chunks, the last one first."""
+    tiles, rings, barriers, factors, totals, buffers, Z_out, d_final, d_initial, where, handed_on = walk
+    scale, row, first, length, value_column, slot, HV, count, state_slot = where
+    Z_tiles, d_states_tiles = tiles
+    q_ring, k_in_ring, k_out_ring, d_output_ring, AP_ring = rings
+    full, empty, late_full, late_empty = barriers
+    Z_buffers, d_states_buffers = buffers
+    Z_buffer = Z_buffers.index(PART)
+    d_states_buffer = d_states_buffers.index(PART)
+    DTYPE: gl.constexpr = k_out_ring.dtype
+    ROWS: gl.constexpr = 3 if DECAY == 1 else 1
+    o_v = value_column % D + PART * HALF + gl.arange(0, HALF, gl.SliceLayout(1, STATE))
+    o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
+    o_state = state_slot * (D * D) + o_k[None, :] * D + o_v[:, None]
+    dS = gl.full([HALF, D], 0.0, gl.float32, STATE)
+    if BY_GAIN:  # noqa: SIM102
+        if handed_on:
+            dS = gl.load(d_initial + o_state)
+    if HAS_FINAL:  # noqa: SIM102
+        if handed_on == 0:
+            dS = gl.load(d_final + o_state)
+    zero = gl.full([HALF, C], 0.0, gl.float32, TOKENS)
+    column = value_column + PART * HALF
+    dS_rounded = dS.to(DTYPE)
+    for i in range(count):
+        stage = i % STAGES
+        late = i % LATE_STAGES
+        chunk = count - 1 - i
+        of_stage = stage * ROWS
+        k_in = k_in_ring.index(stage)
+        AP = AP_ring.index(late)
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        k_out = k_out_ring.index(stage)
+        dS_left = gl.convert_layout(dS_rounded, LEFT)
+        dU = warpgroup_mma(dS_left, k_out.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dO = d_output_ring.index(stage * PARTS + PART).permute((1, 0)).load(TOKENS)
+        mbarrier.wait(late_full.index(late), (i // LATE_STAGES) & 1)
+        P = AP.slice(C, C, dim=0).permute((1, 0))
+        from_output = warpgroup_mma(gl.convert_layout(dO, LEFT), P, zero, use_acc=False, is_async=True)
+        if KEEP:  # under these products
+            tma.store_wait(1)
+            d_states_buffer.store(dS_rounded)
+            fence_async_shared()
+            d_states_row = (slot + chunk * HV) * D + value_column % D + PART * HALF
+            tma.async_copy_shared_to_global(d_states_tiles, [d_states_row, 0], d_states_buffer)
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        if DECAY == 1:
+            write = factor(factors, of_stage + WRITE)
+            dO_out = dO.to(gl.float32) * factor(factors, of_stage + OUT)
+        else:
+            dO_out = dO.to(gl.float32) * scale
+        dU, from_output = warpgroup_mma_wait(0, deps=[dU, from_output])
+        if DECAY == 1:
+            dU *= write
+        dU_left = gl.convert_layout((dU + from_output).to(DTYPE), LEFT)
+        Z = warpgroup_mma(dU_left, AP.slice(0, C, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        # Not before a wait of this chunk: ptxas would wait for all products in flight.
+        dS = decayed(dS, totals, stage, DECAY)
+        dS = warpgroup_mma(gl.convert_layout(dO_out.to(DTYPE), LEFT_STATE), q_ring.index(stage), dS, is_async=True)
+        erased = -factor(factors, of_stage + ERASE)
+        Z = warpgroup_mma_wait(1, deps=[Z])
+        mbarrier.arrive(late_empty.index(late), count=1)
+        dX = gl.convert_layout((Z * erased).to(DTYPE), LEFT_STATE)
+        dS = warpgroup_mma(dX, k_in, dS, is_async=True)
+        if KEEP:
+            tma.store_wait(1)
+            rows = length - chunk * C
+            store_chunk(Z_tiles, Z_out, row, first + chunk * C, rows, HV, column, Z_buffer, Z.to(DTYPE), PACKED)
+        dS = warpgroup_mma_wait(0, deps=[dS])
+        dS_rounded = dS.to(DTYPE)
+    if HAS_INITIAL:
+        gl.store(d_initial + o_state, dS)
+    if KEEP:
+        tma.store_wait(0)
+
+
+@jit(do_not_specialize=["T", "NT", "segments", "chunks", "HK", "HV"])
+def hopper_reverse_scan_kernel(
+    q_tiles,
+    k_in_tiles,
+    k_out_tiles,
+    d_output_tiles,
+    AP_tiles,
+    Z_tiles,
+    d_states_tiles,
+    Z_out,
+    beta,
+    G,
+    large_gain,
+    d_final,
+    d_initial,
+    cu_seqlens,
+    chunk_offsets,
+    scale,
+    T,
+    NT,
+    segments,
+    chunks,
+    HK,
+    HV,
+    DECAY: gl.constexpr,
+    BY_GAIN: gl.constexpr,
+    SEPARATE: gl.constexpr,
+    UNDECAYED: gl.constexpr,
+    HAS_FINAL: gl.constexpr,
+    HAS_INITIAL: gl.constexpr,
+    KEEP: gl.constexpr,
+    PACKED: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    LATE_STAGES: gl.constexpr,
+):
+    """As `chunk.scan.reverse_scan_kernel` without STRICT: heads of 128 channels and 16-bit inputs.
+
+    `Z_out` is Z, too, for chunks at the end of packed sequences. One program owns `64 * PARTS` value channels of one
+    value head of one sequence or segment. Grid (2 / PARTS * HV * N).
+    """
+    DTYPE: gl.constexpr = k_out_tiles.dtype
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    SPLIT: gl.constexpr = 2 // PARTS
+    part = gl.program_id(0) % SPLIT
+    i_h = gl.program_id(0) // SPLIT % HV
+    i_n = gl.program_id(0) // (SPLIT * HV)
+    row, first, length, chunk = bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, PACKED)
+    slot = chunk * HV + i_h
+    count = gl.cdiv(length, C)
+    handed_on = False
+    if BY_GAIN:  # noqa: SIM102
+        stop = first_large(large_gain, slot, count, HV)
+        handed_on = stop < count
+        count = stop
+
+    k_out_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
+    q_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
+    d_output_ring = gl.allocate_shared_memory(DTYPE, [STAGES * PARTS, C, HALF], OPERAND)
+    AP_ring = gl.allocate_shared_memory(DTYPE, [LATE_STAGES, 2 * C, C], OPERAND)
+    k_in_ring, Z_buffers, d_states_buffers, totals = (k_out_ring,) * 4
+    if SEPARATE:
+        k_in_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
+    if KEEP:
+        Z_buffers = gl.allocate_shared_memory(DTYPE, [PARTS, C, HALF], OPERAND)
+        d_states_buffers = gl.allocate_shared_memory(DTYPE, [PARTS, HALF, D], OPERAND)
+    factors = gl.allocate_shared_memory(gl.float32, [STAGES * (3 if DECAY == 1 else 1), C], PLAIN)
+    if DECAY > 0:
+        totals = gl.allocate_shared_memory(gl.float32, [STAGES, D if DECAY == 2 else 1], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    late_full = gl.allocate_shared_memory(gl.int64, [LATE_STAGES, 1], mbarrier.MBarrierLayout())
+    late_empty = gl.allocate_shared_memory(gl.int64, [LATE_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=PARTS)
+    for stage in gl.static_range(LATE_STAGES):
+        mbarrier.init(late_full.index(stage), count=1)
+        mbarrier.init(late_empty.index(stage), count=PARTS)
+    fence_async_shared()
+
+    key_column = i_h // (HV // HK) * D
+    value_column = i_h * D + part * HALF
+    rings = (q_ring, k_in_ring, k_out_ring, d_output_ring, AP_ring)
+    barriers = (full, empty, late_full, late_empty)
+    state_slot = (i_n * HV + i_h).to(gl.int64)
+    walk = (
+        (Z_tiles, d_states_tiles), rings, barriers, factors, totals, (Z_buffers, d_states_buffers), Z_out, d_final,
+        d_initial, (scale, row, first, length, value_column, slot, HV, count, state_slot), handed_on,
+    )  # fmt: skip
+    tiles = (q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles)
+    where = (scale, row, first, key_column, value_column, slot, HV, count)
+    # Constants that a tuple in a variable passes would become run-time values, so the arguments stand here.
+    if PARTS == 2:
+        gl.warp_specialize([
+            (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP, PACKED,
+                                  PARTS, STAGES, LATE_STAGES)),
+            (gradient_partition, (walk, 1, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP, PACKED,
+                                  PARTS, STAGES, LATE_STAGES)),
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
+                              PARTS, STAGES, LATE_STAGES)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP, PACKED,
+                                  PARTS, STAGES, LATE_STAGES)),
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
+                              PARTS, STAGES, LATE_STAGES)),
+        ], [1], [24])  # fmt: skip

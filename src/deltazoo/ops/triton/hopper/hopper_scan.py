@@ -1,0 +1,410 @@
+"""The serial part on Hopper: the same arithmetic as `chunk.scan`, with copies beside the products.
+
+Two partitions of four warps hold 64 value channels of the state each, transposed `[V, K]`, in the registers of their
+matrix products. One more warp copies the operands of the next chunks into rings of buffers with the copy engine (TMA)
+and prepares the factors of step sizes and decay. Barriers in shared memory say which buffers are full and which are
+read; the two partitions never wait for each other. What a chunk needs late, A, P and other keys to write with than to
+read with, has a ring of its own: with fewer stages of it more fit of all the rest.
+"""
+
+from deltazoo.ops.triton.hopper.support import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+C = gl.constexpr(64)  # tokens per chunk
+D = gl.constexpr(128)  # channels of a head, of keys and of values
+HALF = gl.constexpr(64)  # value channels of a partition
+
+# Rows of factors per stage, one factor per token. Without a decay per head there is one row, of step sizes.
+ERASE = gl.constexpr(0)  # step size, and decay of the state as the erase reads it
+OUT = gl.constexpr(1)  # decay of the state as the output reads it, and scale
+WRITE = gl.constexpr(2)  # decay of a correction until the chunk's end
+BETA = gl.constexpr(3)  # step size; the reverse scan needs none
+
+STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+"""Layout of `[64 value channels, 128 key channels]`, a product's accumulator."""
+TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Layout of `[64 value channels, 64 tokens]`."""
+LEFT = gl.constexpr(gl.DotOperandLayout(0, TOKENS.value, 2))
+"""Layout of the left operand of a product; that of `[64, 128]` products is the same, by another name."""
+LEFT_STATE = gl.constexpr(gl.DotOperandLayout(0, STATE.value, 2))
+
+
+@jit
+def as_tile(buffer, channels: gl.constexpr):
+    """A buffer `[tokens, channels]` as the copy engine sees it, as a tile of one row of the batch."""
+    return buffer._reinterpret(buffer.dtype, [1, C, channels], gl.NVMMASharedLayout(128, 16, 3))
+
+
+@jit
+def store_factors(
+    factors, totals, stage, beta, G, chunk, scale, ROWS: gl.constexpr, DECAY: gl.constexpr, UNDECAYED: gl.constexpr
+):  # fmt: skip
+    """Store the factors of one chunk, by one warp."""
+    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    o_c = gl.arange(0, C, LANES)
+    row = stage * ROWS
+    b_beta = gl.load(beta + chunk * C + o_c)
+    if DECAY == 1:
+        b_G = gl.load(G + chunk * C + o_c)
+        g_last = gl.load(G + chunk * C + o_c * 0 + C - 1)
+        b_F = b_G
+        if UNDECAYED:
+            b_F = gl.load(G + chunk * C + o_c - 1, mask=o_c > 0, other=0.0)
+        o_total = gl.arange(0, 1, LANES) + C - 1
+        totals.index(stage).store(gl.exp2(gl.load(G + chunk * C + o_total)))
+        factors.index(row + ERASE).store(b_beta * gl.exp2(b_F))
+        factors.index(row + OUT).store(gl.exp2(b_G) * scale)
+        factors.index(row + WRITE).store(gl.exp2(g_last - b_G))
+        if ROWS > BETA:
+            factors.index(row + BETA).store(b_beta)
+    else:
+        factors.index(row + ERASE).store(b_beta)
+    if DECAY == 2:
+        o_k = gl.arange(0, D, gl.BlockedLayout([4], [32], [1], [0]))
+        totals.index(stage).store(gl.exp2(gl.load(G + chunk * D + o_k)))
+
+
+@jit
+def factor(factors, row):
+    """One factor for every token, as a row that multiplies `[value channels, tokens]`."""
+    return factors.index(row).load(gl.SliceLayout(0, TOKENS))[None, :]
+
+
+@jit
+def decayed(S, totals, stage, DECAY: gl.constexpr):
+    """The state `[value channels, key channels]` with the decay of a whole chunk."""
+    if DECAY == 1:
+        S *= totals.index(stage).load(gl.SliceLayout(1, STATE))[:, None]
+    if DECAY == 2:
+        S *= totals.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
+    return S
+
+
+@jit
+def copy_partition(
+    tiles, rings, barriers, factors, totals, beta, G, where, DECAY: gl.constexpr, UNDECAYED: gl.constexpr,
+    SEPARATE: gl.constexpr, HAS_V: gl.constexpr, OUTPUT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    LATE_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the operands of `count` chunks, as stages become free, and store their factors."""
+    scale, row, first, key_column, value_column, slot, HV, count = where
+    q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles = tiles
+    q_ring, k_in_ring, k_out_ring, v_ring, AP_ring = rings
+    full, empty, late_full, late_empty = barriers
+    ROWS: gl.constexpr = 4 if DECAY == 1 else 1
+    BYTES: gl.constexpr = (1 + OUTPUT) * C * D * 2 + HAS_V * PARTS * C * HALF * 2
+    LATE_BYTES: gl.constexpr = (1 + OUTPUT) * C * C * 2 + SEPARATE * C * D * 2
+    for i in range(count):
+        stage = i % STAGES
+        token = first + i * C
+        chunk = slot + i * HV
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, BYTES)
+        at_keys = [row, token, key_column]
+        tma.async_copy_global_to_shared(k_in_tiles, at_keys, bar, as_tile(k_in_ring.index(stage), D))
+        if HAS_V:
+            for part in gl.static_range(PARTS):
+                at_values = [row, token, value_column + part * HALF]
+                tma.async_copy_global_to_shared(
+                    v_tiles, at_values, bar, as_tile(v_ring.index(stage * PARTS + part), HALF)
+                )
+        if OUTPUT:
+            tma.async_copy_global_to_shared(q_tiles, at_keys, bar, as_tile(q_ring.index(stage), D))
+        store_factors(factors, totals, stage, beta, G, chunk, scale, ROWS, DECAY, UNDECAYED)
+        mbarrier.arrive(bar, count=1)
+        late = i % LATE_STAGES
+        mbarrier.wait(late_empty.index(late), ((i // LATE_STAGES) & 1) ^ 1)
+        bar = late_full.index(late)
+        mbarrier.expect(bar, LATE_BYTES)
+        tma.async_copy_global_to_shared(AP_tiles, [chunk * (2 * C), 0], bar, AP_ring.index(late))
+        if SEPARATE:
+            tma.async_copy_global_to_shared(k_out_tiles, at_keys, bar, as_tile(k_out_ring.index(late), D))
+
+
+@jit
+def store_tile(tiles, coordinates, buffer, x):
+    """Start to copy x `[64 value channels, 64 tokens]` to `tiles` by way of the buffer `[tokens, value channels]`."""
+    buffer.permute((1, 0)).store(x)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tiles, coordinates, as_tile(buffer, HALF))
+
+
+@jit
+def store_chunk(tiles, output, row, token, rows, HV, column, buffer, x, PACKED: gl.constexpr):
+    """Store x `[64 value channels, 64 tokens]`, or its first `rows` tokens, to tokens of the output from `token` on.
+
+    The copy engine leaves out tokens beyond a row of the batch, but not those of the next packed sequence.
+    """
+    if PACKED:
+        if rows < C:
+            COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            o_t = gl.arange(0, C, gl.SliceLayout(1, COALESCED))[:, None]
+            o_v = gl.arange(0, HALF, gl.SliceLayout(0, COALESCED))[None, :]
+            buffer.permute((1, 0)).store(x)
+            start = output + token.to(gl.int64) * (HV * D) + column
+            gl.store(start + o_t * (HV * D) + o_v, buffer.load(COALESCED), mask=(o_t < rows) & (o_v < HALF))
+        else:
+            store_tile(tiles, [row, token, column], buffer, x)
+    else:
+        store_tile(tiles, [row, token, column], buffer, x)
+
+
+@jit
+def state_partition(
+    walk, PART: gl.constexpr, DECAY: gl.constexpr, SEPARATE: gl.constexpr, INITIAL: gl.constexpr, HAS_V: gl.constexpr,
+    OUTPUT: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    LATE_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Carry the state of 64 value channels through `count` chunks."""
+    tiles, rings, barriers, factors, totals, buffers, output, initial_state, final_state, where, store_final = walk
+    scale, row, first, length, value_column, slot, HV, count, state_slot = where
+    out_tiles, states_tiles = tiles
+    q_ring, k_in_ring, k_out_ring, v_ring, AP_ring = rings
+    full, empty, late_full, late_empty = barriers
+    out_buffers, states_buffers = buffers
+    out_buffer = out_buffers.index(PART)
+    states_buffer = states_buffers.index(PART)
+    DTYPE: gl.constexpr = k_in_ring.dtype
+    ROWS: gl.constexpr = 4 if DECAY == 1 else 1
+    o_v = value_column % D + PART * HALF + gl.arange(0, HALF, gl.SliceLayout(1, STATE))
+    o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
+    o_state = state_slot * (D * D) + o_k[None, :] * D + o_v[:, None]
+    if INITIAL == 1:
+        S = gl.load(initial_state + o_state)
+    elif INITIAL == 2:
+        S = gl.where(o_v[:, None] == o_k[None, :], 1.0, 0.0)
+    else:
+        S = gl.full([HALF, D], 0.0, gl.float32, STATE)
+    zero = gl.full([HALF, C], 0.0, gl.float32, TOKENS)
+    column = value_column + PART * HALF
+    S_rounded = S.to(DTYPE)
+    out = zero.to(DTYPE)
+    for i in range(count):
+        stage = i % STAGES
+        token = first + i * C
+        late = i % LATE_STAGES
+        AP = AP_ring.index(late)
+        k_in = k_in_ring.index(stage)
+        if SEPARATE:
+            k_out = k_out_ring.index(late)
+        else:
+            k_out = k_in
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        S_left = gl.convert_layout(S_rounded, LEFT)
+        Y = warpgroup_mma(S_left, k_in.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if OUTPUT:
+            O = warpgroup_mma(S_left, q_ring.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+            # The output of the chunk before is stored under these products.
+            if i > 0:
+                tma.store_wait(0)
+                store_tile(out_tiles, [row, token - C, column], out_buffer, out)
+        if KEEP:
+            tma.store_wait(1)
+            states_buffer.store(S_rounded)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(
+                states_tiles, [(slot + i * HV) * D + value_column % D + PART * HALF, 0], states_buffer
+            )
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        mbarrier.arrive(late_empty.index((i + LATE_STAGES - 1) % LATE_STAGES), count=1, pred=i > 0)
+        # What products wait for afterwards is loaded under those before.
+        erase = factor(factors, stage * ROWS + ERASE)
+        v = zero
+        if HAS_V:
+            v = v_ring.index(stage * PARTS + PART).permute((1, 0)).load(TOKENS).to(gl.float32)
+            v *= factor(factors, stage * ROWS + (BETA if DECAY == 1 else ERASE))
+        mbarrier.wait(late_full.index(late), (i // LATE_STAGES) & 1)
+        if OUTPUT:
+            Y = warpgroup_mma_wait(1, deps=[Y])
+        else:
+            Y = warpgroup_mma_wait(0, deps=[Y])
+        R = v - erase * Y
+        R = gl.convert_layout(R.to(DTYPE), LEFT)
+        U = warpgroup_mma(R, AP.slice(0, C, dim=0), zero, use_acc=False, is_async=True)
+        S = decayed(S, totals, stage, DECAY)
+        if DECAY == 1:
+            write = factor(factors, stage * ROWS + WRITE)
+            read = factor(factors, stage * ROWS + OUT)
+        if OUTPUT:
+            U, O = warpgroup_mma_wait(0, deps=[U, O])
+        else:
+            U = warpgroup_mma_wait(0, deps=[U])
+        if DECAY == 1:
+            written = (U * write).to(DTYPE)
+        else:
+            written = U.to(DTYPE)
+        S = warpgroup_mma(gl.convert_layout(written, LEFT_STATE), k_out, S, is_async=True)
+        if OUTPUT:
+            if DECAY == 1:
+                O *= read
+            else:
+                O *= scale
+            U_left = gl.convert_layout(U.to(DTYPE), LEFT)
+            O = warpgroup_mma(U_left, AP.slice(C, C, dim=0), O, is_async=True)
+            S, O = warpgroup_mma_wait(0, deps=[S, O])
+            out = O.to(DTYPE)
+        else:
+            if KEEP:
+                tma.store_wait(1)
+                store_chunk(out_tiles, output, row, token, length - i * C, HV, column, out_buffer, U.to(DTYPE), PACKED)
+            S = warpgroup_mma_wait(0, deps=[S])
+        S_rounded = S.to(DTYPE)
+    if OUTPUT:  # noqa: SIM102
+        if count > 0:
+            tma.store_wait(0)
+            last = (count - 1) * C
+            store_chunk(out_tiles, output, row, first + last, length - last, HV, column, out_buffer, out, PACKED)
+    if final_state is not None:  # noqa: SIM102
+        if store_final:
+            gl.store(final_state + o_state, S)
+    tma.store_wait(0)
+
+
+@jit
+def bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, PACKED: gl.constexpr):
+    """Row of the batch of a sequence or segment, its first token there, its length, and its first chunk of all rows."""
+    if PACKED:
+        first = gl.load(cu_seqlens + i_n).to(gl.int32)
+        length = gl.load(cu_seqlens + i_n + 1).to(gl.int32) - first
+        return 0, first, length, gl.load(chunk_offsets + i_n)
+    else:
+        row, chunk = i_n // segments, i_n % segments * chunks
+        return row, chunk * C, gl.minimum(T - chunk * C, chunks * C), row * NT + chunk
+
+
+@jit
+def first_large(large_gain, slot, count, HV):
+    """The first of `count` chunks with a large erase gain; `count` if there is none."""
+    o = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    first = count
+    for start in range(0, count, 128):
+        chunk = start + o
+        large = gl.load(large_gain + slot + chunk * HV, mask=chunk < count, other=0)
+        first = gl.minimum(first, gl.min(gl.where(large != 0, chunk, count), 0))
+    return first
+
+
+@jit(do_not_specialize=["T", "NT", "segments", "chunks", "HK", "HV"])
+def hopper_scan_kernel(
+    q_tiles,
+    k_in_tiles,
+    k_out_tiles,
+    v_tiles,
+    AP_tiles,
+    out_tiles,
+    states_tiles,
+    output,
+    beta,
+    G,
+    large_gain,
+    initial_state,
+    final_state,
+    cu_seqlens,
+    chunk_offsets,
+    scale,
+    T,
+    NT,
+    segments,
+    chunks,
+    HK,
+    HV,
+    DECAY: gl.constexpr,
+    BY_GAIN: gl.constexpr,
+    SEPARATE: gl.constexpr,
+    UNDECAYED: gl.constexpr,
+    INITIAL: gl.constexpr,
+    HAS_V: gl.constexpr,
+    OUTPUT: gl.constexpr,
+    KEEP: gl.constexpr,
+    PACKED: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    LATE_STAGES: gl.constexpr,
+):
+    """As `chunk.scan.scan_kernel` without STRICT: heads of 128 channels and 16-bit inputs.
+
+    `out_tiles` is the output with OUTPUT, and U with KEEP, and so is `output`, for chunks at the end of packed
+    sequences. What such a chunk reads of the next sequence has step sizes of zero. One program owns `64 * PARTS`
+    value channels of one value head of one sequence or segment. Grid (2 / PARTS * HV * N).
+    """
+    DTYPE: gl.constexpr = k_in_tiles.dtype
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    SPLIT: gl.constexpr = 2 // PARTS
+    part = gl.program_id(0) % SPLIT
+    i_h = gl.program_id(0) // SPLIT % HV
+    i_n = gl.program_id(0) // (SPLIT * HV)
+    row, first, length, chunk = bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, PACKED)
+    slot = chunk * HV + i_h
+    count = gl.cdiv(length, C)
+    store_final = True
+    if BY_GAIN:
+        stop = first_large(large_gain, slot, count, HV)
+        if KEEP:  # only the launch with STRICT reads it, if chunks remain for it
+            store_final = stop < count
+        count = stop
+
+    k_in_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
+    q_ring, k_out_ring, v_ring, out_buffers, states_buffers, totals = (k_in_ring,) * 6
+    if OUTPUT:
+        q_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
+    if SEPARATE:
+        k_out_ring = gl.allocate_shared_memory(DTYPE, [LATE_STAGES, C, D], OPERAND)
+    if HAS_V:
+        v_ring = gl.allocate_shared_memory(DTYPE, [STAGES * PARTS, C, HALF], OPERAND)
+    AP_ring = gl.allocate_shared_memory(DTYPE, [LATE_STAGES, 2 * C if OUTPUT else C, C], OPERAND)
+    if OUTPUT or KEEP:
+        out_buffers = gl.allocate_shared_memory(DTYPE, [PARTS, C, HALF], OPERAND)
+    if KEEP:
+        states_buffers = gl.allocate_shared_memory(DTYPE, [PARTS, HALF, D], OPERAND)
+    factors = gl.allocate_shared_memory(gl.float32, [STAGES * (4 if DECAY == 1 else 1), C], PLAIN)
+    if DECAY > 0:
+        totals = gl.allocate_shared_memory(gl.float32, [STAGES, D if DECAY == 2 else 1], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    late_full = gl.allocate_shared_memory(gl.int64, [LATE_STAGES, 1], mbarrier.MBarrierLayout())
+    late_empty = gl.allocate_shared_memory(gl.int64, [LATE_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=PARTS)
+    for stage in gl.static_range(LATE_STAGES):
+        mbarrier.init(late_full.index(stage), count=1)
+        mbarrier.init(late_empty.index(stage), count=PARTS)
+    fence_async_shared()
+
+    key_column = i_h // (HV // HK) * D
+    value_column = i_h * D + part * HALF
+    rings = (q_ring, k_in_ring, k_out_ring, v_ring, AP_ring)
+    barriers = (full, empty, late_full, late_empty)
+    state_slot = (i_n * HV + i_h).to(gl.int64)
+    walk = (
+        (out_tiles, states_tiles), rings, barriers, factors, totals, (out_buffers, states_buffers), output,
+        initial_state, final_state, (scale, row, first, length, value_column, slot, HV, count, state_slot), store_final,
+    )  # fmt: skip
+    tiles = (q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles)
+    where = (scale, row, first, key_column, value_column, slot, HV, count)
+    # Constants that a tuple in a variable passes would become run-time values, so the arguments stand here.
+    if PARTS == 2:
+        gl.warp_specialize([
+            (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP, PACKED,
+                               PARTS, STAGES, LATE_STAGES)),
+            (state_partition, (walk, 1, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP, PACKED,
+                               PARTS, STAGES, LATE_STAGES)),
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
+                              HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP, PACKED,
+                               PARTS, STAGES, LATE_STAGES)),
+            (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
+                              HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
+        ], [1], [24])  # fmt: skip

@@ -1,0 +1,229 @@
+"""The Gluon kernels for Hopper: compiled for sm_90a without a GPU, and their results on one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs  # noqa: E402
+from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
+from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
+
+from deltazoo.ops import delta_rule  # noqa: E402
+from deltazoo.ops.triton import pipeline  # noqa: E402
+from deltazoo.ops.triton.hopper import support  # noqa: E402
+from deltazoo.ops.triton.hopper.support import MISSING, refusal  # noqa: E402
+from deltazoo.ops.triton.launch import Constants  # noqa: E402
+from deltazoo.ops.triton.plan import Plan  # noqa: E402
+
+DECAYS = ("none", "scalar", "channel")
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Gluon has no interpreter"),
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the operator, as far as its compiled kernels depend on it."""
+
+    decay: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    state: bool = True
+    erase_key: bool = False
+    undecayed: bool = False
+    few: bool = False
+    segmented: bool = False
+    strict: bool | None = None
+    packed: bool = False
+
+    def launches(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+        """Kernels in Gluon and their arguments by name, of forward and backward on meta tensors."""
+        launches = []
+
+        def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
+            if hasattr(kernel, "is_gluon") and kernel.is_gluon():
+                arguments = dict(zip(kernel.arg_names, tensors, strict=False))
+                assert not arguments.keys() & constants.named.keys()
+                launches.append((kernel, arguments | constants.named))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, "launch", record)
+            patch.setattr(pipeline, "available", lambda _: True)
+            self.run()
+        return launches
+
+    def run(self) -> None:
+        B, T, H, HV = (1, 4096, 2, 2) if self.segmented else (1, 256, 2, 4) if self.few else (40, 256, 1, 2)
+        B, N = (1, 40) if self.packed else (B, B)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        q, k, e = (empty(B, T, H, 128, dtype=self.dtype) for _ in range(3))
+        v, beta = empty(B, T, HV, 128, dtype=self.dtype), empty(B, T, HV)
+        log_decay = (None, empty(B, T, HV), empty(B, T, HV, 128))[self.decay]
+        state = empty(N, HV, 128, 128) if self.state else None
+        update = (e if self.erase_key else None, self.undecayed, 1)
+        offsets = empty(N + 1, dtype=torch.int32) if self.packed else None
+        inputs = (q, k, v, beta, log_decay, 0.1, state, offsets, self.strict, *update)
+        problem = pipeline.Problem(*inputs)
+        output, final_state, kept = pipeline.forward(problem)
+        pipeline.backward(problem, kept, output, final_state if self.state else None)
+
+
+CALLS = [
+    Call(decay=0, strict=False),
+    Call(decay=1, undecayed=True, state=False),
+    Call(decay=2, dtype=torch.float16),
+    Call(decay=1, erase_key=True, few=True),
+    Call(decay=2, few=True, state=False),
+    Call(decay=1, packed=True),
+    Call(decay=0, segmented=True, dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_compiles_without_spills_and_with_products_in_flight(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = call.launches(monkeypatch)
+    assert launches
+    for kernel, arguments in launches:
+        compiled = compile_kernel(kernel, arguments)
+        print(kernel.__name__, {n: x for n, x in arguments.items() if n.isupper()}, compiled)
+        assert compiled.spilled == 0
+        assert compiled.shared <= SHARED_MEMORY
+        assert not compiled.warnings
+
+
+def sizes(**changes: Any) -> Plan:
+    """The plan of a call that the kernels serve, but for the changes."""
+    named = dict(
+        q=torch.Size([2, 256, 2, 128]), v=torch.Size([2, 256, 4, 128]), half=True, decay=1, has_beta=True,
+        sequences=None, strict=None, has_erase_key=False, undecayed=False, num_micro_steps=1, scale=0.1,
+        shared=SHARED_MEMORY, gluon=True,
+    )  # fmt: skip
+    return Plan(**named | changes)
+
+
+def test_says_why_a_call_is_left_to_plain_triton() -> None:
+    assert refusal(sizes()) is None and sizes().hopper
+    assert not sizes(gluon=False).hopper
+    refused = {
+        "heads have 64 key and 128 value channels, not 128": dict(q=torch.Size([2, 256, 2, 64])),
+        "inputs are float32": dict(half=False),
+        "there are no step sizes": dict(has_beta=False),
+        "tokens have several micro-steps": dict(num_micro_steps=2, v=torch.Size([2, 512, 4, 128])),
+        "there are more chunks than 32-bit coordinates address": dict(
+            q=torch.Size([2**12, 2**16, 2, 128]), v=torch.Size([2**12, 2**16, 4, 128])
+        ),
+    }
+    for reason, changes in refused.items():
+        assert refusal(sizes(**changes)) == reason
+        assert not sizes(**changes).hopper
+
+
+def test_a_triton_without_gluon_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "MISSING", "a name has moved")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for cached in (support.available, support._warn_once):
+        cached.cache_clear()
+    with pytest.warns(UserWarning, match="a name has moved. Plain Triton kernels") as told:
+        assert not any(support.available(torch.device("cuda", i)) for i in range(2))
+    assert len(told) == 1
+    for cached in (support.available, support._warn_once):
+        cached.cache_clear()
+
+
+def no_kernels() -> bool:
+    return not torch.cuda.is_available() or not support.available(torch.device("cuda", 0))
+
+
+def shaped(name: str, **options: object) -> DeltaRuleCase:
+    options = {"B": 2, "T": 256, "H": 2, "K": 128, "V": 128, "beta": 0.9, "initial_state": True} | options
+    return DeltaRuleCase(name, **options)  # type: ignore[arg-type]
+
+
+def assert_right(inputs: DeltaRuleInputs, dtype: torch.dtype) -> None:
+    """Results and gradients on the GPU, against the reference in float64 and what plain torch makes of the dtype."""
+    assert launched_kernels(inputs) == {"hopper_scan_kernel", "hopper_reverse_scan_kernel"}
+    actual = results_and_gradients(delta_rule, inputs, backend="triton")
+    exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
+    plain = results_and_gradients(delta_rule, inputs, backend="chunkwise")
+    # Four rounded operands lie between input and result: state, inverse, corrections, scores.
+    assert_within_reference(actual, exact, plain, inputs, rounding=dtype, floor=4.0)
+
+
+def launched_kernels(inputs: DeltaRuleInputs) -> set[str]:
+    """The Gluon kernels that a call launches."""
+    names, launch = set(), pipeline.launch
+
+    def record(kernel: Any, *arguments: Any) -> None:
+        if getattr(kernel, "is_gluon", lambda: False)():
+            names.add(kernel.fn.__name__)
+        launch(kernel, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "launch", record)
+        results_and_gradients(delta_rule, inputs, backend="triton")
+    return names
+
+
+CASES = [
+    *(shaped(f"{decay}_tokens_{T}", T=T, decay=decay) for decay in DECAYS for T in (1, 64, 77, 256)),
+    *(shaped(f"{decay}_fresh", B=3, T=200, groups=2, decay=decay, initial_state=False) for decay in DECAYS),
+    *(shaped(f"{decay}_many", B=9, T=130, H=4, groups=2, decay=decay) for decay in DECAYS),
+    *(shaped(f"{decay}_resets", T=130, decay=decay, log_decay="reset") for decay in DECAYS[1:]),
+    *(shaped(f"{decay}_erase", T=200, decay=decay, erase="gated", groups=2) for decay in DECAYS),
+    *(
+        shaped(f"{decay}_undecayed", T=200, decay=decay, erase="gated", erase_reads="undecayed")
+        for decay in DECAYS[1:]
+    ),
+    *(shaped(f"{decay}_packed", lengths=(0, 1, 69, 64, 0, 200, 3), groups=2, decay=decay) for decay in DECAYS),
+    *(shaped(f"{decay}_packed_fresh", H=8, lengths=(70,) * 10, decay=decay, initial_state=False) for decay in DECAYS),
+    *(shaped(f"{decay}_segments", B=1, T=4230, H=1, decay=decay, log_decay=-0.002, beta=0.5) for decay in DECAYS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.gpu
+@pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
+def test_agrees_with_the_reference(case: DeltaRuleCase, dtype: torch.dtype) -> None:
+    assert_right(case.make(device="cuda", dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("first_large", [0, 64, 300, 511])
+@pytest.mark.gpu
+@pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
+def test_hands_over_to_strict_launches_in_the_middle_of_a_row(first_large: int, decay: str) -> None:
+    inputs = shaped("hand_over", T=512, decay=decay).make(device="cuda", dtype=torch.bfloat16)
+    inputs.beta[0, first_large] = 1.9  # and the other row has no such chunk
+    assert_right(inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.98, 1.9])
+@pytest.mark.gpu
+@pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
+def test_repeated_keys(beta: float) -> None:
+    inputs = shaped("repeated", T=2048, H=4, keys="same", beta=beta).make(device="cuda", dtype=torch.bfloat16)
+    actual = results_and_gradients(delta_rule, inputs, backend="triton")
+    exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
+    assert max(relative_errors(actual, exact, inputs).values()) < 0.05
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.gpu
+@pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
+def test_same_bits_from_run_to_run(decay: str) -> None:
+    inputs = shaped("bits", B=10, T=650, H=8, decay=decay).make(device="cuda", dtype=torch.bfloat16)
+    first, *others = (results_and_gradients(delta_rule, inputs, backend="triton") for _ in range(4))
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
