@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
-from deltazoo.layers.linear_maps import called_as_is, is_plain_sequence, linear_maps
+from deltazoo.layers.linear_maps import called_as_is, cast_for_product, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize, l2_normalize_both
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
@@ -229,8 +229,7 @@ class DeltaRuleAttention(Float32Parameters):
         inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
         inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
         output, state = self.apply_rule(inputs, past, sequences)
-        output = self._norm_and_gate(output, x)
-        output = self.o_proj(output.flatten(2))
+        output = self._project_output(output, x)
 
         past.keep(conv_state, state, auxiliary, num_new_tokens=x.shape[1])
         return sequences.restore(output)
@@ -385,11 +384,20 @@ class DeltaRuleAttention(Float32Parameters):
             backend=self.backend,
         )
 
+    def _project_output(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+        if called_as_is(self.o_proj) and self.o_proj.weight.requires_grad and not is_hooked(self.o_norm):
+            (weight,) = cast_for_product(self.o_proj.weight)
+            if self.o_norm.takes_linear(output, weight):
+                return self.o_norm.with_linear(weight, output, *self._output_gate(hidden_states))
+        return self.o_proj(self._norm_and_gate(output, hidden_states).flatten(2))
+
     def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+        return self.o_norm(output, *self._output_gate(hidden_states))
+
+    def _output_gate(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         if self.spec.output_gate == "none":
-            return self.o_norm(output)
-        gate = _per_head(self._map("g_proj", hidden_states), self.head_v_dim)
-        return self.o_norm(output, gate)
+            return ()
+        return (_per_head(self._map("g_proj", hidden_states), self.head_v_dim),)
 
     def make_parameters(self) -> None:
         """Make the parameters and modules that a subclass adds. Sizes and options are set when this is called.

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from deltazoo.ops.transforms import transforming
 
-__all__ = ["called_as_is", "cast_for_product", "is_plain_sequence", "linear_maps"]
+__all__ = ["called_as_is", "cast_for_product", "is_hooked", "is_plain_sequence", "linear_maps"]
 
 
 def linear_maps(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
@@ -42,15 +42,16 @@ def called_as_is(linear: nn.Module) -> TypeGuard[nn.Linear]:
     if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) is not nn.Parameter:
         return False
     watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _has_any_global_hook()
-    return not (watched or _is_hooked(linear))
+    return not (watched or is_hooked(linear))
 
 
 def is_plain_sequence(module: nn.Module) -> bool:
     """Whether calling this module is no more than calling its parts in turn."""
-    return type(module) is nn.Sequential and not _is_hooked(module)
+    return type(module) is nn.Sequential and not is_hooked(module)
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
+    """Whether something watches the calls of this module, or has replaced its forward pass."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -15,9 +15,11 @@ from deltazoo.ops.fused import (
     fused_gated_rms_norm,
     fused_kernels_fit,
     fused_rms_norm,
+    fused_rms_norm_linear,
 )
 from deltazoo.ops.fused.liger import liger_add_rms_norm, liger_rms_norm
 from deltazoo.ops.named_choices import function_of
+from deltazoo.ops.transforms import transforming
 
 __all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize", "l2_normalize_both"]
 
@@ -93,6 +95,15 @@ class RMSNorm(nn.Module):
         if residual is None:
             return recomputable(self._normalize_once, x, self.weight)
         return recomputable(self._add_and_normalize, x, residual, self.weight)
+
+    def takes_linear(self, x: Tensor, linear: Tensor) -> bool:
+        """Whether `with_linear` has a kernel for a training step with such tensors."""
+        recording = torch.is_grad_enabled() and not transforming() and x.dtype == linear.dtype
+        return recording and self.takes_kernel(x)
+
+    def with_linear(self, linear: Tensor, x: Tensor) -> Tensor:
+        """The norm of x `[B, T, H, dim]` times the transpose of `linear` `[C, H * dim]`."""
+        return fused_rms_norm_linear(x, self.weight, linear, self.eps)
 
     def _add_and_normalize(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         if self.liger:
@@ -173,8 +184,16 @@ class GatedRMSNorm(RMSNorm):
         """Normalise x `[..., dim]` and multiply by the activated gate of the same shape."""
         return recomputable(self._normalize_and_gate, x, gate, self.weight)
 
+    def takes_kernel(self, x: Tensor) -> bool:
+        """Whether our Triton kernel is to normalise x."""
+        return fused_kernels_fit(x) if self.fused is None else self.fused
+
+    def with_linear(self, linear: Tensor, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        """The gated norm of x `[B, T, H, dim]` times the transpose of `linear` `[C, H * dim]`."""
+        return fused_gated_rms_norm(x, gate, self.weight, self.eps, self.activation, linear=linear)  # type: ignore[arg-type]
+
     def _normalize_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        if fused_kernels_fit(x) if self.fused is None else self.fused:
+        if self.takes_kernel(x):
             return fused_gated_rms_norm(x, gate, weight, self.eps, self.activation)  # type: ignore[arg-type]
         return (self._normalize(x, weight) * self._activate(at_least_float32(gate))).to(x.dtype)
 

@@ -133,12 +133,13 @@ class TokenStep:
 
 @dataclass(frozen=True)
 class Norm:
-    """One call of the gated norm with its gradients."""
+    """One call of the gated norm with its gradients, alone or with a linear map."""
 
     name: str
     shape: tuple[int, ...] = (2, 5, 3, 16)
     activation: str = "silu"
     most_parts: int = 4096
+    linear: bool = False
     dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
@@ -149,11 +150,19 @@ class Norm:
 
         module = GatedRMSNorm(self.shape[-1], activation=self.activation, fused=fused)
         module.weight = torch.nn.Parameter(draw(self.shape[-1]))
-        x, gate = draw(*self.shape).requires_grad_(), draw(*self.shape).requires_grad_()
-        y = module(x, gate)
+        inputs = {"x": draw(*self.shape).requires_grad_(), "gate": draw(*self.shape).requires_grad_()}
+        linear = draw(5, self.shape[-2] * self.shape[-1]).requires_grad_() if self.linear else None
+        if linear is not None and fused:
+            y = module.with_linear(linear, **inputs)
+        else:
+            y = module(**inputs)
+            y = y if linear is None else F.linear(y.flatten(2), linear)
+        inputs["weight"] = module.weight
+        if linear is not None:
+            inputs["linear"] = linear
         with mock.patch.object(gated_norm, "_MOST_PARTS", self.most_parts):
-            d_x, d_gate, d_weight = torch.autograd.grad(y, [x, gate, module.weight], draw(*y.shape))
-        return {"y": y.detach(), "d_x": d_x, "d_gate": d_gate, "d_weight": d_weight}
+            gradients = torch.autograd.grad(y, list(inputs.values()), draw(*y.shape))
+        return {"y": y.detach(), **dict(zip(inputs, gradients, strict=True))}
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,7 @@ class PlainNorm:
     name: str
     shape: tuple[int, ...] = (3, 7, 24)
     residual: torch.dtype | None = None
+    linear: bool = False
     most_parts: int = 512
     dtype: torch.dtype = torch.float32
 
@@ -177,7 +187,11 @@ class PlainNorm:
         module.weight = torch.nn.Parameter(draw(self.shape[-1], given=self.residual))
         x = draw(*self.shape).requires_grad_()
         inputs: dict[str, Tensor] = {"x": x, "weight": module.weight}
-        if self.residual is None:
+        if self.linear:
+            inputs["linear"] = linear = draw(5, self.shape[-2] * self.shape[-1]).requires_grad_()
+            y = module.with_linear(linear, x) if fused else F.linear(module(x).flatten(2), linear)
+            outputs = {"y": y}
+        elif self.residual is None:
             outputs = {"y": module(x)}
         else:
             inputs["residual"] = draw(*self.shape, given=self.residual).requires_grad_()
@@ -337,11 +351,15 @@ CASES = [
     Norm("many_rows", shape=(300, 16)),
     Norm("several_blocks_per_program", shape=(700, 16), most_parts=2),
     Norm("norm_half", dtype=HALF),
+    Norm("norm_and_linear_map", shape=(2, 35, 3, 20), most_parts=2, linear=True),
+    Norm("norm_and_linear_map_half", shape=(2, 5, 3, 16), activation="sigmoid", dtype=HALF, linear=True),
     PlainNorm("plain_norm"),
     PlainNorm("plain_norm_odd", shape=(3, 7, 37), residual=torch.float32),
     PlainNorm("plain_norm_one_row", shape=(1, 1, 3000), residual=torch.float32),
     PlainNorm("plain_norm_several_blocks_per_program", shape=(333, 16), most_parts=2, residual=torch.float32),
     PlainNorm("plain_norm_half", dtype=HALF),
+    PlainNorm("plain_norm_and_linear_map", shape=(2, 35, 3, 20), most_parts=2, linear=True),
+    PlainNorm("plain_norm_and_linear_map_half", shape=(2, 5, 3, 16), dtype=HALF, linear=True),
     PlainNorm("plain_norm_half_sum", shape=(131, 24), dtype=HALF, residual=HALF),
     PlainNorm("plain_norm_half_beside_float32", dtype=HALF, residual=torch.float32),
     PlainNorm("plain_norm_float32_beside_half", residual=HALF),

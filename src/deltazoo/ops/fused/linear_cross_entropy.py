@@ -21,6 +21,12 @@ IGNORED = -100
 
 _LOGITS_AT_ONCE = 2**26
 
+_ROWS_OF_TILES = 256
+"""Many rows are cut to a multiple of this, the largest tile of matrix products on a GPU."""
+
+_ADDS_TO_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+"""Whether torch adds products of half precision to float32 on a GPU; 2.8 and 2.9 take no float32 summand."""
+
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The sum of `-log softmax(x weight^T)[label]` over rows; any device and floating dtype.
@@ -87,6 +93,7 @@ def _loss_and_gradients(
     d_x = torch.empty_like(x) if x_wanted else None
     d_weight = torch.zeros_like(weight, dtype=wide) if weight_wanted else None
     rows = max(1, _LOGITS_AT_ONCE // weight.shape[0])
+    rows = max(rows % _ROWS_OF_TILES, rows - rows % _ROWS_OF_TILES)
     for start in range(0, len(x), rows):
         piece = slice(start, start + rows)
         losses, gradient = _cross_entropy(F.linear(x[piece], weight), labels[piece], wide)
@@ -94,8 +101,18 @@ def _loss_and_gradients(
         if d_x is not None:
             d_x[piece] = gradient @ weight
         if d_weight is not None:
-            d_weight += gradient.T @ x[piece]
+            _add_product(d_weight, gradient.T, x[piece])
     return loss, d_x, d_weight
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b`. A product in half precision is rounded before it is added, unless torch can add to float32."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif total.is_cuda and _ADDS_TO_FLOAT32:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,14 @@
 
     total = x + residual,      y = total / sqrt(mean total^2 + eps) * w
 
-The backward pass keeps the sum (without a residual, the input) and the weight.
+The backward pass keeps the sum (without a residual, the input) and the weight. With a linear map that reads the norm,
+whose gradient needs it, the norm is made again in the same pass as the gradient of the input.
 """
 
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -16,7 +18,7 @@ from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm", "rms_norm_linear"]
 
 _MOST_PARTS = 512
 """Most programs of the backward pass: four per multiprocessor of an H100. Each sums a part of the weight's gradient."""
@@ -42,8 +44,9 @@ def rms_norm_forward_kernel(x, residual, weight, y, total, R, eps, D: tl.constex
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
-def rms_norm_backward_kernel(total, weight, d_y, d_sum, d_total, d_x, d_weight, R, eps, D: tl.constexpr,
+def rms_norm_backward_kernel(total, weight, d_y, d_sum, d_total, d_x, y, d_weight, R, eps, D: tl.constexpr,
                              BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """`y`, unless None, is the norm again; it may be where `d_y` is."""
     columns = tl.arange(0, BD)
     column_mask = columns < D
     w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
@@ -59,6 +62,8 @@ def rms_norm_backward_kernel(total, weight, d_y, d_sum, d_total, d_x, d_weight, 
         inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
         normal = a * inverse
         sums += d * normal
+        if y is not None:
+            tl.store(y + offsets, (normal * w[None, :]).to(y.dtype.element_ty), mask=mask)
         d *= w[None, :]
         d = inverse * (d - normal * (tl.sum(d * normal, axis=1) / D)[:, None])
         if d_sum is not None:
@@ -95,8 +100,11 @@ def _add_forward(x, residual, weight, eps, dtype):
     return y, total
 
 
-def _backward(total, weight, eps, d_y, d_sum, dtype):
-    """Gradients of the sum, the same again in `dtype` (None if that is the sum's own), and of the weight."""
+def _backward(total, weight, eps, d_y, d_sum, dtype, y=None):
+    """Gradients of the sum, the same again in `dtype` (None if that is the sum's own), and of the weight.
+
+    `y`, contiguous, becomes the norm again; it may be `d_y`.
+    """
     total, weight, d_y = total.contiguous(), weight.contiguous(), d_y.contiguous()
     d_sum = None if d_sum is None else d_sum.contiguous()
     d_total = torch.empty_like(total)
@@ -105,8 +113,28 @@ def _backward(total, weight, eps, d_y, d_sum, dtype):
     constants = _constants(total.numel() // D, D, eps, _MOST_PARTS)
     parts = total.new_empty(*constants.grid, D, dtype=torch.float32)
     with torch.cuda.device_of(total):
-        launch(rms_norm_backward_kernel, constants, total, weight, d_y, d_sum, d_total, d_x, parts)
+        launch(rms_norm_backward_kernel, constants, total, weight, d_y, d_sum, d_total, d_x, y, parts)
     return d_total, d_x, parts.sum(0).to(weight.dtype)
+
+
+def _linear_forward(x, weight, linear, eps):
+    return F.linear(_forward(x, weight, eps, x.dtype).flatten(2), linear)
+
+
+def _linear_backward(x, weight, linear, eps, d_z):
+    d_z = d_z.flatten(0, -2)
+    y = d_z @ linear  # its gradient, until the kernel writes the norm there
+    d_x, _, d_weight = _backward(x, weight, eps, y.view(x.shape), None, x.dtype, y)
+    return d_x, d_weight, d_z.t() @ y
+
+
+def _linear_save(ctx, inputs, z):
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _linear_gradients(backward, ctx, d_z):
+    return *backward(*ctx.saved_tensors, ctx.eps, d_z), None
 
 
 def _save(ctx, inputs, y):
@@ -176,3 +204,19 @@ add_rms_norm = DifferentiableOperator(
     refusal=REFUSAL,
 )
 """`add_rms_norm(x, residual, weight, eps, dtype)`, see `deltazoo.ops.fused.fused_add_rms_norm`."""
+
+rms_norm_linear = DifferentiableOperator(
+    "rms_norm_linear(Tensor x, Tensor weight, Tensor linear, float eps) -> Tensor",
+    _linear_forward,
+    fake=lambda x, weight, linear, eps: x.new_empty((*x.shape[:2], linear.shape[0])),
+    backward=Operator(
+        "rms_norm_linear_backward(Tensor x, Tensor weight, Tensor linear, float eps, Tensor d_z)"
+        " -> (Tensor, Tensor, Tensor)",
+        _linear_backward,
+        fake=lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
+    ),
+    save=_linear_save,
+    gradients=_linear_gradients,
+    refusal=REFUSAL,
+)
+"""`rms_norm_linear(x, weight, linear, eps)`, see `deltazoo.ops.fused.fused_rms_norm_linear`."""
