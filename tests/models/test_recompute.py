@@ -226,13 +226,15 @@ def saving_its_inputs(shapes_like):
 
 
 def test_what_is_kept_around_kernels(monkeypatch):
-    """Matrix products, the rule's output and the block's input: 5 + 2 * 2.75 numbers of 20.25 per token and channel."""
+    """Matrix products, the rule's output and the block's input: 5 + 2 * 2.75 numbers of 19.25 per token and channel."""
     like_first, like_third = saving_its_inputs([0]), saving_its_inputs([2])
     layers = deltazoo.layers
     add = saving_its_inputs([0, 0])
     monkeypatch.setattr(layers.norm, "liger_rms_norm", lambda x, weight, eps: like_first(x, weight))
     monkeypatch.setattr(layers.norm, "liger_add_rms_norm", lambda x, residual, weight, eps: add(x, residual, weight))
     monkeypatch.setattr(layers.norm, "fused_rms_norm", lambda x, weight, eps, dtype: like_first(x, weight))
+    # The norm of the rule's output and the map that reads it are one function at every level.
+    monkeypatch.setattr(layers.norm, "fused_rms_norm_linear", lambda x, *others: like_first(x, *others[:-1]).flatten(2))
     monkeypatch.setattr(layers.mlp, "liger_swiglu", like_first)
     monkeypatch.setattr(layers.short_convolution, "fused_short_conv", lambda x, weight, *_, **__: like_first(x, weight))
 
@@ -245,7 +247,7 @@ def test_what_is_kept_around_kernels(monkeypatch):
     kept = {level: kept_per_layer(level, case="delta_net", **options) for level in LEVELS[:2]}
     number = 4 * 64
     # The step size and its gate are small; the profiler counts a few bytes per tensor.
-    assert kept["none"] == pytest.approx(20.25 * number, rel=0.05)
+    assert kept["none"] == pytest.approx(19.25 * number, rel=0.05)
     assert kept["elementwise"] == pytest.approx(11.5 * number, rel=0.05)
 
 
