@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.profiler import ProfilerActivity, profile
 
-from deltazoo.layers.recompute import recomputable, recomputing
+from deltazoo.layers.recompute import declare_recomputable, recomputable, recomputing
 
 TOKENS, WIDTH = 64, 96
 
@@ -282,3 +282,29 @@ def test_without_gradients_nothing_is_recorded(network: Network) -> None:
     with torch.no_grad(), recomputing():
         assert not network().requires_grad
     assert network.runs == ONCE
+
+
+def test_a_result_declared_to_be_that_of_a_function(network: Network, no_collector: None) -> None:
+    """What made it differs from what makes it again: here a sum beside it is kept, and not the summands."""
+
+    def loss(declared: bool) -> tuple[Tensor, Any]:
+        summands = [F.linear(network.x, weight) for weight in (network.first, network.second)]
+        total = summands[0] + summands[1]
+        normal = network.norm(total, network.scale)
+        if declared:
+            declare_recomputable(normal, network.norm, total, network.scale)
+        return F.linear(normal, network.third).sum(), weakref.ref(normal)
+
+    expected = torch.autograd.grad(loss(declared=False)[0], network.leaves)
+    network.runs.clear()
+    with recomputing():
+        output, normal = loss(declared=True)
+    assert normal() is None and network.runs == {"norm": 1}
+    torch.testing.assert_close(torch.autograd.grad(output, network.leaves), expected, rtol=0, atol=0)
+    assert network.runs == {"norm": 2}
+
+
+def test_outside_a_declaration_does_nothing(network: Network) -> None:
+    y = network.norm(network.x, network.scale)
+    declare_recomputable(y, network.norm, network.x, network.scale)
+    assert network.runs == {"norm": 1} and torch.autograd.grad(y.sum(), network.x)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.layers.recompute import recomputable
+from deltazoo.layers.recompute import declare_recomputable, recomputable
 from deltazoo.layers.state import is_decoding_step
 from deltazoo.ops.fused import (
     MOST_NORM_COLUMNS,
@@ -94,6 +94,10 @@ class RMSNorm(nn.Module):
         """Normalise x `[..., dim]`; with a residual, its sum with x, and return that sum as well."""
         if residual is None:
             return recomputable(self._normalize_once, x, self.weight)
+        if self.takes_kernel(x) and (self.fused or fused_kernels_fit(residual)):
+            y, total = fused_add_rms_norm(x, residual, self.weight, self.eps, self._autocast_dtype(x))
+            declare_recomputable(y, self._normalize_once, total, self.weight)  # the sum is kept in place of x
+            return y, total
         return recomputable(self._add_and_normalize, x, residual, self.weight)
 
     def takes_linear(self, x: Tensor, linear: Tensor) -> bool:
@@ -108,8 +112,6 @@ class RMSNorm(nn.Module):
     def _add_and_normalize(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         if self.liger:
             return liger_add_rms_norm(x, residual, weight, self.eps)
-        if self.takes_kernel(x) and (self.fused or fused_kernels_fit(residual)):
-            return fused_add_rms_norm(x, residual, weight, self.eps, self._autocast_dtype(x))
         total = residual + x
         return self._normalize_once(total, weight), total
 

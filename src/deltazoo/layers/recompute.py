@@ -12,13 +12,13 @@ Autograd's graph is the one it would record anyway, and there is no work per ope
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["recomputable", "recomputing"]
+__all__ = ["declare_recomputable", "recomputable", "recomputing"]
 
 T = TypeVar("T", bound=Tensor | tuple[Tensor, ...])
 
@@ -39,6 +39,18 @@ def recomputable(function: Callable[..., T], *tensors: Tensor) -> T:
     if recording is None or recording.running is not None:
         return function(*tensors)
     return recording.run(function, tensors)
+
+
+def declare_recomputable(result: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> None:
+    """Say that `result`, however it came about, is `function(*tensors)`; inside `recomputing` that replaces it.
+
+    Args:
+        result: not among `tensors`, of a storage of its own.
+        function, tensors: as of `recomputable`.
+    """
+    recording = None if torch.compiler.is_compiling() else _ACTIVE.get()
+    if recording is not None and recording.running is None:
+        recording.declare(result, function, tensors)
 
 
 @contextmanager
@@ -215,8 +227,7 @@ class _Recording:
         """Under autocast: results by their node and output number in the graph."""
 
     def run(self, function: Callable[..., T], tensors: tuple[Tensor, ...]) -> T:
-        autocast = _autocast_dtype(tensors[0].device.type)
-        self.running = call = _Call(function, [(self._save(x), x.requires_grad) for x in tensors], autocast)
+        self.running = call = self._call(function, tensors)
         self.inputs = {_storage(x) for x in tensors}
         self.small = max(x.numel() for x in tensors) // _MUCH_LARGER
         try:
@@ -225,10 +236,22 @@ class _Recording:
             self.running = None
         for number, y in enumerate(_as_tuple(results)):
             if type(y) is Tensor and _storage(y) not in self.inputs:
-                source = self.sources[_storage(y)] = _Source(call, number, y, y._version)
-                if autocast is not None and y.grad_fn is not None:
-                    self.cast_sources[y.grad_fn, y.output_nr] = source
+                self._add_source(call, number, y)
         return results
+
+    def declare(self, result: Tensor, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> None:
+        """Take `function` for what made `result`."""
+        if type(result) is Tensor:
+            self._add_source(self._call(function, tensors), 0, result)
+
+    def _call(self, function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> _Call:
+        autocast = _autocast_dtype(tensors[0].device.type)
+        return _Call(function, [(self._save(x), x.requires_grad) for x in tensors], autocast)
+
+    def _add_source(self, call: _Call, number: int, y: Tensor) -> None:
+        source = self.sources[_storage(y)] = _Source(call, number, y, y._version)
+        if call.autocast is not None and y.grad_fn is not None:
+            self.cast_sources[y.grad_fn, y.output_nr] = source
 
     def pack(self, x: Tensor) -> _Saved:
         """What autograd holds instead of `x`."""
