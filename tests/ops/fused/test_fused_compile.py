@@ -33,6 +33,7 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     row_product,
     short_conv_operator,
     short_conv_step,
+    softplus_decay,
     swiglu,
     token_convolution,
     token_norms,
@@ -96,6 +97,33 @@ def multiply() -> None:
     gate = empty(4, 4096, 2816)
     swiglu._forward(gate, gate)
     swiglu._backward(gate, gate, gate)
+
+
+def multiply_and_map() -> None:
+    gate, weight = empty(4, 4096, 2816), empty(1024, 2816)
+    swiglu._linear_forward(gate, gate, weight)
+    swiglu._linear_backward(gate, gate, weight, empty(4, 4096, 1024))
+
+
+def decay(*heads: int) -> None:
+    a, A_log, dt_bias = (
+        empty(4, 4096, *heads),
+        *(empty(size, dtype=torch.float32) for size in (heads[0], torch.Size(heads).numel())),
+    )
+    softplus_decay._forward(a, A_log, dt_bias)
+    softplus_decay._backward(a, A_log, dt_bias, empty(4, 4096, *heads, dtype=torch.float32))
+
+
+def before_a_linear_map(*gate: Tensor) -> None:
+    """The backward pass of a norm, and of a gated one, that makes the linear map's input again."""
+    x, linear = empty(4, 4096, 8, 128), empty(1024, 1024)
+    weight, d_z = empty(128), empty(4, 4096, 1024)
+    if gate:
+        gated_norm._linear_forward(x, *gate, weight, linear, 1e-5, True)
+        gated_norm._linear_backward(x, *gate, weight, linear, 1e-5, True, d_z)
+    else:
+        rms_norm._linear_forward(x, weight, linear, 1e-5)
+        rms_norm._linear_backward(x, weight, linear, 1e-5, d_z)
 
 
 def lose() -> None:
@@ -164,8 +192,13 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "plain_norm_sum_1024": (8, lambda: normalize_plainly(1024, torch.bfloat16)),
     "plain_norm_sum_2048": (8, lambda: normalize_plainly(2048, torch.bfloat16)),
     "plain_norm_autocast_1024": (8, lambda: normalize_plainly(1024, torch.float32)),
+    "plain_norm_and_linear_map": (8, before_a_linear_map),
+    "norm_and_linear_map": (4, lambda: before_a_linear_map(empty(4, 4096, 8, 128))),
+    "decay": (5, lambda: decay(8, 128)),
+    "decay_per_head": (4, lambda: decay(16)),
     "plain_norm_longest": (4, lambda: normalize_plainly(MOST_NORM_COLUMNS, torch.float32)),
     "swiglu": (8, multiply),
+    "swiglu_and_linear_map": (8, multiply_and_map),
     "loss": (8, lose),
     **{f"step_token_{part}": (3, partial(token_of, part)) for part in ("mixer", "o", "mlp", "down")},
     **{
@@ -194,6 +227,13 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", text)}
 
 
+def launches_of(name: str) -> int:
+    """Forward and backward, and the sum of parts of a weight's gradient."""
+    if name.startswith(("step", "loss")):
+        return 1
+    return 3 if name.startswith(("conv", "plain_norm", "decay")) else 2
+
+
 def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledKernel]:
     """The kernels that a call launches, compiled as the launcher would."""
     launched: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -207,7 +247,7 @@ def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile
         for module in LAUNCHED_AHEAD:
             patch.setattr(module, "launches_ahead", lambda device: True)
         CALLS[name][1]()
-    assert len(launched) == (1 if name.startswith(("step", "loss")) else 2)
+    assert len(launched) == launches_of(name)
     for kernel, args, options in launched:
         warps = options.pop("num_warps")
         options.pop("launch_pdl", None)
@@ -235,11 +275,14 @@ def is_specialized(kernel: JITFunction, name: str) -> bool:
     return not parameter.is_constexpr and not parameter.do_not_specialize
 
 
-@pytest.mark.parametrize(
-    "name", ["swiglu", *(f"plain_norm_{case}" for case in ("1024", "2048", "sum_1024", "sum_2048", "autocast_1024"))]
-)
+NORMS = [f"plain_norm_{case}" for case in ("1024", "2048", "sum_1024", "sum_2048", "autocast_1024")]
+
+
+@pytest.mark.parametrize("name", ["swiglu", "swiglu_and_linear_map", *NORMS])
 def test_reads_and_writes_16_bytes_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for compiled in compile_call(name, monkeypatch):
+        if compiled.metadata.name == "sum_of_parts_kernel":  # its rows are two megabytes in all
+            continue
         accesses = re.findall(r"(?:ld|st)\.global\S*", compiled.asm["ptx"])
         narrow = [access for access in accesses if ".v4.b32" not in access]
         # 1024 weights in bfloat16 are 8 bytes for each of 256 threads.

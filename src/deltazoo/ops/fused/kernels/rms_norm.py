@@ -15,6 +15,7 @@ import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
+from deltazoo.ops.fused.kernels.sum_of_parts import sum_of_parts
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
@@ -114,7 +115,8 @@ def _backward(total, weight, eps, d_y, d_sum, dtype, y=None):
     parts = total.new_empty(*constants.grid, D, dtype=torch.float32)
     with torch.cuda.device_of(total):
         launch(rms_norm_backward_kernel, constants, total, weight, d_y, d_sum, d_total, d_x, y, parts)
-    return d_total, d_x, parts.sum(0).to(weight.dtype)
+        d_weight = sum_of_parts(parts, weight.dtype)
+    return d_total, d_x, d_weight
 
 
 def _linear_forward(x, weight, linear, eps):

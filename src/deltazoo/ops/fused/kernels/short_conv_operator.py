@@ -12,6 +12,7 @@ import triton
 
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.short_conv_kernels import short_conv_backward_kernel, short_conv_forward_kernel
+from deltazoo.ops.fused.kernels.sum_of_parts import sum_of_parts
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
@@ -72,7 +73,8 @@ def _backward(x, weight, past, sequence, cu_seqlens, head_dim, eps, d_y):
     parts = x.new_empty(programs, *weight.shape, dtype=torch.float32)
     with torch.cuda.device_of(x):
         launch(short_conv_backward_kernel, constants, x, weight, past, sequence, cu_seqlens, d_y, d_x, parts)
-    return d_x, parts.sum(0).to(weight.dtype)
+        d_weight = sum_of_parts(parts, weight.dtype)
+    return d_x, d_weight
 
 
 def _save(ctx, inputs, y):

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
+from deltazoo.ops.fused.kernels.sum_of_parts import sum_of_parts
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
@@ -20,6 +21,9 @@ __all__ = ["softplus_decay"]
 
 _MOST_COLUMNS = 1024
 """Most columns of a program; more take several programs."""
+
+_MOST_PROGRAMS = 2048
+"""Most programs of the forward pass along the rows: each makes the rates of its columns, for several rows."""
 
 _MOST_PARTS = 512
 """Most programs of the backward pass along the rows. Each sums a part of the parameters' gradients."""
@@ -72,12 +76,13 @@ def _rate(A_log):
 @triton.jit(do_not_specialize=["R"])
 def softplus_decay_forward_kernel(a, A_log, dt_bias, log_decay, R, C, D: tl.constexpr, BR: tl.constexpr,
                                   BC: tl.constexpr):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     columns, column_mask, rate, bias = _columns(A_log, dt_bias, C, D, BC)
-    mask = (rows < R)[:, None] & column_mask[None, :]
-    offsets = rows[:, None] * C + columns[None, :]
-    softplus, _ = _softplus(tl.load(a + offsets, mask=mask, other=0.0).to(tl.float32) + bias)
-    tl.store(log_decay + offsets, -rate * softplus, mask=mask)
+    for block in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+        rows = block * BR + tl.arange(0, BR).to(tl.int64)
+        mask = (rows < R)[:, None] & column_mask[None, :]
+        offsets = rows[:, None] * C + columns[None, :]
+        softplus, _ = _softplus(tl.load(a + offsets, mask=mask, other=0.0).to(tl.float32) + bias)
+        tl.store(log_decay + offsets, -rate * softplus, mask=mask)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -104,7 +109,7 @@ def softplus_decay_backward_kernel(a, A_log, dt_bias, d_log_decay, d_a, parts, R
 
 
 @lru_cache(maxsize=1024)
-def _constants(R: int, C: int, heads: int, most: int | None = None) -> Constants:
+def _constants(R: int, C: int, heads: int, most: int) -> Constants:
     programs, tile = row_blocks(R, min(C, _MOST_COLUMNS), most)
     return Constants(
         programs, -(-C // tile["BD"]), R=R, C=C, D=C // heads, BR=tile["BR"], BC=tile["BD"], num_warps=8,
@@ -116,7 +121,7 @@ def _forward(a, A_log, dt_bias):
     C = dt_bias.numel()
     log_decay = torch.empty_like(a, dtype=torch.float32)
     with torch.cuda.device_of(a):
-        constants = _constants(a.numel() // C, C, A_log.numel())
+        constants = _constants(a.numel() // C, C, A_log.numel(), _MOST_PROGRAMS)
         launch(softplus_decay_forward_kernel, constants, a, A_log, dt_bias, log_decay)
     return log_decay
 
@@ -130,7 +135,7 @@ def _backward(a, A_log, dt_bias, d_log_decay):
     parts = a.new_empty(constants.grid[0], 2, C, dtype=torch.float32)
     with torch.cuda.device_of(a):
         launch(softplus_decay_backward_kernel, constants, a, A_log, dt_bias, d_log_decay, d_a, parts)
-    d_rate, d_bias = parts.sum(0)
+        d_rate, d_bias = sum_of_parts(parts, torch.float32)
     return d_a, d_rate.view(A_log.numel(), -1).sum(1).to(A_log.dtype), d_bias.to(dt_bias.dtype)
 
 
