@@ -258,6 +258,7 @@ DECAY_CASES = [
         ("zero", 0.0),
         ("1e-4", -1e-4),
         ("1", -1.0),
+        ("2", -2.0),  # per channel and in bfloat16 what the forward and the backward pass take different products for
         ("5", -5.0),
         ("20", -20.0),
         ("50", -50.0),
