@@ -388,16 +388,14 @@ class DeltaRuleAttention(Float32Parameters):
         if called_as_is(self.o_proj) and self.o_proj.weight.requires_grad and not is_hooked(self.o_norm):
             (weight,) = cast_for_product(self.o_proj.weight)
             if self.o_norm.takes_linear(output, weight):
-                return self.o_norm.with_linear(weight, output, *self._output_gate(hidden_states))
+                return self.o_norm.with_linear(output, weight)
         return self.o_proj(self._norm_and_gate(output, hidden_states).flatten(2))
 
     def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:
-        return self.o_norm(output, *self._output_gate(hidden_states))
-
-    def _output_gate(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         if self.spec.output_gate == "none":
-            return ()
-        return (_per_head(self._map("g_proj", hidden_states), self.head_v_dim),)
+            return self.o_norm(output)
+        gate = _per_head(self._map("g_proj", hidden_states), self.head_v_dim)
+        return self.o_norm(output, gate)
 
     def make_parameters(self) -> None:
         """Make the parameters and modules that a subclass adds. Sizes and options are set when this is called.

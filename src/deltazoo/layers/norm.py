@@ -105,7 +105,7 @@ class RMSNorm(nn.Module):
         recording = torch.is_grad_enabled() and not transforming() and x.dtype == linear.dtype
         return recording and self.takes_kernel(x)
 
-    def with_linear(self, linear: Tensor, x: Tensor) -> Tensor:
+    def with_linear(self, x: Tensor, linear: Tensor) -> Tensor:
         """The norm of x `[B, T, H, dim]` times the transpose of `linear` `[C, H * dim]`."""
         return fused_rms_norm_linear(x, self.weight, linear, self.eps)
 
@@ -190,9 +190,9 @@ class GatedRMSNorm(RMSNorm):
         """Whether our Triton kernel is to normalise x."""
         return fused_kernels_fit(x) if self.fused is None else self.fused
 
-    def with_linear(self, linear: Tensor, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """The gated norm of x `[B, T, H, dim]` times the transpose of `linear` `[C, H * dim]`."""
-        return fused_gated_rms_norm(x, gate, self.weight, self.eps, self.activation, linear=linear)  # type: ignore[arg-type]
+    def takes_linear(self, x: Tensor, linear: Tensor) -> bool:
+        """No: the kernel would be slower than the two that it would replace (docs/log.md)."""
+        return False
 
     def _normalize_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         if self.takes_kernel(x):

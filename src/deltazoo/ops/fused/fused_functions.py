@@ -123,9 +123,7 @@ def fused_short_conv_step(
     return short_conv_step(inputs, weights, window, q_head=head_dims[0], k_head=head_dims[1], eps=eps, inplace=inplace)
 
 
-def fused_gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, *, linear: Tensor | None = None
-) -> Tensor:
+def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
     """`x / sqrt(mean x^2 + eps) * weight * activation(gate)` over the last axis.
 
     Args:
@@ -133,23 +131,18 @@ def fused_gated_rms_norm(
         weight: `[D]`.
         eps: added to the mean square.
         activation: "silu" or "sigmoid".
-        linear: `[C, H * D]` in x's dtype: the result is multiplied by its transpose. Then x and gate are
-            `[B, T, H, D]`, and the backward pass keeps the arguments alone.
 
     Returns:
-        `[..., D]` in x's dtype, computed in float32; with `linear` `[B, T, C]`.
+        `[..., D]` in x's dtype, computed in float32.
 
     Raises:
         NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: tensors on several devices, or `linear` of another shape or dtype.
+        ValueError: tensors on several devices.
     """
-    _require_triton(x, gate, weight, linear)
-    from deltazoo.ops.fused.kernels import gated_norm
+    _require_triton(x, gate, weight)
+    from deltazoo.ops.fused.kernels.gated_norm import gated_rms_norm
 
-    if linear is None:
-        return gated_norm.gated_rms_norm(x, gate, weight, eps, activation == "silu")
-    _require_linear_map_of_heads(x, linear)
-    return gated_norm.gated_rms_norm_linear(x, gate, weight, linear, eps, activation == "silu")
+    return gated_rms_norm(x, gate, weight, eps, activation == "silu")
 
 
 def fused_rms_norm_linear(x: Tensor, weight: Tensor, linear: Tensor, eps: float) -> Tensor:
@@ -170,7 +163,11 @@ def fused_rms_norm_linear(x: Tensor, weight: Tensor, linear: Tensor, eps: float)
     """
     _require_triton(x, weight, linear)
     _require_columns(x)
-    _require_linear_map_of_heads(x, linear)
+    if x.ndim != 4 or linear.dtype != x.dtype or linear.shape[1:] != (x.shape[2] * x.shape[3],):
+        raise ValueError(
+            f"expected x [B, T, H, D] and linear [C, H * D] of one dtype, got {x.dtype} {tuple(x.shape)} and "
+            f"{linear.dtype} {tuple(linear.shape)}"
+        )
     from deltazoo.ops.fused.kernels.rms_norm import rms_norm_linear
 
     return rms_norm_linear(x, weight, linear, eps)
@@ -325,14 +322,6 @@ def _require_columns(x: Tensor) -> None:
     if x.shape[-1] > MOST_NORM_COLUMNS:
         raise NotImplementedError(
             f"the fused norm takes rows of up to {MOST_NORM_COLUMNS}, not {x.shape[-1]}: leave fused_kernels off"
-        )
-
-
-def _require_linear_map_of_heads(x: Tensor, linear: Tensor) -> None:
-    if x.ndim != 4 or linear.dtype != x.dtype or linear.shape[1:] != (x.shape[2] * x.shape[3],):
-        raise ValueError(
-            f"expected x [B, T, H, D] and linear [C, H * D] of one dtype, got {x.dtype} {tuple(x.shape)} and "
-            f"{linear.dtype} {tuple(linear.shape)}"
         )
 
 

@@ -2,14 +2,12 @@
 
     y = x / sqrt(mean x^2 + eps) * w * g(gate),      g = SiLU or sigmoid
 
-The backward pass keeps only the inputs. With a linear map that reads the result, whose gradient needs it, the result is
-made again in the same pass as the gradients of the inputs.
+The backward pass keeps only the inputs.
 """
 
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -19,7 +17,7 @@ from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
-__all__ = ["gated_rms_norm", "gated_rms_norm_linear"]
+__all__ = ["gated_rms_norm"]
 
 _MOST_PARTS = 4096
 """Most programs of the backward pass. Each sums a part of the weight's gradient."""
@@ -44,9 +42,8 @@ def gated_norm_forward_kernel(x, gate, weight, y, R, eps, D: tl.constexpr, SILU:
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
-def gated_norm_backward_kernel(x, gate, weight, d_y, d_x, d_gate, y, d_weight, R, eps, D: tl.constexpr,
-                               SILU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """`y`, unless None, is the result again; it may be where `d_y` is."""
+def gated_norm_backward_kernel(x, gate, weight, d_y, d_x, d_gate, d_weight, R, eps, D: tl.constexpr, SILU: tl.constexpr,
+                     BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     columns = tl.arange(0, BD)
     column_mask = columns < D
     w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
@@ -65,8 +62,6 @@ def gated_norm_backward_kernel(x, gate, weight, d_y, d_x, d_gate, y, d_weight, R
         if SILU:
             slope = factor + g * slope
             factor *= g
-        if y is not None:
-            tl.store(y + offsets, (normal * w[None, :] * factor).to(y.dtype.element_ty), mask=mask)
         tl.store(d_gate + offsets, (d * normal * w[None, :] * slope).to(d_gate.dtype.element_ty), mask=mask)
         d *= factor
         sums += d * normal
@@ -91,31 +86,15 @@ def _forward(x, gate, weight, eps, silu):
     return y
 
 
-def _backward(x, gate, weight, eps, silu, d_y, y=None):
+def _backward(x, gate, weight, eps, silu, d_y):
     x, gate, weight, d_y = x.contiguous(), gate.contiguous(), weight.contiguous(), d_y.contiguous()
     d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
     D = x.shape[-1]
     constants = _constants(x.numel() // D, D, eps, silu, _MOST_PARTS)
     parts = x.new_empty(*constants.grid, D, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        launch(gated_norm_backward_kernel, constants, x, gate, weight, d_y, d_x, d_gate, y, parts)
+        launch(gated_norm_backward_kernel, constants, x, gate, weight, d_y, d_x, d_gate, parts)
     return d_x, d_gate, parts.sum(0).to(weight.dtype)
-
-
-def _linear_forward(x, gate, weight, linear, eps, silu):
-    return F.linear(_forward(x, gate, weight, eps, silu).flatten(2), linear)
-
-
-def _linear_backward(x, gate, weight, linear, eps, silu, d_z):
-    d_z = d_z.flatten(0, -2)
-    y = d_z @ linear  # its gradient, until the kernel writes the result there
-    d_x, d_gate, d_weight = _backward(x, gate, weight, eps, silu, y.view(x.shape), y)
-    return d_x, d_gate, d_weight, d_z.t() @ y
-
-
-def _linear_save(ctx, inputs, z):
-    *tensors, ctx.eps, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
 
 
 def _save(ctx, inputs, y):
@@ -143,20 +122,3 @@ gated_rms_norm = DifferentiableOperator(
     refusal=REFUSAL,
 )
 """`gated_rms_norm(x, gate, weight, eps, silu)`, see `deltazoo.ops.fused.fused_gated_rms_norm`."""
-
-_LINEAR_ARGUMENTS = "Tensor x, Tensor gate, Tensor weight, Tensor linear, float eps, bool silu"
-
-gated_rms_norm_linear = DifferentiableOperator(
-    f"gated_rms_norm_linear({_LINEAR_ARGUMENTS}) -> Tensor",
-    _linear_forward,
-    fake=lambda x, gate, weight, linear, eps, silu: x.new_empty((*x.shape[:2], linear.shape[0])),
-    backward=Operator(
-        f"gated_rms_norm_linear_backward({_LINEAR_ARGUMENTS}, Tensor d_z) -> (Tensor, Tensor, Tensor, Tensor)",
-        _linear_backward,
-        fake=lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:4]),
-    ),
-    save=_linear_save,
-    gradients=_gradients,
-    refusal=REFUSAL,
-)
-"""`gated_rms_norm_linear(x, gate, weight, linear, eps, silu)`, see `deltazoo.ops.fused.fused_gated_rms_norm`."""
