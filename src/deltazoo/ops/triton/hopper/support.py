@@ -26,6 +26,7 @@ MISSING: str | None = None
 try:
     from triton.experimental.gluon import jit
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -42,6 +43,7 @@ except (ImportError, AttributeError) as error:
 
 __all__ = [
     "MISSING",
+    "async_copy",
     "available",
     "barrier",
     "fence_async_shared",
