@@ -1,4 +1,4 @@
-"""The chunk gradients for decay per channel in Gluon: compiled for sm_90a, on a model of a thread block, and on a GPU."""
+"""The chunk gradients for decay per channel in Gluon: compiled for sm_90a, on a model of a thread block, on a GPU."""
 
 from __future__ import annotations
 

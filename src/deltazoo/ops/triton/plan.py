@@ -273,8 +273,8 @@ class Plan:
     def hopper_chunk_gradients_channel(self) -> Constants:
         """The same launch on Hopper."""
         return Constants(
-            *self.chunk_grid(), scale=self.scale, channels=self.K, nothing=0, T=self.T, NT=self.NT, H=self.H, HV=self.HV,
-            GROUPED=self.H != self.HV, num_warps=4,
+            *self.chunk_grid(), scale=self.scale, channels=self.K, nothing=0, T=self.T, NT=self.NT,
+            H=self.H, HV=self.HV, GROUPED=self.H != self.HV, num_warps=4,
         )  # fmt: skip
 
     @per_plan

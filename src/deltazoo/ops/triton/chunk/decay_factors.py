@@ -37,9 +37,9 @@ def undo_decay(G, DTYPE: tl.constexpr):
 
 @triton.jit
 def decays_beyond_one_product(g_last, DTYPE: tl.constexpr):
-    """Whether the decay of some channel over the whole chunk, `g_last`, leaves the range of `undo_decay`."""
+    """Whether the decay of some channel over the chunk, `g_last [runs, channels]`, leaves the range of `undo_decay`."""
     RANGE: tl.constexpr = exponent_range(DTYPE)
-    return tl.min(g_last, 0) < -RANGE
+    return tl.min(tl.min(g_last, 1), 0) < -RANGE
 
 
 @triton.constexpr_function
@@ -56,7 +56,7 @@ def centred_range(dtype):
 def decays_beyond_centred_product(g_last, DTYPE: tl.constexpr):
     """Whether the decay of some channel over the whole chunk leaves even `centred_range`."""
     RANGE: tl.constexpr = centred_range(DTYPE)
-    return tl.min(g_last, 0) < -RANGE
+    return tl.min(tl.min(g_last, 1), 0) < -RANGE
 
 
 @triton.jit

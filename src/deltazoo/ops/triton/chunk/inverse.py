@@ -82,13 +82,22 @@ def inverse(L, C: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr):
     # column c of the inverse of that block.
     diagonal = tl.where(block == 0, L0, tl.where(block == 1, L1, tl.where(block == 2, L2, L3)))
     diagonal = tl.reshape(diagonal, [4, 16, 16])
-    o_b, o_r = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)[None, :, None]
-    o_j = tl.arange(0, 16)[None, None, :]
-    D = tl.where((o_j == 0) & (o_r == 0) & (o_b >= 0), 1.0, 0.0)
-    for i in tl.static_range(1, 16):
-        row = tl.gather(diagonal, tl.full([4, 16, 16], i, tl.int32), 1)
-        x = tl.where(tl.arange(0, 16)[None, :] == i, 1.0, 0.0) - tl.sum(row * D, 2)
+    # First the two blocks of 8 tokens on the diagonal of each, `[block, row, column]`, by forward substitution. Row c
+    # of a block of D is column c of its inverse.
+    upper = (tl.arange(0, 2)[:, None, None] == tl.arange(0, 2)[None, None, :])[None, :, :, :, None]
+    parts = tl.reshape(diagonal, [4, 2, 8, 2, 8])
+    eights = tl.reshape(tl.sum(tl.where(upper, parts, 0.0), 3), [8, 8, 8])
+    o_r, o_j = tl.arange(0, 8)[None, :, None], tl.arange(0, 8)[None, None, :]
+    D = tl.where((o_j == 0) & (o_r == 0) & (tl.arange(0, 8)[:, None, None] >= 0), 1.0, 0.0)
+    for i in tl.static_range(1, 8):
+        row = tl.gather(eights, tl.full([8, 8, 8], i, tl.int32), 1)
+        x = tl.where(tl.arange(0, 8)[None, :] == i, 1.0, 0.0) - tl.sum(row * D, 2)
         D = tl.where(o_j == i, x[:, :, None], D)
+    D = tl.where(upper, tl.reshape(D, [4, 2, 8, 1, 8]), 0.0)
+    D = tl.reshape(D, [4, 16, 16])
+    rest = tl.permute(tl.reshape(tl.where(upper, 0.0, parts), [4, 16, 16]), (0, 2, 1))
+    R = tl.dot(rounded(D, ROUND), rounded(rest, ROUND), input_precision=PRECISION)
+    D -= tl.dot(rounded(R, ROUND), rounded(D, ROUND), input_precision=PRECISION)
 
     # Row blocks of the inverse, transposed: X_I = (E_I - sum_{J<I} L_IJ X_J) scaled by D_I from the left. R collects
     # the sums of all blocks still to come.

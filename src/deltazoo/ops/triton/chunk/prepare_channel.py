@@ -35,7 +35,8 @@ from deltazoo.ops.triton.chunk.terms import masked_sum, three_terms
 def running_sum(g, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
     """Running sum over the tokens of `g [C, BK]`, in the order in which they are loaded, and the sum over all.
 
-    No sum reads a later token, so no bit of it depends on one.
+    No sum reads a later token, so no bit of it depends on one. The sum over all comes as `[RUNS, BK]`, once per run: as
+    `[BK]` it would take a reduction, whose traffic through shared memory has bank conflicts.
     """
     run = tl.arange(0, RUNS)[:, None]
     g = tl.reshape(g, [C // RUNS, RUNS, BK])
@@ -43,7 +44,15 @@ def running_sum(g, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
     ends = tl.cumsum(totals, 0)
     starts = tl.gather(ends, tl.broadcast_to(tl.maximum(run - 1, 0), [RUNS, BK]), 0)
     starts = tl.where(run == 0, 0.0, starts)
-    return tl.reshape(tl.cumsum(g, 0) + starts[None, :, :], [C, BK]), tl.sum(totals, 0)
+    total = tl.gather(ends, tl.full([RUNS, BK], RUNS - 1, tl.int32), 0)
+    return tl.reshape(tl.cumsum(g, 0) + starts[None, :, :], [C, BK]), total
+
+
+@triton.jit
+def of_all_runs(x, C: tl.constexpr):
+    """`x [RUNS, BK]` for the rows of all runs, `[C, BK]`, as they are loaded."""
+    RUN: tl.constexpr = C // x.shape[0]
+    return tl.reshape(tl.broadcast_to(x[None, :, :], [RUN, x.shape[0], x.shape[1]]), [C, x.shape[1]])
 
 
 @triton.jit
@@ -211,7 +220,8 @@ def prepare_chunk(
             return tl.full([], 1, tl.int32)
         if STRONG:
             flag = tl.maximum(flag, 1 + decays_beyond_centred_product(g_last, DTYPE).to(tl.int32))
-        tl.store(G + slot * K + o_k, g_last, mask=o_k < K)
+        run = tl.arange(0, RUNS)[:, None]
+        tl.store(G + slot * K + o_k[None, :] + run * 0, g_last, mask=(run == 0) & (o_k < K)[None, :])
         decay, undone = tl.exp2(b_G), tl.exp2(tl.minimum(-b_G, RANGE) if STRONG else -b_G)
         read_decay = decay
         if UNDECAYED:
@@ -225,7 +235,7 @@ def prepare_chunk(
                 g1, g2, g3 = three_terms(b_g, DTYPE)
                 b_k_out = b_k * tl.exp2(masked_sum(tl.trans(row) > row, g1, g2, g3))
             else:  # as good as 16 bits
-                b_k_out = (k_written * tl.exp2(g_last)[None, :]).to(DTYPE)
+                b_k_out = (k_written * of_all_runs(tl.exp2(g_last), C)).to(DTYPE)
             tl.store(k_out + o_gk, b_k_out, mask=mask)
         k_written = tl.trans(by_token(k_written.to(DTYPE), RUNS, C, BK))
         P = tl.dot(by_token(q_read, RUNS, C, BK), k_written, input_precision=PRECISION)
