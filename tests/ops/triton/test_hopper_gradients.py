@@ -32,18 +32,22 @@ CASE = DeltaRuleCase("channel", B=1, T=100, H=1, K=128, V=128, decay="channel", 
 """Two chunks, the second one not full."""
 
 
-def small_steps(case: DeltaRuleCase, **options: Any) -> Any:
-    """Inputs with some step sizes so small that d_beta is a sum, and one that is zero."""
+def hard_inputs(case: DeltaRuleCase, **options: Any) -> Any:
+    """Inputs with some step sizes so small that d_beta is a sum, one that is zero, and one channel that decays fast.
+
+    A full chunk decays by 2^148 in that channel, so that its factors must be those from and to the middle.
+    """
     inputs = case.make(dtype=torch.bfloat16, **options)
     inputs.beta[:, ::3] *= 0.05
-    inputs.beta[:, 5] = 0.0
+    inputs.beta[:, 5:6] = 0.0
+    inputs.log_decay[..., 3] = -1.6
     return inputs
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_as_compiled_on_a_model_of_a_thread_block(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers and products in flight as they should be; results right; nothing depends on timing."""
-    inputs, hazards = small_steps(replace(CASE, groups=groups)), {}
+    inputs, hazards = hard_inputs(replace(CASE, groups=groups)), {}
     ran = []
 
     def on_the_model(kernel: Any, constants: Constants, *tensors: Any) -> None:
@@ -53,7 +57,7 @@ def test_as_compiled_on_a_model_of_a_thread_block(groups: int, monkeypatch: pyte
         arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
         compiled = compile_kernel(kernel, arguments)
         print(compiled)
-        assert compiled.spilled <= 64  # outside the loop, and a few invariants
+        assert compiled.spilled <= 96  # outside the loop, and a few invariants
         assert 2 * (compiled.shared + 1024) <= SHARED_MEMORY + 1024  # two programs per multiprocessor
         assert not compiled.warnings
         given = [arguments[p.name] for p in kernel.params if not p.is_constexpr and arguments[p.name] is not None]
@@ -103,7 +107,7 @@ def test_agrees_with_the_reference(case: DeltaRuleCase, monkeypatch: pytest.Monk
         launch(kernel, *arguments)
 
     monkeypatch.setattr(pipeline, "launch", record)
-    inputs = small_steps(case, device="cuda")
+    inputs = hard_inputs(case, device="cuda")
     actual = results_and_gradients(delta_rule, inputs, backend="triton")
     assert NAME in names
     exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")

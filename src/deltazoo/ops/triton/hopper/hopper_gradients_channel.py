@@ -92,7 +92,7 @@ def hopper_chunk_gradients_channel_kernel(
     HV,
     GROUPED: gl.constexpr,
 ):
-    """All gradients of one chunk of one value head, unless its decay is strong; grid (HV, NT, B).
+    """All gradients of one chunk of one value head, unless its decay is too strong; grid (HV, NT, B).
 
     `channels` is D, and `nothing` zero, at run time: the compiler shall keep the loop, and not keep the address of
     every operand of its products in a register.
@@ -101,7 +101,7 @@ def hopper_chunk_gradients_channel_kernel(
     first = i_b.to(gl.int64) * T + i_t * C
     rows = gl.minimum(T - i_t * C, C)
     slot = (i_b.to(gl.int64) * NT + i_t) * HV + i_h
-    if gl.load(strong_decay + slot) != 0:
+    if gl.load(strong_decay + slot) == 2:
         return
     base = (first * HV + i_h) * D
     keys = (first * H + i_h // (HV // H)) * D if GROUPED else base
@@ -191,21 +191,24 @@ def hopper_chunk_gradients_channel_kernel(
         b_dq = warpgroup_mma(dO, S, none, use_acc=False, is_async=True)
         b_row = warpgroup_mma(b_Z, S, none, use_acc=False, is_async=True)
         b_col = warpgroup_mma(b_U, dS, none, use_acc=False, is_async=True)
-        g_last = gl.exp2(gl.load(G + o + gl.arange(0, BK, CHANNELS)))[None, :]
+        g_last = gl.load(G + o + gl.arange(0, BK, CHANNELS))[None, :]
+        middle = gl.floor(0.5 * g_last)  # `chunk.decay_factors.middle_of`
         k_16, q_16 = key_tile.load(TILE), query_tile.load(TILE)
         overlap = S.slice(0, C).load(TILE).to(gl.float32) * dS.slice(0, C).load(TILE).to(gl.float32)
         overlap += S.slice(C, C).load(TILE).to(gl.float32) * dS.slice(C, C).load(TILE).to(gl.float32)
         overlap = row_pairs(overlap)
-        b_G = warpgroup_mma_wait(3, deps=[b_G])
+        b_G = warpgroup_mma_wait(3, deps=[b_G]) - middle
         entry, b_k = gl.exp2(b_G), k_16.to(gl.float32)
         k_written = b_k * gl.exp2(-b_G)
         written.store(k_written.to(gl.bfloat16))
         query.store((q_16.to(gl.float32) * (entry * scale)).to(gl.bfloat16))
         erase.store((-b_beta[:, None] * b_k * entry).to(gl.bfloat16))
         b_dq, b_row, b_col = warpgroup_mma_wait(0, deps=[b_dq, b_row, b_col])
-        b_col = b_col * g_last  # the decay to the chunk's end is the whole one times that from each token on
+        to_middle = gl.exp2(middle)
+        b_dq, b_row = b_dq * to_middle, b_row * to_middle
+        b_col = b_col * gl.exp2(g_last - middle)  # the decay to the chunk's end is that times `1 / entry`
         last = row_pairs(k_written * b_col)
-        last += overlap * gl.convert_layout(g_last, gl.SliceLayout(0, last.type.layout))[None, :, :]
+        last += overlap * gl.convert_layout(gl.exp2(g_last), gl.SliceLayout(0, last.type.layout))[None, :, :]
         fence_async_shared()
         barrier()
 
