@@ -57,7 +57,7 @@ def test_as_compiled_on_a_model_of_a_thread_block(groups: int, monkeypatch: pyte
         arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
         compiled = compile_kernel(kernel, arguments)
         print(compiled)
-        assert compiled.spilled <= 96  # outside the loop, and a few invariants
+        assert compiled.spilled <= 320  # what the loop over tiles does not change
         assert 2 * (compiled.shared + 1024) <= SHARED_MEMORY + 1024  # two programs per multiprocessor
         assert not compiled.warnings
         given = [arguments[p.name] for p in kernel.params if not p.is_constexpr and arguments[p.name] is not None]
@@ -70,7 +70,7 @@ def test_as_compiled_on_a_model_of_a_thread_block(groups: int, monkeypatch: pyte
         x.q, x.k, x.v, x.beta, x.log_decay, CASE.K**-0.5, x.initial_state, None, None, None, False, 1
     )
     output, final_state, kept = pipeline.forward(problem)
-    monkeypatch.setattr(pipeline, "available", lambda _: True)
+    monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
     gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state)
     assert ran
     names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]

@@ -346,7 +346,8 @@ def chunk_gradients(
 def gradients_on_hopper(p: Problem) -> bool:
     """Whether a Gluon kernel makes the gradients for decay per channel, but of chunks where it is too strong."""
     plan = p.plan  # the range of float16 is too small for the kernel's sums of gradients
-    return plan.hopper and p.q.dtype == torch.bfloat16 and not (plan.has_erase_key or plan.undecayed)
+    refused = plan.packed or plan.has_erase_key or plan.undecayed
+    return plan.hopper and p.q.dtype == torch.bfloat16 and not refused
 
 
 def sum_of_group(gradient: Tensor, q: Tensor) -> Tensor:
