@@ -30,6 +30,7 @@ try:
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
+        mma_v2,
         tma,
         warpgroup_mma,
         warpgroup_mma_wait,
@@ -51,6 +52,7 @@ __all__ = [
     "jit",
     "matrix_tiles",
     "mbarrier",
+    "mma_v2",
     "refusal",
     "reverse_scan_options",
     "scan_options",
