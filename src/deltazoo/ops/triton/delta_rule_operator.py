@@ -37,6 +37,14 @@ def _forward(*arguments):
     return output, final, *kept
 
 
+def _infer(*arguments):
+    """Output and final state of a call that keeps nothing for gradients."""
+    q, _, v, _, log_decay, _, _, cu_seqlens, *_ = arguments
+    check_tensor_values(log_decay, cu_seqlens, q.shape[1])
+    with torch.cuda.device_of(v):
+        return pipeline.infer(Problem(*arguments))
+
+
 def _fake_forward(
     q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
 ):
@@ -111,4 +119,5 @@ _operator = DifferentiableOperator(
     gradients=_gradients,
     refusal=("the triton backend", "use backend='chunkwise'"),
     shown=2,
+    infer=_infer,
 )

@@ -52,6 +52,9 @@ class DifferentiableOperator(Operator):
             the function or the overload of the operator `backward`: the function may return None for a Tensor.
         refusal: arguments of `refuse_second_derivative`.
         shown: how many of the results a call gives. The others are kept for the backward pass alone.
+        infer: launched in place of `launch` by plain eager calls that autograd does not record. It gives the shown
+            results alone, so it may take kernels that keep nothing. The operator itself always runs `launch`: a
+            compiler decides on gradients before it runs, and expects every result of the schema.
     """
 
     def __init__(
@@ -65,9 +68,11 @@ class DifferentiableOperator(Operator):
         gradients: Callable[..., Any],
         refusal: tuple[str, str],
         shown: int | None = None,
+        infer: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(schema, launch, fake)
         self.shown = shown
+        self.infer = infer or launch
 
         def save_from_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             if shown is not None:
@@ -105,7 +110,7 @@ class DifferentiableOperator(Operator):
         return results if self.shown is None else results[: self.shown]
 
     def _function_for(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """The operator if something must see it, else its autograd function or, without gradients, `launch`."""
+        """The operator if something must see it, else its autograd function or, without gradients, `infer`."""
         if _dispatching():
             return self.overload
         recording = False
@@ -114,7 +119,7 @@ class DifferentiableOperator(Operator):
                 recording = recording or x.requires_grad
             elif type(x) not in _NO_TENSORS and isinstance(x, Tensor):  # a subclass, which may handle the operator
                 return self.overload
-        return self.eager.apply if recording and torch.is_grad_enabled() else self.launch
+        return self.eager.apply if recording and torch.is_grad_enabled() else self.infer
 
 
 def _dispatching() -> bool:

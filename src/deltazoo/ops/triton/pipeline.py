@@ -1,6 +1,7 @@
 """Which kernels run in which order, and what is kept for the backward pass.
 
-Forward: prepare (chunk-parallel) -> scan (serial over chunks). Backward: scan again for the states, reverse scan, chunk
+Forward: prepare (chunk-parallel) -> scan (serial over chunks); without gradients, on Hopper, one kernel for both where
+heads fill the card (`infer`). Backward: scan again for the states, reverse scan, chunk
 gradients (chunk-parallel).
 
 Few heads and long rows leave most of the GPU idle in the serial scans. Rows are then cut into segments: one scan finds
@@ -18,21 +19,24 @@ from deltazoo.ops.triton.chunk.gradients import chunk_gradients_kernel
 from deltazoo.ops.triton.chunk.gradients_channel import chunk_gradients_channel_kernel
 from deltazoo.ops.triton.chunk.gradients_exact import chunk_gradients_exact_kernel
 from deltazoo.ops.triton.chunk.inverse import invert_kernel
-from deltazoo.ops.triton.chunk.prepare import prepare_kernel
+from deltazoo.ops.triton.chunk.prepare import prepare_kernel, prepare_rest_kernel
 from deltazoo.ops.triton.chunk.prepare_channel import prepare_channel_kernel
 from deltazoo.ops.triton.chunk.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.chunk.segments import chain_kernel
-from deltazoo.ops.triton.hopper.support import MISSING, available, matrix_tiles, token_tiles
+from deltazoo.ops.triton.hopper.support import (
+    MISSING, available, forward_refusal, matrix_tiles, multiprocessors, token_tiles,
+)  # fmt: skip
 from deltazoo.ops.triton.launch import launch
 from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 
 if MISSING is None:
+    from deltazoo.ops.triton.hopper.forward import forward_kernel
     from deltazoo.ops.triton.hopper.hopper_gradients_channel import hopper_chunk_gradients_channel_kernel
     from deltazoo.ops.triton.hopper.hopper_reverse_scan import hopper_reverse_scan_kernel
     from deltazoo.ops.triton.hopper.hopper_scan import hopper_scan_kernel
 
-__all__ = ["Kept", "Problem", "backward", "forward"]
+__all__ = ["Kept", "Problem", "backward", "forward", "infer"]
 
 
 class Problem:
@@ -129,6 +133,54 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, Kept]:
     if plan.segments > 1:
         final = final.unflatten(0, (plan.N, plan.segments))[:, -1].contiguous()
     return output, final, kept
+
+
+def infer(p: Problem) -> tuple[Tensor, Tensor]:
+    """Output and final state, where nothing has to be kept for gradients: in one kernel, if it serves the call.
+
+    That kernel stops a head at its first chunk with a large erase gain, with the state so far in `final` and the number
+    of the chunk in `stopped`. The kernels of the strict path complete these heads. Where none stopped they return at
+    once, so that the host need not know.
+    """
+    if not serves_forward(p):
+        return forward(p)[:2]
+    plan, v = p.plan, p.v
+    output, final = torch.empty_like(v), p.float32(plan.B, plan.HV, plan.K, plan.V)
+    stopped = v.new_empty(plan.B, plan.HV, dtype=torch.int32) if plan.by_gain else None
+    launch(
+        forward_kernel, plan.fused_forward(p.initial_state is not None),
+        *(token_tiles(x, plan.K) for x in (p.q, p.k)), *(token_tiles(x, plan.V // 2) for x in (v, output)),
+        p.beta, p.log_decay, p.initial_state, final, stopped,
+    )  # fmt: skip
+    if stopped is not None:
+        complete(p, stopped, output, final)
+    return output, final
+
+
+def serves_forward(p: Problem) -> bool:
+    """Whether the fused forward pass serves a call."""
+    device = p.q.device
+    return (
+        available(device)
+        and forward_refusal(p.plan, p.q.dtype, multiprocessors(device)) is None
+        and not any(x.data_ptr() % 16 for x in (p.q, p.k, p.v))  # the copy engine needs it
+    )
+
+
+def complete(p: Problem, stopped: Tensor, output: Tensor, final: Tensor) -> None:
+    """The chunks that the fused forward pass left, with the strict kernels, from the states in `final`."""
+    plan, kept = p.plan, Kept.empty(p.plan, p.q)
+    strict_L = p.float32(plan.slots, CHUNK, CHUNK)
+    launch(
+        prepare_rest_kernel, plan.prepare_rest(),
+        p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,
+    )  # fmt: skip
+    launch(invert_kernel, plan.invert(), kept.large_gain, strict_L, kept.AP)
+    keys, chunks = scanned(p, kept)
+    launch(
+        scan_kernel, plan.scan(1, True, True, False, True),
+        *keys, p.v, *chunks, output, output, None, final, final, *p.sequence_offsets,
+    )  # fmt: skip
 
 
 def backward(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.ops.triton.hopper.support import refusal, reverse_scan_options, scan_options
+from deltazoo.ops.triton.hopper.support import FUSED_FORWARD, refusal, reverse_scan_options, scan_options
 from deltazoo.ops.triton.launch import Constants
 from deltazoo.ops.triton.tiling import CHUNK, HOPPER, Tiles, tiles_for
 
@@ -171,6 +171,24 @@ class Plan:
             options = options | dict(maxnreg=128)  # a few less let four programs share a multiprocessor
         return Constants(
             *self.chunk_grid(), DECAY=self.decay, BK=self.tiles.BK, **self.precisions, **self.per_chunk, **options,
+        )  # fmt: skip
+
+    @per_plan
+    def fused_forward(self, initial: bool) -> Constants:
+        """The launch of the fused forward pass; `initial`: from a given state."""
+        return Constants(
+            self.B * self.HV, scale=self.scale, T=self.T, H=self.H, HV=self.HV, DECAY=self.decay == 1, INITIAL=initial,
+            BY_GAIN=self.by_gain, **FUSED_FORWARD,
+        )  # fmt: skip
+
+    @per_plan
+    def prepare_rest(self) -> Constants:
+        """The launch that prepares the chunks which the fused forward pass left."""
+        chunks = min(max(self.slots // 512, 1), 16)
+        return Constants(
+            self.HV, -(-self.NT // chunks), self.B, chunks=chunks, scale=self.scale, T=self.T, NT=self.NT, H=self.H,
+            HV=self.HV, K=self.K, BK=self.tiles.BK, C=CHUNK, DECAY=self.decay, GROUPED=self.H != self.HV,
+            PRECISION="tf32", **self.tiles.prepare,
         )  # fmt: skip
 
     @per_plan

@@ -26,6 +26,61 @@ def decay_before(G):
     return tl.where(o_c == 0, 0.0, tl.gather(G, tl.maximum(o_c - 1, 0), 0))
 
 
+@triton.jit
+def prepare_chunk(
+    q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first, rows, i_h, least_gain,
+    scale, H, HV, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, HAS_BETA: tl.constexpr,
+    STRICT: tl.constexpr, BY_GAIN: tl.constexpr, MICRO_STEPS: tl.constexpr, UNDECAYED: tl.constexpr,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store A, P, step sizes and cumulative decay of the chunk `slot`, whose `rows` rows begin at row `first`.
+
+    A largest erase gain below `least_gain` counts as that.
+    """
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_c, m_ck = o_c < rows, (o_c < rows)[:, None] & (o_k < K)[None, :]
+    below, above = o_c[:, None] > o_c[None, :], o_c[:, None] < o_c[None, :]
+    base = (first * H + key_head(i_h, H, HV, GROUPED)) * K
+    o_qk = o_c[:, None] * (H * K) + o_k[None, :]
+    b_k = tl.load(k + base + o_qk, mask=m_ck, other=0.0)
+    b_e = b_k
+    if erase_key is not None:
+        b_e = tl.load(erase_key + base + o_qk, mask=m_ck, other=0.0)
+    if MICRO_STEPS == 1:
+        b_q = tl.load(q + base + o_qk, mask=m_ck, other=0.0)
+        if DECAY == 1:
+            b_g = tl.load(log_decay + (first * HV + i_h) + o_c * HV, mask=m_c, other=0.0).to(tl.float32) * LOG2E
+    else:
+        token, o_t, begins, ends = tokens_of(first, o_c, MICRO_STEPS)
+        p_q = q + (token * H + key_head(i_h, H, HV, GROUPED)) * K
+        b_q = tl.load(p_q + o_t[:, None] * (H * K) + o_k[None, :], mask=m_ck & ends[:, None], other=0.0)
+        if DECAY == 1:
+            p_g = log_decay + (token * HV + i_h)
+            b_g = tl.load(p_g + o_t * HV, mask=m_c & begins, other=0.0).to(tl.float32) * LOG2E
+    if HAS_BETA:
+        b_beta = tl.load(beta + (first * HV + i_h) + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
+    P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+    if DECAY == 1:
+        b_G = tl.cumsum(tl.maximum(b_g, LOG2_FLOOR), 0)
+        tl.store(G + slot * C + o_c, b_G)
+        D = tl.exp2(b_G[:, None] - b_G[None, :])  # may be infinite above the diagonal
+        P *= D
+    store_scores(tl.where(above, 0.0, P), AP, slot, C, HAS_BETA)
+    if HAS_BETA:
+        tl.store(chunk_beta + slot * C + o_c, b_beta)
+        L, gain = b_beta[:, None] * tl.dot(b_e, tl.trans(b_k), input_precision=PRECISION), 0.0
+        if BY_GAIN:
+            gains = tl.where(above | below, 0.0, L)
+            if erase_key is not None:  # of any two tokens: together they can turn the state over
+                gains = tl.abs(tl.where(above, 0.0, L))
+            gain = tl.maximum(tl.max(tl.max(gains, 1), 0), least_gain)
+        if DECAY == 1:
+            if UNDECAYED:
+                D = tl.exp2(decay_before(b_G)[:, None] - b_G[None, :])
+            L *= D
+        store_inverse(tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, C, STRICT, BY_GAIN, PRECISION)
+
+
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV"])
 def prepare_kernel(
     q,
@@ -70,45 +125,52 @@ def prepare_kernel(
         if BY_GAIN:
             tl.store(large_gain + slot, 0)
         return
-    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
-    m_c, m_ck = o_c < rows, (o_c < rows)[:, None] & (o_k < K)[None, :]
-    below, above = o_c[:, None] > o_c[None, :], o_c[:, None] < o_c[None, :]
-    base = (first * H + key_head(i_h, H, HV, GROUPED)) * K
-    o_qk = o_c[:, None] * (H * K) + o_k[None, :]
-    b_k = tl.load(k + base + o_qk, mask=m_ck, other=0.0)
-    b_e = b_k
-    if erase_key is not None:
-        b_e = tl.load(erase_key + base + o_qk, mask=m_ck, other=0.0)
-    if MICRO_STEPS == 1:
-        b_q = tl.load(q + base + o_qk, mask=m_ck, other=0.0)
-        if DECAY == 1:
-            b_g = tl.load(log_decay + (first * HV + i_h) + o_c * HV, mask=m_c, other=0.0).to(tl.float32) * LOG2E
-    else:
-        token, o_t, begins, ends = tokens_of(first, o_c, MICRO_STEPS)
-        p_q = q + (token * H + key_head(i_h, H, HV, GROUPED)) * K
-        b_q = tl.load(p_q + o_t[:, None] * (H * K) + o_k[None, :], mask=m_ck & ends[:, None], other=0.0)
-        if DECAY == 1:
-            p_g = log_decay + (token * HV + i_h)
-            b_g = tl.load(p_g + o_t * HV, mask=m_c & begins, other=0.0).to(tl.float32) * LOG2E
-    if HAS_BETA:
-        b_beta = tl.load(beta + (first * HV + i_h) + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
-    P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-    if DECAY == 1:
-        b_G = tl.cumsum(tl.maximum(b_g, LOG2_FLOOR), 0)
-        tl.store(G + slot * C + o_c, b_G)
-        D = tl.exp2(b_G[:, None] - b_G[None, :])  # may be infinite above the diagonal
-        P *= D
-    store_scores(tl.where(above, 0.0, P), AP, slot, C, HAS_BETA)
-    if HAS_BETA:
-        tl.store(chunk_beta + slot * C + o_c, b_beta)
-        L, gain = b_beta[:, None] * tl.dot(b_e, tl.trans(b_k), input_precision=PRECISION), 0.0
-        if BY_GAIN:
-            gains = tl.where(above | below, 0.0, L)
-            if erase_key is not None:  # of any two tokens: together they can turn the state over
-                gains = tl.abs(tl.where(above, 0.0, L))
-            gain = tl.max(tl.max(gains, 1), 0)
-        if DECAY == 1:
-            if UNDECAYED:
-                D = tl.exp2(decay_before(b_G)[:, None] - b_G[None, :])
-            L *= D
-        store_inverse(tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, C, STRICT, BY_GAIN, PRECISION)
+    prepare_chunk(
+        q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first, rows, i_h, 0.0,
+        scale, H, HV, K, BK, C, DECAY, HAS_BETA, STRICT, BY_GAIN, MICRO_STEPS, UNDECAYED, GROUPED, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["chunks", "T", "NT", "H", "HV"])
+def prepare_rest_kernel(
+    q,
+    k,
+    beta,
+    log_decay,
+    stopped,
+    AP,
+    chunk_beta,
+    G,
+    large_gain,
+    strict_L,
+    chunks,
+    scale,
+    T,
+    NT,
+    H,
+    HV,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What `prepare_kernel` stores, of the chunks at which and after which a fused kernel stopped.
+
+    `stopped [B, HV]` has the first such chunk of every head, or NT. It counts as one with a large erase gain, so that
+    the strict scan begins there. One program handles up to 16 `chunks` of a head: few programs, since nearly always
+    they only find that there is nothing to do. Grid (HV, programs, B).
+    """
+    i_h, start, i_b = tl.program_id(0), tl.program_id(1) * chunks, tl.program_id(2)
+    begin = tl.load(stopped + i_b * HV + i_h)
+    end = tl.minimum(start + chunks, NT)
+    slots, o = i_b.to(tl.int64) * NT * HV + i_h, start + tl.arange(0, 16)
+    tl.store(large_gain + slots + o.to(tl.int64) * HV, 0, mask=o < tl.minimum(begin, end))
+    for i_t in tl.range(tl.maximum(begin, start), end, num_stages=1):
+        first, slot = i_b.to(tl.int64) * T + i_t * C, slots + tl.cast(i_t, tl.int64) * HV
+        prepare_chunk(
+            q, k, None, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first,
+            tl.minimum(T - i_t * C, C), i_h, tl.where(i_t == begin, float("inf"), 0.0), scale, H, HV, K, BK, C, DECAY,
+            True, False, True, 1, False, GROUPED, PRECISION,
+        )  # fmt: skip

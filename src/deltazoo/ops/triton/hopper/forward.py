@@ -15,13 +15,21 @@ The last block of T is never computed:
 takes two products of half the size more, which the state's warps have the time for, and the preparation has not. It is
 also more precise where a key repeats: the second half corrects what rounding of T11 left of the first.
 
-Barriers: `full` / `empty` guard the copied inputs (STAGES of them), `ready` / `free` what was prepared (SLOTS). What one
-thread writes to shared memory and a matrix product or the copy engine reads passes a proxy fence by the thread that
-wrote it and *then* a barrier of its warps; the order matters, since the reading instruction waits for the barrier only.
+Barriers: `full` / `empty` guard the copied inputs (STAGES of them), `ready` / `free` what was prepared (SLOTS). What a
+thread writes to shared memory for matrix products or the copy engine to read passes first a proxy fence of the thread
+that wrote it, and then a barrier of its warps. The order matters: readers wait for that barrier only.
 """
 
 from deltazoo.ops.triton.hopper.support import (
-    barrier, fence_async_shared, gl, jit, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait,
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )  # fmt: skip
 
 __all__ = ["forward_kernel"]
@@ -375,7 +383,7 @@ def prepare_chunks(
         second = gl.where(odd, X, no_block.to(DTYPE))
         T = gl.join(first, second).permute((0, 1, 3, 2)).reshape([C, 32])
         T_ring.index(slot).store(gl.convert_layout(T, PAIR))
-        if BY_GAIN:
+        if BY_GAIN:  # noqa: SIM102
             if gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN:
                 # The state passes this chunk unchanged.
                 T_ring.index(slot).store(gl.full([C, 32], 0.0, DTYPE, PAIR))

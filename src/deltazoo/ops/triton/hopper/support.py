@@ -43,16 +43,19 @@ except (ImportError, AttributeError) as error:
     MISSING = f"Triton {triton.__version__} lacks a part of Gluon: {error}"
 
 __all__ = [
+    "FUSED_FORWARD",
     "MISSING",
     "async_copy",
     "available",
     "barrier",
     "fence_async_shared",
+    "forward_refusal",
     "gl",
     "jit",
     "matrix_tiles",
     "mbarrier",
     "mma_v2",
+    "multiprocessors",
     "refusal",
     "reverse_scan_options",
     "scan_options",
@@ -143,6 +146,42 @@ def _stages(free: int, stage: int, late_stage: int) -> dict[str, int]:
             if late > 1 and count * stage + late * late_stage <= free:
                 return dict(STAGES=count, LATE_STAGES=late)
     raise AssertionError("two stages fit every kernel")
+
+
+FUSED_FORWARD = dict(
+    STAGES=3, SLOTS=3, STATE_REGISTERS=184, PREPARE_REGISTERS=120, COPY_REGISTERS=24, num_warps=4
+)  # fmt: skip
+"""Options of the fused forward pass: 219 of 227 KiB of shared memory, and all registers of a multiprocessor."""
+
+MIN_BUSY = 0.7
+"""Share of the multiprocessors that the fused forward pass must keep busy to be faster than several kernels: a head
+takes it as long as 0.7 of a multiprocessor's part of those."""
+
+
+@lru_cache(maxsize=1024)
+def forward_refusal(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> str | None:
+    """Why the fused forward pass does not serve a call that keeps nothing for gradients; None if it does."""
+    reason = refusal(plan)
+    if reason is not None:
+        return reason
+    if dtype != torch.bfloat16:
+        return f"inputs are {dtype}"
+    if plan.decay == 2:
+        return "the decay is one per channel"
+    if plan.strict:
+        return "precision is strict"
+    if plan.has_erase_key or plan.undecayed:
+        return "the erase reads with other keys or before the decay"
+    heads = plan.B * plan.HV
+    if not heads or heads < MIN_BUSY * multiprocessors * -(-heads // multiprocessors):
+        return f"{heads} heads in all leave multiprocessors idle"
+    return None
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a thread block of the fused kernels has one to itself."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def token_tiles(x: Tensor, channels: int) -> Tile:
