@@ -20,67 +20,40 @@ thread writes to shared memory for matrix products or the copy engine to read pa
 that wrote it, and then a barrier of its warps. The order matters: readers wait for that barrier only.
 """
 
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
+from deltazoo.ops.triton.hopper.forward_chunks import (
+    LOG2_DECAY,
+    OUTPUT,
+    SINCE_START,
+    STEP,
+    TO_END,
+    TOTAL,
+    VECTORS,
+    C,
+    halves,
+    prepare_chunks,
+)
 from deltazoo.ops.triton.hopper.support import (
     barrier,
     fence_async_shared,
     gl,
     jit,
     mbarrier,
-    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
-)  # fmt: skip
+)
 
 __all__ = ["forward_kernel"]
 
-C = gl.constexpr(64)  # tokens per chunk
 D = gl.constexpr(128)  # channels per head
 HALF = gl.constexpr(64)  # value channels of one state partition
-LOG2E = gl.constexpr(1.4426950408889634)
-LOG2_FLOOR = gl.constexpr(-200.0)  # of a token's decay, as in chunk/decay_factors.py
-MAX_FAST_GAIN = gl.constexpr(1.005)  # as in chunk/inverse.py
 NOWHERE = gl.constexpr(0x7FFF0000)  # a token beyond every sequence: the copy engine drops what is written there
-# Vectors of 64 numbers per chunk in `factors`: exp(G), exp(G_last - G), exp(G_last), G in log2, and the step sizes.
-SINCE_START = gl.constexpr(0)
-TO_END = gl.constexpr(1)
-TOTAL = gl.constexpr(2)
-LOG2_DECAY = gl.constexpr(3)
-STEP = gl.constexpr(4)
-VECTORS = gl.constexpr(5)
 
 
 @jit
 def _add(a, b):
     return a + b
-
-
-@jit
-def _halves(x, N: gl.constexpr):
-    """Left and right half of the N columns of a matrix of C rows."""
-    return gl.split(x.reshape([C, 2, N // 2]).permute((0, 2, 1)))
-
-
-@jit
-def _split4(x):
-    """The four columns of x `[4, 4]`."""
-    even, odd = gl.split(x.reshape([4, 2, 2]))
-    x0, x2 = gl.split(even)
-    x1, x3 = gl.split(odd)
-    return x0, x1, x2, x3
-
-
-@jit
-def _split16(x):
-    """The sixteen columns of x `[4, 16]`."""
-    even, odd = gl.split(x.reshape([4, 8, 2]))
-    even, next_even = gl.split(even.reshape([4, 4, 2]))
-    odd, next_odd = gl.split(odd.reshape([4, 4, 2]))
-    x0, x4, x8, x12 = _split4(even)
-    x1, x5, x9, x13 = _split4(odd)
-    x2, x6, x10, x14 = _split4(next_even)
-    x3, x7, x11, x15 = _split4(next_odd)
-    return x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
 
 
 @jit
@@ -96,7 +69,7 @@ def _read_scalar(x, warps: gl.constexpr):
 
 @jit
 def copy_chunks(
-    tiles, rings, bars, factors, stop, beta, log_decay, i_b, i_k, i_h, T, HV, NC,
+    tiles, rings, bars, factors, stop, beta, log_decay, scale, i_b, i_k, i_h, T, HV, NC,
     DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy q, k and v of every chunk, and store its step sizes and factors of decay. One warp."""
@@ -134,6 +107,7 @@ def copy_chunks(
                 last = gl.sum(g, 0)
                 factors.index(vectors + LOG2_DECAY).store(G)
                 factors.index(vectors + SINCE_START).store(gl.exp2(G))
+                factors.index(vectors + OUTPUT).store(gl.exp2(G) * scale)
                 factors.index(vectors + TO_END).store(gl.exp2(last - G))
                 factors.index(vectors + TOTAL).store(gl.exp2(last + G * 0.0))
             factors.index(vectors + STEP).store(b_beta)
@@ -161,13 +135,13 @@ def _store_output(tiles, coordinates, buffer, O):
 @jit
 def carry_state(
     carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The state of value channels `PART * 64` on, from chunk to chunk, and their outputs. Four warps."""
     o_tiles, rings, bars, prepared, factors, stop, output, initial, final, scale, i_b, i_h, NC = carried
     q_ring, k_ring, v_ring = rings
     full, empty = bars
-    T_ring, L_ring, P_ring, ready, free = prepared
+    T_ring, L_ring, P_ring, ready = prepared
     DTYPE: gl.constexpr = output.dtype
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -192,10 +166,9 @@ def carry_state(
     end = NC
     while c < end:
         stage = c % STAGES
-        slot = c % SLOTS
         vectors = stage * VECTORS
         k, q = k_ring.index(stage), q_ring.index(stage)
-        T, L, P = T_ring.index(slot), L_ring.index(slot), P_ring.index(slot)
+        T, L, P = T_ring.index(stage), L_ring.index(stage), P_ring.index(stage)
         S_left = gl.convert_layout(S.to(DTYPE), CHUNK_LEFT)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         Y = warpgroup_mma(S_left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -205,18 +178,17 @@ def carry_state(
         if DECAY:
             since_start = factors.index(vectors + SINCE_START).load(gl.SliceLayout(0, CHUNK))
             Y = Y * since_start[None, :]
-        R1, R2 = _halves(v.to(gl.float32) - Y, C)
+        R1, R2 = halves(v.to(gl.float32) - Y, C)
         R1_left = gl.convert_layout(gl.convert_layout(R1, BLOCK).to(DTYPE), BLOCK_LEFT)
         R2 = gl.convert_layout(R2, BLOCK)
         O = warpgroup_mma(S_left, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(ready.index(slot), (c // SLOTS) & 1)
+        mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
         O = warpgroup_mma_wait(0, deps=[O])
         if BY_GAIN:  # of a chunk that this kernel must not process, T is zero and the state stays as it is
             end = gl.minimum(end, _read_scalar(stop, 4) + 1)
         U1 = warpgroup_mma(R1_left, T.slice(0, 32, dim=0).permute((1, 0)), none, use_acc=False, is_async=True)
         if DECAY:
-            since_start = factors.index(vectors + SINCE_START).load(gl.SliceLayout(0, CHUNK))
-            O = O * since_start[None, :]
+            O = O * factors.index(vectors + OUTPUT).load(gl.SliceLayout(0, CHUNK))[None, :]
             total = factors.index(vectors + TOTAL).load(gl.SliceLayout(1, STATE))
             S = S * total[:, None]
         else:
@@ -224,7 +196,7 @@ def carry_state(
         U1 = warpgroup_mma_wait(0, deps=[U1])
         U1_left = gl.convert_layout(U1.to(DTYPE), BLOCK_LEFT)
         R2 = warpgroup_mma(U1_left, L.slice(32, 32, dim=0).permute((1, 0)), R2, is_async=True)
-        V1 = U1
+        U1_out = U1_left if DECAY else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
         if DECAY:
             to_end = factors.index(vectors + TO_END)
             U1 = U1 * to_end.slice(0, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
@@ -233,175 +205,23 @@ def carry_state(
         R2_left = gl.convert_layout(R2.to(DTYPE), BLOCK_LEFT)
         U2 = warpgroup_mma(R2_left, T.slice(32, 32, dim=0).permute((1, 0)), none, use_acc=False, is_async=True)
         S = warpgroup_mma(U1, k.slice(0, 32, dim=0), S, is_async=True)
-        if not DECAY:
-            U1_left = gl.convert_layout((V1 * scale).to(DTYPE), BLOCK_LEFT)
-        U1_left = gl.convert_layout(U1_left, CHUNK_LEFT)
-        O = warpgroup_mma(U1_left, P.slice(0, 32, dim=1).permute((1, 0)), O, is_async=True)
+        U1_out = gl.convert_layout(U1_out, CHUNK_LEFT)
+        O = warpgroup_mma(U1_out, P.slice(0, 32, dim=1).permute((1, 0)), O, is_async=True)
         U2, S, O = warpgroup_mma_wait(0, deps=[U2, S, O])
-        if not DECAY:
-            U2_left = gl.convert_layout((U2 * scale).to(DTYPE), CHUNK_LEFT)
-        else:
-            U2_left = gl.convert_layout(U2.to(DTYPE), CHUNK_LEFT)
+        U2_out = gl.convert_layout((U2 if DECAY else U2 * scale).to(DTYPE), CHUNK_LEFT)
         if DECAY:
             U2 = U2 * to_end.slice(32, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
         S = warpgroup_mma(gl.convert_layout(U2.to(DTYPE), STATE_LEFT), k.slice(32, 32, dim=0), S, is_async=True)
-        O = warpgroup_mma(U2_left, P.slice(32, 32, dim=1).permute((1, 0)), O, is_async=True)
+        O = warpgroup_mma(U2_out, P.slice(32, 32, dim=1).permute((1, 0)), O, is_async=True)
         S, O = warpgroup_mma_wait(0, deps=[S, O])
-        if DECAY:
-            O = O * scale
         O_before = O.to(DTYPE)
         token = c * C
         barrier()  # all warps are done with the operands
-        mbarrier.arrive(free.index(slot), count=1)
         mbarrier.arrive(empty.index(stage), count=1)
         c += 1
     _store_output(o_tiles, [i_b, token, column], buffer, O_before)
     gl.store(final + o_state, S)
     tma.store_wait(0)
-
-
-@jit
-def prepare_chunks(
-    rings, bars, prepared, factors, stop, scratch, NC,
-    DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    """P, T11 and T22, and -L21 of every chunk, and whether its largest gain is too large. Four warps."""
-    q_ring, k_ring, _ = rings
-    full, empty = bars
-    T_ring, L_ring, P_ring, ready, free = prepared
-    diagonal, inverses, gains, order = scratch
-    DTYPE: gl.constexpr = T_ring.dtype
-    # Every warp has 16 rows, in all of these.
-    SQUARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    BLOCK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
-    # The same as four blocks of 16 x 16, one per warp, for products within the warps.
-    BLOCKS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, BLOCKS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, BLOCKS, 2)
-    # RIGHT as [pair of blocks, block of the pair, row, column]
-    PAIRS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1, 0], [0, 0, 8, 0], [0, 0, 0, 8]],
-        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]],
-        [[0, 1, 0, 0], [1, 0, 0, 0]], [], [2, 2, 16, 16],
-    )  # fmt: skip
-    # Substitution: a warp has one block, a lane one column of its inverse (twice), and in turn all rows.
-    COLUMN: gl.constexpr = gl.DistributedLinearLayout(
-        [], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 0]], [[1, 0], [2, 0]], [], [4, 16]
-    )
-    FACTORS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 0], [0, 0], [0, 0]], [[1, 0], [2, 0]], [], [4, 4]
-    )
-    STEPS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 0], [0, 0], [0, 0], [0, 0], [0, 0]], [[1, 0], [2, 0]], [], [4, 16]
-    )
-    SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    zero = gl.full([C, C], 0.0, gl.float32, SQUARE)
-    no_block = gl.full([4, 16, 16], 0.0, gl.float32, BLOCKS)
-    warp = gl.arange(0, C, gl.SliceLayout(1, BLOCK))[:, None] // 16
-    block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
-    o_i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
-    o_j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
-    identity = gl.where((o_i == o_j) & (block >= 0), 1.0, 0.0)
-    odd = (block % 2 == 1) & (o_i >= 0) & (o_j >= 0)
-    o_x = gl.arange(0, 16, gl.SliceLayout(0, COLUMN))[None, :] + gl.full([4, 1], 0, gl.int32, COLUMN)
-    # Rows of all blocks, the blocks side by side.
-    rows = diagonal._reinterpret(gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    even_inverses = inverses._reinterpret(DTYPE, [2, 32, 16], inverses.layout).slice(0, 16, dim=1)
-    c = 0
-    end = NC
-    while c < end:
-        stage = c % STAGES
-        slot = c % SLOTS
-        vectors = stage * VECTORS
-        k, q = k_ring.index(stage), q_ring.index(stage)
-        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        L = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        # exp(G_i - G_j) on and below the diagonal, 0 above it. `order` holds i * 2^30. As comparisons of indices the
-        # masks would stay in registers from chunk to chunk, 64 packed predicates (docs/log.md).
-        if DECAY:
-            i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
-            G = factors.index(vectors + LOG2_DECAY)
-            G_row, G_column = G.load(gl.SliceLayout(1, SQUARE)), G.load(gl.SliceLayout(0, SQUARE))
-            E = gl.exp2(gl.minimum(G_row[:, None] - G_column[None, :], i_row[:, None] - i_column[None, :]))
-        L = -warpgroup_mma_wait(0, deps=[L])
-        if DECAY:
-            L = L * E
-        left, right = _halves(L, C)
-        B0, B1 = _halves(left, 32)
-        B2, B3 = _halves(right, 32)
-        B0, B1 = gl.convert_layout(B0, BLOCK), gl.convert_layout(B1, BLOCK)
-        B2, B3 = gl.convert_layout(B2, BLOCK), gl.convert_layout(B3, BLOCK)
-        own = gl.where(warp == 0, B0, gl.where(warp == 1, B1, gl.where(warp == 2, B2, B3)))
-        # -L of the block left of the own one; of even warps, which have none in their pair, not used
-        below = gl.convert_layout(gl.where(warp < 2, B0, B2).to(DTYPE).reshape([4, 16, 16]), RIGHT)
-        diagonal.store(own.reshape([4, 16, 16]).permute((1, 0, 2)).reshape([C, 16]))
-        mbarrier.wait(free.index(slot), ((c // SLOTS) & 1) ^ 1)
-        L_ring.index(slot).store(gl.convert_layout(left.to(DTYPE), PAIR))
-        P = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n).
-        steps = _split16(factors.index(vectors + STEP).reshape([4, 16]).load(STEPS))
-        gain = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))
-        xs = ()
-        for r in gl.static_range(16):
-            x = gl.where(o_x == r, 1.0, 0.0)
-            step = gl.convert_layout(steps[r], gl.SliceLayout(1, COLUMN))
-            for m in gl.static_range(r // 4 + 1):
-                row = _split4(rows.index(r).slice(4 * m, 4, dim=1).load(FACTORS))
-                for n in gl.static_range(4):
-                    factor = gl.convert_layout(row[n], gl.SliceLayout(1, COLUMN))
-                    if 4 * m + n < r:
-                        x += factor[:, None] * xs[4 * m + n]
-                    if BY_GAIN and 4 * m + n == r:
-                        gain = gl.maximum(gain, -factor * step)
-            xs += (x * step[:, None],)
-        x8 = ()
-        for n in gl.static_range(8):
-            x8 += (gl.join(xs[n], xs[n + 8]),)
-        x4 = ()
-        for n in gl.static_range(4):
-            x4 += (gl.join(x8[n], x8[n + 4]),)
-        X = gl.join(gl.join(x4[0], x4[2]), gl.join(x4[1], x4[3]))  # [block, column, the four bits of the row]
-        inverses.store(X.reshape([4, 16, 16]).to(DTYPE))
-        if BY_GAIN:
-            gains.store(gain)
-        P = warpgroup_mma_wait(0, deps=[P])
-        if DECAY:
-            P = P * E
-        else:
-            i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
-            P = gl.where(i_row[:, None] >= i_column[None, :], P, 0.0)
-        P_ring.index(slot).store(P.to(DTYPE))
-        # Blocks [D0, D1] of a pair: T = [[D0, 0], [-D1 L D0, D1]]. Even warps have D0 in place of the product.
-        X = inverses.permute((0, 2, 1)).load(LEFT)
-        even = even_inverses.permute((0, 2, 1)).load(gl.SliceLayout(1, PAIRS))
-        even = gl.convert_layout(_twice(even, PAIRS), RIGHT)
-        Z = mma_v2(X, below, no_block)
-        Z = gl.where(odd, Z, identity).to(DTYPE)
-        first = mma_v2(gl.convert_layout(Z, LEFT), even, no_block).to(DTYPE)
-        X = gl.convert_layout(X, BLOCKS)
-        second = gl.where(odd, X, no_block.to(DTYPE))
-        T = gl.join(first, second).permute((0, 1, 3, 2)).reshape([C, 32])
-        T_ring.index(slot).store(gl.convert_layout(T, PAIR))
-        if BY_GAIN:  # noqa: SIM102
-            if gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN:
-                # The state passes this chunk unchanged.
-                T_ring.index(slot).store(gl.full([C, 32], 0.0, DTYPE, PAIR))
-                if DECAY:
-                    factors.index(vectors + TOTAL).store(gl.full([C], 1.0, gl.float32, SPREAD))
-                stop.store(gl.full([1], 0, gl.int32, SPREAD) + c)
-                end = c + 1
-        fence_async_shared()  # T, L and P, of every thread that wrote them
-        barrier()  # ... before the arrival, which one thread makes for all
-        mbarrier.arrive(empty.index(stage), count=1)
-        mbarrier.arrive(ready.index(slot), count=1)
-        c += 1
-
-
-@jit
-def _twice(x, LAYOUT: gl.constexpr):
-    """x `[2, 16, 16]` as `[4, 16, 16]`, each block twice."""
-    return (x[:, None, :, :] + gl.full([2, 2, 16, 16], 0.0, x.dtype, LAYOUT)).reshape([4, 16, 16])
 
 
 @jit(do_not_specialize=["T", "H", "HV"])
@@ -423,7 +243,6 @@ def forward_kernel(
     INITIAL: gl.constexpr,
     BY_GAIN: gl.constexpr,
     STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
     STATE_REGISTERS: gl.constexpr,
     PREPARE_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
@@ -448,9 +267,9 @@ def forward_kernel(
     k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     v_ring = gl.allocate_shared_memory(DTYPE, [2 * STAGES, C, HALF], OPERAND)
     output = gl.allocate_shared_memory(DTYPE, [2, C, HALF], OPERAND)
-    P_ring = gl.allocate_shared_memory(DTYPE, [SLOTS, C, C], OPERAND)
-    T_ring = gl.allocate_shared_memory(DTYPE, [SLOTS, C, 32], NARROW)
-    L_ring = gl.allocate_shared_memory(DTYPE, [SLOTS, C, 32], NARROW)
+    P_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, C], OPERAND)
+    T_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, 32], NARROW)
+    L_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, 32], NARROW)
     factors = gl.allocate_shared_memory(gl.float32, [VECTORS * STAGES, C], VECTOR)
     order = gl.allocate_shared_memory(gl.float32, [C], VECTOR)
     gains = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
@@ -459,14 +278,11 @@ def forward_kernel(
     inverses = gl.allocate_shared_memory(DTYPE, [4, 16, 16], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
         mbarrier.init(full.index(n), count=2)  # the copies, and the factors
-        mbarrier.init(empty.index(n), count=3)
-    for n in gl.static_range(SLOTS):
+        mbarrier.init(empty.index(n), count=2)  # the two partitions of the state
         mbarrier.init(ready.index(n), count=1)
-        mbarrier.init(free.index(n), count=2)
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     order.store(gl.arange(0, C, SPREAD).to(gl.float32) * 1073741824.0)
     stop.store(gl.full([1], 0, gl.int32, SPREAD) + NC)
@@ -479,17 +295,35 @@ def forward_kernel(
     tiles = (q_tiles, k_tiles, v_tiles)
     rings = (q_ring, k_ring, v_ring)
     bars = (full, empty)
-    prepared = (T_ring, L_ring, P_ring, ready, free)
+    prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)
     carried = (o_tiles, rings, bars, prepared, factors, stop, output, initial, final, scale, i_b, i_h, NC)
     gl.warp_specialize(
         [
-            (carry_state, (carried, 0, DECAY, INITIAL, BY_GAIN, STAGES, SLOTS)),
-            (carry_state, (carried, 1, DECAY, INITIAL, BY_GAIN, STAGES, SLOTS)),
-            (prepare_chunks, (rings, bars, prepared, factors, stop, scratch, NC, DECAY, BY_GAIN, STAGES, SLOTS)),
+            (carry_state, (carried, 0, DECAY, INITIAL, BY_GAIN, STAGES)),
+            (carry_state, (carried, 1, DECAY, INITIAL, BY_GAIN, STAGES)),
+            (prepare_chunks, (rings, bars, prepared, factors, stop, scratch, scale, NC, DECAY, BY_GAIN, STAGES)),
             (
                 copy_chunks,
-                (tiles, rings, bars, factors, stop, beta, log_decay, i_b, i_k, i_h, T, HV, NC, DECAY, BY_GAIN, STAGES),
+                (
+                    tiles,
+                    rings,
+                    bars,
+                    factors,
+                    stop,
+                    beta,
+                    log_decay,
+                    scale,
+                    i_b,
+                    i_k,
+                    i_h,
+                    T,
+                    HV,
+                    NC,
+                    DECAY,
+                    BY_GAIN,
+                    STAGES,
+                ),
             ),
         ],
         [4, 4, 1],

@@ -1,0 +1,199 @@
+"""What the fused forward pass makes of a chunk without its state: P, T11, T22 and -L21 (`forward`).
+
+A warp has 16 rows of every matrix of the chunk. The inverse of its diagonal block of 16 tokens comes from substitution
+in float32, where a lane has one column; then each pair of warps joins its two blocks with products in bfloat16, inside
+the warps. The blocks are rounded before these products, as those that the state is multiplied with are: so the joined
+block fits them, and one key repeated errs less than with products in higher precision (docs/log.md).
+"""
+
+from deltazoo.ops.triton.chunk.inverse import MAX_FAST_GAIN
+from deltazoo.ops.triton.hopper.support import (
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)  # fmt: skip
+
+C = gl.constexpr(64)  # tokens per chunk
+# Vectors of C numbers per chunk in `factors`: exp(G), exp(G_last - G), exp(G_last), G in log2, the step sizes, and
+# exp(G) times the scale of q.
+SINCE_START = gl.constexpr(0)
+TO_END = gl.constexpr(1)
+TOTAL = gl.constexpr(2)
+LOG2_DECAY = gl.constexpr(3)
+STEP = gl.constexpr(4)
+OUTPUT = gl.constexpr(5)
+VECTORS = gl.constexpr(6)
+
+
+@jit
+def halves(x, N: gl.constexpr):
+    """Left and right half of the N columns of a matrix of C rows."""
+    return gl.split(x.reshape([C, 2, N // 2]).permute((0, 2, 1)))
+
+
+@jit
+def _split4(x):
+    """The four columns of x `[4, 4]`."""
+    even, odd = gl.split(x.reshape([4, 2, 2]))
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    return x0, x1, x2, x3
+
+
+@jit
+def _split16(x):
+    """The sixteen columns of x `[4, 16]`."""
+    even, odd = gl.split(x.reshape([4, 8, 2]))
+    even, next_even = gl.split(even.reshape([4, 4, 2]))
+    odd, next_odd = gl.split(odd.reshape([4, 4, 2]))
+    x0, x4, x8, x12 = _split4(even)
+    x1, x5, x9, x13 = _split4(odd)
+    x2, x6, x10, x14 = _split4(next_even)
+    x3, x7, x11, x15 = _split4(next_odd)
+    return x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+
+
+@jit
+def _twice(x, LAYOUT: gl.constexpr):
+    """x `[2, 16, 16]` as `[4, 16, 16]`, each block twice."""
+    return (x[:, None, :, :] + gl.full([2, 2, 16, 16], 0.0, x.dtype, LAYOUT)).reshape([4, 16, 16])
+
+
+@jit
+def prepare_chunks(
+    rings, bars, prepared, factors, stop, scratch, scale, NC,
+    DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """P, T11 and T22, and -L21 of every chunk, and whether its largest gain is too large. Four warps."""
+    q_ring, k_ring, _ = rings
+    full, empty = bars
+    T_ring, L_ring, P_ring, ready = prepared
+    diagonal, inverses, gains, order = scratch
+    DTYPE: gl.constexpr = T_ring.dtype
+    # Every warp has 16 rows, in all of these.
+    SQUARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    BLOCK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    # The same as four blocks of 16 x 16, one per warp, for products within the warps.
+    BLOCKS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, BLOCKS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, BLOCKS, 2)
+    # RIGHT as [pair of blocks, block of the pair, row, column]
+    PAIRS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1, 0], [0, 0, 8, 0], [0, 0, 0, 8]],
+        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]],
+        [[0, 1, 0, 0], [1, 0, 0, 0]], [], [2, 2, 16, 16],
+    )  # fmt: skip
+    # Substitution: a warp has one block, a lane one column of its inverse (twice), and in turn all rows.
+    COLUMN: gl.constexpr = gl.DistributedLinearLayout(
+        [], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 0]], [[1, 0], [2, 0]], [], [4, 16]
+    )
+    FACTORS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 0], [0, 0], [0, 0]], [[1, 0], [2, 0]], [], [4, 4]
+    )
+    STEPS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 0], [0, 0], [0, 0], [0, 0], [0, 0]], [[1, 0], [2, 0]], [], [4, 16]
+    )
+    SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    zero = gl.full([C, C], 0.0, gl.float32, SQUARE)
+    no_block = gl.full([4, 16, 16], 0.0, gl.float32, BLOCKS)
+    warp = gl.arange(0, C, gl.SliceLayout(1, BLOCK))[:, None] // 16
+    block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
+    o_i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
+    o_j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
+    identity = gl.where((o_i == o_j) & (block >= 0), 1.0, 0.0)
+    odd = (block % 2 == 1) & (o_i >= 0) & (o_j >= 0)
+    o_x = gl.arange(0, 16, gl.SliceLayout(0, COLUMN))[None, :] + gl.full([4, 1], 0, gl.int32, COLUMN)
+    # Rows of all blocks, the blocks side by side.
+    rows = diagonal._reinterpret(gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    even_inverses = inverses._reinterpret(DTYPE, [2, 32, 16], inverses.layout).slice(0, 16, dim=1)
+    c = 0
+    end = NC
+    while c < end:
+        stage = c % STAGES
+        vectors = stage * VECTORS
+        k, q = k_ring.index(stage), q_ring.index(stage)
+        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        L = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        # exp(G_i - G_j) on and below the diagonal, 0 above it. `order` holds i * 2^30. As comparisons of indices the
+        # masks would stay in registers from chunk to chunk, 64 packed predicates (docs/log.md).
+        if DECAY:
+            i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
+            G = factors.index(vectors + LOG2_DECAY)
+            G_row, G_column = G.load(gl.SliceLayout(1, SQUARE)), G.load(gl.SliceLayout(0, SQUARE))
+            E = gl.exp2(gl.minimum(G_row[:, None] - G_column[None, :], i_row[:, None] - i_column[None, :]))
+        L = -warpgroup_mma_wait(0, deps=[L])
+        if DECAY:
+            L = L * E
+        left, right = halves(L, C)
+        B0, B1 = halves(left, 32)
+        B2, B3 = halves(right, 32)
+        B0, B1 = gl.convert_layout(B0, BLOCK), gl.convert_layout(B1, BLOCK)
+        B2, B3 = gl.convert_layout(B2, BLOCK), gl.convert_layout(B3, BLOCK)
+        own = gl.where(warp == 0, B0, gl.where(warp == 1, B1, gl.where(warp == 2, B2, B3)))
+        # -L of the block left of the own one; of even warps, which have none in their pair, not used
+        below = gl.convert_layout(gl.where(warp < 2, B0, B2).to(DTYPE).reshape([4, 16, 16]), RIGHT)
+        diagonal.store(own.reshape([4, 16, 16]).permute((1, 0, 2)).reshape([C, 16]))
+        L_ring.index(stage).store(gl.convert_layout(left.to(DTYPE), PAIR))
+        P = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        P = warpgroup_mma_wait(0, deps=[P])
+        if DECAY:
+            P = P * (E * scale)
+        else:
+            i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
+            P = gl.where(i_row[:, None] >= i_column[None, :], P, 0.0)
+        P_ring.index(stage).store(P.to(DTYPE))
+        # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n).
+        steps = _split16(factors.index(vectors + STEP).reshape([4, 16]).load(STEPS))
+        gain = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))
+        xs = ()
+        for r in gl.static_range(16):
+            x = gl.where(o_x == r, 1.0, 0.0)
+            step = gl.convert_layout(steps[r], gl.SliceLayout(1, COLUMN))
+            for m in gl.static_range(r // 4 + 1):
+                row = _split4(rows.index(r).slice(4 * m, 4, dim=1).load(FACTORS))
+                for n in gl.static_range(4):
+                    factor = gl.convert_layout(row[n], gl.SliceLayout(1, COLUMN))
+                    if 4 * m + n < r:
+                        x += factor[:, None] * xs[4 * m + n]
+                    if BY_GAIN and 4 * m + n == r:
+                        gain = gl.maximum(gain, -factor * step)
+            xs += (x * step[:, None],)
+        x8 = ()
+        for n in gl.static_range(8):
+            x8 += (gl.join(xs[n], xs[n + 8]),)
+        x4 = ()
+        for n in gl.static_range(4):
+            x4 += (gl.join(x8[n], x8[n + 4]),)
+        X = gl.join(gl.join(x4[0], x4[2]), gl.join(x4[1], x4[3]))  # [block, column, the four bits of the row]
+        inverses.store(X.reshape([4, 16, 16]).to(DTYPE))
+        if BY_GAIN:
+            gains.store(gain)
+        # Blocks [D0, D1] of a pair: T = [[D0, 0], [-D1 L D0, D1]]. Even warps have D0 in place of the product.
+        X = inverses.permute((0, 2, 1)).load(LEFT)
+        even = even_inverses.permute((0, 2, 1)).load(gl.SliceLayout(1, PAIRS))
+        even = gl.convert_layout(_twice(even, PAIRS), RIGHT)
+        Z = mma_v2(X, below, no_block)
+        Z = gl.where(odd, Z, identity).to(DTYPE)
+        first = mma_v2(gl.convert_layout(Z, LEFT), even, no_block).to(DTYPE)
+        X = gl.convert_layout(X, BLOCKS)
+        second = gl.where(odd, X, no_block.to(DTYPE))
+        T = gl.join(first, second).permute((0, 1, 3, 2)).reshape([C, 32])
+        T_ring.index(stage).store(gl.convert_layout(T, PAIR))
+        if BY_GAIN:  # noqa: SIM102
+            if gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN:
+                # The state passes this chunk unchanged.
+                T_ring.index(stage).store(gl.full([C, 32], 0.0, DTYPE, PAIR))
+                if DECAY:
+                    factors.index(vectors + TOTAL).store(gl.full([C], 1.0, gl.float32, SPREAD))
+                stop.store(gl.full([1], 0, gl.int32, SPREAD) + c)
+                end = c + 1
+        fence_async_shared()  # T, L and P, of every thread that wrote them
+        barrier()  # ... before the arrival, which one thread makes for all
+        mbarrier.arrive(ready.index(stage), count=1)
+        c += 1

@@ -1,0 +1,290 @@
+"""The fused forward pass in Gluon: compiled for sm_90a without a GPU, and against float64 on one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs
+from helpers import assert_within_reference, relative_errors
+from torch import Tensor
+
+from deltazoo.layers import bounded_step
+from deltazoo.ops import delta_rule
+
+pytest.importorskip("triton")
+
+from deltazoo.ops.triton import pipeline  # noqa: E402
+from deltazoo.ops.triton.hopper.support import MISSING, forward_refusal  # noqa: E402
+from deltazoo.ops.triton.launch import Constants  # noqa: E402
+from deltazoo.ops.triton.plan import Plan, sizes_of  # noqa: E402
+
+CHUNK = 64
+DECAYS = ("none", "scalar")
+STRONG = (-1e-3, -0.1, -5.0, -50.0, "mixed", "reset")
+compiles = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1" or MISSING is not None, reason=MISSING or "the interpreter knows no Gluon"
+)
+
+
+def shaped(name: str = "fused", **options: Any) -> DeltaRuleCase:
+    return DeltaRuleCase(name, **dict(B=2, T=256, H=2, K=128, V=128, beta=0.9) | options)
+
+
+# -- without a GPU ---------------------------------------------------------------------------------
+
+
+def problem(
+    decay: str, groups: int = 1, state: bool = False, strict: bool | None = None, **sizes: int
+) -> pipeline.Problem:
+    """A call on meta tensors that fills a card."""
+    size = dict(B=8, T=4096, HV=16, D=128) | sizes
+    B, T, HV, D = size.values()
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k = (empty(B, T, HV // groups, D, dtype=torch.bfloat16) for _ in range(2))
+    log_decay = {"none": None, "scalar": empty(B, T, HV), "channel": empty(B, T, HV, D)}[decay]
+    initial = empty(B, HV, D, D) if state else None
+    v = empty(B, T, HV, D, dtype=torch.bfloat16)
+    return pipeline.Problem(q, k, v, empty(B, T, HV), log_decay, 0.1, initial, None, strict, None, False, 1)
+
+
+def launches(p: pipeline.Problem, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """The launches of an inference call by kernel name: kernel and arguments by name."""
+    found = {}
+
+    def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
+        arguments = dict(zip(kernel.arg_names, tensors, strict=False))
+        assert not arguments.keys() & constants.named.keys()
+        found[kernel.fn.__name__] = kernel, arguments | constants.named
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "launch", record)
+        patch.setattr(pipeline, "serves_forward", lambda _: True)
+        pipeline.infer(p)
+    return found
+
+
+@compiles
+@pytest.mark.parametrize("strict", [None, False], ids=["by_gain", "fast"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_compiles_with_products_in_flight(decay: str, strict: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel
+
+    compiled = compile_kernel(*launches(problem(decay, strict=strict), monkeypatch)["forward_kernel"])
+    print(compiled)
+    assert not compiled.warnings
+    assert compiled.spilled <= 256  # addresses and counters
+    assert compiled.shared <= SHARED_MEMORY
+
+
+@compiles
+def test_preparing_the_rest_fits_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ops.triton.test_compile import Launch, resources
+
+    kernel, arguments = launches(problem("scalar", groups=2), monkeypatch)["prepare_rest_kernel"]
+    used = resources(Launch(kernel, arguments).compile(90), tmp_path)
+    print(used)
+    assert used["registers"] <= 255 and used["spilled"] <= 512
+
+
+def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast: one kernel; by gain two more, which complete what it leaves."""
+    rest = ["prepare_rest_kernel", "scan_kernel"]
+    if MISSING is None:
+        assert list(launches(problem("none", strict=False), monkeypatch)) == ["forward_kernel"]
+        assert list(launches(problem("none"), monkeypatch)) == ["forward_kernel", *rest]
+
+
+def test_says_why_a_call_is_left_to_several_kernels() -> None:
+    def refusal(dtype: torch.dtype = torch.bfloat16, **options: Any) -> str | None:
+        return forward_refusal(problem(**dict(decay="scalar") | options).plan, dtype, 132)
+
+    assert refusal() is None and refusal(decay="none", groups=4, state=True, strict=False) is None
+    assert refusal(B=1, HV=93) is None and refusal(B=1, HV=264) is None
+    for heads in (32, 92, 133, 184):
+        assert refusal(B=1, HV=heads) == f"{heads} heads in all leave multiprocessors idle"
+    assert refusal(torch.float16) == "inputs are torch.float16"
+    assert refusal(decay="channel") == "the decay is one per channel"
+    assert refusal(strict=True) == "precision is strict"
+    assert refusal(D=64) == "heads have 64 key and 64 value channels, not 128"
+
+
+def complete_what_is_left() -> None:
+    """From the state at a chunk on: the same bits as the whole, and nothing else is touched."""
+    for decay in DECAYS:
+        case = DeltaRuleCase(decay, B=2, T=200, H=1, groups=2, K=16, V=16, decay=decay, initial_state=True, beta=0.7)
+        inputs = case.make(dtype=torch.float16)
+        inputs.beta[1, 150, 1] = 1.9
+
+        def cut(tokens: int, x: DeltaRuleInputs = inputs) -> pipeline.Problem:
+            q, k, v, beta = (t[:, :tokens] for t in (x.q, x.k, x.v, x.beta))
+            log_decay = None if x.log_decay is None else x.log_decay[:, :tokens]
+            return pipeline.Problem(q, k, v, beta, log_decay, 0.25, x.initial_state, None, None, None, False, 1)
+
+        output, final, _ = pipeline.forward(cut(200))
+        _, state, _ = pipeline.forward(cut(128))
+        found, found_final = output.clone(), final.clone()
+        found[1, 128:, 1], found_final[1, 1] = float("nan"), state[1, 1]
+        pipeline.complete(cut(200), torch.tensor([[4, 4], [4, 2]], dtype=torch.int32), found, found_final)
+        assert torch.equal(found, output) and torch.equal(found_final, final), decay
+
+
+def test_completes_what_is_left_interpreted() -> None:
+    here = Path(__file__).resolve()
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), *filter(None, sys.path)])
+    done = subprocess.run([sys.executable, here], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few heads take the fused kernel too."""
+    from deltazoo.ops.triton.hopper.support import available
+
+    if not available(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU and a Triton with Gluon")
+    monkeypatch.setattr(pipeline, "serves_forward", lambda _: True)
+
+
+def call(inputs: DeltaRuleInputs, **options: Any) -> dict[str, Tensor]:
+    output, final_state = delta_rule(**inputs.arguments(), **options)
+    return {"output": output, "final_state": final_state}
+
+
+def assert_right(inputs: DeltaRuleInputs, **options: Any) -> None:
+    exact = call(inputs.double(), backend="chunkwise")
+    plain = call(inputs, backend="chunkwise")
+    actual = call(inputs, backend="triton", **options)
+    assert_within_reference(actual, exact, plain, inputs, rounding=torch.bfloat16, floor=4.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("precision", [None, "fast"])
+@pytest.mark.parametrize("T", [1, 64, 65, 128, 1000, 4096])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_agrees_with_the_loop(decay: str, T: int, precision: str | None) -> None:
+    case = shaped(T=T, groups=1 + T % 3, decay=decay, initial_state=T != 64)
+    assert_right(case.make(device="cuda", dtype=torch.bfloat16), precision=precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("log_decay", STRONG)
+def test_decays(log_decay: float | str) -> None:
+    assert_right(shaped(decay="scalar", log_decay=log_decay).make(device="cuda", dtype=torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("keys", ["short", "long", "zero", "some_zero", "same", "alternating", "correlated"])
+def test_keys(keys: str) -> None:
+    inputs = shaped(T=512, keys=keys, beta=0.5).make(device="cuda", dtype=torch.bfloat16)
+    if keys in ("same", "alternating", "correlated"):
+        exact = call(inputs.double(), backend="chunkwise")
+        assert max(relative_errors(call(inputs, backend="triton"), exact, inputs).values()) < 0.05
+    else:
+        assert_right(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("T", [2048, 16384])
+@pytest.mark.parametrize("keys", ["same", "alternating", "correlated"])
+@pytest.mark.parametrize("beta", [0.3, 0.5, 0.6, 0.98, 1.0, 1.5, 1.98, 2.0])
+def test_repeated_keys(T: int, keys: str, beta: float) -> None:
+    inputs = shaped(B=1, T=T, H=4, keys=keys, beta=beta).make(device="cuda", dtype=torch.bfloat16)
+    inputs = replace(inputs, beta=bounded_step(inputs.beta, inputs.k))
+    exact = call(inputs.double(), backend="chunkwise")
+    assert max(relative_errors(call(inputs, backend="triton"), exact, inputs).values()) < 0.05
+
+
+def with_large_gain(decay: str, at: int) -> tuple[DeltaRuleInputs, DeltaRuleInputs]:
+    """Inputs without a large gain, and the same with one of value head 1 of row 1 at token `at`."""
+    case = shaped(T=512, groups=2, decay=decay, initial_state=True)
+    before, after = (case.make(device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    after.beta[1, at, 1] = 1.9
+    return before, after
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize(("decay", "at"), product(DECAYS, (0, 63, 64, 300, 511)))
+def test_hands_over_at_a_large_gain(decay: str, at: int) -> None:
+    """To the strict kernels: right in the whole, without a change before the chunk or in another head."""
+    before, after = with_large_gain(decay, at)
+    assert_right(after)
+    a, b = call(before, backend="triton"), call(after, backend="triton")
+    chunk = at // CHUNK * CHUNK
+    assert torch.equal(a["output"][:, :chunk], b["output"][:, :chunk])
+    assert not torch.equal(a["output"][1, at:, 1], b["output"][1, at:, 1])
+    a["output"][1, :, 1], a["final_state"][1, 1] = b["output"][1, :, 1], b["final_state"][1, 1]
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("decay", DECAYS)
+def test_same_bits_from_run_to_run_and_none_from_the_future(decay: str) -> None:
+    inputs = shaped(B=8, T=1024, H=16, decay=decay).make(device="cuda", dtype=torch.bfloat16)
+    first = call(inputs, backend="triton")
+    for _ in range(20):
+        again = call(inputs, backend="triton")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+    for name in ("q", "k", "v", "beta", "log_decay"):
+        if getattr(inputs, name) is not None:
+            getattr(inputs, name)[:, 500:] *= 0.5
+    assert torch.equal(call(inputs, backend="triton")["output"][:, :500], first["output"][:, :500])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("decay", DECAYS)
+def test_in_a_graph_the_gain_decides_at_every_replay(decay: str) -> None:
+    before, after = with_large_gain(decay, 300)
+    call(before, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(before, backend="triton")
+    for inputs in (before, after):
+        before.beta.copy_(inputs.beta.clone())
+        graph.replay()
+        expected = call(before, backend="triton")
+        assert all(torch.equal(captured[name], expected[name]) for name in captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", DECAYS)
+def test_serves_where_heads_fill_the_card(decay: str) -> None:
+    """Only where nothing is recorded, and within rounding of the kernels that a recorded call takes."""
+    inputs = shaped(B=8, H=16, decay=decay).make(device="cuda", dtype=torch.bfloat16)
+    x = inputs
+    plan = Plan(
+        *sizes_of(x.q, x.v, x.beta, x.log_decay, None, None, None, False, 1), 0.1, 232_448
+    )  # fmt: skip
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    if forward_refusal(plan, torch.bfloat16, count) is not None:
+        pytest.skip("needs a card with up to 182 multiprocessors")
+    recorded = call(replace(inputs, v=inputs.v.clone().requires_grad_()), backend="triton")
+    for name, found in call(inputs, backend="triton").items():
+        difference = (found - recorded[name]).float().norm() / recorded[name].float().norm()
+        assert difference < 2**-7
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    complete_what_is_left()
