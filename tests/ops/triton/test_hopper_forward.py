@@ -80,7 +80,7 @@ def launches(p: pipeline.Problem, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 def test_compiles_with_products_in_flight(decay: str, strict: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel
 
-    compiled = compile_kernel(*launches(problem(decay, strict=strict), monkeypatch)["forward_kernel"])
+    compiled = compile_kernel(*launches(problem(decay, strict=strict), monkeypatch)["hopper_forward_kernel"])
     print(compiled)
     assert not compiled.warnings
     assert compiled.spilled <= 256  # addresses and counters
@@ -101,8 +101,8 @@ def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fast: one kernel; by gain two more, which complete what it leaves."""
     rest = ["prepare_rest_kernel", "scan_kernel"]
     if MISSING is None:
-        assert list(launches(problem("none", strict=False), monkeypatch)) == ["forward_kernel"]
-        assert list(launches(problem("none"), monkeypatch)) == ["forward_kernel", *rest]
+        assert list(launches(problem("none", strict=False), monkeypatch)) == ["hopper_forward_kernel"]
+        assert list(launches(problem("none"), monkeypatch)) == ["hopper_forward_kernel", *rest]
 
 
 def test_says_why_a_call_is_left_to_several_kernels() -> None:

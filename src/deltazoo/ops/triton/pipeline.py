@@ -24,14 +24,19 @@ from deltazoo.ops.triton.chunk.prepare_channel import prepare_channel_kernel
 from deltazoo.ops.triton.chunk.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.chunk.segments import chain_kernel
 from deltazoo.ops.triton.hopper.support import (
-    MISSING, available, forward_refusal, matrix_tiles, multiprocessors, token_tiles,
+    MISSING,
+    available,
+    forward_refusal,
+    matrix_tiles,
+    multiprocessors,
+    token_tiles,
 )  # fmt: skip
 from deltazoo.ops.triton.launch import launch
 from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 
 if MISSING is None:
-    from deltazoo.ops.triton.hopper.forward import forward_kernel
+    from deltazoo.ops.triton.hopper.hopper_forward import hopper_forward_kernel
     from deltazoo.ops.triton.hopper.hopper_gradients_channel import hopper_chunk_gradients_channel_kernel
     from deltazoo.ops.triton.hopper.hopper_reverse_scan import hopper_reverse_scan_kernel
     from deltazoo.ops.triton.hopper.hopper_scan import hopper_scan_kernel
@@ -148,7 +153,7 @@ def infer(p: Problem) -> tuple[Tensor, Tensor]:
     output, final = torch.empty_like(v), p.float32(plan.B, plan.HV, plan.K, plan.V)
     stopped = v.new_empty(plan.B, plan.HV, dtype=torch.int32) if plan.by_gain else None
     launch(
-        forward_kernel, plan.fused_forward(p.initial_state is not None),
+        hopper_forward_kernel, plan.fused_forward(p.initial_state is not None),
         *(token_tiles(x, plan.K) for x in (p.q, p.k)), *(token_tiles(x, plan.V // 2) for x in (v, output)),
         p.beta, p.log_decay, p.initial_state, final, stopped,
     )  # fmt: skip
@@ -159,12 +164,7 @@ def infer(p: Problem) -> tuple[Tensor, Tensor]:
 
 def serves_forward(p: Problem) -> bool:
     """Whether the fused forward pass serves a call."""
-    device = p.q.device
-    return (
-        available(device)
-        and forward_refusal(p.plan, p.q.dtype, multiprocessors(device)) is None
-        and not any(x.data_ptr() % 16 for x in (p.q, p.k, p.v))  # the copy engine needs it
-    )
+    return p.plan.hopper and forward_refusal(p.plan, p.q.dtype, multiprocessors(p.q.device)) is None
 
 
 def complete(p: Problem, stopped: Tensor, output: Tensor, final: Tensor) -> None:

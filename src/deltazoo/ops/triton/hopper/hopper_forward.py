@@ -21,7 +21,7 @@ that wrote it, and then a barrier of its warps. The order matters: readers wait 
 """
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
-from deltazoo.ops.triton.hopper.forward_chunks import (
+from deltazoo.ops.triton.hopper.hopper_forward_chunks import (
     LOG2_DECAY,
     OUTPUT,
     SINCE_START,
@@ -44,7 +44,7 @@ from deltazoo.ops.triton.hopper.support import (
     warpgroup_mma_wait,
 )
 
-__all__ = ["forward_kernel"]
+__all__ = ["hopper_forward_kernel"]
 
 D = gl.constexpr(128)  # channels per head
 HALF = gl.constexpr(64)  # value channels of one state partition
@@ -225,7 +225,7 @@ def carry_state(
 
 
 @jit(do_not_specialize=["T", "H", "HV"])
-def forward_kernel(
+def hopper_forward_kernel(
     q_tiles,
     k_tiles,
     v_tiles,
