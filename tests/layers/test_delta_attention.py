@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo import layers
 from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, describe_sequences
+from deltazoo.ops.backends import describe_kernels
 from deltazoo.spec import get_variant
 
 HIDDEN, HEADS, HEAD_DIM = 32, 2, 8
@@ -534,3 +535,19 @@ def test_hooks_of_a_convolution_see_every_token() -> None:
         for num_tokens in (3, 1, 1):
             layer(torch.randn(1, num_tokens, layer.hidden_size), past_key_values=states)
     assert seen == [3, 1, 1]
+
+
+def test_report_tells_which_kernels_run_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    support = pytest.importorskip("deltazoo.ops.triton.hopper.support")
+    device, bf16 = torch.device("cuda"), torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert describe_kernels(device, bf16, 128, 128) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(support, "MISSING", None)
+    assert describe_kernels(device, bf16, 128, 128) == "kernels for Hopper"
+    assert describe_kernels(device, bf16, 64, 128) == (
+        "plain Triton kernels, since heads have 64 key and 128 value channels, not 128"
+    )
+    assert describe_kernels(device, torch.float32, 128, 128) == "plain Triton kernels, since inputs are float32"
+    monkeypatch.setattr(support, "MISSING", "Triton 9.9 lacks a part of Gluon")
+    assert describe_kernels(device, bf16, 128, 128) == "plain Triton kernels, since Triton 9.9 lacks a part of Gluon"

@@ -8,6 +8,7 @@ from torch import nn
 
 from deltazoo.layers.delta_attention import DeltaRuleAttention
 from deltazoo.ops import resolve_backend
+from deltazoo.ops.backends import describe_kernels
 from deltazoo.spec import DeltaRuleSpec
 
 __all__ = ["LayerReport", "ModelReport", "RuleDescription", "RunsDeltaRule", "describe_update", "report"]
@@ -107,6 +108,9 @@ def report(model: nn.Module) -> ModelReport:
                 head_k_dim=rule.head_k_dim,
                 head_v_dim=rule.head_v_dim,
             )
+            if backend == "triton":
+                kernels = describe_kernels(rule.device, rule.dtype, rule.head_k_dim, rule.head_v_dim)
+                reason = reason if kernels is None else f"{reason}: {kernels}"
             layers.append(LayerReport(name or type(module).__name__, rule.variant, rule.update, backend, reason))
     generators = (module for module in model.modules() if isinstance(module, Generates))
     decoding = next((module.describe_decoding() for module in generators), None)

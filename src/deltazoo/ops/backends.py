@@ -9,7 +9,7 @@ import torch
 from deltazoo.names import unknown
 from deltazoo.runtime import BACKENDS
 
-__all__ = ["resolve_backend", "triton_obstacle"]
+__all__ = ["describe_kernels", "resolve_backend", "triton_obstacle"]
 
 
 def resolve_backend(
@@ -54,6 +54,21 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int) ->
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler: torch 2.11 cannot trace the call.
 triton_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def describe_kernels(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
+    """Which of the two sets of kernels the triton backend runs on Hopper, and why; None on other GPUs.
+
+    Args:
+        device, dtype: of q, k, v.
+        K, V: head dimensions.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    from deltazoo.ops.triton.hopper.support import MISSING, input_refusal
+
+    obstacle = MISSING or input_refusal(K, V, dtype != torch.float32)
+    return "kernels for Hopper" if obstacle is None else f"plain Triton kernels, since {obstacle}"
 
 
 @lru_cache

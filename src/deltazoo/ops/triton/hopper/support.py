@@ -51,6 +51,7 @@ __all__ = [
     "fence_async_shared",
     "forward_refusal",
     "gl",
+    "input_refusal",
     "jit",
     "matrix_tiles",
     "mbarrier",
@@ -96,12 +97,18 @@ def _warn_once(reason: str) -> None:
     warnings.warn(f"{reason}. Plain Triton kernels, which are slower, take their place.", stacklevel=2)
 
 
+def input_refusal(K: int, V: int, half: bool) -> str | None:
+    """Why Gluon kernels serve no call with such heads and inputs; None if they do. `half`: 16-bit inputs."""
+    if K != HEAD or V != HEAD:
+        return f"heads have {K} key and {V} value channels, not {HEAD}"
+    return None if half else "inputs are float32"
+
+
 def refusal(plan: Plan) -> str | None:
     """Why a call's Gluon kernels do not serve it, in words; None if they do."""
-    if plan.K != HEAD or plan.V != HEAD:
-        return f"heads have {plan.K} key and {plan.V} value channels, not {HEAD}"
-    if not plan.half:
-        return "inputs are float32"
+    refused = input_refusal(plan.K, plan.V, plan.half)
+    if refused is not None:
+        return refused
     if not plan.has_beta:
         return "there are no step sizes"
     if plan.num_micro_steps > 1:
