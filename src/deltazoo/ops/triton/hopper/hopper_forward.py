@@ -12,12 +12,14 @@ The last block of T is never computed:
 
     U1 = T11 R1    U2 = T22 (R2 - L21 U1)
 
-takes two products of half the size more, which the state's warps have the time for, and the preparation has not. It is
-also more precise where a key repeats: the second half corrects what rounding of T11 left of the first.
+It is also more precise that way where a key repeats: the second half corrects what rounding of T11 left of the first.
 
-Barriers: `full` / `empty` guard the copied inputs (STAGES of them), `ready` / `free` what was prepared (SLOTS). What a
-thread writes to shared memory for matrix products or the copy engine to read passes first a proxy fence of the thread
-that wrote it, and then a barrier of its warps. The order matters: readers wait for that barrier only.
+Barriers, one of each per stage. `full`: the inputs of a chunk are there. `ready`: so is what was prepared of it.
+`empty`: the state is past it. Nothing else has to be waited for: the state waits for `ready`, so at `empty` the
+preparation is done with the inputs too, and it overwrites what it prepared only after the `full` of a later chunk, which
+came after `empty`. What a thread writes to shared memory for matrix products or the copy engine to read passes first a
+proxy fence of the thread that wrote it, and then a barrier of its warps. The order matters: readers wait for that
+barrier only. What ordinary loads read needs the barriers alone.
 """
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
@@ -68,11 +70,9 @@ def _read_scalar(x, warps: gl.constexpr):
 
 
 @jit
-def copy_chunks(
-    tiles, rings, bars, factors, stop, beta, log_decay, scale, i_b, i_k, i_h, T, HV, NC,
-    DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def copy_chunks(copied, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr):
     """Copy q, k and v of every chunk, and store its step sizes and factors of decay. One warp."""
+    tiles, rings, bars, factors, stop, beta, log_decay, scale, i_b, i_k, i_h, T, HV, NC = copied
     q_tiles, k_tiles, v_tiles = tiles
     q_ring, k_ring, v_ring = rings
     full, empty = bars
@@ -111,7 +111,6 @@ def copy_chunks(
                 factors.index(vectors + TO_END).store(gl.exp2(last - G))
                 factors.index(vectors + TOTAL).store(gl.exp2(last + G * 0.0))
             factors.index(vectors + STEP).store(b_beta)
-            # Read by ordinary loads only, so the release of the arrival suffices.
             mbarrier.arrive(bar, count=1)
             base += C * HV
             c += 1
@@ -134,9 +133,8 @@ def _store_output(tiles, coordinates, buffer, O):
 
 @jit
 def carry_state(
-    carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+    carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr
+):
     """The state of value channels `PART * 64` on, from chunk to chunk, and their outputs. Four warps."""
     o_tiles, rings, bars, prepared, factors, stop, output, initial, final, scale, i_b, i_h, NC = carried
     q_ring, k_ring, v_ring = rings
@@ -196,6 +194,7 @@ def carry_state(
         U1 = warpgroup_mma_wait(0, deps=[U1])
         U1_left = gl.convert_layout(U1.to(DTYPE), BLOCK_LEFT)
         R2 = warpgroup_mma(U1_left, L.slice(32, 32, dim=0).permute((1, 0)), R2, is_async=True)
+        # The products of S and O take U1 from registers of their own; otherwise ptxas makes all products wait (C7512).
         U1_out = U1_left if DECAY else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
         if DECAY:
             to_end = factors.index(vectors + TO_END)
@@ -298,33 +297,13 @@ def hopper_forward_kernel(
     prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)
     carried = (o_tiles, rings, bars, prepared, factors, stop, output, initial, final, scale, i_b, i_h, NC)
+    copied = (tiles, rings, bars, factors, stop, beta, log_decay, scale, i_b, i_k, i_h, T, HV, NC)
     gl.warp_specialize(
         [
             (carry_state, (carried, 0, DECAY, INITIAL, BY_GAIN, STAGES)),
             (carry_state, (carried, 1, DECAY, INITIAL, BY_GAIN, STAGES)),
             (prepare_chunks, (rings, bars, prepared, factors, stop, scratch, scale, NC, DECAY, BY_GAIN, STAGES)),
-            (
-                copy_chunks,
-                (
-                    tiles,
-                    rings,
-                    bars,
-                    factors,
-                    stop,
-                    beta,
-                    log_decay,
-                    scale,
-                    i_b,
-                    i_k,
-                    i_h,
-                    T,
-                    HV,
-                    NC,
-                    DECAY,
-                    BY_GAIN,
-                    STAGES,
-                ),
-            ),
+            (copy_chunks, (copied, DECAY, BY_GAIN, STAGES)),
         ],
         [4, 4, 1],
         [STATE_REGISTERS, PREPARE_REGISTERS, COPY_REGISTERS],

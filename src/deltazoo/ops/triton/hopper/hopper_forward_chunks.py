@@ -1,4 +1,4 @@
-"""What the fused forward pass makes of a chunk without its state: P, T11, T22 and -L21 (`forward`).
+"""What the fused forward pass makes of a chunk without its state: P, T11, T22 and -L21 (`hopper_forward`).
 
 A warp has 16 rows of every matrix of the chunk. The inverse of its diagonal block of 16 tokens comes from substitution
 in float32, where a lane has one column; then each pair of warps joins its two blocks with products in bfloat16, inside
@@ -16,7 +16,9 @@ from deltazoo.ops.triton.hopper.support import (
     mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
-)  # fmt: skip
+)
+
+__all__ = ["C", "halves", "prepare_chunks"]
 
 C = gl.constexpr(64)  # tokens per chunk
 # Vectors of C numbers per chunk in `factors`: exp(G), exp(G_last - G), exp(G_last), G in log2, the step sizes, and
@@ -71,7 +73,7 @@ def prepare_chunks(
 ):  # fmt: skip
     """P, T11 and T22, and -L21 of every chunk, and whether its largest gain is too large. Four warps."""
     q_ring, k_ring, _ = rings
-    full, empty = bars
+    full, _ = bars
     T_ring, L_ring, P_ring, ready = prepared
     diagonal, inverses, gains, order = scratch
     DTYPE: gl.constexpr = T_ring.dtype
