@@ -18,8 +18,8 @@ Barriers, one of each per stage. `full`: the inputs of a chunk are there. `ready
 `empty`: the state is past it. Nothing else has to be waited for. The state waits for `ready`, so at `empty` the
 preparation is done with the inputs too; and it overwrites what it prepared only after the `full` of a later chunk,
 which comes after `empty`. What a thread writes to shared memory for matrix products or the copy engine to read passes
-first a proxy fence of the thread that wrote it, and then a barrier of its warps. The order matters: readers wait for that
-barrier only. What ordinary loads read needs the barriers alone.
+first a proxy fence of the thread that wrote it, and then a barrier of its warps. The order matters: readers wait for
+that barrier only. What ordinary loads read needs the barriers alone.
 """
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
