@@ -80,7 +80,7 @@ def arguments_of_operator(inputs: DeltaRuleInputs) -> tuple[Any, ...]:
     leaves = inputs.arguments() | {n: t.clone().requires_grad_() for n, t in inputs.leaves().items()}
     ordered = (leaves[name] for name in ("q", "k", "v", "beta", "log_decay"))
     update = (leaves.get("erase_key"), inputs.erase_reads == "undecayed", inputs.num_micro_steps)
-    return (*ordered, 0.25, leaves["initial_state"], inputs.cu_seqlens, None, *update)
+    return (*ordered, 0.25, leaves["initial_state"], inputs.cu_seqlens, None, *update, True)
 
 
 def operator_passes_opcheck(device: str) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops.triton import pipeline
+from deltazoo.ops.triton.hopper.support import available
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.pipeline import Kept, Problem
 from deltazoo.ops.triton.plan import Plan, sizes_of
@@ -23,17 +24,20 @@ def triton_delta_rule(
     `strict` is its precision: True, False for fast, or None for as each chunk's erase gain needs. With `undecayed` the
     erase reads the state before the decay.
     """
+    keep = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, beta, log_decay, initial_state, erase_key)
+    )
     return _operator(
-        q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
+        q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, keep
     )
 
 
 def _forward(*arguments):
-    """Output, final state, and the fields of `Kept`."""
-    q, _, v, _, log_decay, _, _, cu_seqlens, *_ = arguments
+    """Output, final state, and the fields of `Kept`. The last argument: whether a backward pass may follow."""
+    q, _, v, _, log_decay, _, _, cu_seqlens, *_, keep = arguments
     check_tensor_values(log_decay, cu_seqlens, q.shape[1])
     with torch.cuda.device_of(v):
-        output, final, kept = pipeline.forward(Problem(*arguments))
+        output, final, kept = pipeline.forward(Problem(*arguments[:-1]), keep)
     return output, final, *kept
 
 
@@ -42,29 +46,35 @@ def _infer(*arguments):
     q, _, v, _, log_decay, _, _, cu_seqlens, *_ = arguments
     check_tensor_values(log_decay, cu_seqlens, q.shape[1])
     with torch.cuda.device_of(v):
-        return pipeline.infer(Problem(*arguments))
+        return pipeline.infer(Problem(*arguments[:-1]))
 
 
 def _fake_forward(
-    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, keep
 ):
     # Nothing is launched here, so the card's shared memory does not matter.
     sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict, erase_key, undecayed, num_micro_steps)
-    plan = Plan(*sizes, scale, HOPPER)
+    plan = Plan(*sizes, scale, HOPPER, available(q.device))
     final = q.new_empty((plan.N, plan.HV, plan.K, plan.V), dtype=torch.float32)
-    return v.new_empty((plan.B, plan.tokens, plan.HV, plan.V)), final, *Kept.empty(plan, q)
+    return v.new_empty((plan.B, plan.tokens, plan.HV, plan.V)), final, *Kept.empty(plan, q, keep)
 
 
 def _backward(
-    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, *rest
-):
-    """Gradients of the tensors but `cu_seqlens`, in their dtypes; None for those that were not given."""
+    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, keep,
+    *rest, in_place=False,
+):  # fmt: skip
+    """Gradients of the tensors but `cu_seqlens`, in their dtypes; None for those that were not given.
+
+    With `in_place` what the forward pass kept may be overwritten.
+    """
     *kept, d_output, d_final = rest
     with torch.cuda.device_of(v):
         p = Problem(
             q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
         )
-        dq, dk, de, dv, d_beta, d_log_decay, d_initial = pipeline.backward(p, Kept(*kept), d_output, d_final)
+        dq, dk, de, dv, d_beta, d_log_decay, d_initial = pipeline.backward(
+            p, Kept(*kept), d_output, d_final, keep, in_place
+        )
     # Those not named here are in their dtypes already.
     return dq, dk, dv, _like(d_beta, beta), _like(d_log_decay, log_decay), _like(d_initial, initial_state), de
 
@@ -88,20 +98,24 @@ def _gradients(backward, ctx, d_output, d_final, *_):
     q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, *kept = ctx.saved_tensors
     if d_output is None:
         d_output = v.new_zeros(*q.shape[:2], *v.shape[2:])
+    # The operator's arguments may not change, and a graph that is kept may be gone through once more.
+    in_place = {}
+    if backward is _backward and not torch._C._autograd._get_current_graph_task_keep_graph():
+        in_place = dict(in_place=True)
     dq, dk, dv, d_beta, d_log_decay, d_initial, d_erase_key = backward(
         q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, erase_key, *ctx.options,
-        *kept, d_output, d_final,
+        *kept, d_output, d_final, **in_place,
     )  # fmt: skip
     d_beta = None if beta is None else d_beta  # the operator gives empty tensors for what was not given
     d_log_decay = None if log_decay is None else d_log_decay
     d_initial = None if initial_state is None else d_initial
     d_erase_key = None if erase_key is None else d_erase_key
-    return dq, dk, dv, d_beta, d_log_decay, None, d_initial, None, None, d_erase_key, None, None
+    return dq, dk, dv, d_beta, d_log_decay, None, d_initial, None, None, d_erase_key, None, None, None
 
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? initial_state, "
-    "Tensor? cu_seqlens, bool? strict, Tensor? erase_key, bool undecayed, int num_micro_steps"
+    "Tensor? cu_seqlens, bool? strict, Tensor? erase_key, bool undecayed, int num_micro_steps, bool keep"
 )
 _KEPT = ", ".join(f"Tensor kept_{name}" for name in Kept._fields)
 

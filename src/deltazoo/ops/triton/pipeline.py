@@ -23,6 +23,7 @@ from deltazoo.ops.triton.chunk.prepare import prepare_kernel, prepare_rest_kerne
 from deltazoo.ops.triton.chunk.prepare_channel import prepare_channel_kernel
 from deltazoo.ops.triton.chunk.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.chunk.segments import chain_kernel
+from deltazoo.ops.triton.hopper.backward_rest import log_decay_gradient_kernel, small_steps_kernel
 from deltazoo.ops.triton.hopper.support import (
     MISSING,
     available,
@@ -36,6 +37,7 @@ from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 
 if MISSING is None:
+    from deltazoo.ops.triton.hopper.backward import backward_kernel
     from deltazoo.ops.triton.hopper.hopper_forward import hopper_forward_kernel
     from deltazoo.ops.triton.hopper.hopper_gradients_channel import hopper_chunk_gradients_channel_kernel
     from deltazoo.ops.triton.hopper.hopper_reverse_scan import hopper_reverse_scan_kernel
@@ -100,10 +102,14 @@ class Kept(NamedTuple):
     """Of rows cut into segments: the state that each segment starts from `[N * segments, HV, K, V]`."""
     transitions: Tensor | None = None
     """Of rows cut into segments: the transition of each segment `[N * segments, HV, K, K]`."""
+    U: Tensor | None = None
+    """Where the fused backward serves a call that records gradients: the corrections `[B, T, HV, V]`."""
+    states: Tensor | None = None
+    """The states that enter the chunks `[slots, V, K]`, likewise."""
 
     @classmethod
-    def empty(cls, plan: Plan, q: Tensor) -> "Kept":
-        """Uninitialised tensors."""
+    def empty(cls, plan: Plan, q: Tensor, keep: bool) -> "Kept":
+        """Uninitialised tensors; with `keep` also those without which the backward pass would scan again."""
         # Sizes one by one: as a tuple they cost the host half a microsecond more per tensor.
         new, slots, float32, int32 = q.new_empty, plan.slots, torch.float32, torch.int32
         AP = new(slots, plan.matrices, CHUNK, CHUNK)
@@ -117,24 +123,28 @@ class Kept(NamedTuple):
             strong_decay = new(slots, dtype=int32)
         if plan.segments > 1:
             starts, transitions = (new(plan.scans, plan.HV, plan.K, x, dtype=float32) for x in (plan.V, plan.K))
-        return cls(AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, starts, transitions)
+        U = states = None
+        if keep and plan.fused_backward:
+            U, states = new(plan.B, plan.T, plan.HV, plan.V), new(slots, plan.V, plan.K)
+        return cls(AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, starts, transitions, U, states)
 
-    def of_plan(self, plan: Plan) -> "Kept":
+    def of_plan(self, plan: Plan, keep: bool) -> "Kept":
         """The same with None for absent tensors, in place of the empty ones that an operator returns for them."""
         if self.q_in is None or self.starts is None:  # an eager call: it has no such placeholders
             return self
-        present = (True, plan.has_beta, plan.decay > 0, plan.by_gain, *[plan.decay == 2] * 4, *[plan.segments > 1] * 2)
+        channel, cut, scanned = plan.decay == 2, plan.segments > 1, keep and plan.fused_backward
+        present = (True, plan.has_beta, plan.decay > 0, plan.by_gain, *[channel] * 4, *[cut] * 2, *[scanned] * 2)
         return Kept(*(x if here else None for x, here in zip(self, present, strict=True)))  # type: ignore[arg-type]
 
 
-def forward(p: Problem) -> tuple[Tensor, Tensor, Kept]:
-    """Output, final state, and what the backward pass needs."""
-    plan, kept = p.plan, Kept.empty(p.plan, p.q)
+def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
+    """Output, final state, and what the backward pass needs; with `keep` so that it need not scan again."""
+    plan, kept = p.plan, Kept.empty(p.plan, p.q, keep)
     prepare(p, kept)
     starts = p.initial_state if plan.segments == 1 else segment_starts(p, kept)
     output = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V)
     final = p.float32(plan.scans, plan.HV, plan.K, plan.V)
-    scan(p, kept, p.v, starts, final, output)
+    scan(p, kept, p.v, starts, final, output, kept.U, kept.states)
     if plan.segments > 1:
         final = final.unflatten(0, (plan.N, plan.segments))[:, -1].contiguous()
     return output, final, kept
@@ -148,7 +158,7 @@ def infer(p: Problem) -> tuple[Tensor, Tensor]:
     once, so that the host need not know.
     """
     if not serves_forward(p):
-        return forward(p)[:2]
+        return forward(p, keep=False)[:2]
     plan, v = p.plan, p.v
     output, final = torch.empty_like(v), p.float32(plan.B, plan.HV, plan.K, plan.V)
     stopped = v.new_empty(plan.B, plan.HV, dtype=torch.int32) if plan.by_gain else None
@@ -169,7 +179,7 @@ def serves_forward(p: Problem) -> bool:
 
 def complete(p: Problem, stopped: Tensor, output: Tensor, final: Tensor) -> None:
     """The chunks that the fused forward pass left, with the strict kernels, from the states in `final`."""
-    plan, kept = p.plan, Kept.empty(p.plan, p.q)
+    plan, kept = p.plan, Kept.empty(p.plan, p.q, keep=False)
     launch(
         prepare_rest_kernel, plan.prepare_rest(),
         p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain,
@@ -182,20 +192,34 @@ def complete(p: Problem, stopped: Tensor, output: Tensor, final: Tensor) -> None
 
 
 def backward(
-    p: Problem, kept: Kept, d_output: Tensor, d_final: Tensor | None
+    p: Problem, kept: Kept, d_output: Tensor, d_final: Tensor | None, keep: bool = True, in_place: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k, erase_key, v, beta, log_decay and initial_state; None for those that were not given."""
-    plan, kept = p.plan, kept.of_plan(p.plan)
+    """Gradients of q, k, erase_key, v, beta, log_decay and initial_state; None for those that were not given.
+
+    `keep` is that of the forward pass. With `in_place` what it kept may be overwritten.
+    """
+    plan, kept = p.plan, kept.of_plan(p.plan, keep)
     d_output = contiguous(d_output, p.alignment)
     d_final = None if d_final is None else d_final.float().contiguous()
     starts = p.initial_state
     if plan.segments > 1:
         starts, d_final = kept.starts, segment_end_gradients(p, kept, d_output, d_final)
-    U, states = scan_for_states(p, kept, starts)
-    Z, d_states, d_initial = reverse_scan(p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None)
-    if d_initial is not None and plan.segments > 1:
-        d_initial = d_initial.unflatten(0, (plan.N, plan.segments))[:, 0]
-    dq, dk, de, dv, d_beta, d_log_decay = chunk_gradients(p, kept, U, Z, d_output, states, d_states)
+    if kept.U is None or kept.states is None:
+        U, states = scan_for_states(p, kept, starts)
+    else:
+        U, states = kept.U, kept.states
+    if plan.fused_backward:
+        gradients = empty_gradients(p, U if in_place or kept.U is None else None)
+        d_initial = fused_gradients(p, kept, U, d_output, states, d_final, gradients)
+    else:
+        Z, d_states, d_initial = reverse_scan(
+            p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None
+        )  # fmt: skip
+        if d_initial is not None and plan.segments > 1:
+            d_initial = d_initial.unflatten(0, (plan.N, plan.segments))[:, 0]
+        gradients = empty_gradients(p)
+        chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients)
+    dq, dk, de, dv, d_beta, d_log_decay = gradients
     if plan.H != plan.HV:
         dq, dk = (sum_of_group(grad, p.q) for grad in (dq, dk))
         de = None if de is None else sum_of_group(de, p.q)
@@ -205,7 +229,7 @@ def backward(
 def prepare(p: Problem, kept: Kept) -> None:
     """Fill what is kept of every chunk."""
     plan = p.plan
-    AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, _, _ = kept
+    AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, *_ = kept
     # L of strict chunks, from which the last launch makes their inverse. The memory is free again after that.
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if True in plan.scan_modes else None
     if plan.decay < 2:
@@ -226,12 +250,12 @@ def prepare(p: Problem, kept: Kept) -> None:
 
 def scan(
     p: Problem, kept: Kept, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
-    output: Tensor | None = None, states: Tensor | None = None,
+    output: Tensor | None = None, U: Tensor | None = None, states: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The scan from the states `initial` (None: zero), or without values from the identity.
 
-    Fills `final` and, if given, `output`; or, with `states`, these with the states that enter the chunks and `output`
-    with U.
+    Fills `final` and, if given, `output`, the corrections U and the states that enter the chunks. If it keeps `states`
+    without `output`, it fills `final` only where a strict launch begins.
     """
     plan = p.plan
     keys, chunks = scanned(p, kept)
@@ -240,17 +264,17 @@ def scan(
         if strict and plan.by_gain:  # this launch continues where the other one stopped
             start, initial = 1, final
         if plan.hopper and not strict:
-            hopper_scan(p, start, keys, v, chunks, initial, final, output, states)
+            hopper_scan(p, start, keys, v, chunks, initial, final, output, U, states)
             continue
         launch(
-            scan_kernel, plan.scan(start, v is not None, output is not None and not keep, keep, strict),
-            *keys, v, *chunks, output, output, states, initial, final, *p.sequence_offsets,
+            scan_kernel, plan.scan(start, v is not None, output is not None, keep, strict),
+            *keys, v, *chunks, output, U, states, initial, final, *p.sequence_offsets,
         )  # fmt: skip
 
 
 def hopper_scan(
     p: Problem, start: int, keys: tuple[Tensor | None, ...], v: Tensor | None, chunks: tuple[Tensor | None, ...],
-    initial: Tensor | None, final: Tensor | None, output: Tensor | None, states: Tensor | None,
+    initial: Tensor | None, final: Tensor | None, output: Tensor | None, U: Tensor | None, states: Tensor | None,
 ) -> None:  # fmt: skip
     """The launch of `scan` that is not strict, in Gluon."""
     plan = p.plan
@@ -258,7 +282,7 @@ def hopper_scan(
     beta, G, AP, large_gain = chunks
     assert q_in is not None and k_in is not None and k_out is not None and AP is not None
     keep = states is not None
-    with_output = output is not None and not keep
+    with_output = output is not None
     launch(
         hopper_scan_kernel, plan.hopper_scan(start, v is not None, with_output, keep),
         token_tiles(q_in, plan.K) if with_output else None,
@@ -267,8 +291,9 @@ def hopper_scan(
         None if v is None else token_tiles(v, plan.V // 2),
         matrix_tiles(AP, 2 * CHUNK if with_output else CHUNK),
         None if output is None else token_tiles(output, plan.V // 2),
+        None if U is None else token_tiles(U, plan.V // 2),
         None if states is None else matrix_tiles(states, plan.V // 2),
-        output, beta, G, large_gain, initial, final, *p.sequence_offsets,
+        U if output is None else output, beta, G, large_gain, initial, final, *p.sequence_offsets,
     )  # fmt: skip
 
 
@@ -307,25 +332,30 @@ def scan_for_states(p: Problem, kept: Kept, initial: Tensor | None) -> tuple[Ten
     states = p.v.new_empty(plan.slots, plan.V, plan.K)
     # Where the fast launch leaves its state for the strict one.
     final = p.float32(plan.scans, plan.HV, plan.K, plan.V) if plan.by_gain else None
-    scan(p, kept, p.v, initial, final, U, states)
+    scan(p, kept, p.v, initial, final, None, U, states)
     return U, states
 
 
 def reverse_scan(
-    p: Problem, kept: Kept, d_output: Tensor, d_final: Tensor | None, keep: bool, initial: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Z and the gradients of the states that leave the chunks (`keep`), and those of the initial states (`initial`)."""
-    plan = p.plan
-    Z = torch.empty_like(p.v) if keep else None
+    p: Problem, kept: Kept, d_output: Tensor, d_final: Tensor | None, keep: bool, initial: bool,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Z and the gradients of the states that leave the chunks (`keep`), and those of the initial states (`initial`).
+
+    With `into`, tensors for Z and the last ones, only those of sequences with a large gain.
+    """
+    plan, flagged = p.plan, into is not None
+    Z, d_initial = into or (torch.empty_like(p.v) if keep else None, None)
     d_states = d_output.new_empty(plan.slots, plan.V, plan.K) if keep else None
-    d_initial = p.float32(plan.scans, plan.HV, plan.K, plan.V) if initial or plan.by_gain else None
+    if d_initial is None and (initial or plan.by_gain):
+        d_initial = p.float32(plan.scans, plan.HV, plan.K, plan.V)
     keys, chunks = scanned(p, kept)
     for strict in reversed(plan.scan_modes):
-        if plan.hopper and not strict:
+        if plan.hopper and not strict and not flagged:
             hopper_reverse_scan(p, keys, chunks, d_output, Z, d_states, d_final, d_initial, initial)
             continue
         launch(
-            reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep, strict),
+            reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep, strict, flagged and not strict),
             *keys, *chunks, d_output, Z, d_states, d_final, d_initial, *p.sequence_offsets,
         )  # fmt: skip
     return Z, d_states, d_initial if initial else None
@@ -353,32 +383,82 @@ def hopper_reverse_scan(
     )  # fmt: skip
 
 
-def chunk_gradients(
-    p: Problem, kept: Kept, U: Tensor, Z: Tensor | None, d_output: Tensor, states: Tensor, d_states: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k, erase_key (all per value head), v, beta and log_decay."""
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
+"""Of q, k and erase_key (all per value head), v, beta and log_decay."""
+
+
+def empty_gradients(p: Problem, dv: Tensor | None = None) -> Gradients:
+    """Uninitialised; dv is made unless given."""
     plan = p.plan
     if plan.H == plan.HV:
         dq, dk = torch.empty_like(p.q), torch.empty_like(p.k)
     else:  # value heads that share a key head sum their gradients outside, in float32
         dq, dk = (p.float32(plan.B, x, plan.HV, plan.K) for x in (plan.tokens, plan.T))
     de = None if p.erase_key is None else torch.empty_like(dk)
-    dv = torch.empty_like(p.v)
+    dv = torch.empty_like(p.v) if dv is None else dv
     d_beta = None if p.beta is None else torch.empty_like(p.beta, dtype=torch.float32)
     d_log_decay = None if p.log_decay is None else torch.empty_like(p.log_decay, dtype=torch.float32)
-    from_scans, gradients = (U, Z, d_output, states, d_states), (dq, dk, de, dv, d_beta, d_log_decay)
+    return dq, dk, de, dv, d_beta, d_log_decay
+
+
+def fused_gradients(
+    p: Problem, kept: Kept, U: Tensor, d_output: Tensor, states: Tensor, d_final: Tensor | None, gradients: Gradients
+) -> Tensor | None:
+    """Fill the gradients in one kernel, and return that of the initial states if there are such.
+
+    Heads of a sequence that have a chunk with a large gain are left to the plain kernels. dv may lie where U does.
+    """
+    plan, initial = p.plan, p.initial_state is not None
+    dq, dk, _, dv, d_beta, d_log_decay = gradients
+    d_initial = p.float32(plan.B, plan.HV, plan.K, plan.V) if initial or plan.by_gain else None
+    left = p.q.new_empty(plan.B * plan.HV, dtype=torch.int32) if plan.by_gain else None
+    d_G = overlap = None
+    if d_log_decay is not None:
+        d_G, overlap = torch.empty_like(d_log_decay), p.float32(plan.slots, plan.V)
+    shared_keys = plan.H != plan.HV
+    launch(
+        backward_kernel, plan.hopper_backward(),
+        token_tiles(p.q, plan.K), token_tiles(p.k, plan.K), token_tiles(d_output, plan.V), token_tiles(U, plan.V),
+        matrix_tiles(kept.AP, CHUNK), matrix_tiles(states, plan.V // 2),
+        None if shared_keys else token_tiles(dq, plan.K), None if shared_keys else token_tiles(dk, plan.K),
+        token_tiles(dv, plan.V // 2), kept.beta, kept.G, kept.large_gain,
+        dq if shared_keys else None, dk if shared_keys else None, d_beta, d_G, overlap, d_final,
+        d_initial if initial else None, left,
+    )  # fmt: skip
+    launch(
+        small_steps_kernel, plan.small_steps(),
+        p.k, p.v, kept.beta, kept.G, kept.AP, states, left, dv, d_beta,
+    )  # fmt: skip
+    if d_log_decay is not None:
+        launch(log_decay_gradient_kernel, plan.log_decay_gradient(), d_G, overlap, left, p.log_decay, d_log_decay)
+    if left is not None:
+        assert d_initial is not None
+        Z = torch.empty_like(p.v)
+        _, d_states, _ = reverse_scan(p, kept, d_output, d_final, True, initial, (Z, d_initial))
+        chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients, left)
+    return d_initial if initial else None
+
+
+def chunk_gradients(
+    p: Problem, kept: Kept, U: Tensor, Z: Tensor | None, d_output: Tensor, states: Tensor, d_states: Tensor | None,
+    gradients: Gradients, chosen: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill the gradients; with `chosen` (int32 `[B * HV]`) only those of heads of sequences that it flags."""
+    plan = p.plan
+    from_scans = (U, Z, d_output, states, d_states)
     if plan.decay < 2:
         launch(
             chunk_gradients_kernel, plan.chunk_gradients(),
-            p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.large_gain,
+            p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.large_gain, chosen,
             *from_scans, *gradients, *p.chunk_offsets,
         )  # fmt: skip
-        return gradients
+        return
     tensors = (
         p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
         p.float32(plan.slots, CHUNK), *gradients,
     )  # fmt: skip
     if gradients_on_hopper(p):
+        dq, dk, _, dv, d_beta, d_log_decay = gradients
         launch(
             hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel(),
             p.q, p.k, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
@@ -390,7 +470,6 @@ def chunk_gradients(
         constants = plan.chunk_gradients_exact(strong)
         W = p.q.new_empty(constants.grid[0], plan.matrices, CHUNK, CHUNK)
         launch(chunk_gradients_exact_kernel, constants, *tensors, W, *p.chunk_offsets)
-    return gradients
 
 
 def gradients_on_hopper(p: Problem) -> bool:

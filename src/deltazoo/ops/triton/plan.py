@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.ops.triton.hopper.support import FUSED_FORWARD, refusal, reverse_scan_options, scan_options
+from deltazoo.ops.triton.hopper.support import (
+    BACKWARD,
+    FUSED_FORWARD,
+    backward_refusal,
+    refusal,
+    reverse_scan_options,
+    scan_options,
+)  # fmt: skip
 from deltazoo.ops.triton.launch import Constants
 from deltazoo.ops.triton.tiling import CHUNK, HOPPER, Tiles, tiles_for
 
@@ -95,6 +102,11 @@ class Plan:
         self.many_scans = self.scans * self.HV * -(-self.V // 128) > FEW_SCANS
         self.hopper = gluon and refusal(self) is None
         """Whether Gluon kernels take the serial scans that are not strict."""
+
+    @property
+    def fused_backward(self) -> bool:
+        """Whether one Gluon kernel makes all gradients, of heads without a chunk that has a large gain."""
+        return self.hopper and backward_refusal(self) is None
 
     @property
     def separate(self) -> bool:
@@ -220,7 +232,7 @@ class Plan:
             keep: it stores U and the states that enter the chunks.
             strict: precision.
         """
-        tiles = self.scan_tiles[strict].scan if output else self.scan_tiles[strict].scan_keep
+        tiles = getattr(self.scan_tiles[strict], "scan_both" if output and keep else "scan_keep" if keep else "scan")
         V = self.V if values else self.K
         return Constants(
             *self.scan_grid(V, tiles["BV"]), HAS_V=values, INITIAL=initial, OUTPUT=output, KEEP=keep, STRICT=strict,
@@ -257,7 +269,7 @@ class Plan:
         )  # fmt: skip
 
     @per_plan
-    def reverse_scan(self, final: bool, initial: bool, keep: bool, strict: bool) -> Constants:
+    def reverse_scan(self, final: bool, initial: bool, keep: bool, strict: bool, flagged: bool = False) -> Constants:
         """One launch of the reverse scan.
 
         Args:
@@ -265,12 +277,35 @@ class Plan:
             initial: it stores the gradient of the initial state.
             keep: it stores Z and the gradients of the states that leave the chunks.
             strict: precision.
+            flagged: only sequences with a large gain.
         """
         tiles = self.scan_tiles[strict].reverse_scan
         return Constants(
             *self.scan_grid(self.V, tiles["BV"]), HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep, STRICT=strict,
-            **self.per_sequence, **tiles,
+            FLAGGED=flagged, **self.per_sequence, **tiles,
         )  # fmt: skip
+
+    @per_plan
+    def hopper_backward(self) -> Constants:
+        """The launch that makes all gradients on Hopper."""
+        return Constants(
+            self.B * self.HV, scale=self.scale, T=self.T, H=self.H, HV=self.HV, ZERO=0, DECAY=self.decay, num_warps=4,
+            **BACKWARD,
+        )  # fmt: skip
+
+    @per_plan
+    def small_steps(self) -> Constants:
+        """The launch for gradients of small step sizes on Hopper."""
+        chunks, tile = 4, 64
+        return Constants(
+            -(-self.slots // chunks), T=self.T, NT=self.NT, H=self.H, HV=self.HV, value_tiles=self.V // tile,
+            slots=self.slots, K=self.K, V=self.V, BV=tile, C=CHUNK, CHUNKS=chunks, DECAY=self.decay, num_warps=4,
+        )  # fmt: skip
+
+    @per_plan
+    def log_decay_gradient(self) -> Constants:
+        """The launch that ends the gradient of log-decay on Hopper."""
+        return Constants(*self.chunk_grid(), T=self.T, HV=self.HV, C=CHUNK, D=self.K, num_warps=1)
 
     def _gradient_arguments(self, tiles: dict[str, int]) -> dict[str, Any]:
         key_tiles, value_tiles = -(-self.K // tiles["BK"]), -(-self.V // tiles["BV"])

@@ -26,6 +26,9 @@ class Tiles(NamedTuple):
     chain: dict[str, int]
     scan: dict[str, int]
     scan_keep: dict[str, int]
+    """It stores U and the states in place of the output."""
+    scan_both: dict[str, int]
+    """It stores all of them."""
     reverse_scan: dict[str, int]
     gradients: dict[str, int]
     gradients_exact: dict[str, int]
@@ -89,8 +92,8 @@ def tiles_for(
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         gradients = _options(4, 1, min(BV, 32)) | tile
-        return Tiles(BK, prepare, invert, channel, chain, serial, serial, reverse, gradients, gradients)
-    output, keep, reverse = _serial(BK, BV, V, decay, has_beta, strict, separate, shared, many_scans)
+        return Tiles(BK, prepare, invert, channel, chain, serial, serial, serial, reverse, gradients, gradients)
+    output, keep, both, reverse = _serial(BK, BV, V, decay, has_beta, strict, separate, shared, many_scans)
     gradients = _options(4, 2, BV) | tile
     if shared >= HOPPER:
         gradients = _options(4, 3, BV) | tile
@@ -100,13 +103,13 @@ def tiles_for(
                 BK=min(BK, 32)
             )
     gradients_exact = _options(4, 3, min(BV, 32)) | dict(BK=min(BK, 32))
-    return Tiles(BK, prepare, invert, channel, chain, output, keep, reverse, gradients, gradients_exact)
+    return Tiles(BK, prepare, invert, channel, chain, output, keep, both, reverse, gradients, gradients_exact)
 
 
 def _serial(
     BK: int, BV: int, V: int, decay: int, has_beta: bool, strict: bool, separate: bool, shared: int, many_scans: bool
-) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """The scan for the output, the one that keeps states, and the reverse scan, for 16-bit inputs."""
+) -> tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, int]]:
+    """The scan for the output, the one that keeps states, the one for both, and the reverse scan; 16-bit inputs."""
     keys = (2 if separate else 1) * CHUNK * BK * 2  # bytes of one chunk's keys
     A, P, q = has_beta * CHUNK * CHUNK * 2, CHUNK * CHUNK * 2, CHUNK * BK * 2
     split = 2 * A if strict else 0  # the two terms of A, unpacked
@@ -116,10 +119,11 @@ def _serial(
         else:
             large = decay == 2 or separate or strict
             serial = _scan_options(8 if BV == 64 else 4, 1 if large and shared < 160_000 else 2, BV, BK)
-        return serial, serial, serial
+        return serial, serial, serial, serial
     return (
         _hopper_scan(BK, BV, V, keys + A + P + q, split, 0, many_scans),
         _hopper_scan(BK, BV, V, keys + A, split, 2, many_scans),
+        _hopper_scan(BK, BV, V, keys + A + P + q, split, 2, many_scans),
         _hopper_scan(BK, BV, V, keys + A + P + q, split, 2, many_scans, largest=64 if decay else 128),
     )
 

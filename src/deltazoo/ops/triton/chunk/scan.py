@@ -296,10 +296,10 @@ def scan_kernel(
                 m_k = tile * BK + o_k < K
                 kept *= tl.exp2(tl.load(G + i_slot * K + tile * BK + o_k, mask=m_k, other=0.0))[None, :]
             S += (finished(add_product(kept, U, keys[tile], STRICT, PRECISION), WAIT),)
-    if final_state is not None and not (KEEP and STRICT):
+    if final_state is not None and not (KEEP and STRICT and not OUTPUT):
         for tile in tl.static_range(NK):
             m_state = m_v[:, None] & (tile * BK + o_k < K)[None, :]
-            if KEEP:  # only a launch with STRICT reads it, if chunks remain for it
+            if KEEP and not OUTPUT:  # only a launch with STRICT reads it, if chunks remain for it
                 m_state = m_state & handed_on
             tl.store(final_state + o_state + tile * BK * V, S[tile], mask=m_state)
 
@@ -336,6 +336,7 @@ def reverse_scan_kernel(
     HAS_BETA: tl.constexpr,
     STRICT: tl.constexpr,
     BY_GAIN: tl.constexpr,
+    FLAGGED: tl.constexpr,
     SEPARATE: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
     UNDECAYED: tl.constexpr,
@@ -354,7 +355,8 @@ def reverse_scan_kernel(
         dU = P^T dO + k_out dS,   Z = A^T dU,   dS' = total o dS + scale q_in^T dO - k_in^T (beta o Z)
 
     With BY_GAIN the launch with STRICT comes first. It processes the chunks from the last one to the first with a large
-    erase gain, and stores its gradient in `d_initial`. The other launch continues from there. Grid (V / BV * HV * N).
+    erase gain, and stores its gradient in `d_initial`. The other launch continues from there; with FLAGGED it leaves
+    sequences without such a chunk alone. Grid (V / BV * HV * N).
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -369,9 +371,10 @@ def reverse_scan_kernel(
     if BY_GAIN:
         large = first_large(large_gain, slot, stop, HV)
         handed_on = large < stop
-        if STRICT:
+        if STRICT or FLAGGED:  # noqa: SIM102
             if large >= stop:
                 return
+        if STRICT:
             NC = stop - large
         else:
             stop = large

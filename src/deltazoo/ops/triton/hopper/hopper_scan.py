@@ -166,7 +166,7 @@ def state_partition(
     """Carry the state of 64 value channels through `count` chunks."""
     tiles, rings, barriers, factors, totals, buffers, output, initial_state, final_state, where, store_final = walk
     scale, row, first, length, value_column, slot, HV, count, state_slot = where
-    out_tiles, states_tiles = tiles
+    out_tiles, U_tiles, states_tiles = tiles
     q_ring, k_in_ring, k_out_ring, v_ring, AP_ring = rings
     full, empty, late_full, late_empty = barriers
     out_buffers, states_buffers = buffers
@@ -249,12 +249,13 @@ def state_partition(
                 O *= scale
             U_left = gl.convert_layout(U.to(DTYPE), LEFT)
             O = warpgroup_mma(U_left, AP.slice(C, C, dim=0), O, is_async=True)
+        if KEEP:
+            tma.store_wait(1)
+            store_chunk(U_tiles, output, row, token, length - i * C, HV, column, out_buffer, U.to(DTYPE), PACKED)
+        if OUTPUT:
             S, O = warpgroup_mma_wait(0, deps=[S, O])
             out = O.to(DTYPE)
         else:
-            if KEEP:
-                tma.store_wait(1)
-                store_chunk(out_tiles, output, row, token, length - i * C, HV, column, out_buffer, U.to(DTYPE), PACKED)
             S = warpgroup_mma_wait(0, deps=[S])
         S_rounded = S.to(DTYPE)
     if OUTPUT:  # noqa: SIM102
@@ -300,6 +301,7 @@ def hopper_scan_kernel(
     v_tiles,
     AP_tiles,
     out_tiles,
+    U_tiles,
     states_tiles,
     output,
     beta,
@@ -331,9 +333,9 @@ def hopper_scan_kernel(
 ):
     """As `chunk.scan.scan_kernel` without STRICT: heads of 128 channels and 16-bit inputs.
 
-    `out_tiles` is the output with OUTPUT, and U with KEEP, and so is `output`, for chunks at the end of packed
-    sequences. What such a chunk reads of the next sequence has step sizes of zero. One program owns `64 * PARTS`
-    value channels of one value head of one sequence or segment. Grid (2 / PARTS * HV * N).
+    `output` is what `out_tiles` is, or without OUTPUT `U_tiles`, for chunks at the end of packed sequences. What such a
+    chunk reads of the next sequence has step sizes of zero. One program owns `64 * PARTS` value channels of one value
+    head of one sequence or segment. Grid (2 / PARTS * HV * N).
     """
     DTYPE: gl.constexpr = k_in_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -348,7 +350,7 @@ def hopper_scan_kernel(
     store_final = True
     if BY_GAIN:
         stop = first_large(large_gain, slot, count, HV)
-        if KEEP:  # only the launch with STRICT reads it, if chunks remain for it
+        if KEEP and not OUTPUT:  # only the launch with STRICT reads it, if chunks remain for it
             store_final = stop < count
         count = stop
 
@@ -386,7 +388,7 @@ def hopper_scan_kernel(
     barriers = (full, empty, late_full, late_empty)
     state_slot = (i_n * HV + i_h).to(gl.int64)
     walk = (
-        (out_tiles, states_tiles), rings, barriers, factors, totals, (out_buffers, states_buffers), output,
+        (out_tiles, U_tiles, states_tiles), rings, barriers, factors, totals, (out_buffers, states_buffers), output,
         initial_state, final_state, (scale, row, first, length, value_column, slot, HV, count, state_slot), store_final,
     )  # fmt: skip
     tiles = (q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles)

@@ -43,10 +43,12 @@ except (ImportError, AttributeError) as error:
     MISSING = f"Triton {triton.__version__} lacks a part of Gluon: {error}"
 
 __all__ = [
+    "BACKWARD",
     "FUSED_FORWARD",
     "MISSING",
     "async_copy",
     "available",
+    "backward_refusal",
     "barrier",
     "fence_async_shared",
     "forward_refusal",
@@ -115,6 +117,31 @@ def refusal(plan: Plan) -> str | None:
         return "tokens have several micro-steps"
     if plan.slots >= MAX_ROWS:
         return "there are more chunks than 32-bit coordinates address"
+    return None
+
+
+BACKWARD = dict(WALK_REGISTERS=160, GRADIENT_REGISTERS=168, COPY_REGISTERS=24)
+"""Registers per thread of the partitions of `backward_kernel`; the one that the list leaves out gets what remains."""
+
+MIN_HEADS = 64
+"""Heads of all sequences from which one program per head is faster than several kernels that fill the GPU."""
+
+
+def backward_refusal(plan: Plan) -> str | None:
+    """Why `backward_kernel` does not serve a call, in words; None if it does."""
+    reason = refusal(plan)
+    if reason is not None:
+        return reason
+    if plan.packed:
+        return "rows are packed"
+    if plan.decay == 2:
+        return "decay is per channel"
+    if plan.has_erase_key or plan.undecayed:
+        return "the erase reads by another key, or before the decay"
+    if plan.strict:
+        return "precision is strict"
+    if plan.segments > 1 or plan.B * plan.HV < MIN_HEADS:
+        return "there are few heads"
     return None
 
 

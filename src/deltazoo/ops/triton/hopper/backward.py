@@ -1,0 +1,457 @@
+"""The backward pass of the delta rule in one kernel for Hopper, in Gluon; no decay, or one per head, and 128 channels.
+
+One program walks the chunks of a value head of a sequence from the last to the first. Its warps are specialised:
+
+* two groups of four `walk`: each carries the gradient of the state, of half the value channels, and makes Z;
+* one group of four makes all `gradients` of the chunk that they have just passed;
+* one warp `copies` what they read from memory.
+
+The formulas are those of `chunk.scan` and `chunk.gradients` (docs/math.md, section 9), and so is what is rounded. What
+differs: dS never goes to memory, and the sum over a chunk that d_log_decay begins with is `<S, dS>` of the state that
+enters the chunk, which the walk has at hand.
+"""
+
+from deltazoo.ops.triton.hopper.backward_rest import small_step
+from deltazoo.ops.triton.hopper.support import (
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = ["backward_kernel"]
+
+C = gl.constexpr(64)
+"""Tokens in a chunk."""
+D = gl.constexpr(128)
+"""Channels of keys and of values."""
+HALF = gl.constexpr(64)
+"""Value channels of a group that walks."""
+FAR = gl.constexpr(1073741824.0)
+"""More than any decay, and a power of two, so that its multiples are exact."""
+# Rows of `gates`, two sets of them.
+ENTRY = gl.constexpr(0)  # decay from the chunk's start to a token
+EXIT = gl.constexpr(1)  # decay from a token to the chunk's end
+LOG = gl.constexpr(2)  # cumulative log2-decay
+STEP = gl.constexpr(3)  # step sizes
+ROWS = gl.constexpr(4)
+PLACES = gl.constexpr(8)  # behind both sets: the multiples of FAR
+
+
+@jit
+def as_tile(buffer, channels: gl.constexpr):
+    """A buffer `[tokens, channels]` as the copy engine sees it, as a tile of one row of the batch."""
+    return buffer._reinterpret(buffer.dtype, [1, C, channels], gl.NVMMASharedLayout(128, 16, 3))
+
+
+@jit
+def copy_stage(tiles, buffers, bars, gates, beta, G, where, token, slot, n, DECAY: gl.constexpr):
+    """Copy k, dO and U of a chunk, and what decays and step sizes make."""
+    q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
+    k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
+    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = bars
+    scale, row, head, column, key_column, first_slot, T, HV, NC, ZERO = where
+    TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    o_c = gl.arange(0, C, TOKENS)
+    step = gl.load(beta + slot.to(gl.int64) * C + o_c)
+    if DECAY:
+        g = gl.load(G + slot.to(gl.int64) * C + o_c)
+        last = gl.load(G + slot.to(gl.int64) * C + C - 1)
+    s = n % 2
+    mbarrier.wait(empty.index(s), ((n // 2) & 1) ^ 1)
+    bar = full.index(s)
+    mbarrier.expect(bar, 3 * C * D * 2)
+    tma.async_copy_global_to_shared(k_tiles, [row, token, key_column], bar, as_tile(k_buffer.index(s), D))
+    tma.async_copy_global_to_shared(dO_tiles, [row, token, column], bar, as_tile(dO_buffer.index(s), D))
+    tma.async_copy_global_to_shared(U_tiles, [row, token, column], bar, as_tile(U_buffer.index(s), D))
+    gates.index(ROWS * s + STEP).store(step)
+    if DECAY:
+        gates.index(ROWS * s + ENTRY).store(gl.exp2(g))
+        gates.index(ROWS * s + EXIT).store(gl.exp2(last - g))
+        gates.index(ROWS * s + LOG).store(g)
+    mbarrier.arrive(bar, count=1)
+
+
+@jit
+def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
+    """The warp that copies."""
+    q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
+    k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
+    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = bars
+    scale, row, head, column, key_column, slot, T, HV, NC, ZERO = where
+    if NC > 0:
+        last = slot + (NC - 1) * HV
+        copy_stage(tiles, buffers, bars, gates, beta, G, where, (NC - 1) * C, last, 0, DECAY)
+    for n in range(NC):
+        c = NC - 1 - n
+        token, chunk = c * C, slot + c * HV
+        parity = (n & 1) ^ 1
+        mbarrier.wait(AP_empty, parity)
+        mbarrier.expect(AP_full, 2 * C * C * 2)
+        tma.async_copy_global_to_shared(AP_tiles, [chunk * 2 * C + C, 0], AP_full, P_buffer)
+        tma.async_copy_global_to_shared(AP_tiles, [chunk * 2 * C, 0], AP_full, A_buffer)
+        mbarrier.wait(q_empty, parity)
+        mbarrier.expect(q_full, C * D * 2)
+        tma.async_copy_global_to_shared(q_tiles, [row, token, key_column], q_full, as_tile(q_buffer.index(0), D))
+        mbarrier.wait(S_empty, parity)
+        mbarrier.expect(S_full, 2 * HALF * D * 2)
+        tma.async_copy_global_to_shared(S_tiles, [chunk * D, 0], S_full, S_buffer.index(0))
+        tma.async_copy_global_to_shared(S_tiles, [chunk * D + HALF, 0], S_full, S_buffer.index(1))
+        if c > 0:
+            copy_stage(tiles, buffers, bars, gates, beta, G, where, token - C, chunk - HV, n + 1, DECAY)
+
+
+@jit
+def walk(
+    dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, PART: gl.constexpr,
+    DECAY: gl.constexpr,
+):  # fmt: skip
+    """Carry dS of half of the value channels, `[HALF, D]`, from the last chunk to the first, and make Z and dv of each.
+
+    dv is `beta o Z`, but of tokens with a small beta Z itself (`small_steps_kernel`).
+    With decay also `<S, dS>` of the state that enters each chunk, a sum per value channel.
+    """
+    k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
+    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = bars
+    scale, row, head, column, key_column, slot, T, HV, NC, ZERO = where
+    DTYPE: gl.constexpr = k_buffer.dtype
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    CHUNK_LEFT: gl.constexpr = gl.DotOperandLayout(0, CHUNK, 2)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, CHUNK)
+    zero = gl.full([HALF, C], 0.0, gl.float32, CHUNK)
+    o_v = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(1, STATE))
+    o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
+    o_state = (row * HV + head).to(gl.int64) * (D * D) + o_k[None, :] * D + o_v[:, None]
+    if d_final is None:
+        dS = gl.full([HALF, D], 0.0, gl.float32, STATE)
+    else:
+        dS = gl.load(d_final + o_state)
+    for n in range(NC):
+        s = n % 2
+        z = n * ZERO
+        parity = n & 1
+        rounded = dS.to(DTYPE)
+        chunk = (slot + (NC - 1 - n) * HV).to(gl.int64)
+        k = k_buffer.index(s)
+        if DECAY:
+            total = gl.exp2(gl.load(G + chunk * C + C - 1))
+        mbarrier.wait(full.index(s), (n // 2) & 1)
+        # dU = exit o (k dS) + P^T dO
+        left = gl.convert_layout(rounded, CHUNK_LEFT)
+        dU = warpgroup_mma(left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(dS_empty, parity ^ 1)
+        dS_buffer.index(PART + z).store(rounded)
+        fence_async_shared()
+        dU = warpgroup_mma_wait(0, deps=[dU])
+        dO = dO_buffer.index(s).slice(PART * HALF, HALF, dim=1).permute((1, 0)).load(CHUNK)
+        mbarrier.arrive(dS_full, count=1)  # dO is read too: `gradients` writes there
+        mbarrier.wait(AP_full, parity)
+        if DECAY:
+            dU = dU * gates.index(ROWS * s + EXIT).load(COLUMN)[None, :]
+        dU = warpgroup_mma(gl.convert_layout(dO, CHUNK_LEFT), P_buffer.permute((1, 0)), dU, is_async=True)
+        if DECAY:
+            entry = gates.index(ROWS * s + ENTRY).load(COLUMN)
+            dO = (dO.to(gl.float32) * (entry * scale)[None, :]).to(DTYPE)
+            dS = dS * total
+        else:
+            dO = (dO.to(gl.float32) * scale).to(DTYPE)
+        dU = warpgroup_mma_wait(0, deps=[dU])
+        # Z = A^T dU, dS' = total o dS + (scale entry o dO)^T q - (beta entry o Z)^T k
+        left = gl.convert_layout(dU.to(DTYPE), CHUNK_LEFT)
+        Z = warpgroup_mma(left, A_buffer.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(q_full, parity)
+        dS = warpgroup_mma(gl.convert_layout(dO, STATE_LEFT), q_buffer.index(0), dS, is_async=True)
+        Z, dS = warpgroup_mma_wait(0, deps=[Z, dS])
+        mbarrier.arrive(AP_empty, count=1)
+        mbarrier.arrive(q_empty, count=1)
+        steps = gates.index(ROWS * s + STEP).load(COLUMN)
+        if DECAY:
+            dX = (Z * (-steps * gates.index(ROWS * s + ENTRY).load(COLUMN))[None, :]).to(DTYPE)
+        else:
+            dX = (Z * -steps[None, :]).to(DTYPE)
+        dS = warpgroup_mma(gl.convert_layout(dX, STATE_LEFT), k, dS, is_async=True)
+        tma.store_wait(0)
+        mbarrier.wait(Z_empty, parity ^ 1)
+        Z = Z * gl.where(steps > small_step(DTYPE), steps, 1.0)[None, :]
+        Z_buffer.index(PART + z).permute((1, 0)).store(Z.to(DTYPE))
+        fence_async_shared()
+        tile = as_tile(Z_buffer.index(PART + z), HALF)
+        tma.async_copy_shared_to_global(dv_tiles, [row, (NC - 1 - n) * C, column + PART * HALF], tile)
+        dS = warpgroup_mma_wait(0, deps=[dS])
+        mbarrier.arrive(Z_full, count=1)
+        mbarrier.arrive(empty.index(s), count=1)
+        if DECAY:
+            mbarrier.wait(S_full, parity)
+            part = gl.sum(dS * S_buffer.index(PART + z).load(STATE).to(gl.float32), 1)
+            gl.store(overlap + chunk * D + o_v, part)
+            mbarrier.arrive(S_empty, count=1)
+    if d_initial is not None:
+        gl.store(d_initial + o_state, dS)
+    tma.store_wait(0)
+
+
+@jit
+def decay_between(gates, s, z, ROW: gl.constexpr, COLUMN: gl.constexpr, DECAY: gl.constexpr):
+    """The decay from token j to token i, `[C, C]`, 0 for j > i; and the multiples of FAR that lie between i and j.
+
+    A minimum takes the place of masks, which would take a register for two elements.
+    """
+    between = gates.index(PLACES + z).load(ROW)[:, None] - gates.index(PLACES + z).load(COLUMN)[None, :]
+    if DECAY:
+        logs = gates.index(ROWS * s + LOG)
+        decay = gl.exp2(gl.minimum(logs.load(ROW)[:, None] - logs.load(COLUMN)[None, :], between))
+    else:
+        decay = gl.maximum(gl.minimum(between + FAR, 1.0), 0.0)
+    return decay, between
+
+
+@jit
+def gradients(
+    tiles, buffers, bars, gates, beta, dq, dk, d_beta, d_G, where, DECAY: gl.constexpr
+):  # fmt: skip
+    """All gradients of each chunk; dq and dk go to float32 tensors if there are `dq` and `dk`.
+
+    dq is put down in the buffer of dO and dk in that of U, when nobody reads these any more.
+    """
+    q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
+    k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
+    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = bars
+    scale, row, head, column, key_column, slot, T, HV, NC, ZERO = where
+    DTYPE: gl.constexpr = k_buffer.dtype
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    KEYS_LEFT: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, PAIRS)
+    KEY_ROW: gl.constexpr = gl.SliceLayout(1, KEYS)
+    zero = gl.full([C, C], 0.0, gl.float32, PAIRS)
+    zero_keys = gl.full([C, D], 0.0, gl.float32, KEYS)
+    o_c = gl.arange(0, C, ROW)
+    o_half = gl.arange(0, HALF, COLUMN)
+    for n in range(NC):
+        s = n % 2
+        z = n * ZERO
+        parity = n & 1
+        token = (NC - 1 - n) * C
+        chunk = slot + (NC - 1 - n) * HV
+        steps = gl.load(beta + chunk * C + o_c)
+        k, q, dO, U = k_buffer.index(s), q_buffer.index(z), dO_buffer.index(s), U_buffer.index(s)
+        W_P, W_L = W_buffer.index(0 + z), W_buffer.index(1 + z)
+        mbarrier.wait(full.index(s), (n // 2) & 1)
+        dP = warpgroup_mma(dO, U.permute((1, 0)), zero, use_acc=False, is_async=True)
+        decay, _ = decay_between(gates, s, z, ROW, COLUMN, DECAY)
+        dP = warpgroup_mma_wait(0, deps=[dP])
+        dP = (dP * decay * scale).to(DTYPE)
+
+        # What a key gets as the one that was written: exit o (U dS) + W_P^T q + W_L^T k
+        mbarrier.wait(dS_full, parity)
+        written = warpgroup_mma(
+            U.slice(0, HALF, dim=1), dS_buffer.index(0 + z), zero_keys, use_acc=False, is_async=True
+        )  # fmt: skip
+        written = warpgroup_mma(U.slice(HALF, HALF, dim=1), dS_buffer.index(1 + z), written, is_async=True)
+        W_P.store(dP)
+        fence_async_shared()
+        tma.store_wait(0)  # of the chunk before: the buffers of its dO and U are free
+        barrier()
+        if n > 0:
+            mbarrier.arrive(empty.index(s ^ 1), count=1)
+        mbarrier.wait(S_full, parity)
+        written = warpgroup_mma_wait(0, deps=[written])
+        mbarrier.arrive(dS_empty, count=1)
+        if DECAY:
+            written = written * gates.index(ROWS * s + EXIT).load(KEY_ROW)[:, None]
+        mbarrier.wait(q_full, parity)
+        written = warpgroup_mma(W_P.permute((1, 0)), q, written, is_async=True)
+
+        # dq = scale entry o (dO S) + W_P k, in two halves of the key channels
+        if DECAY:
+            dG = gl.full([C], 0.0, gl.float32, ROW)
+        for m in gl.static_range(2):
+            S0, S1 = S_buffer.index(0 + z).slice(64 * m, 64, dim=1), S_buffer.index(1 + z).slice(64 * m, 64, dim=1)
+            d_query = warpgroup_mma(dO.slice(0, HALF, dim=1), S0, zero, use_acc=False, is_async=True)
+            d_query = warpgroup_mma(dO.slice(HALF, HALF, dim=1), S1, d_query, is_async=True)
+            d_query, written = warpgroup_mma_wait(0, deps=[d_query, written])
+            if DECAY:
+                d_query = d_query * (gates.index(ROWS * s + ENTRY).load(ROW) * scale)[:, None]
+            else:
+                d_query = d_query * scale
+            d_query = warpgroup_mma(W_P, k.slice(64 * m, 64, dim=1), d_query, is_async=True)
+            d_query = warpgroup_mma_wait(0, deps=[d_query])
+            if DECAY:
+                dG += gl.sum(q.slice(64 * m, 64, dim=1).load(PAIRS).to(gl.float32) * d_query, 1)
+            if dq is None:
+                if m == 0:
+                    d_query_0 = d_query.to(DTYPE)
+                else:
+                    d_query_1 = d_query.to(DTYPE)
+            else:
+                tokens = (row * T + token + o_c) * HV + head
+                o_dq = tokens.to(gl.int64)[:, None] * D + (64 * m + o_half)[None, :]
+                gl.store(dq + o_dq, d_query, mask=(token + o_c < T)[:, None])
+        mbarrier.arrive(q_empty, count=1)
+        if dq is None:
+            barrier()  # the products of all warps with dO are done
+            dO.slice(0, 64, dim=1).store(d_query_0)
+            dO.slice(64, 64, dim=1).store(d_query_1)
+
+        mbarrier.wait(Z_full, parity)
+        Z0, Z1 = Z_buffer.index(0 + z), Z_buffer.index(1 + z)
+        ZU = warpgroup_mma(Z0, U.slice(0, HALF, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        ZU = warpgroup_mma(Z1, U.slice(HALF, HALF, dim=1).permute((1, 0)), ZU, is_async=True)
+        ZU = warpgroup_mma_wait(0, deps=[ZU])
+        decay, between = decay_between(gates, s, z, ROW, COLUMN, DECAY)
+        below = gl.maximum(gl.minimum(between, 1.0), 0.0) * decay
+        diagonal = gl.sum(ZU * (decay - below), 1)
+        rest = gl.where(steps > small_step(DTYPE), 1.0, steps)  # the factor of beta that Z lacks
+        W_L.store((ZU * below * -rest[:, None]).to(DTYPE))
+        fence_async_shared()
+        barrier()
+        if dq is None:
+            tma.async_copy_shared_to_global(dq_tiles, [row, token, column], as_tile(dO, D))
+        written = warpgroup_mma(W_L.permute((1, 0)), k, written, is_async=True)
+        d_step = diagonal / (steps * steps)
+        gl.store(d_beta + (row * T + token + o_c) * HV + head, d_step, mask=token + o_c < T)
+        written = warpgroup_mma_wait(0, deps=[written])
+        if DECAY:
+            as_written = gl.sum(k.load(KEYS).to(gl.float32) * written, 1)
+
+        # and as the one that asks: beta o (W_L k - entry o (Z S))
+        dk_sum = warpgroup_mma(W_L, k, written, is_async=True)
+        z0, z1 = Z0.load(PAIRS).to(gl.float32), Z1.load(PAIRS).to(gl.float32)
+        if DECAY:
+            rest = rest * gates.index(ROWS * s + ENTRY).load(ROW)
+        erase = -rest[:, None]
+        z0 = gl.convert_layout((z0 * erase).to(DTYPE), KEYS_LEFT)
+        z1 = gl.convert_layout((z1 * erase).to(DTYPE), KEYS_LEFT)
+        dk_sum = warpgroup_mma(z0, S_buffer.index(0 + z), dk_sum, is_async=True)
+        dk_sum = warpgroup_mma(z1, S_buffer.index(1 + z), dk_sum, is_async=True)
+        dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
+        mbarrier.arrive(Z_empty, count=1)
+        mbarrier.arrive(S_empty, count=1)
+        if DECAY:
+            both = gl.sum(k.load(KEYS).to(gl.float32) * dk_sum, 1)
+            dG += gl.convert_layout(both - 2.0 * as_written, ROW)
+            gl.store(d_G + (row * T + token + o_c) * HV + head, dG, mask=token + o_c < T)
+        if dk is None:
+            U.store(dk_sum.to(DTYPE))
+        else:
+            o_token = token + gl.arange(0, C, KEY_ROW)
+            o_dk = ((row * T + o_token).to(gl.int64) * HV + head)[:, None] * D
+            o_dk += gl.arange(0, D, gl.SliceLayout(0, KEYS))[None, :]
+            gl.store(dk + o_dk, dk_sum, mask=(o_token < T)[:, None])
+        fence_async_shared()
+        barrier()
+        if dk is None:
+            tma.async_copy_shared_to_global(dk_tiles, [row, token, column], as_tile(U, D))
+    tma.store_wait(0)
+
+
+@jit(do_not_specialize=["T", "H", "HV", "ZERO"])
+def backward_kernel(
+    q_tiles,
+    k_tiles,
+    dO_tiles,
+    U_tiles,
+    AP_tiles,
+    S_tiles,
+    dq_tiles,
+    dk_tiles,
+    dv_tiles,
+    beta,
+    G,
+    large_gain,
+    dq,
+    dk,
+    d_beta,
+    d_G,
+    overlap,
+    d_final,
+    d_initial,
+    left,
+    scale,
+    T,
+    H,
+    HV,
+    ZERO,
+    DECAY: gl.constexpr,
+    WALK_REGISTERS: gl.constexpr,
+    GRADIENT_REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
+):
+    """All gradients of one value head of one sequence; grid (B * HV).
+
+    The last arguments are descriptors' tiles: `[C, D]` of q, k, dO, U, dq and dk, `[C, HALF]` of AP and dv, `[HALF, D]`
+    of S. With `large_gain` a head with a flagged chunk is left to other kernels, and `left` (int32 `[B * HV]`) says so.
+    ZERO is 0: an index with `n * ZERO` is not known to the compiler, which would keep every address in a register.
+    """
+    DTYPE: gl.constexpr = k_tiles.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    program = gl.program_id(0)
+    i_b, i_h = program // HV, program % HV
+    column, key_column = i_h * D, i_h // (HV // H) * D
+    NC = gl.cdiv(T, C)
+    slot = i_b * NC * HV + i_h
+    if large_gain is not None:
+        o_flag = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))  # all of them in every warp
+        found = 0
+        for start in range(0, NC, 32):
+            chunk = start + o_flag
+            flags = gl.load(large_gain + slot + chunk.to(gl.int64) * HV, mask=chunk < NC, other=0)
+            found = gl.maximum(found, gl.max(flags, 0))
+        gl.store(left + program, found)
+        NC = gl.where(found != 0, 0, NC)
+    k_buffer = gl.allocate_shared_memory(DTYPE, [2, C, D], TILE)
+    dO_buffer = gl.allocate_shared_memory(DTYPE, [2, C, D], TILE)
+    U_buffer = gl.allocate_shared_memory(DTYPE, [2, C, D], TILE)
+    q_buffer = gl.allocate_shared_memory(DTYPE, [1, C, D], TILE)
+    S_buffer = gl.allocate_shared_memory(DTYPE, [2, HALF, D], TILE)
+    A_buffer = gl.allocate_shared_memory(DTYPE, [C, C], TILE)
+    P_buffer = gl.allocate_shared_memory(DTYPE, [C, C], TILE)
+    dS_buffer = gl.allocate_shared_memory(DTYPE, [2, HALF, D], TILE)
+    Z_buffer = gl.allocate_shared_memory(DTYPE, [2, C, HALF], TILE)
+    W_buffer = gl.allocate_shared_memory(DTYPE, [2, C, C], TILE)
+    gates = gl.allocate_shared_memory(gl.float32, [2 * ROWS + 1, C], VECTOR)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    single = gl.allocate_shared_memory(gl.int64, [10, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(2):
+        mbarrier.init(full.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=3)
+    # full and empty: q, S, A and P, dS, Z
+    mbarrier.init(single.index(0), count=1)
+    mbarrier.init(single.index(1), count=3)
+    mbarrier.init(single.index(2), count=1)
+    mbarrier.init(single.index(3), count=1 + 2 * DECAY)
+    mbarrier.init(single.index(4), count=1)
+    mbarrier.init(single.index(5), count=2)
+    mbarrier.init(single.index(6), count=2)
+    mbarrier.init(single.index(7), count=1)
+    mbarrier.init(single.index(8), count=2)
+    mbarrier.init(single.index(9), count=1)
+    gates.index(PLACES).store(gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0])).to(gl.float32) * FAR)
+    fence_async_shared()
+    tiles = (q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles)
+    buffers = (k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer)
+    bars = (
+        full, empty, single.index(0), single.index(1), single.index(2), single.index(3), single.index(4),
+        single.index(5), single.index(6), single.index(7), single.index(8), single.index(9),
+    )  # fmt: skip
+    where = (scale, i_b, i_h, column, key_column, slot, T, HV, NC, ZERO)
+    # Constants in a tuple would become run-time values, so the arguments stand here.
+    gl.warp_specialize(
+        [
+            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, 0, DECAY)),
+            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, 1, DECAY)),
+            (gradients, (tiles, buffers, bars, gates, beta, dq, dk, d_beta, d_G, where, DECAY)),
+            (copies, (tiles, buffers, bars, gates, beta, G, where, DECAY)),
+        ],
+        [4, 4, 1],
+        [WALK_REGISTERS, GRADIENT_REGISTERS, COPY_REGISTERS],
+    )

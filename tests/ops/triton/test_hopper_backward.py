@@ -1,0 +1,190 @@
+"""The fused backward on Hopper: compiled for sm_90a without a GPU, and its results on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+
+from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs  # noqa: E402
+from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
+from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
+from ops.triton.test_hopper import Call, launched_kernels, no_kernels, sizes  # noqa: E402
+
+from deltazoo.ops import DeltaRuleOutput, delta_rule  # noqa: E402
+from deltazoo.ops.triton.hopper import support  # noqa: E402
+from deltazoo.ops.triton.hopper.support import MISSING, backward_refusal  # noqa: E402
+from deltazoo.ops.triton.plan import plan_for  # noqa: E402
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+on_hopper = pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
+DECAYS = ("none", "scalar")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(decay=0, strict=False),
+        Call(decay=1, strict=False, state=False),
+        Call(decay=0, dtype=torch.float16),
+        Call(decay=1),
+    ],
+    ids=str,
+)
+def test_compiles_with_products_in_flight(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = {kernel.fn.__name__: (kernel, arguments) for kernel, arguments in call.launches(monkeypatch)}
+    assert launches.keys() == {"hopper_scan_kernel", "backward_kernel"}
+    scan = compile_kernel(*launches["hopper_scan_kernel"])
+    assert scan.spilled == 0 and scan.shared <= SHARED_MEMORY and not scan.warnings
+    compiled = compile_kernel(*launches["backward_kernel"])
+    print(compiled)
+    # What the loop does not change, most of it.
+    assert compiled.spilled <= 420
+    assert compiled.shared <= SHARED_MEMORY
+    assert not compiled.warnings
+
+
+def test_says_why_a_call_takes_several_kernels() -> None:
+    many = dict(q=torch.Size([64, 256, 2, 128]), v=torch.Size([64, 256, 4, 128]))
+    assert backward_refusal(sizes(**many)) is None and sizes(**many).fused_backward
+    assert not sizes(**many, gluon=False).fused_backward
+    refused = {
+        "inputs are float32": dict(half=False),
+        "decay is per channel": dict(decay=2),
+        "the erase reads by another key, or before the decay": dict(undecayed=True),
+        "precision is strict": dict(strict=True),
+        "there are few heads": dict(q=torch.Size([2, 256, 2, 128]), v=torch.Size([2, 256, 4, 128])),
+    }
+    for reason, changes in refused.items():
+        assert backward_refusal(sizes(**many | changes)) == reason
+
+
+@pytest.fixture(autouse=True)
+def few_heads_suffice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small cases take the fused backward too, where the fixture is not overruled."""
+    monkeypatch.setattr(support, "MIN_HEADS", support.MIN_HEADS if no_kernels() else 1)
+    plan_for.cache_clear()
+    yield
+    plan_for.cache_clear()
+
+
+def shaped(name: str, **options: object) -> DeltaRuleCase:
+    options = {"B": 2, "T": 256, "H": 2, "K": 128, "V": 128, "beta": 0.9, "initial_state": True} | options
+    return DeltaRuleCase(name, **options)  # type: ignore[arg-type]
+
+
+def assert_right(inputs: DeltaRuleInputs, **options: Any) -> None:
+    assert "backward_kernel" in launched_kernels(inputs, **options)
+    actual = results_and_gradients(delta_rule, inputs, backend="triton", **options)
+    exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
+    plain = results_and_gradients(delta_rule, inputs, backend="chunkwise")
+    # Four rounded operands lie between input and result: state, inverse, corrections, scores.
+    assert_within_reference(actual, exact, plain, inputs, rounding=inputs.q.dtype, floor=4.0)
+
+
+CASES = [
+    *(shaped(f"{decay}_tokens_{T}", T=T, decay=decay) for decay in DECAYS for T in (1, 64, 77, 128, 1024)),
+    *(shaped(f"{decay}_fresh", B=3, H=5, decay=decay, initial_state=False) for decay in DECAYS),
+    *(shaped(f"{decay}_groups", T=200, groups=3, decay=decay) for decay in DECAYS),
+    *(shaped(f"scalar_decay_{g}", decay="scalar", log_decay=g) for g in (0.0, -1e-4, -5.0, -50.0, "mixed", "reset")),
+    *(shaped(f"{decay}_beta_{beta}", decay=decay, beta=beta) for decay in DECAYS for beta in (0.0, 0.01, 0.5, 1.0)),
+    *(shaped(f"{decay}_correlated", decay=decay, keys="correlated", beta=0.9) for decay in DECAYS),
+    *(shaped(f"{decay}_some_zero_keys", decay=decay, keys="some_zero", beta="uniform") for decay in DECAYS),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.gpu
+@on_hopper
+def test_agrees_with_the_reference(case: DeltaRuleCase, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and case.log_decay == -50.0:
+        pytest.skip("what this decay leaves of a state's gradient is below float16's range")
+    assert_right(case.make(device="cuda", dtype=dtype))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.gpu
+@on_hopper
+def test_step_sizes_of_every_size_and_zero(decay: str) -> None:
+    inputs = shaped("step_sizes", T=300, decay=decay).make(device="cuda", dtype=torch.bfloat16)
+    beta = inputs.beta
+    beta.copy_(10 ** (-12 * torch.rand(beta.shape, generator=torch.Generator().manual_seed(0))))
+    beta[:, ::7] = 0
+    assert_right(inputs, precision="fast")
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.gpu
+@on_hopper
+def test_heads_with_a_large_gain_are_left_to_plain_kernels(decay: str, groups: int) -> None:
+    inputs = shaped("some", T=320, groups=groups, decay=decay).make(device="cuda", dtype=torch.bfloat16)
+    usual = results_and_gradients(delta_rule, inputs, backend="triton")
+    inputs.beta[0, 100, 0], inputs.beta[1, 319, 1] = 1.9, 1.5
+    assert_right(inputs)
+    changed = results_and_gradients(delta_rule, inputs, backend="triton")
+    for row, head in ((0, 1), (1, 0)):  # the heads beside them
+        assert torch.equal(usual["d_v"][row, :, head], changed["d_v"][row, :, head])
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("beta", [0.5, 0.98])
+@pytest.mark.gpu
+@on_hopper
+def test_repeated_keys(beta: float, decay: str) -> None:
+    case = shaped("repeated", T=2048, H=4, keys="same", beta=beta, decay=decay, log_decay=-1e-3)
+    inputs = case.make(device="cuda", dtype=torch.bfloat16)
+    assert "backward_kernel" in launched_kernels(inputs)
+    actual = results_and_gradients(delta_rule, inputs, backend="triton")
+    exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
+    assert max(relative_errors(actual, exact, inputs).values()) < 0.05
+
+
+class Call_:
+    """A recorded call, and its gradients by way of autograd."""
+
+    def __init__(self, decay: str, compiled: bool = False, recomputed: bool = False) -> None:
+        inputs = shaped("call", decay=decay).make(device="cuda", dtype=torch.bfloat16)
+        self.leaves = {name: x.clone().requires_grad_() for name, x in inputs.leaves().items()}
+        self.d_results = (inputs.d_output, inputs.d_final_state)
+
+        def call(*leaves: Tensor) -> DeltaRuleOutput:
+            return delta_rule(**dict(zip(self.leaves, leaves, strict=True)), backend="triton")
+
+        if compiled:
+            torch.compiler.reset()
+            call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        arguments = tuple(self.leaves.values())
+        self.results = tuple(checkpoint(call, *arguments, use_reentrant=False) if recomputed else call(*arguments))
+
+    def gradients(self, retain_graph: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.results, list(self.leaves.values()), self.d_results, retain_graph=retain_graph)
+
+
+def all_equal(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.gpu
+@on_hopper
+def test_same_bits_every_time_and_every_way(decay: str) -> None:
+    expected = Call_(decay).gradients()
+    twice = Call_(decay)
+    for retain_graph in (True, True, False):
+        assert all_equal(twice.gradients(retain_graph), expected)
+    assert all_equal(Call_(decay, recomputed=True).gradients(), expected)
+    assert all_equal(Call_(decay, compiled=True).gradients(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = Call_(decay).gradients()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all_equal(captured, expected)
