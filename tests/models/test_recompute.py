@@ -238,6 +238,10 @@ def test_what_is_kept_around_kernels(monkeypatch):
     monkeypatch.setattr(layers.mlp, "liger_swiglu", like_first)
     monkeypatch.setattr(layers.short_convolution, "fused_short_conv", lambda x, weight, *_, **__: like_first(x, weight))
 
+    like_three = saving_its_inputs([0, 1, 2])
+    three = lambda inputs, weights, **_: like_three(*inputs, *weights)  # noqa: E731
+    monkeypatch.setattr(layers.short_convolution, "fused_short_convs", three)
+
     def rule(q, k, v, beta, *_, **__):
         return DeltaRuleOutput(like_third(q, k, v, beta), None)
 

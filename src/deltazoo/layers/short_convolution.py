@@ -11,7 +11,7 @@ from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, PaddedSequences, Sequences
 from deltazoo.layers.state import StateAccess, is_decoding_step
-from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step
+from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step, fused_short_convs
 
 __all__ = ["Convolutions", "ShortConvolution", "activation_function", "convolve", "convolve_token", "depthwise_sum"]
 
@@ -136,7 +136,7 @@ class ShortConvolution(nn.Module):
         packed = sequences if isinstance(sequences, PackedSequences) else None
         return fused_short_conv(
             x,
-            weight[:, 0],
+            weight.squeeze(1),
             None if state is None else self._past(x, state, sequences).transpose(1, 2),
             sequence=None if packed is None else packed.index,
             cu_seqlens=None if packed is None else packed.cu_seqlens,
@@ -232,6 +232,9 @@ def convolve(
             (q, k, v), state = convolve_token(convolutions, (q, k, v), state, inplace=past.in_place)
             return q, k, v, state
         q_past, k_past, v_past = state.split(widths, dim=1)
+    elif not past.wanted and _fuse_together(convolutions, (q, k, v), sequences):
+        together = partial(_convolve_together, heads=tuple([c.unit_heads for c in convolutions]), sequences=sequences)
+        return *recomputable(together, q, k, v, *[convolution.weight for convolution in convolutions]), None
     q_conv, k_conv, v_conv = convolutions
     q, q_state = q_conv(q, q_past, sequences, with_state=past.wanted)
     k, k_state = k_conv(k, k_past, sequences, with_state=past.wanted)
@@ -244,6 +247,28 @@ def _checked_state(state: Tensor | None, channels: int) -> Tensor:
         shape = None if state is None else tuple(state.shape)
         raise ValueError(f"the convolution state must have shape [N, {channels}, conv_size - 1], got {shape}")
     return state
+
+
+def _fuse_together(convolutions: Convolutions, inputs: tuple[Tensor, ...], sequences: Sequences) -> bool:
+    """Whether one call of the kernels' function may take the place of the modules' calls."""
+    if torch.compiler.is_compiling() or isinstance(sequences, PaddedSequences) or not inputs[0].numel():
+        return False
+    return _can_join(convolutions, inputs[0]) and all(
+        convolution.fuses(x) and x.dtype == inputs[0].dtype for convolution, x in zip(convolutions, inputs, strict=True)
+    )
+
+
+def _convolve_together(
+    q: Tensor, k: Tensor, v: Tensor, *weights: Tensor, heads: tuple[int, ...], sequences: Sequences
+) -> tuple[Tensor, Tensor, Tensor]:
+    packed = sequences if isinstance(sequences, PackedSequences) else None
+    return fused_short_convs(
+        (q, k, v),
+        tuple([weight.squeeze(1) for weight in weights]),  # type: ignore[arg-type]
+        sequence=None if packed is None else packed.index,
+        cu_seqlens=None if packed is None else packed.cu_seqlens,
+        head_dims=heads,  # type: ignore[arg-type]
+    )
 
 
 def _can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "fused_rms_norm_linear",
     "fused_short_conv",
     "fused_short_conv_step",
+    "fused_short_convs",
     "fused_softplus_decay",
     "fused_swiglu",
     "fused_swiglu_linear",
@@ -81,6 +82,33 @@ def fused_short_conv(
     from deltazoo.ops.fused.kernels.short_conv_operator import short_conv
 
     return short_conv(x, weight, past, sequence, cu_seqlens, head_dim, eps)
+
+
+def fused_short_convs(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor],
+    *,
+    sequence: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    head_dims: tuple[int, int, int] = (0, 0, 0),
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fused_short_conv` of queries, keys and values, one function for autograd: the host has a third of the work.
+
+    Args:
+        inputs: three `[B, T, C_i]` float32, bfloat16 or float16.
+        weights: three `[C_i, W]`.
+        sequence, cu_seqlens: as of `fused_short_conv`.
+        head_dims: `head_dim` of each.
+        eps: see `fused_short_conv`.
+
+    Raises:
+        NotImplementedError, ValueError: as `fused_short_conv`.
+    """
+    _require_triton(*inputs, *weights, sequence, cu_seqlens)
+    from deltazoo.ops.fused.kernels.short_conv_operator import short_convs
+
+    return short_convs(*inputs, *weights, sequence, cu_seqlens, *head_dims, eps)
 
 
 def fused_short_conv_step(

@@ -16,7 +16,7 @@ from deltazoo.ops.fused.kernels.sum_of_parts import sum_of_parts
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
-__all__ = ["short_conv"]
+__all__ = ["short_conv", "short_convs"]
 
 _CHANNELS = 128
 """Channels of one program without a norm over heads."""
@@ -103,3 +103,49 @@ short_conv = DifferentiableOperator(
     refusal=REFUSAL,
 )
 """`short_conv(x, weight, past, sequence, cu_seqlens, head_dim, eps)`, see `deltazoo.ops.fused.fused_short_conv`."""
+
+
+def _forward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, q_head, k_head, v_head, eps):
+    calls = zip((q, k, v), (q_weight, k_weight, v_weight), (q_head, k_head, v_head), strict=True)
+    return tuple([_forward(x, weight, None, sequence, cu_seqlens, head, eps) for x, weight, head in calls])
+
+
+def _backward_three(
+    q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens, q_head, k_head, v_head, eps, d_q, d_k, d_v
+):
+    weights, heads = (q_weight, k_weight, v_weight), (q_head, k_head, v_head)
+    calls = zip((q, k, v), weights, heads, (d_q, d_k, d_v), strict=True)
+    gradients = [_backward(x, weight, None, sequence, cu_seqlens, head, eps, d) for x, weight, head, d in calls]
+    return *(d_x for d_x, _ in gradients), *(d_weight for _, d_weight in gradients)
+
+
+def _save_three(ctx, inputs, results):
+    *tensors, ctx.q_head, ctx.k_head, ctx.v_head, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients_of_three(backward, ctx, *d_results):
+    gradients = backward(*ctx.saved_tensors, ctx.q_head, ctx.k_head, ctx.v_head, ctx.eps, *d_results)
+    return *gradients, None, None, None, None, None, None
+
+
+_THREE = (
+    "Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, Tensor v_weight, Tensor? sequence, "
+    "Tensor? cu_seqlens, int q_head, int k_head, int v_head, float eps"
+)
+
+short_convs = DifferentiableOperator(
+    f"short_convs({_THREE}) -> (Tensor, Tensor, Tensor)",
+    _forward_three,
+    fake=lambda *inputs: tuple([x.new_empty(x.shape) for x in inputs[:3]]),
+    backward=Operator(
+        f"short_convs_backward({_THREE}, Tensor d_q, Tensor d_k, Tensor d_v)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _backward_three,
+        fake=lambda *inputs: tuple([x.new_empty(x.shape) for x in inputs[:6]]),
+    ),
+    save=_save_three,
+    gradients=_gradients_of_three,
+    refusal=REFUSAL,
+)
+"""`short_convs(...)`, see `deltazoo.ops.fused.fused_short_convs`."""
