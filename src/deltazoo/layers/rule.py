@@ -128,7 +128,7 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
         `[B, T, HV]` float32, such that no transition expands the state.
     """
     function = function_of("step_size", spec.step_size, step_size.STEP_SIZES)
-    beta = recomputable(function, b, k)
+    beta = step_size.euler(b) if function is step_size.euler else recomputable(function, b, k)
     if allow_neg_eigval:
         beta = 2 * beta
     if allow_neg_eigval or step_size.may_expand(function, unit_keys=spec.normalize_k):
