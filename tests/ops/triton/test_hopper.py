@@ -85,7 +85,6 @@ CALLS = [
     Call(decay=2, dtype=torch.float16),
     Call(decay=1, erase_key=True, few=True),
     Call(decay=2, few=True, state=False),
-    Call(decay=1, packed=True),
     Call(decay=0, segmented=True, dtype=torch.float16),
 ]
 
@@ -120,6 +119,7 @@ def test_says_why_a_call_is_left_to_plain_triton() -> None:
         "inputs are float32": dict(half=False),
         "there are no step sizes": dict(has_beta=False),
         "tokens have several micro-steps": dict(num_micro_steps=2, v=torch.Size([2, 512, 4, 128])),
+        "rows are packed": dict(q=torch.Size([1, 256, 2, 128]), v=torch.Size([1, 256, 4, 128]), sequences=2),
         "there are more chunks than 32-bit coordinates address": dict(
             q=torch.Size([2**12, 2**16, 2, 128]), v=torch.Size([2**12, 2**16, 4, 128])
         ),
@@ -186,8 +186,6 @@ CASES = [
         shaped(f"{decay}_undecayed", T=200, decay=decay, erase="gated", erase_reads="undecayed")
         for decay in DECAYS[1:]
     ),
-    *(shaped(f"{decay}_packed", lengths=(0, 1, 69, 64, 0, 200, 3), groups=2, decay=decay) for decay in DECAYS),
-    *(shaped(f"{decay}_packed_fresh", H=8, lengths=(70,) * 10, decay=decay, initial_state=False) for decay in DECAYS),
     *(shaped(f"{decay}_segments", B=1, T=4230, H=1, decay=decay, log_decay=-0.002, beta=0.5) for decay in DECAYS),
 ]  # fmt: skip
 

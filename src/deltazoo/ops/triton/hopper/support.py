@@ -115,6 +115,8 @@ def refusal(plan: Plan) -> str | None:
         return "there are no step sizes"
     if plan.num_micro_steps > 1:
         return "tokens have several micro-steps"
+    if plan.packed:
+        return "rows are packed"
     if plan.slots >= MAX_ROWS:
         return "there are more chunks than 32-bit coordinates address"
     return None
