@@ -190,16 +190,13 @@ class _FusedBlock:
         mixed = token_product(
             x[0], self._into_mixer.weight, norm_weight=self._norm.weight, norm_eps=self._norm.eps,
             convolution=self._convolution(state), dtype=torch.float32,
-            coming=(state.recurrent, self._mixer.o_proj.weight, self._into_mlp.weight),
         )  # fmt: skip
         z, norm = self._rule(mixed, state)
         x = token_product(z, self._mixer.o_proj.weight, head_norm=norm, residual=x[0])
         h = token_product(
-            x, self._into_mlp.weight, norm_weight=self._mlp_norm.weight, norm_eps=self._mlp_norm.eps, glu=True,
-            coming=(self._mlp.down_proj.weight,),
-        )  # fmt: skip
-        following = () if self.following is None else (self.following._into_mixer.weight,)
-        return token_product(h, self._mlp.down_proj.weight, residual=x, coming=following)[None]
+            x, self._into_mlp.weight, norm_weight=self._mlp_norm.weight, norm_eps=self._mlp_norm.eps, glu=True
+        )
+        return token_product(h, self._mlp.down_proj.weight, residual=x)[None]
 
     def _step_rows(self, x: Tensor, state: MixerState) -> Tensor:
         from deltazoo.ops.fused.kernels.row_product import row_product

@@ -132,18 +132,17 @@ def token_of(part: str) -> None:
     """The products of one row in a 374 M model."""
     x, norm = empty(1, 1024), {"norm_weight": empty(1024), "norm_eps": 1e-5}
     weight = {"mixer": empty(3080, 1024), "o": empty(1024, 1024), "mlp": empty(5632, 1024), "down": empty(1024, 2816)}
-    coming = empty(1, 8, 128, 128, dtype=torch.float32), weight["o"], weight["mlp"]
     wide = torch.float32
     if part == "mixer":
-        options = {"convolution": convolution(1), "dtype": wide, "coming": coming}
+        options = {"convolution": convolution(1), "dtype": wide}
         token_product.token_product(x, weight[part], **norm, **options)  # type: ignore[arg-type]
     elif part == "o":
         heads = token_norms.HeadNorm(empty(1, 8, 8, dtype=wide), 128, 1e-5)
         token_product.token_product(empty(1, 1024, dtype=wide), weight[part], head_norm=heads, residual=x)
     elif part == "mlp":
-        token_product.token_product(x, weight[part], **norm, glu=True, coming=(weight["down"],))  # type: ignore[arg-type]
+        token_product.token_product(x, weight[part], **norm, glu=True)  # type: ignore[arg-type]
     else:
-        token_product.token_product(empty(1, 2816), weight[part], residual=x, coming=(weight["mixer"],))
+        token_product.token_product(empty(1, 2816), weight[part], residual=x)
 
 
 def apply_rule(rows: int, gate: str, V: int) -> None:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["launch_options", "launches_ahead", "next_power_of_2", "prefetch_rows", "prefetch_share", "wait_for_inputs"]
+__all__ = ["launch_options", "launches_ahead", "next_power_of_2", "prefetch_rows", "wait_for_inputs"]
 
 
 @triton.jit
@@ -28,35 +28,22 @@ def wait_for_inputs(AHEAD: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(addresses, mask):
-    """Ask for lines of 128 bytes to be brought into the L2 cache."""
+def prefetch_rows(weight, columns, N: tl.constexpr, start, LENGTH: tl.constexpr, K: tl.constexpr, LINE: tl.constexpr,
+                  LINES: tl.constexpr):  # fmt: skip
+    """Ask for channels `start` to `start + LENGTH` of rows of a matrix `[N, K]` to be brought into the L2 cache, in
+    lines of `LINE` elements, 128 bytes."""
+    inner = tl.arange(0, LINES) * LINE
+    channels = start + inner
+    addresses = weight + columns[:, None].to(tl.int64) * K + channels[None, :]
+    known = (columns < N)[:, None] & ((channels < K) & (inner < LENGTH))[None, :]
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
-        [addresses, mask.to(tl.int32)],
+        [addresses, known.to(tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def prefetch_rows(weight, columns, N: tl.constexpr, start, LENGTH: tl.constexpr, K: tl.constexpr, LINE: tl.constexpr,
-                  LINES: tl.constexpr):  # fmt: skip
-    """Prefetch channels `start` to `start + LENGTH` of rows of a matrix `[N, K]`, in lines of `LINE` elements."""
-    channels = start + tl.arange(0, LINES) * LINE
-    known = (channels < K) & (tl.arange(0, LINES) * LINE < LENGTH)
-    addresses = weight + columns[:, None].to(tl.int64) * K + channels[None, :]
-    _prefetch(addresses, (columns < N)[:, None] & known[None, :])
-
-
-@triton.jit
-def prefetch_share(x, LINES: tl.constexpr, LINE: tl.constexpr, program, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Prefetch one program's share of a contiguous tensor of so many lines, each of `LINE` elements."""
-    SHARE: tl.constexpr = (LINES + PROGRAMS - 1) // PROGRAMS
-    lanes = tl.arange(0, BLOCK)
-    lines = program * SHARE + lanes
-    _prefetch(x + lines.to(tl.int64) * LINE, (lanes < SHARE) & (lines < LINES))
 
 
 @lru_cache

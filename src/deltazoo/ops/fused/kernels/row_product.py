@@ -90,7 +90,7 @@ def choose_tile(R: int, N: int, K: int) -> Tile:
     """The tile for a product of R rows, in at most 96 KiB of shared memory, which every supported GPU has."""
     rows = min(64, max(16, next_power_of_2(R)))
     outputs = 64 if N > 2048 else 32
-    parts = max(1, min(8, round(128 / -(-N // outputs)), K // 256))
+    parts = max(1, min(8, round(256 / -(-N // outputs)), K // 256))  # about two programs per multiprocessor
     return Tile(rows, outputs, 128, parts, warps=4, stages=3)
 
 

@@ -20,7 +20,6 @@ from deltazoo.ops.fused.kernels.launch_ahead import (
     launch_options,
     launches_ahead,
     next_power_of_2,
-    prefetch_share,
     wait_for_inputs,
 )
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
@@ -43,9 +42,6 @@ def token_product_kernel(
     v_taps,
     window,
     y,  # [R, N]
-    coming,  # tensors that later kernels read, or None
-    coming_2,
-    coming_3,
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -60,13 +56,6 @@ def token_product_kernel(
     BW: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    LINES: tl.constexpr,  # 128 bytes each, of the three
-    LINES_2: tl.constexpr,
-    LINES_3: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_2: tl.constexpr,
-    BLOCK_3: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     HALF: tl.constexpr = weight.dtype.element_ty != tl.float32
@@ -85,29 +74,6 @@ def token_product_kernel(
         older, older_taps, newest_tap = load_windows(
             q_taps, k_taps, v_taps, window, tl.program_id(1), columns, CQ, CK, CV, W, BW
         )
-    if AHEAD:
-        if coming is not None:
-            prefetch_share(
-                coming, LINES, 1024 // coming.dtype.element_ty.primitive_bitwidth, tl.program_id(0), PROGRAMS, BLOCK
-            )
-        if coming_2 is not None:
-            prefetch_share(
-                coming_2,
-                LINES_2,
-                1024 // coming_2.dtype.element_ty.primitive_bitwidth,
-                tl.program_id(0),
-                PROGRAMS,
-                BLOCK_2,
-            )
-        if coming_3 is not None:
-            prefetch_share(
-                coming_3,
-                LINES_3,
-                1024 // coming_3.dtype.element_ty.primitive_bitwidth,
-                tl.program_id(0),
-                PROGRAMS,
-                BLOCK_3,
-            )
     wait_for_inputs(AHEAD)
 
     total = tl.zeros([BN], tl.float32)
@@ -156,14 +122,17 @@ class Tile(NamedTuple):
     outputs: int
     inner: int
     """Inner channels per block: all of them where they fit, loaded at once."""
-    warps: int = 8
+    warps: int
 
 
 @lru_cache(maxsize=1024)
-def choose_tile(K: int, itemsize: int) -> Tile:
-    """The tile of a product over K channels: at most 64 KiB of weights at once, 128 bytes of a row per thread."""
+def choose_tile(K: int, itemsize: int, convolves: bool) -> Tile:
+    """The tile of a product over K channels: at most 64 KiB of weights at once.
+
+    A convolution takes so many registers that with 8 warps not all programs of a 374 M model would fit at once.
+    """
     inner = min(next_power_of_2(K), 8192 // itemsize)
-    return Tile(8, inner)
+    return Tile(8, inner, warps=4 if convolves and inner * itemsize <= 2048 else 8)
 
 
 def token_product(
@@ -177,7 +146,6 @@ def token_product(
     convolution: Convolution | None = None,
     glu: bool = False,
     dtype: torch.dtype | None = None,
-    coming: tuple[Tensor, ...] = (),
     tile: Tile | None = None,
 ) -> Tensor:
     """A linear map of one token, and its neighbours in a block. No gradients: for inference.
@@ -194,7 +162,6 @@ def token_product(
         convolution: of the first outputs.
         glu: the result is `silu(gate) * up` of the two halves of the map.
         dtype: of the result; the weight's unless given.
-        coming: up to three tensors that the next kernels read, in their order: they are brought into the cache.
         tile: in place of `choose_tile`'s.
 
     Returns:
@@ -210,30 +177,22 @@ def token_product(
         (q_taps, k_taps, v_taps), window = convolution
         channels, width = (len(q_taps), len(k_taps), len(v_taps)), window.shape[-1] + 1
     heads = (1, 1) if squares is None else squares.shape[1:]
-    tile = tile or choose_tile(K, weight.element_size())
-    ahead = launches_ahead(x.device)
-    first, second, third = (*(coming if ahead else ()), None, None, None)[:3]
-    lines = tuple(0 if x is None else -(-x.nbytes // 128) for x in (first, second, third))
-    constants = _constants(R, N, K, glu, *heads, head_dim, eps, channels, width, tile, lines, ahead)
+    tile = tile or choose_tile(K, weight.element_size(), convolution is not None)
+    constants = _constants(R, N, K, glu, *heads, head_dim, eps, channels, width, tile, launches_ahead(x.device))
+    tensors = x, weight, norm_weight, squares, residual, q_taps, k_taps, v_taps, window, y
     with torch.cuda.device_of(x):
-        launch(
-            token_product_kernel, constants, x, weight, norm_weight, squares, residual, q_taps, k_taps, v_taps, window,
-            y, first, second, third,
-        )  # fmt: skip
+        launch(token_product_kernel, constants, *tensors)
     return y
 
 
 @lru_cache(maxsize=1024)
 def _constants(
     R: int, N: int, K: int, glu: bool, heads: int, parts: int, head_dim: int, eps: float,
-    channels: tuple[int, int, int], width: int, tile: Tile, lines: tuple[int, ...], ahead: bool,
+    channels: tuple[int, int, int], width: int, tile: Tile, ahead: bool,
 ) -> Constants:  # fmt: skip
     CQ, CK, CV = channels
-    programs = -(-N // tile.outputs)
-    first, second, third = (next_power_of_2(max(1, -(-n // programs))) for n in lines)
     return Constants(
-        programs, R, eps=eps, N=N, K=K, GLU=glu, HEADS=heads, HEAD_DIM=head_dim, PARTS=parts, CQ=CQ,
-        CK=CK, CV=CV, W=width, BW=next_power_of_2(width - 1), BN=tile.outputs, BK=tile.inner, LINES=lines[0],
-        LINES_2=lines[1], LINES_3=lines[2], BLOCK=first, BLOCK_2=second, BLOCK_3=third, PROGRAMS=programs, AHEAD=ahead,
+        -(-N // tile.outputs), R, eps=eps, N=N, K=K, GLU=glu, HEADS=heads, HEAD_DIM=head_dim, PARTS=parts, CQ=CQ,
+        CK=CK, CV=CV, W=width, BW=next_power_of_2(width - 1), BN=tile.outputs, BK=tile.inner, AHEAD=ahead,
         num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip
