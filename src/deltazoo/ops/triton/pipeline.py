@@ -260,6 +260,7 @@ def scan(
     plan = p.plan
     keys, chunks = scanned(p, kept)
     start, keep = 2 if v is None else int(initial is not None), states is not None
+    filled: list[Tensor | None] = [x for x in (output, U) if x is not None] or [None]  # what is not filled is ignored
     for strict in plan.scan_modes:
         if strict and plan.by_gain:  # this launch continues where the other one stopped
             start, initial = 1, final
@@ -268,7 +269,7 @@ def scan(
             continue
         launch(
             scan_kernel, plan.scan(start, v is not None, output is not None, keep, strict),
-            *keys, v, *chunks, output, U, states, initial, final, *p.sequence_offsets,
+            *keys, v, *chunks, filled[0], filled[-1], states, initial, final, *p.sequence_offsets,
         )  # fmt: skip
 
 
