@@ -180,10 +180,12 @@ def serves_forward(p: Problem) -> bool:
 def complete(p: Problem, stopped: Tensor, output: Tensor, final: Tensor) -> None:
     """The chunks that the fused forward pass left, with the strict kernels, from the states in `final`."""
     plan, kept = p.plan, Kept.empty(p.plan, p.q, keep=False)
+    strict_L = p.float32(plan.slots, CHUNK, CHUNK)
     launch(
         prepare_rest_kernel, plan.prepare_rest(),
-        p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain,
+        p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,
     )  # fmt: skip
+    launch(invert_kernel, plan.invert(), kept.large_gain, strict_L, kept.AP)
     keys, chunks = scanned(p, kept)
     launch(
         scan_kernel, plan.scan(1, True, True, False, True),

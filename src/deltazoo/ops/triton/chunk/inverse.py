@@ -147,8 +147,7 @@ def store_inverse(
 ):  # fmt: skip
     """Store the transposed inverse of a fast chunk, or L of a strict one, which `invert_kernel` inverts.
 
-    With BY_GAIN the erase gain decides, and the decision is stored in `large_gain` for later kernels. Without a
-    `strict_L` the inverse of a strict chunk is stored too.
+    With BY_GAIN the erase gain decides, and the decision is stored in `large_gain` for later kernels.
     """
     o_c = tl.arange(0, C)
     o_cc = slot * (C * C) + o_c[:, None] * C + o_c[None, :]
@@ -157,10 +156,7 @@ def store_inverse(
         large = gain > MAX_FAST_GAIN
         tl.store(large_gain + slot, large.to(tl.int32))
         if large:
-            if strict_L is None:
-                store_strict(L, AP, C)
-            else:
-                tl.store(strict_L + o_cc, L)
+            tl.store(strict_L + o_cc, L)
         else:
             store_fast(L, AP, C, PRECISION)
     elif STRICT:

@@ -142,6 +142,7 @@ def prepare_rest_kernel(
     chunk_beta,
     G,
     large_gain,
+    strict_L,
     chunks,
     scale,
     T,
@@ -158,8 +159,8 @@ def prepare_rest_kernel(
     """What `prepare_kernel` stores, of the chunks at which and after which a fused kernel stopped.
 
     `stopped [B, HV]` has the first such chunk of every head, or NT. It counts as one with a large erase gain, so that
-    the strict scan begins there. Few programs, each for up to 16 `chunks` of a head, and no second launch for strict
-    inverses, since nearly always there is nothing to do. Grid (HV, programs, B).
+    the strict scan begins there. Few programs, each for up to 16 `chunks` of a head, since nearly always there is
+    nothing to do. Grid (HV, programs, B).
     """
     i_h, start, i_b = tl.program_id(0), tl.program_id(1) * chunks, tl.program_id(2)
     begin = tl.load(stopped + i_b * HV + i_h)
@@ -169,7 +170,7 @@ def prepare_rest_kernel(
     for i_t in tl.range(tl.maximum(begin, start), end, num_stages=1):
         first, slot = i_b.to(tl.int64) * T + i_t * C, slots + tl.cast(i_t, tl.int64) * HV
         prepare_chunk(
-            q, k, None, beta, log_decay, AP, chunk_beta, G, large_gain, None, slot, first,
+            q, k, None, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first,
             tl.minimum(T - i_t * C, C), i_h, tl.where(i_t == begin, float("inf"), 0.0), scale, H, HV, K, BK, C, DECAY,
             True, False, True, 1, False, GROUPED, PRECISION,
         )  # fmt: skip

@@ -72,7 +72,7 @@ def _read_scalar(x, warps: gl.constexpr):
 @jit
 def copy_chunks(copied, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr):
     """Copy q, k and v of every chunk, and store its step sizes and factors of decay. One warp."""
-    tiles, rings, bars, factors, stop, beta, log_decay, scale, i_b, i_k, i_h, T, HV, NC = copied
+    tiles, rings, bars, factors, large, beta, log_decay, scale, i_b, i_k, i_h, T, HV, NC = copied
     q_tiles, k_tiles, v_tiles = tiles
     q_ring, k_ring, v_ring = rings
     full, empty = bars
@@ -90,8 +90,8 @@ def copy_chunks(copied, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.c
             g = gl.load(log_decay + base + o_t * HV, mask=m_t, other=0.0).to(gl.float32) * LOG2E
             g = gl.maximum(g, LOG2_FLOOR)
         mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-        if BY_GAIN:
-            end = gl.minimum(end, _read_scalar(stop, 1) + 1)
+        if BY_GAIN and c >= STAGES:
+            end = gl.where(_read_scalar(large.index(stage), 1) != 0, c, end)  # it stopped at chunk c - STAGES
         if c < end:
             bar = full.index(stage)
             mbarrier.expect(bar, 3 * C * D * 2)
@@ -136,7 +136,7 @@ def carry_state(
     carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr
 ):
     """The state of value channels `PART * 64` on, from chunk to chunk, and their outputs. Four warps."""
-    o_tiles, rings, bars, prepared, factors, stop, output, initial, final, scale, i_b, i_h, NC = carried
+    o_tiles, rings, bars, prepared, factors, large, output, initial, final, stopped, scale, i_b, i_h, NC = carried
     q_ring, k_ring, v_ring = rings
     full, empty = bars
     T_ring, L_ring, P_ring, ready = prepared
@@ -162,6 +162,7 @@ def carry_state(
     O_before = zero.to(DTYPE)
     c = 0
     end = NC
+    stopped_at = NC
     while c < end:
         stage = c % STAGES
         vectors = stage * VECTORS
@@ -183,7 +184,9 @@ def carry_state(
         mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
         O = warpgroup_mma_wait(0, deps=[O])
         if BY_GAIN:  # of a chunk that this kernel must not process, T is zero and the state stays as it is
-            end = gl.minimum(end, _read_scalar(stop, 4) + 1)
+            is_large = _read_scalar(large.index(stage), 4) != 0
+            end = gl.where(is_large, c + 1, end)
+            stopped_at = gl.where(is_large, c, stopped_at)
         U1 = warpgroup_mma(R1_left, T.slice(0, 32, dim=0).permute((1, 0)), none, use_acc=False, is_async=True)
         if DECAY:
             O = O * factors.index(vectors + OUTPUT).load(gl.SliceLayout(0, CHUNK))[None, :]
@@ -220,6 +223,8 @@ def carry_state(
         c += 1
     _store_output(o_tiles, [i_b, token, column], buffer, O_before)
     gl.store(final + o_state, S)
+    if BY_GAIN and PART == 0:
+        gl.store(stopped, stopped_at)
     tma.store_wait(0)
 
 
@@ -272,7 +277,7 @@ def hopper_forward_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [VECTORS * STAGES, C], VECTOR)
     order = gl.allocate_shared_memory(gl.float32, [C], VECTOR)
     gains = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
-    stop = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
+    large = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     diagonal = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     inverses = gl.allocate_shared_memory(DTYPE, [4, 16, 16], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -284,11 +289,12 @@ def hopper_forward_kernel(
         mbarrier.init(ready.index(n), count=1)
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     order.store(gl.arange(0, C, SPREAD).to(gl.float32) * 1073741824.0)
-    stop.store(gl.full([1], 0, gl.int32, SPREAD) + NC)
     fence_async_shared()
     barrier()
     state = i.to(gl.int64) * (D * D)
     final += state
+    if BY_GAIN:
+        stopped += i
     if INITIAL:
         initial += state
     tiles = (q_tiles, k_tiles, v_tiles)
@@ -296,17 +302,15 @@ def hopper_forward_kernel(
     bars = (full, empty)
     prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)
-    carried = (o_tiles, rings, bars, prepared, factors, stop, output, initial, final, scale, i_b, i_h, NC)
-    copied = (tiles, rings, bars, factors, stop, beta, log_decay, scale, i_b, i_k, i_h, T, HV, NC)
+    carried = (o_tiles, rings, bars, prepared, factors, large, output, initial, final, stopped, scale, i_b, i_h, NC)
+    copied = (tiles, rings, bars, factors, large, beta, log_decay, scale, i_b, i_k, i_h, T, HV, NC)
     gl.warp_specialize(
         [
             (carry_state, (carried, 0, DECAY, INITIAL, BY_GAIN, STAGES)),
             (carry_state, (carried, 1, DECAY, INITIAL, BY_GAIN, STAGES)),
-            (prepare_chunks, (rings, bars, prepared, factors, stop, scratch, scale, NC, DECAY, BY_GAIN, STAGES)),
+            (prepare_chunks, (rings, bars, prepared, factors, large, scratch, scale, NC, DECAY, BY_GAIN, STAGES)),
             (copy_chunks, (copied, DECAY, BY_GAIN, STAGES)),
         ],
         [4, 4, 1],
         [STATE_REGISTERS, PREPARE_REGISTERS, COPY_REGISTERS],
     )
-    if BY_GAIN:
-        gl.store(stopped + i, _read_scalar(stop, 4))

@@ -68,7 +68,7 @@ def _twice(x, LAYOUT: gl.constexpr):
 
 @jit
 def prepare_chunks(
-    rings, bars, prepared, factors, stop, scratch, scale, NC,
+    rings, bars, prepared, factors, large, scratch, scale, NC,
     DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """P, T11 and T22, and -L21 of every chunk, and whether its largest gain is too large. Four warps."""
@@ -187,13 +187,13 @@ def prepare_chunks(
         second = gl.where(odd, X, no_block.to(DTYPE))
         T = gl.join(first, second).permute((0, 1, 3, 2)).reshape([C, 32])
         T_ring.index(stage).store(gl.convert_layout(T, PAIR))
-        if BY_GAIN:  # noqa: SIM102
-            if gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN:
-                # The state passes this chunk unchanged.
+        if BY_GAIN:
+            is_large = gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN
+            large.index(stage).store(gl.full([1], 0, gl.int32, SPREAD) + is_large.to(gl.int32))
+            if is_large:  # the state passes this chunk unchanged
                 T_ring.index(stage).store(gl.full([C, 32], 0.0, DTYPE, PAIR))
                 if DECAY:
                     factors.index(vectors + TOTAL).store(gl.full([C], 1.0, gl.float32, SPREAD))
-                stop.store(gl.full([1], 0, gl.int32, SPREAD) + c)
                 end = c + 1
         fence_async_shared()  # T, L and P, of every thread that wrote them
         barrier()  # ... before the arrival, which one thread makes for all

@@ -184,7 +184,7 @@ def _stages(free: int, stage: int, late_stage: int) -> dict[str, int]:
     raise AssertionError("two stages fit every kernel")
 
 
-FUSED_FORWARD = dict(STAGES=3, STATE_REGISTERS=192, PREPARE_REGISTERS=104, COPY_REGISTERS=24, num_warps=4)
+FUSED_FORWARD = dict(STAGES=3, STATE_REGISTERS=184, PREPARE_REGISTERS=120, COPY_REGISTERS=24, num_warps=4)
 """Options of the fused forward pass: 219 of 227 KiB of shared memory, and all registers of a multiprocessor."""
 
 MIN_BUSY = 0.7
