@@ -94,6 +94,8 @@ def test_compiles_without_spills_and_with_products_in_flight(call: Call, monkeyp
     launches = call.launches(monkeypatch)
     assert launches
     for kernel, arguments in launches:
+        if kernel.fn.__name__ == "backward_kernel":
+            continue  # see test_hopper_backward.py
         compiled = compile_kernel(kernel, arguments)
         print(kernel.__name__, {n: x for n, x in arguments.items() if n.isupper()}, compiled)
         assert compiled.spilled <= (320 if "gradients" in kernel.__name__ else 0)  # what its loop does not change
