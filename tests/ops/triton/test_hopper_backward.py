@@ -23,7 +23,14 @@ from deltazoo.ops.triton.hopper.support import MISSING, backward_refusal  # noqa
 from deltazoo.ops.triton.plan import plan_for  # noqa: E402
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-on_hopper = pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
+
+
+def on_hopper(test: Any) -> Any:
+    """A test of results, where small cases take the fused backward too."""
+    skipped = pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
+    return pytest.mark.gpu(skipped(pytest.mark.usefixtures("few_heads_suffice")(test)))
+
+
 DECAYS = ("none", "scalar")
 
 
@@ -65,10 +72,9 @@ def test_says_why_a_call_takes_several_kernels() -> None:
         assert backward_refusal(sizes(**many | changes)) == reason
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def few_heads_suffice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small cases take the fused backward too, where the fixture is not overruled."""
-    monkeypatch.setattr(support, "MIN_HEADS", support.MIN_HEADS if no_kernels() else 1)
+    monkeypatch.setattr(support, "MIN_HEADS", 1)
     plan_for.cache_clear()
     yield
     plan_for.cache_clear()
@@ -101,7 +107,6 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.gpu
 @on_hopper
 def test_agrees_with_the_reference(case: DeltaRuleCase, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and case.log_decay == -50.0:
@@ -110,7 +115,6 @@ def test_agrees_with_the_reference(case: DeltaRuleCase, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.gpu
 @on_hopper
 def test_step_sizes_of_every_size_and_zero(decay: str) -> None:
     inputs = shaped("step_sizes", T=300, decay=decay).make(device="cuda", dtype=torch.bfloat16)
@@ -122,7 +126,6 @@ def test_step_sizes_of_every_size_and_zero(decay: str) -> None:
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.gpu
 @on_hopper
 def test_heads_with_a_large_gain_are_left_to_plain_kernels(decay: str, groups: int) -> None:
     inputs = shaped("some", T=320, groups=groups, decay=decay).make(device="cuda", dtype=torch.bfloat16)
@@ -136,7 +139,6 @@ def test_heads_with_a_large_gain_are_left_to_plain_kernels(decay: str, groups: i
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("beta", [0.5, 0.98])
-@pytest.mark.gpu
 @on_hopper
 def test_repeated_keys(beta: float, decay: str) -> None:
     case = shaped("repeated", T=2048, H=4, keys="same", beta=beta, decay=decay, log_decay=-1e-3)
@@ -147,7 +149,7 @@ def test_repeated_keys(beta: float, decay: str) -> None:
     assert max(relative_errors(actual, exact, inputs).values()) < 0.05
 
 
-class Call_:
+class RecordedCall:
     """A recorded call, and its gradients by way of autograd."""
 
     def __init__(self, decay: str, compiled: bool = False, recomputed: bool = False) -> None:
@@ -173,18 +175,17 @@ def all_equal(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...]) -> bool:
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.gpu
 @on_hopper
 def test_same_bits_every_time_and_every_way(decay: str) -> None:
-    expected = Call_(decay).gradients()
-    twice = Call_(decay)
+    expected = RecordedCall(decay).gradients()
+    twice = RecordedCall(decay)
     for retain_graph in (True, True, False):
         assert all_equal(twice.gradients(retain_graph), expected)
-    assert all_equal(Call_(decay, recomputed=True).gradients(), expected)
-    assert all_equal(Call_(decay, compiled=True).gradients(), expected)
+    assert all_equal(RecordedCall(decay, recomputed=True).gradients(), expected)
+    assert all_equal(RecordedCall(decay, compiled=True).gradients(), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = Call_(decay).gradients()
+        captured = RecordedCall(decay).gradients()
     graph.replay()
     torch.cuda.synchronize()
     assert all_equal(captured, expected)
