@@ -42,7 +42,6 @@ class Call:
     few: bool = False
     segmented: bool = False
     strict: bool | None = None
-    packed: bool = False
 
     def launches(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
         """Kernels in Gluon and their arguments by name, of forward and backward on meta tensors."""
@@ -62,7 +61,6 @@ class Call:
 
     def run(self) -> None:
         B, T, H, HV = (1, 4096, 2, 2) if self.segmented else (1, 256, 2, 4) if self.few else (40, 256, 1, 2)
-        B, N = (1, 40) if self.packed else (B, B)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -70,10 +68,9 @@ class Call:
         q, k, e = (empty(B, T, H, 128, dtype=self.dtype) for _ in range(3))
         v, beta = empty(B, T, HV, 128, dtype=self.dtype), empty(B, T, HV)
         log_decay = (None, empty(B, T, HV), empty(B, T, HV, 128))[self.decay]
-        state = empty(N, HV, 128, 128) if self.state else None
+        state = empty(B, HV, 128, 128) if self.state else None
         update = (e if self.erase_key else None, self.undecayed, 1)
-        offsets = empty(N + 1, dtype=torch.int32) if self.packed else None
-        inputs = (q, k, v, beta, log_decay, 0.1, state, offsets, self.strict, *update)
+        inputs = (q, k, v, beta, log_decay, 0.1, state, None, self.strict, *update)
         problem = pipeline.Problem(*inputs)
         output, final_state, kept = pipeline.forward(problem)
         pipeline.backward(problem, kept, output, final_state if self.state else None)
@@ -98,7 +95,8 @@ def test_compiles_without_spills_and_with_products_in_flight(call: Call, monkeyp
             continue  # see test_hopper_backward.py
         compiled = compile_kernel(kernel, arguments)
         print(kernel.__name__, {n: x for n, x in arguments.items() if n.isupper()}, compiled)
-        assert compiled.spilled <= (320 if "gradients" in kernel.__name__ else 0)  # what its loop does not change
+        # In the others what the loop does not change, once a chunk.
+        assert compiled.spilled <= (0 if "scan" in kernel.__name__ else 320)
         assert compiled.shared <= SHARED_MEMORY
         assert not compiled.warnings
 

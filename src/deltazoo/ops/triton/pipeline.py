@@ -267,7 +267,7 @@ def scan(
         if strict and plan.by_gain:  # this launch continues where the other one stopped
             start, initial = 1, final
         if plan.hopper and not strict:
-            hopper_scan(p, start, keys, v, chunks, initial, final, output, U, states)
+            hopper_scan(plan, start, keys, v, chunks, initial, final, output, U, states)
             continue
         launch(
             scan_kernel, plan.scan(start, v is not None, output is not None, keep, strict),
@@ -276,11 +276,10 @@ def scan(
 
 
 def hopper_scan(
-    p: Problem, start: int, keys: tuple[Tensor | None, ...], v: Tensor | None, chunks: tuple[Tensor | None, ...],
+    plan: Plan, start: int, keys: tuple[Tensor | None, ...], v: Tensor | None, chunks: tuple[Tensor | None, ...],
     initial: Tensor | None, final: Tensor | None, output: Tensor | None, U: Tensor | None, states: Tensor | None,
 ) -> None:  # fmt: skip
     """The launch of `scan` that is not strict, in Gluon."""
-    plan = p.plan
     q_in, k_in, k_out = keys
     beta, G, AP, large_gain = chunks
     assert q_in is not None and k_in is not None and k_out is not None and AP is not None
@@ -296,7 +295,7 @@ def hopper_scan(
         None if output is None else token_tiles(output, plan.V // 2),
         None if U is None else token_tiles(U, plan.V // 2),
         None if states is None else matrix_tiles(states, plan.V // 2),
-        U if output is None else output, beta, G, large_gain, initial, final, *p.sequence_offsets,
+        beta, G, large_gain, initial, final,
     )  # fmt: skip
 
 
@@ -355,7 +354,7 @@ def reverse_scan(
     keys, chunks = scanned(p, kept)
     for strict in reversed(plan.scan_modes):
         if plan.hopper and not strict and not flagged:
-            hopper_reverse_scan(p, keys, chunks, d_output, Z, d_states, d_final, d_initial, initial)
+            hopper_reverse_scan(plan, keys, chunks, d_output, Z, d_states, d_final, d_initial, initial)
             continue
         launch(
             reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep, strict, flagged and not strict),
@@ -365,11 +364,10 @@ def reverse_scan(
 
 
 def hopper_reverse_scan(
-    p: Problem, keys: tuple[Tensor | None, ...], chunks: tuple[Tensor | None, ...], d_output: Tensor,
+    plan: Plan, keys: tuple[Tensor | None, ...], chunks: tuple[Tensor | None, ...], d_output: Tensor,
     Z: Tensor | None, d_states: Tensor | None, d_final: Tensor | None, d_initial: Tensor | None, initial: bool,
 ) -> None:  # fmt: skip
     """The launch of `reverse_scan` that is not strict, in Gluon."""
-    plan = p.plan
     q_in, k_in, k_out = keys
     beta, G, AP, large_gain = chunks
     assert q_in is not None and k_in is not None and k_out is not None and AP is not None
@@ -382,7 +380,7 @@ def hopper_reverse_scan(
         matrix_tiles(AP, 2 * CHUNK),
         None if Z is None else token_tiles(Z, plan.V // 2),
         None if d_states is None else matrix_tiles(d_states, plan.V // 2),
-        Z, beta, G, large_gain, d_final, d_initial, *p.sequence_offsets,
+        beta, G, large_gain, d_final, d_initial,
     )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ class Plan:
             2 // options["PARTS"] * self.HV * self.scans, UNDECAYED=self.undecayed, scale=self.scale, T=self.T,
             NT=self.NT, HV=self.HV, HK=self.HV if self.decay == 2 else self.H, DECAY=self.decay,
             SEPARATE=self.separate, BY_GAIN=self.by_gain, segments=self.segments, chunks=self.segment_chunks,
-            PACKED=self.packed, **named, **options,
+            **named, **options,
         )  # fmt: skip
 
     @per_plan

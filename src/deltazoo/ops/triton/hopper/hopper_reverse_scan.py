@@ -17,12 +17,11 @@ from deltazoo.ops.triton.hopper.hopper_scan import (
     C,
     D,
     as_tile,
-    bounds,
     decayed,
     factor,
     first_large,
-    store_chunk,
     store_factors,
+    store_tile,
 )
 from deltazoo.ops.triton.hopper.support import (
     fence_async_shared,
@@ -76,12 +75,12 @@ def copy_partition(
 @jit
 def gradient_partition(
     walk, PART: gl.constexpr, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, HAS_FINAL: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the gradient for 64 value channels of the state through `count` chunks, the last one first."""
-    tiles, rings, barriers, factors, totals, buffers, Z_out, d_final, d_initial, where, handed_on = walk
-    scale, row, first, length, value_column, slot, HV, count, state_slot = where
+    tiles, rings, barriers, factors, totals, buffers, d_final, d_initial, where, handed_on = walk
+    scale, row, first, value_column, slot, HV, count, state_slot = where
     Z_tiles, d_states_tiles = tiles
     q_ring, k_in_ring, k_out_ring, d_output_ring, AP_ring = rings
     full, empty, late_full, late_empty = barriers
@@ -145,8 +144,7 @@ def gradient_partition(
         dS = warpgroup_mma(dX, k_in, dS, is_async=True)
         if KEEP:
             tma.store_wait(1)
-            rows = length - chunk * C
-            store_chunk(Z_tiles, Z_out, row, first + chunk * C, rows, HV, column, Z_buffer, Z.to(DTYPE), PACKED)
+            store_tile(Z_tiles, [row, first + chunk * C, column], Z_buffer, Z.to(DTYPE))
         dS = warpgroup_mma_wait(0, deps=[dS])
         dS_rounded = dS.to(DTYPE)
     if HAS_INITIAL:
@@ -164,14 +162,11 @@ def hopper_reverse_scan_kernel(
     AP_tiles,
     Z_tiles,
     d_states_tiles,
-    Z_out,
     beta,
     G,
     large_gain,
     d_final,
     d_initial,
-    cu_seqlens,
-    chunk_offsets,
     scale,
     T,
     NT,
@@ -186,15 +181,13 @@ def hopper_reverse_scan_kernel(
     HAS_FINAL: gl.constexpr,
     HAS_INITIAL: gl.constexpr,
     KEEP: gl.constexpr,
-    PACKED: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
 ):
-    """As `chunk.scan.reverse_scan_kernel` without STRICT: heads of 128 channels and 16-bit inputs.
+    """As `chunk.scan.reverse_scan_kernel` without STRICT: heads of 128 channels, 16-bit inputs, rows not packed.
 
-    `Z_out` is Z, too, for chunks at the end of packed sequences. One program owns `64 * PARTS` value channels of one
-    value head of one sequence or segment. Grid (2 / PARTS * HV * N).
+    One program owns `64 * PARTS` value channels of one value head of one row or segment. Grid (2 / PARTS * HV * N).
     """
     DTYPE: gl.constexpr = k_out_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -203,9 +196,10 @@ def hopper_reverse_scan_kernel(
     part = gl.program_id(0) % SPLIT
     i_h = gl.program_id(0) // SPLIT % HV
     i_n = gl.program_id(0) // (SPLIT * HV)
-    row, first, length, chunk = bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, PACKED)
-    slot = chunk * HV + i_h
-    count = gl.cdiv(length, C)
+    row, first_chunk = i_n // segments, i_n % segments * chunks
+    first = first_chunk * C
+    slot = (row * NT + first_chunk) * HV + i_h
+    count = gl.cdiv(gl.minimum(T - first, chunks * C), C)
     handed_on = False
     if BY_GAIN:  # noqa: SIM102
         stop = first_large(large_gain, slot, count, HV)
@@ -243,24 +237,24 @@ def hopper_reverse_scan_kernel(
     barriers = (full, empty, late_full, late_empty)
     state_slot = (i_n * HV + i_h).to(gl.int64)
     walk = (
-        (Z_tiles, d_states_tiles), rings, barriers, factors, totals, (Z_buffers, d_states_buffers), Z_out, d_final,
-        d_initial, (scale, row, first, length, value_column, slot, HV, count, state_slot), handed_on,
+        (Z_tiles, d_states_tiles), rings, barriers, factors, totals, (Z_buffers, d_states_buffers), d_final,
+        d_initial, (scale, row, first, value_column, slot, HV, count, state_slot), handed_on,
     )  # fmt: skip
     tiles = (q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles)
     where = (scale, row, first, key_column, value_column, slot, HV, count)
     # Constants that a tuple in a variable passes would become run-time values, so the arguments stand here.
     if PARTS == 2:
         gl.warp_specialize([
-            (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP, PACKED,
+            (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
                                   PARTS, STAGES, LATE_STAGES)),
-            (gradient_partition, (walk, 1, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP, PACKED,
+            (gradient_partition, (walk, 1, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
                                   PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP, PACKED,
+            (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
                                   PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               PARTS, STAGES, LATE_STAGES)),

@@ -138,34 +138,14 @@ def store_tile(tiles, coordinates, buffer, x):
 
 
 @jit
-def store_chunk(tiles, output, row, token, rows, HV, column, buffer, x, PACKED: gl.constexpr):
-    """Store x `[64 value channels, 64 tokens]`, or its first `rows` tokens, to tokens of the output from `token` on.
-
-    The copy engine leaves out tokens beyond a row of the batch, but not those of the next packed sequence.
-    """
-    if PACKED:
-        if rows < C:
-            COALESCED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            o_t = gl.arange(0, C, gl.SliceLayout(1, COALESCED))[:, None]
-            o_v = gl.arange(0, HALF, gl.SliceLayout(0, COALESCED))[None, :]
-            buffer.permute((1, 0)).store(x)
-            start = output + token.to(gl.int64) * (HV * D) + column
-            gl.store(start + o_t * (HV * D) + o_v, buffer.load(COALESCED), mask=(o_t < rows) & (o_v < HALF))
-        else:
-            store_tile(tiles, [row, token, column], buffer, x)
-    else:
-        store_tile(tiles, [row, token, column], buffer, x)
-
-
-@jit
 def state_partition(
     walk, PART: gl.constexpr, DECAY: gl.constexpr, SEPARATE: gl.constexpr, INITIAL: gl.constexpr, HAS_V: gl.constexpr,
-    OUTPUT: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr, KEEP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of 64 value channels through `count` chunks."""
-    tiles, rings, barriers, factors, totals, buffers, output, initial_state, final_state, where, store_final = walk
-    scale, row, first, length, value_column, slot, HV, count, state_slot = where
+    tiles, rings, barriers, factors, totals, buffers, initial_state, final_state, where, store_final = walk
+    scale, row, first, value_column, slot, HV, count, state_slot = where
     out_tiles, U_tiles, states_tiles = tiles
     q_ring, k_in_ring, k_out_ring, v_ring, AP_ring = rings
     full, empty, late_full, late_empty = barriers
@@ -251,7 +231,7 @@ def state_partition(
             O = warpgroup_mma(U_left, AP.slice(C, C, dim=0), O, is_async=True)
         if KEEP:
             tma.store_wait(1)
-            store_chunk(U_tiles, output, row, token, length - i * C, HV, column, out_buffer, U.to(DTYPE), PACKED)
+            store_tile(U_tiles, [row, token, column], out_buffer, U.to(DTYPE))
         if OUTPUT:
             S, O = warpgroup_mma_wait(0, deps=[S, O])
             out = O.to(DTYPE)
@@ -261,24 +241,11 @@ def state_partition(
     if OUTPUT:  # noqa: SIM102
         if count > 0:
             tma.store_wait(0)
-            last = (count - 1) * C
-            store_chunk(out_tiles, output, row, first + last, length - last, HV, column, out_buffer, out, PACKED)
+            store_tile(out_tiles, [row, first + (count - 1) * C, column], out_buffer, out)
     if final_state is not None:  # noqa: SIM102
         if store_final:
             gl.store(final_state + o_state, S)
     tma.store_wait(0)
-
-
-@jit
-def bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, PACKED: gl.constexpr):
-    """Row of the batch of a sequence or segment, its first token there, its length, and its first chunk of all rows."""
-    if PACKED:
-        first = gl.load(cu_seqlens + i_n).to(gl.int32)
-        length = gl.load(cu_seqlens + i_n + 1).to(gl.int32) - first
-        return 0, first, length, gl.load(chunk_offsets + i_n)
-    else:
-        row, chunk = i_n // segments, i_n % segments * chunks
-        return row, chunk * C, gl.minimum(T - chunk * C, chunks * C), row * NT + chunk
 
 
 @jit
@@ -303,14 +270,11 @@ def hopper_scan_kernel(
     out_tiles,
     U_tiles,
     states_tiles,
-    output,
     beta,
     G,
     large_gain,
     initial_state,
     final_state,
-    cu_seqlens,
-    chunk_offsets,
     scale,
     T,
     NT,
@@ -326,16 +290,13 @@ def hopper_scan_kernel(
     HAS_V: gl.constexpr,
     OUTPUT: gl.constexpr,
     KEEP: gl.constexpr,
-    PACKED: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
 ):
-    """As `chunk.scan.scan_kernel` without STRICT: heads of 128 channels and 16-bit inputs.
+    """As `chunk.scan.scan_kernel` without STRICT: heads of 128 channels, 16-bit inputs, rows that are not packed.
 
-    `output` is what `out_tiles` is, or without OUTPUT `U_tiles`, for chunks at the end of packed sequences. What such a
-    chunk reads of the next sequence has step sizes of zero. One program owns `64 * PARTS` value channels of one value
-    head of one sequence or segment. Grid (2 / PARTS * HV * N).
+    One program owns `64 * PARTS` value channels of one value head of one row or segment. Grid (2 / PARTS * HV * N).
     """
     DTYPE: gl.constexpr = k_in_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -344,9 +305,10 @@ def hopper_scan_kernel(
     part = gl.program_id(0) % SPLIT
     i_h = gl.program_id(0) // SPLIT % HV
     i_n = gl.program_id(0) // (SPLIT * HV)
-    row, first, length, chunk = bounds(cu_seqlens, chunk_offsets, i_n, T, NT, segments, chunks, PACKED)
-    slot = chunk * HV + i_h
-    count = gl.cdiv(length, C)
+    row, first_chunk = i_n // segments, i_n % segments * chunks
+    first = first_chunk * C
+    slot = (row * NT + first_chunk) * HV + i_h
+    count = gl.cdiv(gl.minimum(T - first, chunks * C), C)
     store_final = True
     if BY_GAIN:
         stop = first_large(large_gain, slot, count, HV)
@@ -388,24 +350,24 @@ def hopper_scan_kernel(
     barriers = (full, empty, late_full, late_empty)
     state_slot = (i_n * HV + i_h).to(gl.int64)
     walk = (
-        (out_tiles, U_tiles, states_tiles), rings, barriers, factors, totals, (out_buffers, states_buffers), output,
-        initial_state, final_state, (scale, row, first, length, value_column, slot, HV, count, state_slot), store_final,
+        (out_tiles, U_tiles, states_tiles), rings, barriers, factors, totals, (out_buffers, states_buffers),
+        initial_state, final_state, (scale, row, first, value_column, slot, HV, count, state_slot), store_final,
     )  # fmt: skip
     tiles = (q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles)
     where = (scale, row, first, key_column, value_column, slot, HV, count)
     # Constants that a tuple in a variable passes would become run-time values, so the arguments stand here.
     if PARTS == 2:
         gl.warp_specialize([
-            (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP, PACKED,
+            (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
                                PARTS, STAGES, LATE_STAGES)),
-            (state_partition, (walk, 1, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP, PACKED,
+            (state_partition, (walk, 1, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
                                PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP, PACKED,
+            (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
                                PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
