@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from delta_rule_cases import DeltaRuleCase  # noqa: E402
 from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
-from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
+from ops.triton.gluon_compile import SHARED_MEMORY, Compiled, compile_kernel  # noqa: E402
 from ops.triton.test_compiled_code import Modelled  # noqa: E402
 from ptx.thread_block import Program  # noqa: E402
 
@@ -44,10 +44,39 @@ def hard_inputs(case: DeltaRuleCase, **options: Any) -> Any:
     return inputs
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_as_compiled_on_a_model_of_a_thread_block(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers and products in flight as they should be; results right; nothing depends on timing."""
+def compiled_well(kernel: Any, arguments: dict[str, Any]) -> Compiled:
+    """The kernel compiled: registers and products in flight as they should be."""
+    compiled = compile_kernel(kernel, arguments)
+    print(compiled)
+    assert compiled.spilled <= 320  # what the loop over tiles does not change
+    assert 2 * (compiled.shared + 1024) <= SHARED_MEMORY + 1024  # two programs per multiprocessor
+    assert not compiled.warnings
+    return compiled
+
+
+def test_decays_in_bfloat16_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
+        launches[kernel.fn.__name__] = kernel, dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
+
+    launches: dict[str, Any] = {}
+    q, k, v, log_decay = (torch.empty(1, 100, 2, 128, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    beta = torch.empty(1, 100, 2, device="meta")
+    monkeypatch.setattr(pipeline, "launch", record)
+    monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
+    problem = pipeline.Problem(q, k, v, beta, log_decay, 0.1, None, None, None, None, False, 1)
+    output, _, kept = pipeline.forward(problem)
+    pipeline.backward(problem, kept, output, None)
+    assert "mul.bf16" not in compiled_well(*launches[NAME]).ptx
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("groups", "decays"), [(1, torch.float32), (2, torch.bfloat16)])
+def test_as_compiled_on_a_model_of_a_thread_block(
+    groups: int, decays: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results right; nothing depends on timing."""
     inputs, hazards = hard_inputs(replace(CASE, groups=groups)), {}
+    inputs = replace(inputs, log_decay=inputs.log_decay.to(decays))
     ran = []
 
     def on_the_model(kernel: Any, constants: Constants, *tensors: Any) -> None:
@@ -55,11 +84,7 @@ def test_as_compiled_on_a_model_of_a_thread_block(groups: int, monkeypatch: pyte
             Modelled(kernel, hazards)[constants.grid](*tensors, **constants.named)
             return
         arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
-        compiled = compile_kernel(kernel, arguments)
-        print(compiled)
-        assert compiled.spilled <= 320  # what the loop over tiles does not change
-        assert 2 * (compiled.shared + 1024) <= SHARED_MEMORY + 1024  # two programs per multiprocessor
-        assert not compiled.warnings
+        compiled = compiled_well(kernel, arguments)
         given = [arguments[p.name] for p in kernel.params if not p.is_constexpr and arguments[p.name] is not None]
         Modelled(kernel, hazards).run(Program(compiled.ptx), given, constants.grid)
         ran.append(kernel)

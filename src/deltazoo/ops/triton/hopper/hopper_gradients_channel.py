@@ -182,7 +182,7 @@ def hopper_chunk_gradients_channel_kernel(
         written, query, erase = written_buffer.index(n), query_buffer.index(n), erase_buffer.index(n)
 
         # G, and behind it the products with the states.
-        store_two_terms(gl.maximum(next_g * LOG2E, LOG2_FLOOR), hi, lo)
+        store_two_terms(gl.maximum(next_g.to(gl.float32) * LOG2E, LOG2_FLOOR), hi, lo)
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
