@@ -75,7 +75,7 @@ def launches(p: pipeline.Problem, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 
 @compiles
-@pytest.mark.parametrize("strict", [None, False], ids=["by_gain", "fast"])
+@pytest.mark.parametrize("strict", [None, pytest.param(False, marks=pytest.mark.sweep)], ids=["by_gain", "fast"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_compiles_with_products_in_flight(decay: str, strict: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel
@@ -97,6 +97,12 @@ def test_preparing_the_rest_fits_the_card(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert used["registers"] <= 255 and used["spilled"] <= 512
 
 
+def test_completing_has_the_limits_of_a_grid() -> None:
+    assert problem("none").plan.prepare_rest().grid == (16, 4, 8)
+    with pytest.raises(NotImplementedError, match="65535 rows"):
+        problem("none", B=2**16, T=64, HV=1).plan.prepare_rest()
+
+
 def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fast: one kernel; by gain three more, which complete what it leaves."""
     rest = ["prepare_rest_kernel", "invert_kernel", "scan_kernel"]
@@ -107,12 +113,15 @@ def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_says_why_a_call_is_left_to_several_kernels() -> None:
     def refusal(dtype: torch.dtype = torch.bfloat16, **options: Any) -> str | None:
-        return forward_refusal(problem(**dict(decay="scalar") | options).plan, dtype, 132)
+        return forward_refusal(problem(**dict(decay="scalar", T=1024) | options).plan, dtype, 132)
 
     assert refusal() is None and refusal(decay="none", groups=4, state=True, strict=False) is None
     assert refusal(B=1, HV=80) is None and refusal(B=1, HV=264) is None
     for heads in (32, 79, 133, 158):
         assert refusal(B=1, HV=heads) == f"{heads} heads in all leave multiprocessors idle"
+    # Of a card with fewer multiprocessors they keep enough busy, but rows are cut to make more scans of them.
+    assert forward_refusal(problem("none", B=1, HV=60).plan, torch.bfloat16, 78) == "long rows are cut into segments"
+    assert forward_refusal(problem("none", B=1, HV=60, T=2048).plan, torch.bfloat16, 78) is None
     assert refusal(torch.float16) == "inputs are torch.float16"
     assert refusal(decay="channel") == "the decay is one per channel"
     assert refusal(strict=True) == "precision is strict"

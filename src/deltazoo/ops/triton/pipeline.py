@@ -476,7 +476,7 @@ def chunk_gradients(
 def gradients_on_hopper(p: Problem) -> bool:
     """Whether a Gluon kernel makes the gradients for decay per channel, but of chunks where it is too strong."""
     plan = p.plan  # the range of float16 is too small for the kernel's sums of gradients
-    refused = plan.packed or plan.has_erase_key or plan.undecayed
+    refused = plan.has_erase_key or plan.undecayed
     return plan.hopper and p.q.dtype == torch.bfloat16 and not refused
 
 

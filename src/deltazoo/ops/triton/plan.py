@@ -197,8 +197,9 @@ class Plan:
     def prepare_rest(self) -> Constants:
         """The launch that prepares the chunks which the fused forward pass left."""
         chunks = min(max(self.slots // 512, 1), 16)
+        HV, NT, B = self.chunk_grid()
         return Constants(
-            self.HV, -(-self.NT // chunks), self.B, chunks=chunks, scale=self.scale, T=self.T, NT=self.NT, H=self.H,
+            HV, -(-NT // chunks), B, chunks=chunks, scale=self.scale, T=self.T, NT=self.NT, H=self.H,
             HV=self.HV, K=self.K, BK=self.tiles.BK, C=CHUNK, DECAY=self.decay, GROUPED=self.H != self.HV,
             PRECISION="tf32", maxnreg=168, **self.tiles.prepare,
         )  # fmt: skip

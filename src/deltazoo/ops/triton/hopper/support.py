@@ -84,7 +84,9 @@ MAX_ROWS = 2**31 // (2 * CHUNK)
 @lru_cache
 def available(device: torch.device) -> bool:
     """Whether Gluon kernels run on this device with this Triton; warns once if only Triton stands in the way."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():  # tensors without data need none
+        return False
+    if torch.cuda.get_device_capability(device) != (9, 0):
         return False
     if triton.knobs.runtime.interpret:
         return False
@@ -117,6 +119,8 @@ def refusal(plan: Plan) -> str | None:
         return "tokens have several micro-steps"
     if plan.packed:
         return "rows are packed"
+    if plan.slots == 0:
+        return "there are no tokens"
     if plan.slots >= MAX_ROWS:
         return "there are more chunks than 32-bit coordinates address"
     return None
@@ -134,8 +138,6 @@ def backward_refusal(plan: Plan) -> str | None:
     reason = refusal(plan)
     if reason is not None:
         return reason
-    if plan.packed:
-        return "rows are packed"
     if plan.decay == 2:
         return "decay is per channel"
     if plan.has_erase_key or plan.undecayed:
@@ -206,8 +208,10 @@ def forward_refusal(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> str
         return "precision is strict"
     if plan.has_erase_key or plan.undecayed:
         return "the erase reads with other keys or before the decay"
+    if plan.segments > 1:
+        return "long rows are cut into segments"
     heads = plan.B * plan.HV
-    if not heads or heads < MIN_BUSY * multiprocessors * -(-heads // multiprocessors):
+    if heads < MIN_BUSY * multiprocessors * -(-heads // multiprocessors):
         return f"{heads} heads in all leave multiprocessors idle"
     return None
 
