@@ -37,10 +37,10 @@ DECAYS = ("none", "scalar")
 @pytest.mark.parametrize(
     "call",
     [
-        Call(decay=0, strict=False),
-        Call(decay=1, strict=False, state=False),
         Call(decay=0, dtype=torch.float16),
         Call(decay=1),
+        pytest.param(Call(decay=0, strict=False), marks=pytest.mark.sweep),
+        pytest.param(Call(decay=1, strict=False, state=False), marks=pytest.mark.sweep),
     ],
     ids=str,
 )
