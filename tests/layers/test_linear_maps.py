@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltazoo import layers
 from deltazoo.layers import DeltaRuleAttention, SwiGLU
 from deltazoo.layers.linear_maps import linear_maps
 from deltazoo.layers.recompute import recomputing
@@ -115,3 +117,33 @@ def test_recomputation_keeps_the_weights_and_the_input_of_the_maps() -> None:
     with recomputing():
         y = mlp(x)
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()]), expected)
+
+
+def test_tensors_without_data() -> None:
+    x = torch.empty(1, 5, 16, device="meta", requires_grad=True)
+    assert DeltaRuleAttention("delta_net", 16, 2, backend="chunkwise").to("meta")(x).shape == x.shape
+    assert SwiGLU(16, 32).to("meta")(x).shape == x.shape
+
+
+def test_a_sequence_of_three_modules() -> None:
+    layer = DeltaRuleAttention("kda", 16, 2, backend="chunkwise").double()
+    layer.f_proj.append(nn.ReLU())
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    expected = layer(x)
+    torch.testing.assert_close(layer(x.requires_grad_()), expected)
+
+
+class TwiceTheNorm(layers.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_an_output_norm_of_another_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = DeltaRuleAttention("delta_net", 16, 2, backend="chunkwise"), torch.randn(1, 5, 16)
+    expected = 2 * layer(x)
+    joined = lambda x, weight, linear, eps: F.linear(F.rms_norm(x, (8,), weight, eps).flatten(2), linear)  # noqa: E731
+    monkeypatch.setattr(layers.norm, "fused_rms_norm_linear", joined)
+    monkeypatch.setattr(layers.RMSNorm, "takes_linear", lambda self, x: True)
+    torch.testing.assert_close(2 * layer(x), expected)
+    layer.o_norm = TwiceTheNorm(8)
+    torch.testing.assert_close(layer(x), expected)

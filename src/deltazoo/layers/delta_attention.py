@@ -281,7 +281,10 @@ class DeltaRuleAttention(Float32Parameters):
         result = results.pop(name, None) if source is x else None
         if result is None:
             return module(x)
-        return module[1](result) if isinstance(module, nn.Sequential) else result
+        if isinstance(module, nn.Sequential):
+            for following in list(module)[1:]:
+                result = following(result)
+        return result
 
     def _convolve(
         self, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
@@ -385,9 +388,11 @@ class DeltaRuleAttention(Float32Parameters):
         )
 
     def _project_output(self, output: Tensor, hidden_states: Tensor) -> Tensor:
-        if called_as_is(self.o_proj) and self.o_proj.weight.requires_grad and not is_hooked(self.o_norm):
+        # The gated norm stays apart: a kernel for both is slower than the two that it would replace (docs/log.md).
+        takes_linear = type(self.o_norm) is RMSNorm and not is_hooked(self.o_norm) and self.o_norm.takes_linear(output)
+        if takes_linear and called_as_is(self.o_proj) and self.o_proj.weight.requires_grad:
             (weight,) = cast_for_product(self.o_proj.weight)
-            if self.o_norm.takes_linear(output, weight):
+            if weight.dtype == output.dtype:
                 return self.o_norm.with_linear(output, weight)
         return self.o_proj(self._norm_and_gate(output, hidden_states).flatten(2))
 

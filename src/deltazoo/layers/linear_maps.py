@@ -64,7 +64,9 @@ def is_hooked(module: nn.Module) -> bool:
 def cast_for_product(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype in which autocast, if it is on, would multiply them."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or any(x.dtype == torch.float64 for x in tensors):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):  # none on "meta"
+        return tensors
+    if any(x.dtype == torch.float64 for x in tensors):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple([x.to(dtype) for x in tensors])

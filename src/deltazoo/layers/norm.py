@@ -100,10 +100,9 @@ class RMSNorm(nn.Module):
             return y, total
         return recomputable(self._add_and_normalize, x, residual, self.weight)
 
-    def takes_linear(self, x: Tensor, linear: Tensor) -> bool:
-        """Whether `with_linear` has a kernel for a training step with such tensors."""
-        recording = torch.is_grad_enabled() and not transforming() and x.dtype == linear.dtype
-        return recording and self.takes_kernel(x)
+    def takes_linear(self, x: Tensor) -> bool:
+        """Whether `with_linear` has a kernel for a training step with such an input."""
+        return torch.is_grad_enabled() and not transforming() and self.takes_kernel(x)
 
     def with_linear(self, x: Tensor, linear: Tensor) -> Tensor:
         """The norm of x `[B, T, H, dim]` times the transpose of `linear` `[C, H * dim]`."""
@@ -189,10 +188,6 @@ class GatedRMSNorm(RMSNorm):
     def takes_kernel(self, x: Tensor) -> bool:
         """Whether our Triton kernel is to normalise x."""
         return fused_kernels_fit(x) if self.fused is None else self.fused
-
-    def takes_linear(self, x: Tensor, linear: Tensor) -> bool:
-        """No: the kernel would be slower than the two that it would replace (docs/log.md)."""
-        return False
 
     def _normalize_and_gate(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         if self.takes_kernel(x):
