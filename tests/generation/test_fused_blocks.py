@@ -204,6 +204,22 @@ def test_calls_that_cannot_run_fused_run_as_they_are(kind, on_any_device):
         torch.testing.assert_close(found, expected)
 
 
+def test_a_block_makes_the_norm_of_the_block_after_it_alone(on_any_device):
+    layer_types = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+    model = tiny_model("hybrid", num_hidden_layers=4, layer_types=layer_types)
+    first, second, last = FusedBlocks(model, MergedProjections(model)).blocks
+    assert first.following is second and second.following is None and last.following is None
+
+
+def test_no_norm_is_kept_for_a_block_that_changes(on_any_device):
+    model = tiny_model("delta_net")
+    blocks = FusedBlocks(model, MergedProjections(model))
+    model.model.layers[1].attn.o_norm.register_forward_hook(lambda *args: None)
+    with blocks.active():
+        blocks.blocks[1].ready = torch.zeros(1), torch.zeros(1)
+    assert blocks.blocks[1].ready is None
+
+
 def test_a_call_that_can_run_fused_does(on_any_device):
     model = tiny_model("delta_net")
     cache = StaticCache(model.config, max_cache_len=9)

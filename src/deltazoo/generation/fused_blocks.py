@@ -46,9 +46,11 @@ class FusedBlocks:
     def __init__(self, model: nn.Module, projections: MergedProjections) -> None:
         products = {id(product.linears[0]): product for product in projections.products}
         blocks = [module for module in model.modules() if "step_parts" in vars(type(module))]
-        self.blocks = [_FusedBlock(block, products) for block in blocks if why_not_fused(block, products) is None]
-        for block, following in pairwise(self.blocks):
-            block.following = following
+        fused = [_FusedBlock(x, products) if why_not_fused(x, products) is None else None for x in blocks]
+        for block, following in pairwise(fused):
+            if block is not None:
+                block.following = following
+        self.blocks = [block for block in fused if block is not None]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -61,6 +63,7 @@ class FusedBlocks:
         finally:
             for fused in current:
                 vars(fused.block).pop("forward", None)
+            for fused in self.blocks:  # a current block also makes the norm of a following one that has changed
                 fused.ready = None
 
 
