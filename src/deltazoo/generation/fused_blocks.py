@@ -5,14 +5,13 @@
     more rows:  norm | q/k/v and gates | short convolutions | rule | output norm | o | residual, norm | gate/up |
                 SwiGLU | down | residual, norm of the next block
 
-A block's own forward pass remains the definition, and runs wherever this module does not say that a step can be fused:
-`why_not_fused` for a block, `_FusedBlock` for a call. Results differ from the block's own by rounding; between
-the launches less of it happens, since gates, queries, keys and values stay in float32.
+A block's own forward pass remains the definition. It runs wherever `why_not_fused` has an objection to the block, or
+`_FusedBlock` to a call. Results differ from the block's own by rounding, of which there is less: gates, queries, keys
+and values stay in float32 between the launches.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -142,7 +141,6 @@ class _FusedBlock:
         self._products = products
         self._into_mixer = products[id(self._mixer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]
-        self.forward = partial(self._forward)
         self.following: _FusedBlock | None = None
         self.ready: tuple[Tensor, Tensor] | None = None
         """An input and its norm, made together with the output of the block before."""
@@ -152,9 +150,10 @@ class _FusedBlock:
         unmoved = self._into_mixer.is_current() and self._into_mlp.is_current()
         return unmoved and why_not_fused(self.block, self._products) is None
 
-    def _forward(
+    def forward(
         self, hidden_states: Tensor, batch: Any, softmax: Any = None, past_key_values: Cache | None = None
     ) -> Tensor:
+        """In place of the block's: the fused step if the call is one that it serves, else the block's own."""
         layer = self._cache_layer(batch, past_key_values)
         state = None if layer is None else layer.state
         if layer is None or state is None or not self._fits(hidden_states, state):
@@ -171,7 +170,7 @@ class _FusedBlock:
         return layer if isinstance(layer, DeltaRuleCacheLayer) and layer.static else None
 
     def _fits(self, x: Tensor, state: MixerState) -> bool:
-        """Whether a call is one token per row, and its tensors are such as the kernels take."""
+        """Whether a call is one token per row without gradients, with tensors that the kernels take."""
         if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return False
         if not len(x) or not fused_kernels_fit(x) or x.dtype != self._into_mixer.weight.dtype:

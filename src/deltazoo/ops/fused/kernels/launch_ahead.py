@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["launch_options", "launches_ahead", "next_power_of_2", "prefetch_rows", "wait_for_inputs"]
+__all__ = ["launch_options", "launches_ahead", "prefetch_rows", "wait_for_inputs"]
 
 
 @triton.jit
@@ -55,8 +55,3 @@ def launches_ahead(device: torch.device) -> bool:
 def launch_options(ahead: bool) -> dict[str, Any]:
     """Triton's options of a kernel that is launched ahead, or not."""
     return {"launch_pdl": True} if ahead else {}
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is not below n."""
-    return 1 << (n - 1).bit_length()

@@ -19,7 +19,6 @@ from torch import Tensor
 from deltazoo.ops.fused.kernels.launch_ahead import (
     launch_options,
     launches_ahead,
-    next_power_of_2,
     prefetch_rows,
     wait_for_inputs,
 )
@@ -88,29 +87,27 @@ def row_product_kernel(
 @lru_cache(maxsize=1024)
 def choose_tile(R: int, N: int, K: int) -> Tile:
     """The tile for a product of R rows, in at most 96 KiB of shared memory, which every supported GPU has."""
-    rows = min(64, max(16, next_power_of_2(R)))
+    rows = min(64, max(16, triton.next_power_of_2(R)))
     outputs = 64 if N > 2048 else 32
     parts = max(1, min(8, round(256 / -(-N // outputs)), K // 256))  # about two programs per multiprocessor
     return Tile(rows, outputs, 128, parts, warps=4, stages=3)
 
 
-def row_product(x: Tensor, weight: Tensor, *, tile: Tile | None = None) -> Tensor:
+def row_product(x: Tensor, weight: Tensor) -> Tensor:
     """`x W^T` in parts that are to be added up. No gradients: for inference.
 
     Torch multiplies, in one part, where it is faster: more than `MOST_ROWS` rows, or float32.
 
     Args:
         x: `[R, K]`, contiguous. weight: `[N, K]` of the same dtype, contiguous.
-        tile: in place of `choose_tile`'s.
 
     Returns:
         `[S, R, N]`, contiguous: float32, in one part in x's dtype.
     """
     (R, K), N = x.shape, weight.shape[0]
-    if tile is None and (R > MOST_ROWS or x.dtype == torch.float32):
+    if R > MOST_ROWS or x.dtype == torch.float32:
         return F.linear(x, weight)[None]
-    tile = tile or choose_tile(R, N, K)
-    constants = _constants(R, N, K, tile, x.element_size(), launches_ahead(x.device))
+    constants = _constants(R, N, K, choose_tile(R, N, K), x.element_size(), launches_ahead(x.device))
     parts = x.new_empty(constants.grid[2], R, N, dtype=torch.float32)
     with torch.cuda.device_of(x):
         launch(row_product_kernel, constants, x, weight, parts)
@@ -123,6 +120,6 @@ def _constants(R: int, N: int, K: int, tile: Tile, itemsize: int, ahead: bool) -
     line = 128 // itemsize
     return Constants(
         -(-N // tile.outputs), -(-R // tile.rows), -(-K // length), R=R, N=N, K=K, LENGTH=length, BM=tile.rows,
-        BN=tile.outputs, BK=tile.inner, STAGES=tile.stages, LINE=line, LINES=next_power_of_2(-(-length // line)),
+        BN=tile.outputs, BK=tile.inner, STAGES=tile.stages, LINE=line, LINES=triton.next_power_of_2(-(-length // line)),
         AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip

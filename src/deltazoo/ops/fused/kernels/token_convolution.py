@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, next_power_of_2, wait_for_inputs
+from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, wait_for_inputs
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
 
@@ -143,6 +143,6 @@ def convolve_parts(parts: Tensor, convolution: Convolution) -> Tensor:
 def _constants(S: int, R: int, N: int, channels: tuple[int, int, int], W: int, ahead: bool) -> Constants:
     CQ, CK, CV = channels
     return Constants(
-        R * -(-N // _CHANNELS), R=R, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W, BW=next_power_of_2(W - 1), BN=_CHANNELS,
+        R * -(-N // _CHANNELS), R=R, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W, BW=triton.next_power_of_2(W - 1), BN=_CHANNELS,
         AHEAD=ahead, num_warps=4, **launch_options(ahead),
     )  # fmt: skip

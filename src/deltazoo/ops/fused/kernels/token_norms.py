@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, next_power_of_2, wait_for_inputs
+from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, wait_for_inputs
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
 
@@ -100,7 +100,7 @@ def add_parts(parts: Tensor | None, residual: Tensor, norm: RowNorm | None) -> t
 
 @lru_cache(maxsize=1024)
 def _add_constants(S: int, R: int, D: int, eps: float, ahead: bool) -> Constants:
-    block = next_power_of_2(D)
+    block = triton.next_power_of_2(D)
     warps = max(1, min(16, block // 256))
     return Constants(R, R=R, eps=eps, S=S, D=D, BD=block, AHEAD=ahead, num_warps=warps, **launch_options(ahead))
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from deltazoo.ops.fused.kernels.launch_ahead import (
     launch_options,
     launches_ahead,
-    next_power_of_2,
     wait_for_inputs,
 )
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
@@ -131,7 +130,7 @@ def choose_tile(K: int, itemsize: int, convolves: bool) -> Tile:
 
     A convolution takes so many registers that with 8 warps not all programs of a 374 M model would fit at once.
     """
-    inner = min(next_power_of_2(K), 8192 // itemsize)
+    inner = min(triton.next_power_of_2(K), 8192 // itemsize)
     return Tile(8, inner, warps=4 if convolves and inner * itemsize <= 2048 else 8)
 
 
@@ -146,7 +145,6 @@ def token_product(
     convolution: Convolution | None = None,
     glu: bool = False,
     dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
 ) -> Tensor:
     """A linear map of one token, and its neighbours in a block. No gradients: for inference.
 
@@ -162,7 +160,6 @@ def token_product(
         convolution: of the first outputs.
         glu: the result is `silu(gate) * up` of the two halves of the map.
         dtype: of the result; the weight's unless given.
-        tile: in place of `choose_tile`'s.
 
     Returns:
         `[R, N]`.
@@ -177,7 +174,7 @@ def token_product(
         (q_taps, k_taps, v_taps), window = convolution
         channels, width = (len(q_taps), len(k_taps), len(v_taps)), window.shape[-1] + 1
     heads = (1, 1) if squares is None else squares.shape[1:]
-    tile = tile or choose_tile(K, weight.element_size(), convolution is not None)
+    tile = choose_tile(K, weight.element_size(), convolution is not None)
     constants = _constants(R, N, K, glu, *heads, head_dim, eps, channels, width, tile, launches_ahead(x.device))
     tensors = x, weight, norm_weight, squares, residual, q_taps, k_taps, v_taps, window, y
     with torch.cuda.device_of(x):
@@ -193,6 +190,6 @@ def _constants(
     CQ, CK, CV = channels
     return Constants(
         -(-N // tile.outputs), R, eps=eps, N=N, K=K, GLU=glu, HEADS=heads, HEAD_DIM=head_dim, PARTS=parts, CQ=CQ,
-        CK=CK, CV=CV, W=width, BW=next_power_of_2(width - 1), BN=tile.outputs, BK=tile.inner, AHEAD=ahead,
+        CK=CK, CV=CV, W=width, BW=triton.next_power_of_2(width - 1), BN=tile.outputs, BK=tile.inner, AHEAD=ahead,
         num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip

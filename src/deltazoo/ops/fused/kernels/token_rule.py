@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, next_power_of_2, wait_for_inputs
+from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, wait_for_inputs
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["RuleShape", "Tile", "choose_tile", "token_rule"]
@@ -132,8 +132,8 @@ class Tile(NamedTuple):
 @lru_cache(maxsize=1024)
 def choose_tile(matrices: int, K: int, V: int) -> Tile:
     """The tile for so many states `[K, V]`: narrow where there are few."""
-    rows = next_power_of_2(K)
-    columns = min(16 if matrices * V <= 4096 else 32, next_power_of_2(V))
+    rows = triton.next_power_of_2(K)
+    columns = min(16 if matrices * V <= 4096 else 32, triton.next_power_of_2(V))
     return Tile(columns, max(1, rows * columns // 2048))
 
 
@@ -144,8 +144,6 @@ def token_rule(
     dt_bias: Tensor | None,
     norm_weight: Tensor,
     shape: RuleShape,
-    *,
-    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token of the rule. No gradients: for inference.
 
@@ -156,14 +154,13 @@ def token_rule(
         A_log, dt_bias: `[HV]` float32, if it decays.
         norm_weight: `[V]` of the output norm.
         shape: of the layer.
-        tile: in place of `choose_tile`'s.
 
     Returns:
         `[B, HV * V]` float32: the output times norm weight and gate, without the division by its size per head; and
         `[B, HV, parts]` float32: partial sums of the squares to divide by.
     """
     B, M = mixed.shape
-    tile = tile or choose_tile(B * shape.HV, shape.K, shape.V)
+    tile = choose_tile(B * shape.HV, shape.K, shape.V)
     z = mixed.new_empty(B, shape.HV * shape.V)
     squares = mixed.new_empty(B, shape.HV, -(-shape.V // tile.columns))
     constants = _constants(B, M, shape, tile, launches_ahead(mixed.device))
@@ -177,6 +174,6 @@ def _constants(B: int, M: int, shape: RuleShape, tile: Tile, ahead: bool) -> Con
     return Constants(
         B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
         V=shape.V, NORMALIZE_Q=shape.normalize_q, DOUBLED=shape.doubled_step,
-        DECAYS=shape.decays, GATE=shape.gate, BK=next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
+        DECAYS=shape.decays, GATE=shape.gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
         num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip
