@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +23,7 @@ from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
 from ops.triton.test_hopper import Call, launched_kernels, no_kernels, sizes  # noqa: E402
 
 from deltazoo.ops import DeltaRuleOutput, delta_rule  # noqa: E402
+from deltazoo.ops.triton import pipeline  # noqa: E402
 from deltazoo.ops.triton.hopper import support  # noqa: E402
 from deltazoo.ops.triton.hopper.support import MISSING, backward_refusal  # noqa: E402
 from deltazoo.ops.triton.plan import plan_for  # noqa: E402
@@ -55,6 +61,44 @@ def test_compiles_with_products_in_flight(call: Call, monkeypatch: pytest.Monkey
     assert compiled.spilled <= 420
     assert compiled.shared <= SHARED_MEMORY
     assert not compiled.warnings
+
+
+def left_heads() -> None:
+    """The plain kernels make all gradients of the heads that are left, with Z in dq and U in dv, and of no others."""
+    for decay, groups in product(DECAYS, (1, 2)):
+        case = DeltaRuleCase(
+            decay, B=2, T=150, H=2 // groups, groups=groups, K=16, V=16, decay=decay, initial_state=True, beta=0.7
+        )
+        x = case.make(dtype=torch.float16)
+        x.beta[1, 100, 1] = 1.9
+        p = pipeline.Problem(
+            x.q, x.k, x.v, x.beta, x.log_decay, 0.25, x.initial_state, None, None, None, False, 1
+        )  # fmt: skip
+        kept = pipeline.forward(p, keep=False)[2]
+        *usual, d_initial = pipeline.backward(p, kept, x.d_output, x.d_final_state)
+        U, states = pipeline.scan_for_states(p, kept, p.initial_state)
+        found, found_initial = pipeline.empty_gradients(p, U), torch.full_like(d_initial, torch.nan)
+        for gradient in found:
+            if gradient is not None and gradient is not U:
+                gradient.fill_(torch.nan)
+        left = torch.tensor([0, 0, 0, 1], dtype=torch.int32)
+        pipeline.gradients_of_left_heads(
+            p, kept, U, x.d_output, states, x.d_final_state, found, found_initial, left
+        )  # fmt: skip
+        assert torch.equal(found_initial[1, 1], d_initial[1, 1]) and found_initial[0].isnan().all()
+        for name, expected, actual in zip(("q", "k", "e", "v", "beta", "g"), usual, found, strict=True):
+            if expected is None or (groups > 1 and name in "qk"):
+                continue  # dq and dk of groups are sums over heads
+            assert torch.equal(actual[1, :, 1], expected[1, :, 1]), (decay, name)
+            assert name == "v" or (actual[0].isnan().all() and actual[1, :, 0].isnan().all())
+
+
+def test_gradients_of_left_heads_interpreted() -> None:
+    here = Path(__file__).resolve()
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), *filter(None, sys.path)])
+    done = subprocess.run([sys.executable, here], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_says_why_a_call_takes_several_kernels() -> None:
@@ -189,3 +233,8 @@ def test_same_bits_every_time_and_every_way(decay: str) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all_equal(captured, expected)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    left_heads()

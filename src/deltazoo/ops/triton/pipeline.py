@@ -434,10 +434,21 @@ def fused_gradients(
         launch(log_decay_gradient_kernel, plan.log_decay_gradient(), d_G, overlap, left, p.log_decay, d_log_decay)
     if left is not None:
         assert d_initial is not None
-        Z = torch.empty_like(p.v)
-        _, d_states, _ = reverse_scan(p, kept, d_output, d_final, True, initial, (Z, d_initial))
-        chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients, left)
+        gradients_of_left_heads(p, kept, U, d_output, states, d_final, gradients, d_initial, left)
     return d_initial if initial else None
+
+
+def gradients_of_left_heads(
+    p: Problem, kept: Kept, U: Tensor, d_output: Tensor, states: Tensor, d_final: Tensor | None, gradients: Gradients,
+    d_initial: Tensor, left: Tensor,
+) -> None:  # fmt: skip
+    """Fill the gradients of the heads flagged in `left`, those with a large gain, with the plain kernels."""
+    dq = gradients[0]
+    # dq has the place for Z: the last kernel has read all of a chunk's Z before it writes the chunk's dq.
+    Z = dq if dq.dtype == p.v.dtype and dq.shape == p.v.shape else torch.empty_like(p.v)
+    initial = p.initial_state is not None
+    _, d_states, _ = reverse_scan(p, kept, d_output, d_final, True, initial, (Z, d_initial))
+    chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients, left)
 
 
 def chunk_gradients(
