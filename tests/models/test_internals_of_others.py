@@ -1,4 +1,4 @@
-"""Names of transformers, torch, accelerate and PEFT that src uses although they are no public API: each exists.
+"""Names of transformers, torch, Triton, accelerate and PEFT that src uses although they are no public API: each exists.
 
 When a test here fails after an upgrade, it names what went missing and why we need it. A new use is added to the list.
 """
@@ -123,11 +123,15 @@ INTERNALS = (
     Internal("_forward_pre_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_forward_pre_hooks_with_kwargs", "torch.nn.modules.module", "our hook is removed again"),
     Internal("_functorch", "torch._C", "transforms"),
+    Internal("_get_current_graph_task_keep_graph", "torch._C", "whether a backward pass may overwrite what is saved"),
     Internal("_global_forward_hooks", "torch.nn.modules.module", "hooks on all modules"),
     Internal("_global_forward_pre_hooks", "torch.nn.modules.module", "hooks on all modules"),
     Internal("_has_any_global_hook", "torch.nn.modules.module", "hooks on all modules"),
     Internal("_ops", "torch", "operators by name in recomputation under torch.compile"),
     Internal("_parameters", "torch.nn.modules.module", "a layer's own parameters, replaced or looked up"),
+    Internal(
+        "_reinterpret", "triton.experimental.gluon.language:shared_memory_descriptor", "shared memory in two forms"
+    ),
     Internal("_top_saved_tensors_default_hooks", "torch._C._autograd", "hooks on saved tensors"),
     Internal("_version", "torch:Tensor", "whether a tensor was written to"),
 )
@@ -160,7 +164,9 @@ def _exists(internal: Internal) -> bool:
 
 @pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: internal.name)
 def test_the_installed_version_has_it(internal: Internal) -> None:
-    if not internal.owner.startswith("torch") and _version(transformers.__version__) < _version(internal.since):
+    if internal.owner.startswith("triton"):
+        pytest.importorskip("triton")
+    elif not internal.owner.startswith("torch") and _version(transformers.__version__) < _version(internal.since):
         pytest.skip(f"transformers has it since {internal.since}")
     assert _exists(internal), (
         f"{internal.owner} of transformers {transformers.__version__} has no {internal.name} ({internal.purpose})"
