@@ -1,8 +1,8 @@
 """Which kernels run in which order, and what is kept for the backward pass.
 
-Forward: prepare (chunk-parallel) -> scan (serial over chunks); without gradients, on Hopper, one kernel for both where
-heads fill the card (`infer`). Backward: scan again for the states, reverse scan, chunk
-gradients (chunk-parallel).
+Forward: prepare (chunk-parallel) -> scan (serial over chunks). Backward: scan again for the states, reverse scan, chunk
+gradients (chunk-parallel). Many heads on Hopper take one kernel for the whole forward pass if no gradients are recorded
+(`infer`), and one for all gradients (`fused_gradients`), for which the forward pass keeps the states.
 
 Few heads and long rows leave most of the GPU idle in the serial scans. Rows are then cut into segments: one scan finds
 each segment's final state X from a zero state, another its transition M (the final state from the identity, without

@@ -386,9 +386,10 @@ def backward_kernel(
 ):
     """All gradients of one value head of one sequence; grid (B * HV).
 
-    The last arguments are descriptors' tiles: `[C, D]` of q, k, dO, U, dq and dk, `[C, HALF]` of AP and dv, `[HALF, D]`
-    of S. With `large_gain` a head with a flagged chunk is left to other kernels, and `left` (int32 `[B * HV]`) says so.
-    ZERO is 0: an index with `n * ZERO` is not known to the compiler, which would keep every address in a register.
+    The first arguments are tiles for the copy engine: `[C, D]` of q, k, dO, U, dq and dk, `[C, HALF]` of AP and dv,
+    `[HALF, D]` of S. With `large_gain` a head with a flagged chunk is left to other kernels, and `left` (int32 `[B *
+    HV]`) says so. ZERO is 0: an index with `n * ZERO` is not known to the compiler, which would keep every address in a
+    register.
     """
     DTYPE: gl.constexpr = k_tiles.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
