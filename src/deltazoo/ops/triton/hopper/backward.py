@@ -31,7 +31,7 @@ D = gl.constexpr(128)
 """Channels of keys and of values."""
 HALF = gl.constexpr(64)
 """Value channels of a group that walks."""
-FAR = gl.constexpr(1073741824.0)
+SPACING = gl.constexpr(1073741824.0)
 """More than any decay, and a power of two, so that its multiples are exact."""
 # Rows of `gates`, two sets of them.
 ENTRY = gl.constexpr(0)  # decay from the chunk's start to a token
@@ -39,7 +39,7 @@ EXIT = gl.constexpr(1)  # decay from a token to the chunk's end
 LOG = gl.constexpr(2)  # cumulative log2-decay
 STEP = gl.constexpr(3)  # step sizes
 ROWS = gl.constexpr(4)
-PLACES = gl.constexpr(8)  # behind both sets: the multiples of FAR
+ORDER = gl.constexpr(8)  # behind both sets: the multiples of SPACING
 
 
 @jit
@@ -198,16 +198,16 @@ def walk(
 
 @jit
 def decay_between(gates, s, z, ROW: gl.constexpr, COLUMN: gl.constexpr, DECAY: gl.constexpr):
-    """The decay from token j to token i, `[C, C]`, 0 for j > i; and the multiples of FAR that lie between i and j.
+    """The decay from token j to token i, `[C, C]`, 0 for j > i; and the multiples of SPACING that lie between i and j.
 
     A minimum takes the place of masks, which would take a register for two elements.
     """
-    between = gates.index(PLACES + z).load(ROW)[:, None] - gates.index(PLACES + z).load(COLUMN)[None, :]
+    between = gates.index(ORDER + z).load(ROW)[:, None] - gates.index(ORDER + z).load(COLUMN)[None, :]
     if DECAY:
         logs = gates.index(ROWS * s + LOG)
         decay = gl.exp2(gl.minimum(logs.load(ROW)[:, None] - logs.load(COLUMN)[None, :], between))
     else:
-        decay = gl.maximum(gl.minimum(between + FAR, 1.0), 0.0)
+        decay = gl.maximum(gl.minimum(between + SPACING, 1.0), 0.0)
     return decay, between
 
 
@@ -436,7 +436,7 @@ def backward_kernel(
     mbarrier.init(single.index(7), count=1)
     mbarrier.init(single.index(8), count=2)
     mbarrier.init(single.index(9), count=1)
-    gates.index(PLACES).store(gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0])).to(gl.float32) * FAR)
+    gates.index(ORDER).store(gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0])).to(gl.float32) * SPACING)
     fence_async_shared()
     tiles = (q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles)
     buffers = (k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer)
