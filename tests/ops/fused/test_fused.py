@@ -39,10 +39,13 @@ from deltazoo.ops.fused import (
     fused_gated_rms_norm,
     fused_kernels_fit,
     fused_rms_norm,
+    fused_rms_norm_linear,
     fused_short_conv,
     fused_short_conv_step,
+    fused_short_convs,
     fused_softplus_decay,
     fused_swiglu,
+    fused_swiglu_linear,
 )
 
 pytest.importorskip("triton")
@@ -292,6 +295,7 @@ class Layer:
     name: str
     variant: str = "gated_deltanet"
     dtype: torch.dtype = torch.float32
+    packed: bool = False
 
     def run(self, device: str, *, fused: bool | None, dtype: torch.dtype | None = None) -> Results:
         torch.manual_seed(0)
@@ -302,7 +306,9 @@ class Layer:
         states = LayerStates()
         with torch.no_grad():
             cached = torch.cat([layer(part, past_key_values=states) for part in x.split([7, 4, 1], dim=1)], dim=1)
-        y = layer(x)
+        if self.packed:
+            x = x.detach().view(1, 24, 16).requires_grad_()
+        y = layer(x, cu_seqlens=torch.tensor([0, 5, 6, 24], device=device) if self.packed else None)
         names, parameters = zip(*layer.named_parameters(), strict=True)
         gradients = torch.autograd.grad(y, [x, *parameters], torch.randn(y.shape).to(y))
         return {"y": y.detach(), "cached": cached, **dict(zip(("x", *names), gradients, strict=True))}
@@ -365,6 +371,7 @@ CASES = [
     Loss("loss"),
     Loss("loss_in_several_blocks", vocabulary=150, most_columns=32),
     Loss("loss_half", dtype=HALF),
+    Layer("packed_layer", variant="delta_net", packed=True),
     Layer("gated_deltanet"),
     Layer("kda", variant="kda"),
     Layer("longhorn", variant="longhorn"),
@@ -462,6 +469,26 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
     inputs = leaf(2, 20, 24), leaf(24, 4), leaf(2, 20, 24), leaf(24)
     output = torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
     assert output.dtype == torch.bfloat16
+    if not fake:
+        gradients = torch.autograd.grad(output, inputs)
+        assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in inputs]
+
+
+@pytest.mark.parametrize("fake", [True, False], ids=["fake", "autograd"])
+def test_operators_of_a_training_step_compile_without_a_graph_break(fake: bool) -> None:
+    def run(x: Tensor, taps: Tensor, down: Tensor, scale: Tensor, out: Tensor, *gate: Tensor) -> Tensor:
+        q, k, v = fused_short_convs((x, 2 * x, 3 * x), (taps, taps, taps), head_dims=(8, 8, 0))
+        y = fused_swiglu_linear(q * k, v, down)
+        y = fused_rms_norm_linear(y.unflatten(-1, (2, 8)), scale, out, 1e-5)
+        return fused_softplus_decay(y, *gate).sum()
+
+    def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, device="meta", dtype=dtype, requires_grad=not fake)
+
+    wide = torch.float32
+    inputs = leaf(2, 20, 24), leaf(24, 4), leaf(16, 24), leaf(8), leaf(5, 16), leaf(5, dtype=wide), leaf(5, dtype=wide)
+    output = torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
+    assert output.dtype == torch.float32
     if not fake:
         gradients = torch.autograd.grad(output, inputs)
         assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in inputs]
