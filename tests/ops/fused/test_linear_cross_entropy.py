@@ -134,3 +134,9 @@ def test_labels_outside_the_vocabulary_are_refused_as_by_torch(label: int) -> No
     labels[3] = label
     with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
         linear_cross_entropy(x, weight, labels)
+
+
+def test_tensors_without_data():
+    x, weight = (torch.empty(n, 8, device="meta", requires_grad=True) for n in (5, 11))
+    loss = linear_cross_entropy(x, weight, torch.zeros(5, dtype=torch.long, device="meta"))
+    assert [d.shape for d in torch.autograd.grad(loss, (x, weight))] == [x.shape, weight.shape]

@@ -3,6 +3,7 @@
 The forward pass also computes the gradients, while it has the logits. The backward pass scales them.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -63,11 +64,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = x.dtype, weight.dtype
         ctx.save_for_backward(x, weight, labels)
         device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        has_autocast = torch.amp.is_autocast_available(device)  # "meta" has none
+        if has_autocast and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             if torch.float64 not in ctx.dtypes:
                 x, weight = x.to(dtype), weight.to(dtype)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
             loss, ctx.d_x, ctx.d_weight = _loss_and_gradients(x, weight, labels, x_wanted, weight_wanted)
         return loss
 
