@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,7 +22,7 @@ from deltazoo.ops import delta_rule
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.triton import pipeline  # noqa: E402
+from deltazoo.ops.triton import pipeline, plan  # noqa: E402
 from deltazoo.ops.triton.hopper.support import MISSING, forward_refusal  # noqa: E402
 from deltazoo.ops.triton.launch import Constants  # noqa: E402
 from deltazoo.ops.triton.plan import Plan, sizes_of  # noqa: E402
@@ -160,13 +161,17 @@ def test_completes_what_is_left_interpreted() -> None:
 
 
 @pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few heads take the fused kernel too."""
     from deltazoo.ops.triton.hopper.support import available
 
     if not available(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper GPU and a Triton with Gluon")
     monkeypatch.setattr(pipeline, "serves_forward", lambda _: True)
+    monkeypatch.setattr(plan, "segments_of", lambda chunks, programs: (1, chunks))  # the kernel takes whole rows
+    plan.plan_for.cache_clear()
+    yield
+    plan.plan_for.cache_clear()
 
 
 def call(inputs: DeltaRuleInputs, **options: Any) -> dict[str, Tensor]:

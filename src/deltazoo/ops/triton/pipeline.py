@@ -39,7 +39,6 @@ from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 if MISSING is None:
     from deltazoo.ops.triton.hopper.backward import backward_kernel
     from deltazoo.ops.triton.hopper.hopper_forward import hopper_forward_kernel
-    from deltazoo.ops.triton.hopper.hopper_gradients_channel import hopper_chunk_gradients_channel_kernel
     from deltazoo.ops.triton.hopper.hopper_reverse_scan import hopper_reverse_scan_kernel
     from deltazoo.ops.triton.hopper.hopper_scan import hopper_scan_kernel
 
@@ -443,10 +442,7 @@ def gradients_of_left_heads(
     d_initial: Tensor, left: Tensor,
 ) -> None:  # fmt: skip
     """Fill the gradients of the heads flagged in `left`, those with a large gain, with the plain kernels."""
-    dq = gradients[0]
-    # dq has the place for Z: the last kernel has read all of a chunk's Z before it writes the chunk's dq.
-    Z = dq if dq.dtype == p.v.dtype and dq.shape == p.v.shape else torch.empty_like(p.v)
-    initial = p.initial_state is not None
+    Z, initial = torch.empty_like(p.v), p.initial_state is not None
     _, d_states, _ = reverse_scan(p, kept, d_output, d_final, True, initial, (Z, d_initial))
     chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients, left)
 
@@ -469,26 +465,12 @@ def chunk_gradients(
         p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
         p.float32(plan.slots, CHUNK), *gradients,
     )  # fmt: skip
-    if gradients_on_hopper(p):
-        dq, dk, _, dv, d_beta, d_log_decay = gradients
-        launch(
-            hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel(),
-            p.q, p.k, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
-            dq, dk, dv, d_beta, d_log_decay,
-        )  # fmt: skip
-    elif plan.half:
+    if plan.half:
         launch(chunk_gradients_channel_kernel, plan.chunk_gradients_channel(), *tensors, *p.chunk_offsets)
     for strong in (True,) if plan.half else (False, True):
         constants = plan.chunk_gradients_exact(strong)
         W = p.q.new_empty(constants.grid[0], plan.matrices, CHUNK, CHUNK)
         launch(chunk_gradients_exact_kernel, constants, *tensors, W, *p.chunk_offsets)
-
-
-def gradients_on_hopper(p: Problem) -> bool:
-    """Whether a Gluon kernel makes the gradients for decay per channel, but of chunks where it is too strong."""
-    plan = p.plan  # the range of float16 is too small for the kernel's sums of gradients
-    refused = plan.has_erase_key or plan.undecayed
-    return plan.hopper and p.q.dtype == torch.bfloat16 and not refused
 
 
 def sum_of_group(gradient: Tensor, q: Tensor) -> Tensor:

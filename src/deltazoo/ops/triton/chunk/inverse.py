@@ -1,11 +1,11 @@
 """The inverse `A = (I + L)^-1` of every chunk, `L = strict_lower(diag(beta) gram(k, k))`.
 
-Forward substitution in float32 inside diagonal blocks of 8 tokens, then block substitution with small tf32 products, of
-three terms in strict mode, first to blocks of 16 and then to all 64 tokens: so the inverse survives repeated keys with
-any step size in [0, 2]. It is stored as one 16-bit term in fast mode and as two that sum to it in strict mode, since
-rounding it to one is what breaks chunk kernels on repeated keys with step sizes above 1 (docs/precision.md). The second
-term takes no memory of its own: A^T is upper triangular, and the entries below its diagonal are free. In fast mode they
-are zero, so that strict kernels can read a chunk of either mode.
+Forward substitution in float32 inside diagonal blocks of 16 tokens, then block substitution with small tf32 products,
+of three terms in strict mode: so the inverse survives repeated keys with any step size in [0, 2]. It is stored as one
+16-bit term in fast mode and as two that sum to it in strict mode, since rounding it to one is what breaks chunk kernels
+on repeated keys with step sizes above 1 (docs/precision.md). The second term takes no memory of its own: A^T is upper
+triangular, and the entries below its diagonal are free. In fast mode they are zero, so that strict kernels can read a
+chunk of either mode.
 
 No matrix passes through memory on the way. A warp owns 16 rows of `L`, so the diagonal block that it inverts is in its
 own registers, and rows reach the threads that need them by shuffles.
@@ -78,25 +78,17 @@ def inverse(L, C: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr):
     o_c = tl.arange(0, C)
     block = (o_c // 16)[:, None]
     L0, L1, L2, L3 = quarters(L)
+    # The diagonal blocks, all four at once, `[block, row, column]`, by forward substitution. Row c of a block of D is
+    # column c of the inverse of that block.
     diagonal = tl.where(block == 0, L0, tl.where(block == 1, L1, tl.where(block == 2, L2, L3)))
     diagonal = tl.reshape(diagonal, [4, 16, 16])
-    # All diagonal blocks of 8 tokens at once, `[block, row, column]`, by forward substitution. Row c of a block of D is
-    # column c of the inverse of that block.
-    on_diagonal = (tl.arange(0, 2)[:, None, None] == tl.arange(0, 2)[None, None, :])[None, :, :, :, None]
-    parts = tl.reshape(diagonal, [4, 2, 8, 2, 8])
-    eights = tl.reshape(tl.sum(tl.where(on_diagonal, parts, 0.0), 3), [8, 8, 8])
-    o_r, o_j = tl.arange(0, 8)[None, :, None], tl.arange(0, 8)[None, None, :]
-    D = tl.where((o_j == 0) & (o_r == 0) & (tl.arange(0, 8)[:, None, None] >= 0), 1.0, 0.0)
-    for i in tl.static_range(1, 8):
-        row = tl.gather(eights, tl.full([8, 8, 8], i, tl.int32), 1)
-        x = tl.where(tl.arange(0, 8)[None, :] == i, 1.0, 0.0) - tl.sum(row * D, 2)
+    o_b, o_r = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)[None, :, None]
+    o_j = tl.arange(0, 16)[None, None, :]
+    D = tl.where((o_j == 0) & (o_r == 0) & (o_b >= 0), 1.0, 0.0)
+    for i in tl.static_range(1, 16):
+        row = tl.gather(diagonal, tl.full([4, 16, 16], i, tl.int32), 1)
+        x = tl.where(tl.arange(0, 16)[None, :] == i, 1.0, 0.0) - tl.sum(row * D, 2)
         D = tl.where(o_j == i, x[:, :, None], D)
-    # And the diagonal blocks of 16, each by the matrix unit of one warp: D - D rest^T D, transposed as D is.
-    D = tl.where(on_diagonal, tl.reshape(D, [4, 2, 8, 1, 8]), 0.0)
-    D = tl.reshape(D, [4, 16, 16])
-    rest = tl.permute(tl.reshape(tl.where(on_diagonal, 0.0, parts), [4, 16, 16]), (0, 2, 1))
-    R = tl.dot(rounded(D, ROUND), rounded(rest, ROUND), input_precision=PRECISION)
-    D -= tl.dot(rounded(R, ROUND), rounded(D, ROUND), input_precision=PRECISION)
 
     # Row blocks of the inverse, transposed: X_I = (E_I - sum_{J<I} L_IJ X_J) scaled by D_I from the left. R collects
     # the sums of all blocks still to come.

@@ -36,8 +36,7 @@ def score_gradients(
     """Gradients of the scores of a chunk, dP and -dL, not yet masked, and the values' part of d_beta; stores dv.
 
     With WHOLE, if a tile has all value channels, also dO, U and Z. `o_output` and `m_output` are the offsets of dO and
-    which rows have one; for all else `o_cv` and `m_c`. With IN_PLACE dv may lie where U does, and what is stored later
-    where Z does, if a tile has all value channels.
+    which rows have one; for all else `o_cv` and `m_c`. With IN_PLACE dv may lie where U does.
     """
     C: tl.constexpr = m_c.shape[0]
     b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)

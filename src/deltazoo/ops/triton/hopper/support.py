@@ -26,7 +26,6 @@ MISSING: str | None = None
 try:
     from triton.experimental.gluon import jit
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -46,7 +45,6 @@ __all__ = [
     "BACKWARD",
     "FUSED_FORWARD",
     "MISSING",
-    "async_copy",
     "available",
     "backward_refusal",
     "barrier",
