@@ -159,7 +159,8 @@ class _FusedBlock:
         if layer is None or state is None or not self._fits(hidden_states, state):
             return type(self.block).forward(self.block, hidden_states, batch, softmax, past_key_values)
         output = self._step(hidden_states, state)
-        layer.store(state, 1, past_key_values.layers)  # type: ignore[union-attr]
+        assert past_key_values is not None  # the layer is one of its
+        layer.store(state, 1, past_key_values.layers)
         return output
 
     def _cache_layer(self, batch: Any, cache: Cache | None) -> DeltaRuleCacheLayer | None:
@@ -227,9 +228,9 @@ class _FusedBlock:
         from deltazoo.ops.fused.kernels.token_convolution import Convolution
 
         mixer = self._mixer
-        convolutions = (mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d)
-        q_taps, k_taps, v_taps = (convolution.weight[:, 0] for convolution in convolutions)
-        return Convolution((q_taps, k_taps, v_taps), state.conv)  # type: ignore[arg-type]
+        q_conv, k_conv, v_conv = mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d
+        assert state.conv is not None
+        return Convolution((q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0]), state.conv)
 
     def _rule(self, mixed: Tensor, state: MixerState) -> tuple[Tensor, Any]:
         from deltazoo.ops.fused.kernels.token_norms import HeadNorm

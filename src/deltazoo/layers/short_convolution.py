@@ -224,6 +224,7 @@ def convolve(
     Returns:
         The three outputs, and the new state `[N, C, kernel_size - 1]`, None unless it is wanted.
     """
+    q_conv, k_conv, v_conv = convolutions
     widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
     q_past = k_past = v_past = None
     if past.recurrent is not None:
@@ -233,9 +234,9 @@ def convolve(
             return q, k, v, state
         q_past, k_past, v_past = state.split(widths, dim=1)
     elif not past.wanted and _fuse_together(convolutions, (q, k, v), sequences):
-        together = partial(_convolve_together, heads=tuple([c.unit_heads for c in convolutions]), sequences=sequences)
-        return *recomputable(together, q, k, v, *[convolution.weight for convolution in convolutions]), None
-    q_conv, k_conv, v_conv = convolutions
+        heads = (q_conv.unit_heads, k_conv.unit_heads, v_conv.unit_heads)
+        together = partial(_convolve_together, heads=heads, sequences=sequences)
+        return *recomputable(together, q, k, v, q_conv.weight, k_conv.weight, v_conv.weight), None
     q, q_state = q_conv(q, q_past, sequences, with_state=past.wanted)
     k, k_state = k_conv(k, k_past, sequences, with_state=past.wanted)
     v, v_state = v_conv(v, v_past, sequences, with_state=past.wanted)
@@ -259,15 +260,23 @@ def _fuse_together(convolutions: Convolutions, inputs: tuple[Tensor, ...], seque
 
 
 def _convolve_together(
-    q: Tensor, k: Tensor, v: Tensor, *weights: Tensor, heads: tuple[int, ...], sequences: Sequences
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    v_weight: Tensor,
+    *,
+    heads: tuple[int, int, int],
+    sequences: Sequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed = sequences if isinstance(sequences, PackedSequences) else None
     return fused_short_convs(
         (q, k, v),
-        tuple([weight.squeeze(1) for weight in weights]),  # type: ignore[arg-type]
+        (q_weight.squeeze(1), k_weight.squeeze(1), v_weight.squeeze(1)),
         sequence=None if packed is None else packed.index,
         cu_seqlens=None if packed is None else packed.cu_seqlens,
-        head_dims=heads,  # type: ignore[arg-type]
+        head_dims=heads,
     )
 
 

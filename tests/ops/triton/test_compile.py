@@ -182,7 +182,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
         ("prepare", "chunk_gradients")
     ):  # operands of products are registers there
         return 2048
-    return 640 if launch.arguments.get("UNDECAYED") else 512
+    return 512
 
 
 def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

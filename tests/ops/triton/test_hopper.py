@@ -98,7 +98,7 @@ def test_compiles_without_spills_and_with_products_in_flight(call: Call, monkeyp
         compiled = compile_kernel(kernel, arguments)
         print(kernel.__name__, {n: x for n, x in arguments.items() if n.isupper()}, compiled)
         # Of the scans a number or two, with some versions of Triton; of the others what the loop does not change.
-        assert compiled.spilled <= (16 if "scan" in kernel.__name__ else 320)
+        assert compiled.spilled <= 16
         assert compiled.shared <= SHARED_MEMORY
         assert not compiled.warnings
 

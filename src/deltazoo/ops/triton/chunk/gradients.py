@@ -133,7 +133,7 @@ def chunk_gradients_kernel(
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     if rows <= 0:
         return
-    if chosen is not None:  # noqa: SIM102
+    if chosen is not None:
         if tl.load(chosen + i_b * HV + i_h) == 0:
             return
     DTYPE: tl.constexpr = q.dtype.element_ty

@@ -371,7 +371,7 @@ def reverse_scan_kernel(
     if BY_GAIN:
         large = first_large(large_gain, slot, stop, HV)
         handed_on = large < stop
-        if STRICT or FLAGGED:  # noqa: SIM102
+        if STRICT or FLAGGED:
             if large >= stop:
                 return
         if STRICT:

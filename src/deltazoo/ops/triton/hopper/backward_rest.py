@@ -92,7 +92,7 @@ def small_steps_kernel(
 def log_decay_gradient_kernel(d_G, overlap, left, log_decay, d_log_decay, T, HV, C: tl.constexpr, D: tl.constexpr):
     """d_log_decay of one chunk of one head: `<S, dS>` less the running sum of dG before the token; grid (HV, NC, B)."""
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if left is not None:  # noqa: SIM102
+    if left is not None:
         if tl.load(left + i_b * HV + i_h) != 0:
             return
     slot = (i_b.to(tl.int64) * tl.cdiv(T, C) + i_t) * HV + i_h

@@ -93,10 +93,10 @@ def gradient_partition(
     o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
     o_state = state_slot * (D * D) + o_k[None, :] * D + o_v[:, None]
     dS = gl.full([HALF, D], 0.0, gl.float32, STATE)
-    if BY_GAIN:  # noqa: SIM102
+    if BY_GAIN:
         if handed_on:
             dS = gl.load(d_initial + o_state)
-    if HAS_FINAL:  # noqa: SIM102
+    if HAS_FINAL:
         if handed_on == 0:
             dS = gl.load(d_final + o_state)
     zero = gl.full([HALF, C], 0.0, gl.float32, TOKENS)
@@ -201,7 +201,7 @@ def hopper_reverse_scan_kernel(
     slot = (row * NT + first_chunk) * HV + i_h
     count = gl.cdiv(gl.minimum(T - first, chunks * C), C)
     handed_on = False
-    if BY_GAIN:  # noqa: SIM102
+    if BY_GAIN:
         stop = first_large(large_gain, slot, count, HV)
         handed_on = stop < count
         count = stop

@@ -238,11 +238,11 @@ def state_partition(
         else:
             S = warpgroup_mma_wait(0, deps=[S])
         S_rounded = S.to(DTYPE)
-    if OUTPUT:  # noqa: SIM102
+    if OUTPUT:
         if count > 0:
             tma.store_wait(0)
             store_tile(out_tiles, [row, first + (count - 1) * C, column], out_buffer, out)
-    if final_state is not None:  # noqa: SIM102
+    if final_state is not None:
         if store_final:
             gl.store(final_state + o_state, S)
     tma.store_wait(0)
