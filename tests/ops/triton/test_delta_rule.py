@@ -223,8 +223,10 @@ KNOWN_MISSES = {
     ("channel_decay_20", torch.float16): known_miss(f"{_TINY}: d_initial_state is off by 8.5e-3", 1.1e-2),
     ("channel_decay_50", torch.float16): known_miss(f"{_TINY}: d_initial_state comes out as zero", 1),
     ("scalar_decay_1", torch.float32): known_miss(f"{_TF32}: the output is off by 6.3e-7, torch by 9.7e-8", 8e-7),
+    ("scalar_decay_2", torch.float32): known_miss(f"{_TF32}: the output is off by 6.2e-7, torch by 9.5e-8", 8e-7),
     ("scalar_decay_20", torch.float32): known_miss(f"{_TF32}: d_initial_state is off by 7.5e-7, torch by 6.3e-8", 1e-6),
     ("channel_decay_1", torch.float32): known_miss(f"{_TF32}: the output is off by 8.6e-7, torch by 1.0e-7", 1.1e-6),
+    ("channel_decay_2", torch.float32): known_miss(f"{_TF32}: the output is off by 5.5e-7, torch by 9.7e-8", 7e-7),
     ("same_keys_beta_1.98", torch.float32): known_miss(f"{_TF32}: off by 1.14e-4", 1.5e-4),
     **{
         (name, torch.float16): known_miss(f"{_TINY}: d_initial_state comes out as zero", 1)
