@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import statistics
 import subprocess
@@ -30,10 +29,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from deltazoo.layers import bounded_step
 from deltazoo.ops import delta_rule
+from deltazoo.workbench.bench.errors import plain_torch, relative_errors
 from deltazoo.workbench.bench.inputs import Inputs, make_inputs
 from deltazoo.workbench.bench.shapes import Shape
 from deltazoo.workbench.bench.timing import CudaTimer
@@ -49,19 +48,6 @@ GAINS = (0.9, 0.98, 1.0, 1.002, 1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LOG_DECAY = -1e-3
 """Mean log-decay in the tables of errors; the weaker, the more a repeated key adds up."""
-
-
-class RoundedProducts(TorchFunctionMode):
-    """Every matrix product of float32 rounds its operands to a dtype first."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (Tensor.__matmul__, Tensor.matmul, torch.matmul):
-            args = tuple(x.to(self.dtype).to(x.dtype) for x in args)
-        return function(*args, **(kwargs or {}))
 
 
 def hard_inputs(keys: str, tokens: int, beta: float, decay: str, dtype: torch.dtype, *, gain: bool = False) -> Inputs:
@@ -96,50 +82,37 @@ def hard_inputs(keys: str, tokens: int, beta: float, decay: str, dtype: torch.dt
     return Inputs(q, k, v, steps, log_decay, d_output)
 
 
+def named(x: Inputs) -> dict[str, Tensor]:
+    """The arguments of `delta_rule` that are present."""
+    given = {"q": x.q, "k": x.k, "v": x.v, "beta": x.beta, "log_decay": x.log_decay}
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+def state_gradient(x: Inputs) -> Tensor:
+    """A random gradient of the final state, always the same."""
+    B, _, HV, V = x.v.shape
+    return torch.randn(B, HV, x.k.shape[-1], V, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+
+
 def results(x: Inputs, dtype: torch.dtype | None = None, **options: Any) -> dict[str, Tensor]:
     """Output, final state and all gradients, for random gradients of both; `dtype` converts the inputs first."""
-    given = {"q": x.q, "k": x.k, "v": x.v, "beta": x.beta, "log_decay": x.log_decay}
-    leaves = {n: t.detach().to(dtype or t.dtype, copy=True).requires_grad_() for n, t in given.items() if t is not None}
+    leaves = {n: t.detach().to(dtype or t.dtype, copy=True).requires_grad_() for n, t in named(x).items()}
     output, state = delta_rule(**leaves, **options)
-    d_state = torch.randn(state.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    d_results = [x.d_output.to(output.dtype), d_state.to(state.dtype)]
+    d_results = [x.d_output.to(output.dtype), state_gradient(x).to(state.dtype)]
     found = torch.autograd.grad([output, state], list(leaves.values()), d_results)
-    named = {f"d_{name}": gradient for name, gradient in zip(leaves, found, strict=True)}
-    return {"output": output.detach(), "final_state": state.detach(), **named}
-
-
-def plain_torch(x: Inputs) -> dict[str, Tensor]:
-    """As `results`, by the chunk form in torch with rounded operands."""
-    # Called below the registered operator, inside which a function mode has no effect.
-    forward, backward = (getattr(sys.modules["deltazoo.ops.chunkwise"], n)._init_fn for n in ("_forward", "_backward"))
-    arguments = (x.q, x.k, x.v, x.beta, x.log_decay, x.k.shape[-1] ** -0.5, None, None)
-    with torch.no_grad(), RoundedProducts(x.k.dtype):
-        output, state, *kept = forward(*arguments)
-        generator = torch.Generator("cuda").manual_seed(1)
-        d_state = torch.randn(state.shape, generator=generator, device="cuda")
-        gradients = backward(*arguments, *kept, x.d_output, d_state)
-    names = ["d_q", "d_k", "d_v", "d_beta", "d_log_decay"]
-    return {"output": output, "final_state": state, **dict(zip(names, gradients, strict=False))}
-
-
-def sizes(x: Inputs, exact: dict[str, Tensor]) -> dict[str, float]:
-    """What each error is measured against."""
-    found = {name: float(e.norm()) for name, e in exact.items()}
-    if "d_log_decay" in exact:
-        terms = [float((getattr(x, n).double() * exact[f"d_{n}"]).norm()) for n in ("q", "k")]
-        found["d_log_decay"] = max(found["d_log_decay"], 8 * sum(terms))
-    return found
+    gradients = {f"d_{name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+    return {"output": output.detach(), "final_state": state.detach(), **gradients}
 
 
 def errors(x: Inputs, candidates: list[str]) -> Iterator[tuple[str, dict[str, float | None]]]:
     """Name and relative errors of each candidate, None if one is not finite."""
     exact = results(x, torch.float64, backend="chunkwise")
-    size = sizes(x, exact)
     for name in candidates:
-        plain = name == "plain torch"
-        found = plain_torch(x) if plain else results(x, backend="triton", precision=PRECISIONS[name])
-        relative = {n: float((found[n].double() - e).norm()) / size[n] for n, e in exact.items()}
-        yield name, {n: error if math.isfinite(error) else None for n, error in relative.items()}
+        if name == "plain torch":
+            found = plain_torch(named(x), x.d_output, state_gradient(x))
+        else:
+            found = results(x, backend="triton", precision=PRECISIONS[name])
+        yield name, relative_errors(found, exact, named(x))
 
 
 def show(found: dict[str, float | None]) -> str:

@@ -25,12 +25,12 @@ from torch import Tensor
 from deltazoo.ops import delta_rule, delta_rule_step
 from deltazoo.workbench.bench.result_files import one_line
 
-__all__ = ["Case", "Verdict", "cases", "check_case", "run_selfcheck"]
+__all__ = ["DTYPES", "Case", "Verdict", "case_inputs", "case_results", "cases", "check_case", "run_selfcheck"]
 
 _TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 8 * 2**-11, torch.float32: 1e-4}
 _HARD_TOLERANCE = 0.05
 _COMMAND = ["-m", "deltazoo.workbench.bench.selfcheck"]
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TOLERANCE}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TOLERANCE}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Case:
     @property
     def tolerance(self) -> float:
         """Largest relative error, in the root-mean-square sense, that passes."""
-        return _TOLERANCE[_DTYPES[self.dtype]] if self.keys == "random" else _HARD_TOLERANCE
+        return _TOLERANCE[DTYPES[self.dtype]] if self.keys == "random" else _HARD_TOLERANCE
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -216,22 +216,23 @@ def check_case(case: Case, backend: str, device: str) -> dict[str, float]:
 
     `repeat` is 0 if a second run gave the same bits, else infinity.
     """
-    inputs, cu_seqlens, d_output, d_state = _make(case, device)
+    inputs, cu_seqlens, d_output, d_state = case_inputs(case, device)
     options: dict[str, Any] = {"step": case.step} if case.step else {"step": False, "cu_seqlens": cu_seqlens}
     options |= {"erase_reads": case.erase_reads, "num_micro_steps": case.num_micro_steps}
     precision: dict[str, Any] = {} if case.precision is None else {"precision": case.precision}
-    actual = _results(inputs, d_output, d_state, backend=backend, **options, **precision)
-    again = _results(inputs, d_output, d_state, backend=backend, **options, **precision)
+    actual = case_results(inputs, d_output, d_state, backend=backend, **options, **precision)
+    again = case_results(inputs, d_output, d_state, backend=backend, **options, **precision)
     exact_inputs = {name: None if tensor is None else tensor.double() for name, tensor in inputs.items()}
-    exact = _results(exact_inputs, d_output.double(), d_state.double(), backend="chunkwise", **options)
+    exact = case_results(exact_inputs, d_output.double(), d_state.double(), backend="chunkwise", **options)
     errors = {name: _relative_error(actual[name], exact[name]) for name in exact}
     same = all(torch.equal(actual[name], again[name]) for name in actual)
     return {**errors, "repeat": 0.0 if same else float("inf")}
 
 
-def _make(case: Case, device: str) -> tuple[dict[str, Tensor | None], Tensor | None, Tensor, Tensor]:
+def case_inputs(case: Case, device: str) -> tuple[dict[str, Tensor | None], Tensor | None, Tensor, Tensor]:
+    """Tensors of a case by name, `cu_seqlens`, and gradients of the output and of the final state."""
     generator = torch.Generator(device).manual_seed(0)
-    dtype = _DTYPES[case.dtype]
+    dtype = DTYPES[case.dtype]
     B, T, H, HV, K, V = case.B, case.T, case.H, case.HV, case.K, case.V
     S = T * case.num_micro_steps
 
@@ -284,9 +285,13 @@ def _erase_key(kind: str, k: Tensor, generator: torch.Generator) -> Tensor:
     return F.normalize(e, dim=-1)
 
 
-def _results(
-    inputs: dict[str, Tensor | None], d_output: Tensor, d_state: Tensor, *, step: bool, **options: Any
+def case_results(
+    inputs: dict[str, Tensor | None], d_output: Tensor, d_state: Tensor, *, step: bool = False, **options: Any
 ) -> dict[str, Tensor]:
+    """Output, final state, and unless it is a `step` the gradient `d_<name>` of every input, of one call.
+
+    `options` are further arguments of `delta_rule` or `delta_rule_step`.
+    """
     if step:
         state = inputs["initial_state"]
         arguments = {name: tensor for name, tensor in inputs.items() if name != "initial_state"}

@@ -1,0 +1,87 @@
+"""Errors of the operator's results against float64, and the errors that plain torch makes on the same inputs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["RoundedProducts", "plain_torch", "relative_errors"]
+
+
+class RoundedProducts(TorchFunctionMode):
+    """Every matrix product rounds its operands to a dtype first, as a matrix unit does, and accumulates wider."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.__matmul__, Tensor.matmul, torch.matmul):
+            args = tuple(x.to(self.dtype).to(x.dtype) for x in args)
+        return function(*args, **(kwargs or {}))
+
+
+def plain_torch(
+    inputs: Mapping[str, Tensor | None],
+    d_output: Tensor,
+    d_state: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Output, final state and every gradient by the chunk form in torch with the operands of its products rounded.
+
+    Args:
+        inputs: q, k, v, beta, and where there are any log_decay and initial_state, as for `delta_rule`.
+        d_output, d_state: gradients of the output and of the final state.
+        cu_seqlens: as for `delta_rule`.
+        dtype: what operands are rounded to; that of k unless given.
+
+    Returns:
+        `output`, `final_state`, and `d_<name>` of every input.
+    """
+    # Called below the registered operators, inside which a function mode has no effect.
+    forward, backward = (getattr(sys.modules["deltazoo.ops.chunkwise"], n)._init_fn for n in ("_forward", "_backward"))
+    q, k, v, beta = (inputs[name] for name in ("q", "k", "v", "beta"))
+    log_decay, initial_state = inputs.get("log_decay"), inputs.get("initial_state")
+    assert q is not None and k is not None
+    arguments = (q, k, v, beta, log_decay, q.shape[-1] ** -0.5, initial_state, cu_seqlens, None, False, 1)
+    with torch.no_grad(), RoundedProducts(dtype or k.dtype):
+        output, state, *kept = forward(*arguments)
+        gradients = backward(*arguments, *kept, d_output.to(output.dtype), d_state)
+    names = [name for name in ("q", "k", "v", "beta", "log_decay", "initial_state") if inputs.get(name) is not None]
+    return {
+        "output": output,
+        "final_state": state,
+        **{f"d_{name}": gradient for name, gradient in zip(names, gradients, strict=True)},
+    }
+
+
+def relative_errors(
+    found: Mapping[str, Tensor], exact: Mapping[str, Tensor], inputs: Mapping[str, Tensor | None]
+) -> dict[str, float | None]:
+    """Norm of the error of every result over the norm of the exact one; None where a result is not finite.
+
+    The gradient of the decay is a running sum of `q dq - k dk`, and measured against these terms where they cancel.
+    A result that should be zero has its absolute error.
+
+    Args:
+        found: the results to judge, some or all of those in `exact`.
+        exact: results in float64.
+        inputs: q and k at least.
+    """
+    errors: dict[str, float | None] = {}
+    for name, result in found.items():
+        size = float(exact[name].norm())
+        if name == "d_log_decay":
+            terms = [float((x.double() * exact[f"d_{n}"]).norm()) for n in ("q", "k") if (x := inputs[n]) is not None]
+            size = max(size, 8 * sum(terms))
+        error = float((result.double() - exact[name]).norm()) / (size or 1.0)
+        errors[name] = error if math.isfinite(error) else None
+    return errors
