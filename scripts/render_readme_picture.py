@@ -2,8 +2,9 @@
 
     python scripts/render_readme_picture.py
 
-All bars are from one run: the newest one that trained at the table's shape `train` and has values of deltazoo, fla and
-sdpa.
+All bars are from one run: the newest one that trained at the table's shape `train` and has rows of deltazoo, fla and
+sdpa; with FlashQLA if it has that too. Where flash-linear-attention fails on its own kernels, its bar shows it with
+TileLang's, if that run has them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from deltazoo.workbench.bench.operator_results import OperatorResults, OperatorRow
 from deltazoo.workbench.bench.shapes import TABLE
-from deltazoo.workbench.figures import BLUE, GREY, ORANGE, new_figure, save_figure
+from deltazoo.workbench.figures import BLUE, GREY, ORANGE, PINK, new_figure, save_figure
 from deltazoo.workbench.provenance import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,21 +25,28 @@ RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "images" / "speed_and_memory.png"
 SHAPE = TABLE["train"]
 RULES = {"delta": "DeltaNet", "gdn": "Gated DeltaNet", "kda": "KDA", "softmax": "softmax attention"}
-LIBRARIES = {"deltazoo": ("deltazoo", BLUE), "fla": ("flash-linear-attention", ORANGE), "sdpa": ("torch SDPA", GREY)}
+LIBRARIES = {
+    "deltazoo": ("deltazoo", BLUE),
+    "fla": ("flash-linear-attention", ORANGE),
+    "flashqla": ("FlashQLA", PINK),
+    "sdpa": ("torch SDPA", GREY),
+}
+NEEDED = ("deltazoo", "fla", "sdpa")
 PANELS = {"forward_backward_ms": ("time", "ms"), "peak_mib": ("peak memory above the inputs", "MiB")}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One implementation of one rule; None where it gave no result."""
+    """One implementation of one rule; a value is None where it gave no result. `note` follows the values."""
 
     rule: str
     library: str
     values: dict[str, float | None]
+    note: str = ""
 
 
 def collect(paths: Iterable[Path]) -> tuple[Run, list[Bar]]:
-    """The newest run that has every library, and its bars in the order of `RULES` and `LIBRARIES`.
+    """The newest run that has every library of `NEEDED`, and its bars in the order of `RULES` and `LIBRARIES`.
 
     Raises:
         ValueError: no run has them all.
@@ -49,21 +57,25 @@ def collect(paths: Iterable[Path]) -> tuple[Run, list[Bar]]:
         results = OperatorResults.load([path])
         runs |= results.runs
         for row in results.rows.values():
-            known = row.library in LIBRARIES and row.gates in ("none", "medium")
+            known = row.library in (*LIBRARIES, "fla-tilelang") and row.gates in ("none", "medium")
             if known and row.shape == str(SHAPE) and row.measure in PANELS:
                 rows.setdefault(row.run, {}).setdefault((row.op, row.library), {})[row.measure] = row
-    complete = [run for run, found in rows.items() if {library for _, library in found} == set(LIBRARIES)]
+    complete = [run for run, found in rows.items() if set(NEEDED) <= {library for _, library in found}]
     if not complete:
-        raise ValueError(f"no run has {', '.join(LIBRARIES)} at {SHAPE}")
+        raise ValueError(f"no run has {', '.join(NEEDED)} at {SHAPE}")
     newest = max(complete, key=lambda run: runs[run].date)
     found = rows[newest]
-    bars = [
-        Bar(op, library, {measure: row.value for measure, row in found[op, library].items()})
-        for op in RULES
-        for library in LIBRARIES
-        if (op, library) in found
-    ]
+    bars = [bar(op, library, found) for op in RULES for library in LIBRARIES if (op, library) in found]
     return runs[newest], bars
+
+
+def bar(op: str, library: str, found: dict[tuple[str, str], dict[str, OperatorRow]]) -> Bar:
+    """The bar of one library; of flash-linear-attention with TileLang where it fails without."""
+    rows, other = found[op, library], found.get((op, "fla-tilelang"))
+    with_tilelang = library == "fla" and other is not None and any(row.error for row in rows.values())
+    shown = other if with_tilelang and other is not None else rows
+    values = {measure: row.value for measure, row in shown.items()}
+    return Bar(op, library, values, " with TileLang" if with_tilelang else "")
 
 
 def draw(path: Path, run: Run, bars: list[Bar]) -> Path:
@@ -71,12 +83,13 @@ def draw(path: Path, run: Run, bars: list[Bar]) -> Path:
     figure, axes = new_figure(2, width=10, height=4.4)
     positions, middles = arrange(bars)
     for axis, (measure, (title, unit)) in zip(axes, PANELS.items(), strict=True):
-        draw_panel(axis, positions, bars, measure, f"fails with Triton {run.triton}")
+        draw_panel(axis, positions, bars, measure, f"not with Triton {run.triton} alone")
         axis.set_title(f"{title}, {unit}", loc="left", fontsize=13)
     axes[0].set_yticks(list(middles.values()), [RULES[rule] for rule in middles], fontsize=12)
     axes[1].set_yticks([])
-    handles = [axes[0].barh(0, 0, color=colour, label=name) for name, colour in LIBRARIES.values()]
-    figure.legend(handles=handles, loc="outside upper left", ncols=3, fontsize=12, frameon=False)
+    drawn = {bar.library for bar in bars}
+    handles = [axes[0].barh(0, 0, color=c, label=name) for key, (name, c) in LIBRARIES.items() if key in drawn]
+    figure.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=12, frameon=False)
     figure.supxlabel(
         f"forward and backward pass of one call, {SHAPE.B} x {SHAPE.T:,} tokens, {SHAPE.H} heads of {SHAPE.K}, "
         f"bfloat16, {run.gpu}; shorter is better",
@@ -100,7 +113,7 @@ def draw_panel(axis: Any, positions: list[float], bars: list[Bar], measure: str,
     """Bars with their values beside them, or with the text `missing`."""
     for position, bar in zip(positions, bars, strict=True):
         value = bar.values[measure]
-        text = missing if value is None else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+        text = missing if value is None else (f"{value:.2f}" if value < 100 else f"{value:,.0f}") + bar.note
         axis.barh(position, value or 0.0, height=0.9, color=LIBRARIES[bar.library][1])
         style = {
             "color": LIBRARIES[bar.library][1] if value is None else "black",

@@ -43,6 +43,8 @@ class Run:
     transformers: str | None = None
     liger: str | None = None
     threads: int | None = None
+    flashqla: str | None = None
+    tilelang: str | None = None
 
     @property
     def machine(self) -> str:
@@ -82,6 +84,8 @@ def describe_run(*, device: str, commit: str | None, command: list[str], **measu
         fla=package_version("fla-core"),
         transformers=package_version("transformers"),
         liger=package_version("liger-kernel"),
+        flashqla=package_version("flash-qla"),
+        tilelang=package_version("tilelang"),
         threads=torch.get_num_threads(),
         command=command,
         **measured,

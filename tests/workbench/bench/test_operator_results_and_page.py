@@ -118,11 +118,22 @@ def test_no_two_targets_are_about_one_row() -> None:
 def test_the_page_sets_targets_and_peers_beside_the_values(results: OperatorResults) -> None:
     page = render_page(results, {})
     gdn = line(page, "gdn", "medium", "fwd")
-    assert gdn[4:10] == ["0.3", "<= 0.225", "missed by 33%", "0.9", "3.00x", "1.02"]
+    assert gdn[4:12] == ["0.3", "<= 0.225", "missed by 33%", "0.9", "3.00x", "", "", "1.02"]
     lower_bound_ns = 1032 / 4300
-    assert gdn[10] == f"{Shape.parse(TRAIN).token_heads * lower_bound_ns / 1e6 / 0.30:.0%}"
+    assert gdn[12] == f"{Shape.parse(TRAIN).token_heads * lower_bound_ns / 1e6 / 0.30:.0%}"
     assert line(page, "gdn", "medium", "fwd+bwd")[4:9] == ["1.54", "<= 0.82", "missed by 88%", "fails (1)", ""]
     assert "1. fla gdn: RuntimeError: wrong results" in page
+
+
+def test_the_page_takes_what_works_of_flash_linear_attention_and_says_how(results: OperatorResults) -> None:
+    for library, value in (("fla-tilelang", 3.08), ("flashqla", 1.232), ("fla-flashqla", 1.3)):
+        row = OperatorRow(TRAIN, "gdn", "medium", library, measure="forward_backward_ms", value=value, run="one")
+        results.add(row)
+    page = render_page(results, {})
+    gdn = line(page, "gdn", "medium", "fwd+bwd")
+    assert gdn[7:11] == ["3.08 (TileLang)", "2.00x", "1.23", "0.80x"]
+    assert "2.0 to 2.0 times as fast as flash-linear-attention; FlashQLA takes 1.23 ms for gdn." in page
+    assert "RuntimeError: wrong results" not in page
 
 
 def test_the_summary_counts_and_lists_what_was_missed(results: OperatorResults) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from bench_fakes import FakeTimer
 from deltazoo.ops import delta_rule, linear_attention
 from deltazoo.workbench.bench import operator_suite
 from deltazoo.workbench.bench.inputs import make_inputs
-from deltazoo.workbench.bench.operator_candidates import candidates_for, step_candidates
+from deltazoo.workbench.bench.operator_candidates import candidates_for, has_peer, step_candidates
 from deltazoo.workbench.bench.operator_options import GATES, OPERATORS, gates_of, parse_peers
 from deltazoo.workbench.bench.operator_results import OperatorResults
 from deltazoo.workbench.bench.operator_suite import DeviceLost, Plan, bench_ops
@@ -188,6 +189,70 @@ def test_one_operator_is_timed_in_one_go(plan: Plan, installed_fla: dict[str, in
     ]
 
 
+@pytest.fixture
+def installed_gdn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
+    """Stand-ins for flash-linear-attention's gdn and for FlashQLA; lists the library called, and what it reads."""
+    calls: list[tuple[str, str, str]] = []
+
+    def switches() -> tuple[str, str]:
+        return os.environ.get("FLA_TILELANG", "unset"), os.environ.get("FLA_FLASH_QLA", "unset")
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, v, q, library):
+            ctx.library, ctx.size = library, q.shape
+            calls.append((library, *switches()))
+            return q.mean() * v
+
+        @staticmethod
+        def backward(ctx, gradient):
+            calls.append((f"{ctx.library} backward", *switches()))
+            return gradient, gradient.new_zeros(ctx.size), None
+
+    def chunk(library: str) -> object:
+        # The arguments that flash-linear-attention 0.6 and FlashQLA 0.1.3 have in common, and no others.
+        def chunk_gated_delta_rule(
+            q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+            cu_seqlens=None,
+        ):  # fmt: skip
+            assert g.dtype == beta.dtype == torch.float32 and g.shape == beta.shape == v.shape[:3]
+            return Scaled.apply(v + 0 * (g + beta)[..., None] + 0 * k.mean(), q, library), None
+
+        return chunk_gated_delta_rule
+
+    for name in ("fla", "fla.ops", "fla.ops.delta_rule", "fla.ops.gated_delta_rule", "flash_qla", "tilelang"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["fla.ops.gated_delta_rule"].chunk_gated_delta_rule = chunk("fla")
+    sys.modules["flash_qla"].chunk_gated_delta_rule = chunk("flash_qla")
+    for variable in ("FLA_TILELANG", "FLA_FLASH_QLA"):
+        monkeypatch.setenv(variable, "unset")
+    return calls
+
+
+def test_fla_runs_on_the_kernels_that_a_peers_name_says(
+    plan: Plan, tmp_path: Path, installed_gdn: list[tuple[str, str, str]]
+) -> None:
+    peers = ["flashqla", "fla", "fla-tilelang", "fla-flashqla"]
+    results = run(replace(plan, ops=["gdn"], peers=peers, ours=False, groups=["training"]), tmp_path / "run.json")
+    assert {row.library for row in results.rows.values()} == set(peers)
+    assert not [row.error for row in results.rows.values() if row.error]
+    assert set(installed_gdn) == {
+        (library + part, *switches)
+        for library, *switches in (
+            ("flash_qla", "unset", "unset"), ("fla", "0", "0"), ("fla", "1", "0"), ("fla", "0", "1")
+        )
+        for part in ("", " backward")
+    }  # fmt: skip
+
+
+def test_operators_of_peers_that_have_few() -> None:
+    few = ("fla-safe-gate", "fla-tilelang", "fla-flashqla", "flashqla", "sdpa")
+    peers_of = {op: [peer for peer in few if has_peer(op, peer)] for op in OPERATORS}
+    assert peers_of["gdn"] == ["fla-tilelang", "fla-flashqla", "flashqla"]
+    assert peers_of["kda"] == ["fla-safe-gate", "fla-tilelang"] and peers_of["delta"] == []
+    assert has_peer("delta", "fla") and not has_peer("gdn-erase", "fla")
+
+
 def test_unknown_peers_are_refused() -> None:
     assert parse_peers("none") == []
     with pytest.raises(ValueError, match="did you mean 'fla'"):
@@ -214,13 +279,16 @@ def test_inputs_are_what_the_page_says() -> None:
 
 def test_warming_up_takes_one_process_for_what_compiles_the_same() -> None:
     shapes = [Shape(8, 4096, 16, 128, 128), Shape(4, 2048, 16, 128, 128), Shape(1, 32768, 16, 128, 128)]
-    commands = warm_up_commands(shapes, ["delta", "kda", "softmax"], ["fla", "fla-safe-gate", "sdpa"], "cuda")
+    peers = ["fla", "fla-safe-gate", "fla-flashqla", "flashqla", "sdpa"]
+    commands = warm_up_commands(shapes, ["delta", "kda", "softmax"], peers, "cuda")
     picked = [[command[command.index(flag) + 1] for flag in ("--shapes", "--ops", "--peers")] for command in commands]
     assert picked == [
         [shape, *rest]
-        for shape in ("2x1024x16x128x128", "1x1024x16x128x128")
         for rest in (("delta", "fla"), ("kda", "fla"), ("kda", "fla-safe-gate"))
+        for shape in ("2x1024x16x128x128", "1x1024x16x128x128")
     ]
+    commands = warm_up_commands(shapes, ["gdn"], ["flashqla"], "cuda")
+    assert [command[command.index("--shapes") + 1] for command in commands] == [str(shape) for shape in shapes]
 
 
 def test_a_warm_up_that_fails_is_reported() -> None:

@@ -11,7 +11,7 @@ import typer
 
 from deltazoo.workbench.bench.arguments import choices, fail
 from deltazoo.workbench.bench.model_command import model
-from deltazoo.workbench.bench.operator_options import GATES, GROUPS, OPERATORS, OPS, parse_peers
+from deltazoo.workbench.bench.operator_options import GATES, GROUPS, OPERATORS, OPS, PEERS, parse_peers
 from deltazoo.workbench.bench.shapes import parse_shapes
 from deltazoo.workbench.device import check_device
 
@@ -89,7 +89,7 @@ def ops(
     ] = None,
     operators: Annotated[str, typer.Option("--ops", help=f"Out of {','.join(OPERATORS)},softmax.")] = ",".join(OPS),
     gates: Annotated[str, typer.Option(help="Out of weak,medium,strong.")] = "weak,medium,strong",
-    peers: Annotated[str, typer.Option(help="Out of fla,fla-safe-gate,flashqla,sdpa, or none.")] = "fla,sdpa",
+    peers: Annotated[str, typer.Option(help=f"Out of {','.join(PEERS)}, or none.")] = "fla,sdpa",
     measure: Annotated[
         str,
         typer.Option(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,17 +38,44 @@ two micro-steps as one: neither is an operator of ours."""
 
 _FLASHQLA = ("flash_qla", "chunk_gated_delta_rule", None)
 
+_FLA_KERNELS = {
+    "fla": {"FLA_TILELANG": "0", "FLA_FLASH_QLA": "0"},
+    "fla-safe-gate": {"FLA_TILELANG": "0", "FLA_FLASH_QLA": "0"},
+    "fla-tilelang": {"FLA_TILELANG": "1", "FLA_FLASH_QLA": "0"},
+    "fla-flashqla": {"FLA_TILELANG": "0", "FLA_FLASH_QLA": "1"},
+}
+"""What flash-linear-attention reads from the environment at every call: which kernels besides its own it may take."""
+
+_OPERATORS_OF = {
+    "fla-safe-gate": ("kda", "gdn2"),
+    "fla-tilelang": ("gdn", "kda", "comba"),
+    "fla-flashqla": ("gdn",),
+    "flashqla": ("gdn",),
+}
+"""The operators of the peers that have few."""
+
+_MODULES = {
+    "fla": ["fla.ops.delta_rule"],
+    "fla-safe-gate": ["fla.ops.delta_rule"],
+    "fla-tilelang": ["fla.ops.delta_rule", "tilelang"],
+    "fla-flashqla": ["fla.ops.delta_rule", "flash_qla"],
+    "flashqla": ["flash_qla"],
+    "sdpa": [],
+}
+"""What must be installed."""
+
 
 @dataclass(frozen=True)
 class Candidate:
     """One implementation of one operator.
 
-    `forward` maps inputs to the output `[B, T, H, V]`.
+    `forward` maps inputs to the output `[B, T, H, V]`. `environment` holds variables that both passes read.
     """
 
     library: str
     op: str
     forward: Callable[[Inputs], Tensor]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def train_step(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """Forward, then every gradient for `inputs.d_output`."""
@@ -59,13 +85,12 @@ class Candidate:
 def installed_peers(names: list[str]) -> tuple[list[str], dict[str, str]]:
     """Splits peers into those that can be imported and, for the others, the reason."""
     missing = {}
-    os.environ["FLA_FLASH_QLA"] = "0"  # read at calls: flash-linear-attention keeps to its own kernels
     for name in names:
-        if name != "sdpa":
-            try:
-                importlib.import_module("flash_qla" if name == "flashqla" else "fla.ops.delta_rule")
-            except Exception as error:  # a broken installation may raise anything
-                missing[name] = f"{type(error).__name__}: {error}"
+        try:
+            for module in _MODULES[name]:
+                importlib.import_module(module)
+        except Exception as error:  # a broken installation may raise anything
+            missing[name] = f"{type(error).__name__}: {error}"
     return [name for name in names if name not in missing], missing
 
 
@@ -95,15 +120,14 @@ def candidates_for(op: str, *, backend: str, precisions: list[str | None], peers
             module, chunk_name, _ = _FLASHQLA if peer == "flashqla" else _FLA[op]
             function = getattr(importlib.import_module(module), chunk_name)
             options = {"safe_gate": True} if peer == "fla-safe-gate" else {}
-            found.append(Candidate(peer, op, partial(_fla, op=op, function=function, options=options)))
+            forward = partial(_fla, op=op, function=function, options=options)
+            found.append(Candidate(peer, op, forward, _FLA_KERNELS.get(peer, {})))
     return found
 
 
 def has_peer(op: str, peer: str) -> bool:
     """Whether another library has kernels for an operator."""
-    if peer == "flashqla":
-        return op == "gdn"
-    return op in _FLA and (peer == "fla" or (peer == "fla-safe-gate" and op in ("kda", "gdn2")))
+    return op in _OPERATORS_OF[peer] if peer in _OPERATORS_OF else peer == "fla" and op in _FLA
 
 
 def step_candidates(op: str, *, backend: str | None, peers: list[str]) -> dict[str, Callable[[Inputs, Tensor], Any]]:

@@ -52,10 +52,12 @@ EDA). comba: its erase reads before the decay. gdn2: Gated DeltaNet-2. gla and l
 GATES = {"weak": -1e-3, "medium": -0.05, "strong": -1.0}
 """Mean log-decay per token. Each gate is uniform between 0 and twice its mean, so strong stays above -2."""
 
-PEERS = ("fla", "fla-safe-gate", "flashqla", "sdpa")
-"""fla: its chunk functions with default options, on its own kernels also where FlashQLA is installed, to which it would
-hand gdn. fla-safe-gate: kda and gdn2 with `safe_gate=True`, its faster path for gates bounded by -5. flashqla: gdn by
-FlashQLA itself. sdpa: `torch.nn.functional.scaled_dot_product_attention`, causal."""
+PEERS = ("fla", "fla-safe-gate", "fla-tilelang", "fla-flashqla", "flashqla", "sdpa")
+"""fla: its chunk functions with default options, on its own Triton kernels, also where TileLang or FlashQLA are
+installed, whose kernels it would then take for some operators. fla-tilelang: gdn, kda and comba with the backward
+kernels that it has in TileLang. fla-flashqla: gdn, handed to FlashQLA. fla-safe-gate: kda and gdn2 with
+`safe_gate=True`, its faster path for gates bounded by -5. flashqla: gdn by FlashQLA itself. sdpa:
+`torch.nn.functional.scaled_dot_product_attention`, causal."""
 
 
 def gates_of(op: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,11 +42,18 @@ _METHOD = """\
 - **Shapes** read B x T x H x K x V: sequences, tokens, heads, channels of a key and of a value.
 - **Operators**: delta has no decay, gdn one decay per head, kda one per key channel. Gates are uniform with a mean
   log-decay per token of {gates}.
-- **Peers**: fla is flash-linear-attention's chunk function with its default options. sdpa is torch's causal softmax
-  attention on the same q, k and v. A target relative to fla refers to the fla value beside it.
+- **Peers**: fla is flash-linear-attention's chunk function with its default options. Its own Triton kernels refuse the
+  backward pass of gdn on Hopper with Triton from 3.4 to before 3.7.1, which compiles them wrongly. Where TileLang is
+  installed it takes a TileLang kernel there, and where FlashQLA is installed it hands gdn to FlashQLA; both train.
+  The tables show the faster of its own kernels and those with TileLang, the latter marked so. flashqla is FlashQLA's
+  own function, for gdn. sdpa is torch's causal softmax attention on the same q, k and v. A target relative to fla
+  refers to the fla value beside it.
 - **Runs**: the last column of a table names the runs of its values, the newest of each. Where it names several, our
   value and those of the peers are from different runs.
 """
+
+_FLA = {"fla": "", "fla-tilelang": " (TileLang)"}
+"""Libraries that share a column, and what marks them in it."""
 
 
 def write_page(results: OperatorResults, page: Path, plots: Path) -> list[Path]:
@@ -97,7 +105,7 @@ class _Page:
         """One sentence for a reader who wants no table: forward and backward pass at the shape `train`."""
         shape, measure = TABLE["train"], "forward_backward_ms"
         found = [
-            (op, row, self.results.find(shape, op, gates, "fla", measure))
+            (op, row, self._peer(row))
             for op in OPS
             for gates in ("none", "medium")
             if (row := self.results.find(shape, op, gates, "deltazoo", measure)) and row.value
@@ -106,6 +114,7 @@ class _Page:
             return ""
         times = enumerated([f"{_number(row.value)} ms {_OPERATORS[op]}" for op, row, _ in found])
         ratios = [peer.value / row.value for _, row, peer in found if peer and peer.value and row.value]
+        flashqla = self.results.find(shape, "gdn", "medium", "flashqla", measure)
         softmax = self.results.find(shape, "softmax", "none", "sdpa", measure)
         sentence = (
             f"Forward and backward pass of {shape.B} x {shape.T:,} tokens with {shape.H} heads of {shape.K} take "
@@ -113,6 +122,8 @@ class _Page:
         sentence += f"{times} on an {self.results.runs[found[0][1].run].machine}"
         if ratios:
             sentence += f", {min(ratios):.1f} to {max(ratios):.1f} times as fast as flash-linear-attention"
+        if flashqla and flashqla.value:
+            sentence += f"; FlashQLA takes {_number(flashqla.value)} ms for gdn"
         if softmax and softmax.value:
             sentence += f"; causal softmax attention (sdpa) takes {_number(softmax.value)} ms"
         return f"{sentence}.\n"
@@ -125,6 +136,7 @@ class _Page:
             "torch": lambda run: run.torch,
             "Triton": lambda run: run.triton,
             "fla": lambda run: run.fla,
+            "flashqla": lambda run: run.flashqla,
             "copy TB/s": lambda run: _number(run.copy_tb_s),
             "bf16 TFLOP/s": lambda run: _number(run.matmul_tflop_s),
         }
@@ -158,8 +170,8 @@ class _Page:
         return row.library.startswith("deltazoo")
 
     def times(self) -> str:
-        header = ["op", "gates", "library", "measure", "time, ms", "target", "verdict", "fla", "fla / ours", "sdpa",
-                  "of bound", "runs"]  # fmt: skip
+        header = ["op", "gates", "library", "measure", "time, ms", "target", "verdict", "fla", "fla / ours", "flashqla",
+                  "flashqla / ours", "sdpa", "of bound", "runs"]  # fmt: skip
         sections = []
         for name, shape in TABLE.items():
             rows = [
@@ -173,12 +185,21 @@ class _Page:
         return "## Times\n\n" + "\n".join(sections) if sections else ""
 
     def _time_line(self, row: OperatorRow) -> list[str]:
-        peer = self.results.find(row.shape, row.op, row.gates, "fla", row.measure)
+        peer = self._peer(row)
+        flashqla = self.results.find(row.shape, row.op, row.gates, "flashqla", row.measure)
         softmax = self.results.find(row.shape, "softmax", "none", "sdpa", row.measure)
-        ratio = f"{peer.value / row.value:.2f}x" if peer and peer.value and row.value else ""
         cells = [row.op, row.gates, row.library, _TIMES[row.measure], self._value(row), *self._target(row)]
-        cells += [self._value(peer), ratio, self._value(softmax), self._share(row)]
-        return [*cells, self._runs(row, peer, softmax)]
+        cells += [self._value(peer), _ratio(peer, row), self._value(flashqla), _ratio(flashqla, row)]
+        return [*cells, self._value(softmax), self._share(row), self._runs(row, peer, flashqla, softmax)]
+
+    def _peer(self, row: OperatorRow) -> OperatorRow | None:
+        """The better of flash-linear-attention's rows beside one of ours; one that failed if none worked."""
+        found = [
+            peer
+            for library in _FLA
+            if (peer := self.results.find(row.shape, row.op, row.gates, library, row.measure)) is not None
+        ]
+        return min(found, key=lambda peer: math.inf if peer.value is None else peer.value, default=None)
 
     def _share(self, row: OperatorRow) -> str:
         share = share_of_lower_bound(self.results, row)
@@ -187,14 +208,27 @@ class _Page:
     def memory_and_host(self) -> str:
         rows = [
             [row.shape, row.op, row.gates, row.library, MEASURES[measure], self._value(row), *self._target(row),
-             self._value(peer := self.results.find(row.shape, row.op, row.gates, "fla", measure)),
-             self._runs(row, peer)]
+             self._value(peer := self._peer(row)),
+             self._value(flashqla := self.results.find(row.shape, row.op, row.gates, "flashqla", measure)),
+             self._runs(row, peer, flashqla)]
             for measure in ("peak_mib", "host_forward_us", "host_forward_grad_us")
             for shape in TABLE.values()
             for row in self._ordered(str(shape), measure)
             if self.ours(row) and row.gates in ("none", "medium")
         ]  # fmt: skip
-        header = ["shape", "op", "gates", "library", "measure", "MiB or us", "target", "verdict", "fla", "runs"]
+        header = [
+            "shape",
+            "op",
+            "gates",
+            "library",
+            "measure",
+            "MiB or us",
+            "target",
+            "verdict",
+            "fla",
+            "flashqla",
+            "runs",
+        ]
         return "## Memory and host time\n\n" + table(header, rows) if rows else ""
 
     def decoding(self) -> str:
@@ -244,7 +278,7 @@ class _Page:
         if row.value is None:
             number = self.errors.setdefault(f"{row.library} {row.op}: {row.error}", len(self.errors) + 1)
             return f"fails ({number})"
-        return _number(row.value)
+        return _number(row.value) + _FLA.get(row.library, "")
 
     def _runs(self, *rows: OperatorRow | None) -> str:
         return ", ".join(sorted({self.letters[row.run] for row in rows if row is not None}))
@@ -256,6 +290,10 @@ _TIMES = {
     "forward_backward_ms": "fwd+bwd",
     "forward_backward_graph_ms": "fwd+bwd, graph",
 }
+
+
+def _ratio(peer: OperatorRow | None, row: OperatorRow) -> str:
+    return f"{peer.value / row.value:.2f}x" if peer and peer.value and row.value else ""
 
 
 def _number(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -172,6 +173,7 @@ def _candidate_rows(
             elif not plan.warm_up_only:
                 record(measure, measurement)
 
+    os.environ.update(candidate.environment)
     inputs = make_inputs(shape, op, gates, device=plan.device)
     tiny = make_inputs(replace(shape, B=1, T=_TINY_TOKENS), op, gates, device=plan.device)
 

@@ -22,18 +22,24 @@ __all__ = ["warm_up_commands", "warm_up_peers"]
 
 def warm_up_commands(shapes: list[Shape], ops: list[str], peers: list[str], device: str) -> list[list[str]]:
     """One command per operator, peer and set of head sizes; sizes that compile nothing new are reduced or left out."""
-    # A batch of one may be compiled separately, as 1 is a constant of its own to Triton; longer sequences are not.
-    small = dict.fromkeys(replace(shape, B=min(shape.B, 2), T=min(shape.T, 1024)) for shape in shapes)
     options = ["--warm-up-only", "--no-ours", "--gates", "medium", "--measure", "forward,training"]
     return [
         [sys.executable, "-m", "deltazoo", "bench", "ops", "--out", os.devnull, "--device", device, *options]
         + ["--shapes", str(shape), "--ops", op, "--peers", peer]
-        for shape in small
         for op in ops
         if op != "softmax"
         for peer in peers
         if has_peer(op, peer)
+        for shape in dict.fromkeys(_compiling(shape, peer) for shape in shapes)
     ]
+
+
+def _compiling(shape: Shape, peer: str) -> Shape:
+    """The smallest shape that compiles the kernels of a shape."""
+    if peer.endswith("flashqla"):  # which kernels it takes depends on all sizes
+        return shape
+    # A batch of one may be compiled separately, as 1 is a constant of its own to Triton; longer sequences are not.
+    return replace(shape, B=min(shape.B, 2), T=min(shape.T, 1024))
 
 
 def warm_up_peers(commands: list[list[str]], jobs: int, report: Callable[[str], None]) -> None:
