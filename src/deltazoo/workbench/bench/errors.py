@@ -80,7 +80,11 @@ def relative_errors(
     for name, result in found.items():
         size = float(exact[name].norm())
         if name == "d_log_decay":
-            terms = [float((x.double() * exact[f"d_{n}"]).norm()) for n in ("q", "k") if (x := inputs[n]) is not None]
+            terms = [
+                float((x.detach().double() * exact[f"d_{n}"]).norm())
+                for n in ("q", "k")
+                if (x := inputs[n]) is not None
+            ]
             size = max(size, 8 * sum(terms))
         error = float((result.double() - exact[name]).norm()) / (size or 1.0)
         errors[name] = error if math.isfinite(error) else None
