@@ -58,10 +58,9 @@ Call = Callable[..., tuple[Tensor, Tensor | None]]
 def order(libraries: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Cells and the libraries to measure on them, what takes long last."""
     slow = [name for name in libraries if name.startswith("fla-")]
-    for cell in CELLS:
-        yield cell, [name for name in libraries if cell not in RETUNED or name not in slow]
-    for cell in RETUNED:
-        yield cell, slow
+    yield from ((cell, [name for name in libraries if name not in slow]) for cell in CELLS)
+    yield from ((cell, slow) for cell in CELLS if cell not in RETUNED)
+    yield from ((cell, slow) for cell in RETUNED)
 
 
 def function_of(library: str, case: Case, device: str) -> Call:

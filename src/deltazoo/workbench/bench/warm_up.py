@@ -38,8 +38,9 @@ def _compiling(shape: Shape, peer: str) -> Shape:
     """The smallest shape that compiles the kernels of a shape."""
     if peer.endswith("flashqla"):  # which kernels it takes depends on all sizes
         return shape
-    # A batch of one may be compiled separately, as 1 is a constant of its own to Triton; longer sequences are not.
-    return replace(shape, B=min(shape.B, 2), T=min(shape.T, 1024))
+    # A batch of one may be compiled separately, as 1 is a constant of its own to Triton, and every batch may be to
+    # TileLang; longer sequences are not.
+    return replace(shape, B=shape.B if peer == "fla-tilelang" else min(shape.B, 2), T=min(shape.T, 1024))
 
 
 def warm_up_peers(commands: list[list[str]], jobs: int, report: Callable[[str], None]) -> None:
