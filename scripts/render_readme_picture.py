@@ -2,9 +2,9 @@
 
     python scripts/render_readme_picture.py
 
-All bars are from one run: the newest one that trained at the table's shape `train` and has rows of deltazoo, fla and
-sdpa; with FlashQLA if it has that too. Where flash-linear-attention fails on its own kernels, its bar shows it with
-TileLang's, if that run has them.
+All bars are from one run: the newest one that trained at the table's shape `train` and has rows of deltazoo and fla for
+every rule and of sdpa; with FlashQLA if it has that too. Where flash-linear-attention fails on its own kernels, its bar
+shows it with TileLang's, if that run has them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ LIBRARIES = {
     "flashqla": ("FlashQLA", PINK),
     "sdpa": ("torch SDPA", GREY),
 }
-NEEDED = ("deltazoo", "fla", "sdpa")
+NEEDED = {("softmax", "sdpa")} | {
+    (rule, library) for rule in ("delta", "gdn", "kda") for library in ("deltazoo", "fla")
+}
 PANELS = {"forward_backward_ms": ("time", "ms"), "peak_mib": ("peak memory above the inputs", "MiB")}
 
 
@@ -46,7 +48,7 @@ class Bar:
 
 
 def collect(paths: Iterable[Path]) -> tuple[Run, list[Bar]]:
-    """The newest run that has every library of `NEEDED`, and its bars in the order of `RULES` and `LIBRARIES`.
+    """The newest run that has all of `NEEDED`, and its bars in the order of `RULES` and `LIBRARIES`.
 
     Raises:
         ValueError: no run has them all.
@@ -60,9 +62,9 @@ def collect(paths: Iterable[Path]) -> tuple[Run, list[Bar]]:
             known = row.library in (*LIBRARIES, "fla-tilelang") and row.gates in ("none", "medium")
             if known and row.shape == str(SHAPE) and row.measure in PANELS:
                 rows.setdefault(row.run, {}).setdefault((row.op, row.library), {})[row.measure] = row
-    complete = [run for run, found in rows.items() if set(NEEDED) <= {library for _, library in found}]
+    complete = [run for run, found in rows.items() if found.keys() >= NEEDED]
     if not complete:
-        raise ValueError(f"no run has {', '.join(NEEDED)} at {SHAPE}")
+        raise ValueError(f"no run has deltazoo and fla for every rule and sdpa at {SHAPE}")
     newest = max(complete, key=lambda run: runs[run].date)
     found = rows[newest]
     bars = [bar(op, library, found) for op in RULES for library in LIBRARIES if (op, library) in found]
