@@ -14,6 +14,7 @@ from transformers.cache_utils import (
 )
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.layer_contents import fill, tensors_of, tokens_of
 
 __all__ = ["FixedTensors", "bytes_when_fixed", "check_fixed", "fixed_cache", "move_cache"]
 
@@ -60,17 +61,9 @@ def move_cache(source: Cache, target: StaticCache) -> None:
     """Move the contents of a dynamic cache to an empty static one, layer by layer; the dynamic cache is empty then."""
     source.layers, layers = [], source.layers
     layers.reverse()
-    new: Any
     for new in target.layers:
-        old: Any = layers.pop()  # its memory is free before the next layer is moved
-        if isinstance(new, DeltaRuleCacheLayer):
-            new.store(old.state, old.num_tokens, target.layers)
-            continue
-        if not new.is_initialized:
-            new.lazy_initialization(old.keys, old.values)
-        # A window holds the last keys alone; they get the positions that they have among all keys.
-        new.cumulative_length.fill_(old.get_seq_length() - old.keys.shape[2])
-        new.update(old.keys, old.values)
+        old = layers.pop()  # its memory is free before the next layer is moved
+        fill(new, tensors_of(old), tokens_of(old), target.layers)
 
 
 class FixedTensors:

@@ -1,0 +1,284 @@
+"""States of a model as values: take them out of a cache, put them back, copy rows, keep them in a file.
+
+A delta-rule layer's state has one size at any number of tokens, so a whole conversation can be set aside and continued
+without running it again. `snapshot` copies everything a cache holds, `restore` puts it into that or another cache:
+
+    saved = snapshot(cache)                      # all rows; an immutable copy
+    restore(cache, saved)                        # as it was, bit for bit
+
+    row = snapshot(batch, rows=[3])              # row 3 of a batch, as a batch of one
+    restore(batch, row, rows=[5])                # row 5 becomes a copy of it; other rows are not touched
+    restore(DynamicCache(config=config), saved.fork(4))  # four copies of each row, for samples or beams
+
+A cache is a `DynamicCache`, or a `StaticCache`, whose tensors stay at their addresses, so that captured steps go on;
+contents move between the two. It may be of our models, swapped or accelerated ones.
+
+Rows of different length. Linear layers do not care. Softmax layers of hybrids have one count of tokens for the whole
+batch, and rows end at the same place, as with padding on the left: `restore(..., rows=...)` takes rows of at most as
+many tokens as the batch, and leaves zeros before them, which the caller's attention mask must hide.
+`snapshot(..., rows=[i], num_tokens=n)` takes the last n tokens of a row, without the padding before it.
+`Snapshot.padded` makes room in a batch for a longer row. Positions, masks and tokens are the caller's.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from deltazoo.generation.cache import prepare_cache_layer
+from deltazoo.generation.layer_contents import (
+    Tensors,
+    fill,
+    fill_rows,
+    kind_of,
+    num_rows_of,
+    tensors_of,
+    tokens_of,
+    why_not_fill,
+)
+from deltazoo.layers import DeltaRuleAttention
+from deltazoo.spec import choice_name
+
+__all__ = ["Snapshot", "fork", "restore", "snapshot"]
+
+FORMAT = "deltazoo states"
+VERSION = "1"
+_NOT_OF_THE_MODEL = {"architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
+"""Keys of a configuration that differ between copies of one model."""
+_SAMPLE = 4
+"""Numbers of each parameter that tell the weights of two models apart."""
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The states of all layers of a cache after some tokens. Nothing changes them: methods make new snapshots."""
+
+    kinds: tuple[str, ...]
+    """Of each layer: "delta_rule", "linear" or "softmax", see `deltazoo.generation.layer_contents`."""
+    layers: tuple[Tensors, ...]
+    """Tensors of each layer by name, rows first; none for a layer that holds nothing."""
+    num_tokens: int
+    """Tokens that the states are of, padding included."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch; 0 before the first token."""
+        return next((rows for rows in map(num_rows_of, self.layers) if rows is not None), 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tensors."""
+        return sum(x.nbytes for tensors in self.layers for x in tensors.values())
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of the first tensor; None before the first token."""
+        return next((x.device for tensors in self.layers for x in tensors.values()), None)
+
+    def select(self, rows: Sequence[int] | Tensor) -> "Snapshot":
+        """The given rows, in that order, with repetitions if there are any; ValueError if there is no such row."""
+        index = _row_numbers(rows, self.num_rows)
+        return self._map(lambda x: x.index_select(0, index.to(x.device)))
+
+    def fork(self, n: int) -> "Snapshot":
+        """Every row n times, copies side by side, as beams and parallel samples have them."""
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        return self.select(torch.arange(self.num_rows).repeat_interleave(n))
+
+    def padded(self, num_tokens: int) -> "Snapshot":
+        """With zeros before the keys and values of softmax layers, so that they are of `num_tokens` tokens.
+
+        Masks must hide the new tokens, as they hide padding on the left. Linear layers stay as they are.
+
+        Raises:
+            ValueError: there are more tokens already, or a softmax layer holds a window of them.
+        """
+        missing = num_tokens - self.num_tokens
+        lengths = {tensors["keys"].shape[2] for tensors in self.layers if "keys" in tensors}
+        if missing < 0 or lengths - {self.num_tokens}:
+            raise ValueError(f"{self.num_tokens} tokens, of which layers hold {lengths}, cannot become {num_tokens}")
+        layers = tuple(
+            {name: F.pad(x, (0, 0, missing, 0)) if name in ("keys", "values") else x for name, x in tensors.items()}
+            for tensors in self.layers
+        )
+        return replace(self, layers=layers, num_tokens=num_tokens)
+
+    def to(self, device: torch.device | str) -> "Snapshot":
+        """The same on another device, as "cpu" for states that wait."""
+        return self._map(lambda x: x.to(device))
+
+    def _map(self, function: Any) -> "Snapshot":
+        layers = tuple({name: function(x) for name, x in tensors.items()} for tensors in self.layers)
+        return replace(self, layers=layers)
+
+    def save(self, path: str | PathLike[str], model: nn.Module) -> None:
+        """Write a safetensors file that `load` accepts for this model alone.
+
+        Args:
+            path: of the file.
+            model: whose states these are.
+        """
+        tensors = {
+            f"{index}.{name}": x.contiguous() for index, layer in enumerate(self.layers) for name, x in layer.items()
+        }
+        header = {"format": FORMAT, "version": VERSION, "num_tokens": str(self.num_tokens)}
+        save_file(tensors, path, header | {"kinds": json.dumps(self.kinds)} | _identity(model))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], model: nn.Module, device: torch.device | str = "cpu") -> "Snapshot":
+        """Read what `save` has written.
+
+        Args:
+            path: of the file.
+            model: that will continue from the states.
+            device: of the tensors.
+
+        Raises:
+            ValueError: another kind of file, a newer version of the format, or states of a model with another
+                configuration, other rules or other weights.
+        """
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            header = file.metadata() or {}
+            _check_header(header, model, path)
+            kinds = tuple(json.loads(header["kinds"]))
+            layers: tuple[dict[str, Tensor], ...] = tuple({} for _ in kinds)
+            for key in file.keys():  # noqa: SIM118 (no dict)
+                index, name = key.split(".")
+                layers[int(index)][name] = file.get_tensor(key)
+        return cls(kinds, layers, int(header["num_tokens"]))
+
+
+def _check_header(header: dict[str, str], model: nn.Module, path: object) -> None:
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{path} holds no states that Snapshot.save has written")
+    if header["version"] != VERSION:
+        raise ValueError(f"{path} has version {header['version']} of the format, and this deltazoo reads {VERSION}")
+    differing = [name for name, digest in _identity(model).items() if header.get(name) != digest]
+    if differing:
+        raise ValueError(f"{path} has states of another model: {' and '.join(differing)} differ")
+
+
+def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_tokens: int | None = None) -> Snapshot:
+    """An immutable copy of all that a cache holds, on its device.
+
+    Args:
+        cache: of any model with delta-rule layers, used or not.
+        rows: of the batch, in this order; None: all.
+        num_tokens: how many tokens these rows have, where the batch counts more because of padding on the left; softmax
+            layers give the keys and values of that many last ones. None: as many as the cache has seen.
+
+    Raises:
+        ValueError: a layer of an unknown kind, no such row, more tokens than the cache has.
+    """
+    kinds = tuple(kind_of(layer) for layer in cache.layers)
+    held = [tensors_of(layer) for layer in cache.layers]
+    seen = max((tokens_of(layer) for layer in cache.layers), default=0)
+    if num_tokens is None:
+        num_tokens = seen
+    has_softmax_layers = any("keys" in tensors for tensors in held)
+    if num_tokens < 0 or (has_softmax_layers and num_tokens > seen):
+        raise ValueError(f"num_tokens must be between 0 and the {seen} tokens of the cache, got {num_tokens}")
+    whole = Snapshot(kinds, tuple(_last_tokens(tensors, num_tokens) for tensors in held), num_tokens)
+    return whole._map(torch.clone) if rows is None else whole.select(rows)
+
+
+def _last_tokens(tensors: Tensors, count: int) -> Tensors:
+    return {
+        name: x[:, :, max(0, x.shape[2] - count) :] if name in ("keys", "values") else x for name, x in tensors.items()
+    }
+
+
+def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None = None) -> None:
+    """Put states into a cache, in place. What the cache held, or what those rows held, is gone.
+
+    The cache gets copies on its own device (a fresh one on that of the snapshot), in tensors at the same addresses if
+    it is a `StaticCache`. Nothing is changed if an error is raised.
+
+    Args:
+        cache: of the same model: the one the states came from, or another, used or fresh.
+        saved: from `snapshot` or `Snapshot.load`.
+        rows: of the cache that the snapshot's rows become, in this order; None: the snapshot becomes the whole batch.
+
+    Raises:
+        ValueError: other layers, shapes or dtypes than the cache has; rows that do not fit. A static cache keeps its
+            number of rows.
+    """
+    _make_ready(cache, saved)
+    index = None
+    if rows is not None:
+        present = [n for n in (num_rows_of(tensors_of(layer)) for layer in cache.layers) if n is not None]
+        index = _row_numbers(rows, min(present, default=0))
+        if len(index) != saved.num_rows or len(index.unique()) != len(index):
+            raise ValueError(f"{saved.num_rows} rows need as many different places, got rows={index.tolist()}")
+    for number, (layer, kind, tensors) in enumerate(zip(cache.layers, saved.kinds, saved.layers, strict=True)):
+        reason = why_not_fill(layer, kind, tensors, saved.num_tokens, rows_only=index is not None)
+        if reason is not None:
+            raise ValueError(f"the states do not fit layer {number} of the cache: {reason}")
+    devices = [next((x.device for x in tensors_of(layer).values()), None) for layer in cache.layers]
+    if index is None:
+        cache.reset()
+    for layer, tensors, device in zip(cache.layers, saved.layers, devices, strict=True):
+        moved = {name: x if device is None else x.to(device) for name, x in tensors.items()}
+        if index is None:
+            fill(layer, moved, saved.num_tokens, cache.layers)
+        else:
+            fill_rows(layer, moved, index.to(device))
+
+
+def _make_ready(cache: Cache, saved: Snapshot) -> None:
+    """Give a fresh cache the layers that the snapshot is of; ValueError if it has others."""
+    if cache.layer_class_to_replicate is not None:
+        cache.layers.extend(cache.layer_class_to_replicate() for _ in range(len(saved.layers) - len(cache.layers)))
+    if len(cache.layers) != len(saved.layers):
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers and the states are of {len(saved.layers)}: they belong to "
+            "another model"
+        )
+    for number, kind in enumerate(saved.kinds):
+        if kind == "delta_rule":
+            prepare_cache_layer(cache, number)
+
+
+def fork(cache: Cache, n: int) -> None:
+    """Make every row n rows, copies side by side, in place; a static cache cannot, restore a fork in another."""
+    restore(cache, snapshot(cache).fork(n))
+
+
+def _row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
+    """Rows as int64 `[M]` on the CPU; ValueError unless all are among `count`."""
+    index = torch.as_tensor(rows, dtype=torch.long, device="cpu")
+    if index.ndim != 1 or not bool(((index >= 0) & (index < count)).all()):
+        raise ValueError(f"rows must be a list of numbers from 0 to {count - 1}, got {index.tolist()}")
+    return index
+
+
+def _identity(model: nn.Module) -> dict[str, str]:
+    """Digests of what a state depends on: configuration, rules, and a few numbers of every parameter.
+
+    The numbers are rounded to bfloat16, so that a model is the same in any dtype.
+    """
+    config: Any = model.config
+    keys = {key: value for key, value in config.to_diff_dict().items() if key.lstrip("_") not in _NOT_OF_THE_MODEL}
+    rules = [
+        [name, layer.extra_repr(), {key: choice_name(value) for key, value in vars(layer.spec).items()}]
+        for name, layer in model.named_modules()
+        if isinstance(layer, DeltaRuleAttention)
+    ]
+    parameters = list(model.named_parameters())
+    names = [[name, list(x.shape)] for name, x in parameters]
+    sample = [x.detach().flatten()[:_SAMPLE].to("cpu", torch.bfloat16).float().tolist() for _, x in parameters]
+    return {"configuration": _digest(keys), "rules": _digest(rules), "weights": _digest([names, sample])}
+
+
+def _digest(x: object) -> str:
+    return sha256(json.dumps(x, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,305 @@
+"""States taken out of caches, put back, forked and saved: bit for bit, for every rule and every kind of model."""
+
+import json
+from itertools import zip_longest
+
+import foreign_models
+import pytest
+import torch
+from foreign_models import SPARSE_SOFTMAX, foreign_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_families import tiny_original
+from tiny_models import FEW, OPTIONS, tiny_model, tokens
+from transformers import DynamicCache
+
+import deltazoo
+from deltazoo.generation.states import Snapshot, fork, restore, snapshot
+from deltazoo.generation.static_cache import fixed_cache
+
+SWAPPED = {"swapped_llama": ("llama", "1:1"), "swapped_gemma3": ("gemma3_text", "1:1"), "swapped_all": ("llama", "all")}
+ACCELERATED = [f"accelerated_{name}" for name in foreign_models.FUSED if name not in SPARSE_SOFTMAX]
+KINDS = [*FEW, *SWAPPED, *ACCELERATED]
+
+
+def model_of(case):
+    if case in SWAPPED:
+        family, layers = SWAPPED[case]
+        model = tiny_original(family)
+        deltazoo.swap_attention(model, "gated_deltanet", layers)
+    elif case in ACCELERATED:
+        model = foreign_model(case.removeprefix("accelerated_"))
+        deltazoo.accelerate(model)
+    else:
+        model = tiny_model(case)
+    return model
+
+
+def run(model, cache, ids):
+    """Logits after tokens that go into the cache, and the cache."""
+    with torch.no_grad():
+        output = model(ids, past_key_values=cache, use_cache=True)
+    return output.logits, output.past_key_values
+
+
+def same(one, other):
+    """Whether two snapshots are equal bit for bit."""
+    pairs = list(zip_longest(one.layers, other.layers, fillvalue={}))
+    return (
+        one.num_tokens == other.num_tokens
+        and one.kinds == other.kinds
+        and all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in pairs)
+    )
+
+
+@pytest.mark.parametrize("case", [*OPTIONS, *SWAPPED, *ACCELERATED])
+@pytest.mark.feature("states taken out of a cache and put back")
+def test_restored_states_go_on_bit_for_bit(case, tmp_path):
+    """In the same cache, in a fresh one, forked, by rows, and read from a file."""
+    model, ids, more = model_of(case), tokens(2, 7), tokens(2, 3, seed=1)
+    _, cache = run(model, None, ids)
+    saved = snapshot(cache)
+    expected, _ = run(model, cache, more)
+    after = snapshot(cache)
+    assert after.num_tokens == 10 and not same(after, saved)
+
+    restore(cache, saved)
+    assert same(snapshot(cache), saved)
+    assert torch.equal(run(model, cache, more)[0], expected)
+    assert same(snapshot(cache), after)
+
+    saved.save(tmp_path / "states", model)
+    read = Snapshot.load(tmp_path / "states", model)
+    assert same(read, saved)
+    fresh = DynamicCache(config=model.config)
+    restore(fresh, read)
+    assert torch.equal(run(model, fresh, more)[0], expected)
+    assert same(snapshot(fresh), after)
+
+    fork(fresh, 2)
+    assert same(snapshot(fresh), after.select([0, 0, 1, 1]))
+    restore(fresh, after.select([1, 0]), rows=[0, 3])
+    assert same(snapshot(fresh), after.select([1, 0, 1, 0]))
+    assert same(snapshot(fresh, rows=[3, 0]), after)
+
+
+def static_cache(model, saved=None, max_length=24):
+    cache = fixed_cache(model, max_length)
+    if saved is not None:
+        restore(cache, saved)
+    return cache
+
+
+def addresses(cache):
+    tensors = [x for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    states = [x for layer in cache.layers for x in getattr(layer, "recurrent_states", {}).values()]
+    return [x.data_ptr() for x in (*tensors, *states)]
+
+
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.feature("states taken out of a cache and put back")
+def test_states_move_between_growing_and_static_caches(case):
+    model, ids = model_of(case), tokens(2, 7)
+    _, growing = run(model, None, ids)
+    saved = snapshot(growing)
+    static = static_cache(model, saved)
+    assert same(snapshot(static), saved)
+    places = addresses(static)
+    run(model, static, tokens(2, 1))
+    restore(static, saved)
+    assert same(snapshot(static), saved)
+    restore(static, snapshot(growing, rows=[1]), rows=[0])
+    assert same(snapshot(static), saved.select([1, 1])) and addresses(static) == places
+    back = DynamicCache(config=model.config)
+    restore(back, snapshot(static))
+    assert same(snapshot(back), saved.select([1, 1]))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.feature("rows of different length in one batch")
+def test_a_row_joins_a_longer_batch(case, static):
+    """It goes on there as it does alone, and its state leaves the batch as it came."""
+    model, long, short, more = model_of(case), tokens(2, 9), tokens(1, 4, seed=1), tokens(2, 1, seed=2)
+    _, batch = run(model, None, long)
+    if static:
+        batch = static_cache(model, snapshot(batch))
+    _, cache = run(model, None, short)
+    row = snapshot(cache)
+    restore(batch, row, rows=[1])
+    assert same(snapshot(batch, rows=[1], num_tokens=4), row)
+
+    mask = torch.ones(2, 24 if static else 10, dtype=torch.long)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        inputs = model.prepare_inputs_for_generation(
+            more, past_key_values=batch, attention_mask=mask, position_ids=torch.tensor([[9], [4]]), use_cache=True
+        )
+        together = model(**inputs).logits
+    first, second = run(model, None, torch.cat([long[:1], more[:1]], 1))[0][:, -1:], run(model, cache, more[1:])[0]
+    expected = torch.cat([first, second])
+    torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.feature("rows of different length in one batch")
+def test_room_for_a_longer_row():
+    model, short, long, more = tiny_model("hybrid"), tokens(2, 4), tokens(1, 9, seed=1), tokens(2, 1, seed=2)
+    batch, cache = run(model, None, short)[1], run(model, None, long)[1]
+    with pytest.raises(ValueError, match="a row of 9 tokens cannot join a batch of 4"):
+        restore(batch, snapshot(cache), rows=[0])
+    restore(batch, snapshot(batch).padded(9))
+    restore(batch, snapshot(cache), rows=[0])
+    mask = torch.tensor([[1] * 10, [0] * 5 + [1] * 5])
+    with torch.no_grad():
+        together = model(more, past_key_values=batch, attention_mask=mask).logits
+    rows = torch.cat([long, more[:1]], 1), torch.cat([short[1:], more[1:]], 1)
+    torch.testing.assert_close(together, torch.cat([run(model, None, ids)[0][:, -1:] for ids in rows]))
+
+
+def test_a_snapshot_does_not_change():
+    model = tiny_model("hybrid")
+    _, cache = run(model, None, tokens(2, 5))
+    saved = snapshot(cache)
+    copy = Snapshot(saved.kinds, tuple({name: x.clone() for name, x in layer.items()} for layer in saved.layers), 5)
+    run(model, cache, tokens(2, 3))
+    restore(cache, saved)
+    run(model, cache, tokens(2, 3))
+    cache.reset()
+    assert same(saved, copy)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_an_empty_cache_has_an_empty_snapshot(static):
+    model, ids = tiny_model("hybrid"), tokens(2, 5)
+    cache = static_cache(model) if static else DynamicCache(config=model.config)
+    model.prepare_cache(cache)
+    empty = snapshot(cache)
+    assert (empty.num_tokens, empty.num_rows, empty.nbytes, empty.device) == (0, 0, 0, None)
+    expected, _ = run(model, cache, ids)
+    restore(cache, empty)
+    assert torch.equal(run(model, cache, ids)[0], expected)
+
+
+def test_what_a_snapshot_says_of_itself():
+    model = tiny_model("gated_deltanet")
+    saved = snapshot(run(model, None, tokens(3, 5))[1])
+    assert saved.kinds == ("delta_rule", "delta_rule") and (saved.num_tokens, saved.num_rows) == (5, 3)
+    assert saved.device == torch.device("cpu") and same(saved.to("cpu"), saved)
+    assert saved.nbytes == 3 * sum(layer.attn.state_bytes(torch.float32) for layer in model.model.layers)
+    assert saved.fork(2).nbytes == 2 * saved.nbytes
+
+
+@pytest.mark.feature("errors: caches")
+class TestRefusals:
+    @pytest.fixture
+    def saved(self):
+        return snapshot(run(tiny_model("hybrid"), None, tokens(2, 5))[1])
+
+    @pytest.mark.parametrize("rows", [[2], [-1], [[0]]])
+    def test_rows_that_are_not_there(self, saved, rows):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            saved.select(rows)
+
+    @pytest.mark.parametrize("rows", [[0], [0, 0], [0, 1, 2]])
+    def test_other_number_of_rows(self, saved, rows):
+        _, cache = run(tiny_model("hybrid"), None, tokens(3, 5))
+        with pytest.raises(ValueError, match="2 rows need as many different places"):
+            restore(cache, saved, rows=rows)
+
+    def test_rows_of_an_empty_cache(self, saved):
+        with pytest.raises(ValueError, match="rows must be"):
+            restore(DynamicCache(), saved, rows=[0, 1])
+
+    def test_other_number_of_layers(self, saved):
+        _, cache = run(tiny_model("gated_deltanet", num_hidden_layers=3), None, tokens(2, 5))
+        with pytest.raises(ValueError, match="3 layers and the states are of 2"):
+            restore(cache, saved)
+
+    def test_other_kinds_of_layers(self, saved):
+        _, cache = run(tiny_model("hybrid_softmax_first"), None, tokens(2, 5))
+        with pytest.raises(ValueError, match="another model"):
+            restore(cache, saved)
+
+    @pytest.mark.parametrize("change", [{"head_dim": 4}, {"use_short_conv": False}, {"num_key_value_heads": 4}])
+    def test_other_sizes(self, saved, change):
+        _, cache = run(tiny_model("hybrid", **change), None, tokens(2, 5))
+        before = snapshot(cache)
+        with pytest.raises(ValueError, match="do not fit layer"):
+            restore(cache, saved, rows=[0, 1])
+        assert same(snapshot(cache), before)
+
+    def test_other_dtype(self, saved):
+        _, cache = run(tiny_model("hybrid").to(torch.bfloat16), None, tokens(2, 5))
+        with pytest.raises(ValueError, match="torch.float32.*torch.bfloat16"):
+            restore(cache, saved)
+
+    def test_static_caches_keep_their_size(self, saved):
+        cache = static_cache(tiny_model("hybrid"), saved, max_length=8)
+        with pytest.raises(ValueError, match="4 rows cannot take the place of 2"):
+            restore(cache, saved.fork(2))
+        with pytest.raises(ValueError, match="9 tokens do not fit max_cache_len=8"):
+            restore(cache, saved.padded(9))
+
+    def test_tokens_that_were_not_seen(self, saved):
+        _, cache = run(tiny_model("hybrid"), None, tokens(2, 5))
+        with pytest.raises(ValueError, match="between 0 and the 5 tokens"):
+            snapshot(cache, num_tokens=6)
+        with pytest.raises(ValueError, match="cannot become 4"):
+            saved.padded(4)
+        with pytest.raises(ValueError, match="n must be at least 1"):
+            saved.fork(0)
+
+    def test_unknown_layers(self):
+        cache = DynamicCache()
+        cache.layers = [type("OtherLayer", (), {})()]
+        with pytest.raises(ValueError, match="contents of a OtherLayer cannot"):
+            snapshot(cache)
+
+
+@pytest.mark.feature("states in files")
+class TestFiles:
+    @pytest.fixture
+    def path(self, tmp_path):
+        model = tiny_model("hybrid")
+        snapshot(run(model, None, tokens(2, 5))[1]).save(tmp_path / "states", model)
+        return tmp_path / "states"
+
+    def test_reloaded_model(self, path, tmp_path):
+        """The model may have been saved, loaded, cast, or accelerated in between."""
+        model = tiny_model("hybrid")
+        model.save_pretrained(tmp_path / "model")
+        for dtype in (torch.float32, torch.bfloat16):
+            loaded = type(model).from_pretrained(tmp_path / "model", dtype=dtype, backend="reference")
+            assert Snapshot.load(path, loaded).num_tokens == 5
+
+    @pytest.mark.parametrize(
+        ("change", "what"),
+        [
+            ({"mixer": "kda"}, "configuration and rules and weights"),
+            ({"rope_theta": 500.0}, "configuration"),
+            ({"allow_neg_eigval": True}, "configuration and rules"),
+        ],
+    )
+    def test_other_configuration(self, path, change, what):
+        with pytest.raises(ValueError, match=f"states of another model: {what} differ"):
+            Snapshot.load(path, tiny_model("hybrid", **change))
+
+    def test_other_weights(self, path):
+        model = tiny_model("hybrid")
+        torch.nn.init.normal_(model.model.layers[0].attn.q_proj.weight)
+        with pytest.raises(ValueError, match="states of another model: weights differ"):
+            Snapshot.load(path, model)
+
+    @pytest.mark.parametrize(
+        ("header", "message"),
+        [({}, "holds no states"), ({"format": "deltazoo states", "version": "2"}, "version 2 .* reads 1")],
+    )
+    def test_other_files(self, tmp_path, header, message):
+        save_file({"x": torch.zeros(1)}, tmp_path / "other", header)
+        with pytest.raises(ValueError, match=message):
+            Snapshot.load(tmp_path / "other", tiny_model("hybrid"))
+
+    def test_the_header_is_plain(self, path):
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata()
+        assert json.loads(header["kinds"]) == ["delta_rule", "softmax"] and header["num_tokens"] == "5"
