@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -20,8 +20,7 @@ from transformers.cache_utils import (
 )
 
 from deltazoo.generation.recorded_calls import RecordedCalls
-from deltazoo.layers.rotary import Rotary
-from deltazoo.layers.state import MixerState
+from deltazoo.layers.state import MixerState, Replay
 
 __all__ = ["CacheStates", "DeltaRuleCacheLayer", "prepare_cache", "prepare_cache_layer"]
 
@@ -49,7 +48,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.auxiliary_state: Tensor | None = None
         self.num_tokens: int | Tensor = 0
         self._counts = True
-        self._recorded = RecordedCalls()
+        self.recorded = RecordedCalls()
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -147,7 +146,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self._take_rows(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
 
     def _take_rows(self, rows: Tensor) -> None:
-        if self._recorded.num_tokens:
+        if self.recorded.num_tokens:
             raise RuntimeError("rows of a cache cannot be moved between a recorded step and its crop")
         if self.state is None:
             return
@@ -160,7 +159,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens; a static layer keeps its tensors."""
-        self._recorded = RecordedCalls()
+        self.recorded = RecordedCalls()
         self.has_previous_state[0] = False
         if self.static:
             for x in (self.conv_states[0], self.recurrent_states[0], self.auxiliary_state, self.num_tokens):
@@ -180,34 +179,28 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             raise ValueError("a static cache cannot take tokens back; assisted decoding needs a DynamicCache")
         self.record_past = True
 
-    def record(
-        self, mixer: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None, rotary: Rotary | None = None
-    ) -> None:
-        """Remember a call of the mixer until the next `crop`; to be called before the call itself."""
-        self._recorded.add(self.state, mixer, hidden_states, attention_mask, rotary)
+    def record(self, replay: Replay, num_tokens: int) -> None:
+        """Remember a call of the mixer until the next `crop`; to be called before its `store`."""
+        self.recorded.add(self.state, replay, num_tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens by running the mixer again on those that stay.
+        """Take back the last `-tokens_to_remove` tokens, as if they had never run.
 
-        A recurrence cannot be run backwards, but the state before the recorded calls is at hand. `crop(0)` only forgets
-        what was recorded. A positive number is the length to keep, as older versions of transformers have it.
+        Calls that stay whole give their state bit for bit. Of a call that is cut, the tokens that stay keep the values
+        that they had in it; a call of them alone may round its matrix products differently. `crop(0)` only forgets what
+        was recorded. A positive number is the length to keep, as older versions of transformers have it.
 
         Raises:
             RuntimeError: nothing or too little was recorded.
         """
         if tokens_to_remove > 0:
             tokens_to_remove = min(0, tokens_to_remove - int(self.num_tokens))
-        kept = self._recorded.num_tokens + tokens_to_remove
-        if kept < 0:
-            raise RuntimeError(
-                f"cannot take back {-tokens_to_remove} tokens of a recurrent state: {self._recorded.num_tokens} were "
-                "recorded (call activate_past_recording before the forward passes to undo)"
-            )
-        recorded, self._recorded = self._recorded, RecordedCalls()
+        self.recorded.check(-tokens_to_remove)
+        recorded, self.recorded = self.recorded, RecordedCalls()
         if tokens_to_remove == 0:
             return
         self.num_tokens += tokens_to_remove
-        state = recorded.state_after(kept)
+        state = recorded.state_without(-tokens_to_remove)
         if state is not None:
             self._keep(state)
         else:
@@ -242,18 +235,13 @@ class CacheStates:
         self.cache = cache
         self.fixed = isinstance(cache, StaticCache)
 
-    def remember(
-        self,
-        mixer: nn.Module,
-        layer_idx: int,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        rotary: Rotary | None = None,
-    ) -> None:
-        """Record the call that the mixer is about to get, if the cache must be able to take tokens back."""
-        layer = _layer(self.cache, layer_idx)
-        if layer.record_past:
-            layer.record(mixer, hidden_states, attention_mask, rotary)
+    def is_recording(self, layer_idx: int) -> bool:
+        """Whether the cache must be able to take the layer's next tokens back."""
+        return _layer(self.cache, layer_idx).record_past
+
+    def record(self, layer_idx: int, replay: Replay, num_tokens: int) -> None:
+        """Remember the layer's call, before its state is set."""
+        _layer(self.cache, layer_idx).record(replay, num_tokens)
 
     def get_state(self, layer_idx: int) -> MixerState | None:
         """The layer's state, or None before its first token."""

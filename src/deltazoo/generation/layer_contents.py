@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.recorded_calls import CroppableLinearLayer
 from deltazoo.layers.state import MixerState
 
 __all__ = ["Tensors", "fill", "fill_rows", "kind_of", "num_rows_of", "tensors_of", "tokens_of", "why_not_fill"]
@@ -20,9 +21,11 @@ Tensors = Mapping[str, Tensor]
 """Of one layer by name, rows of the batch first; empty before its first token. "conv", "recurrent" and "auxiliary" as
 in `MixerState`; "keys" and "values" `[N, H, L, D]`, the last L tokens."""
 
+_STATES = ("conv", "recurrent", "auxiliary")
 KINDS: Mapping[type[Any], str] = {
     DeltaRuleCacheLayer: "delta_rule",
     LinearAttentionLayer: "linear",
+    CroppableLinearLayer: "linear",
     DynamicLayer: "softmax",
     DynamicSlidingWindowLayer: "softmax",
     StaticLayer: "softmax",
@@ -43,7 +46,8 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
     """The tensors of a layer, no copies."""
     kind = kind_of(layer)
     if kind == "delta_rule":
-        return {} if layer.state is None else {name: x for name, x in layer.state._asdict().items() if x is not None}
+        state = layer.state or ()
+        return {name: x for name, x in zip(_STATES, state, strict=bool(state)) if x is not None}
     if kind == "linear":
         if not layer.has_previous_state[0]:
             return {}
@@ -80,6 +84,8 @@ def why_not_fill(layer: Any, kind: str, tensors: Tensors, num_tokens: int, *, ro
             return f"{name} of shape {tuple(new.shape)}, {new.dtype}, meets shape {tuple(old.shape)}, {old.dtype}"
         if _is_static(layer) and not rows_only and len(new) != len(old):
             return f"{len(new)} rows cannot take the place of {len(old)} at fixed addresses"
+    if rows_only and kind != "softmax" and getattr(layer, "recorded", None) is not None and layer.recorded.num_tokens:
+        return "rows cannot be exchanged between a recorded step and its crop"
     if kind == "softmax" and rows_only and num_tokens > tokens_of(layer):
         return (
             f"a row of {num_tokens} tokens cannot join a batch of {tokens_of(layer)}: softmax layers align rows at the "
@@ -121,7 +127,7 @@ def fill(layer: Any, tensors: Tensors, num_tokens: int, others: Iterable[Any]) -
 
 
 def _mixer_state(tensors: Tensors) -> MixerState:
-    return MixerState(tensors.get("conv"), tensors["recurrent"], tensors.get("auxiliary"))
+    return MixerState(*map(tensors.get, _STATES))  # type: ignore[arg-type]
 
 
 def _fill_linear(layer: Any, tensors: Tensors) -> None:

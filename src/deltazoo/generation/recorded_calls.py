@@ -1,77 +1,120 @@
-"""Recorded calls of a mixer, from which the state after fewer tokens is computed again."""
+"""Taking tokens back: recorded calls of a mixer, from which the state after fewer tokens is computed again.
 
-from typing import NamedTuple
+A recurrence cannot be run backwards, since a decay has no inverse. But the state before the recorded calls is at hand,
+and so are the operator's inputs for every token since (`Replay`). The tokens that stay run through the same operator
+again, without the projections before it and the output after it.
+"""
+
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
-from deltazoo.layers.rotary import Rotary
-from deltazoo.layers.state import MixerState
+from deltazoo.layers.state import MixerState, Replay
 
-__all__ = ["RecordedCalls"]
-
-
-class _Call(NamedTuple):
-    mixer: nn.Module
-    hidden_states: Tensor
-    attention_mask: Tensor | None
-    rotary: Rotary | None
+__all__ = ["CroppableLinearLayer", "RecordedCalls"]
 
 
 class RecordedCalls:
-    """Calls of one mixer, and its state before the first of them."""
+    """Calls of one mixer, and its state before the first of them. Copies share the tensors, which nothing changes."""
 
     def __init__(self) -> None:
         self._before: MixerState | None = None
-        self._calls: list[_Call] = []
+        self._calls: list[tuple[Replay, int]] = []
+
+    def __deepcopy__(self, memo: object) -> "RecordedCalls":
+        copy = RecordedCalls()
+        copy._before, copy._calls = self._before, list(self._calls)
+        return copy
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all recorded calls."""
-        return sum(call.hidden_states.shape[1] for call in self._calls)
+        return sum(num_tokens for _, num_tokens in self._calls)
 
-    def add(
-        self,
-        state: MixerState | None,
-        mixer: nn.Module,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        rotary: Rotary | None,
-    ) -> None:
+    def add(self, before: MixerState | None, replay: Replay, num_tokens: int) -> None:
         """Record a call.
 
         Args:
-            state: before the call; None: the call has the first tokens.
-            mixer, hidden_states, attention_mask, rotary: the call.
+            before: state before the call; None: the call has the first tokens.
+            replay: the call.
+            num_tokens: of it.
         """
         if not self._calls:
-            self._before = state
-        self._calls.append(_Call(mixer, hidden_states.detach(), attention_mask, rotary))
+            self._before = before
+        self._calls.append((replay, num_tokens))
+
+    def check(self, removed: int) -> None:
+        """RuntimeError unless `removed` tokens can be taken back."""
+        if removed > self.num_tokens:
+            raise RuntimeError(
+                f"cannot take back {removed} tokens of a recurrent state: {self.num_tokens} were recorded (call "
+                "activate_past_recording of the cache before the forward passes to undo)"
+            )
 
     @torch.no_grad()
-    def state_after(self, num_tokens: int) -> MixerState | None:
-        """The state after the first `num_tokens` recorded tokens, through which the mixer runs again."""
-        states = _OneState(self._before)
-        for mixer, hidden_states, attention_mask, rotary in self._calls:
-            count = min(num_tokens, hidden_states.shape[1])
+    def state_without(self, removed: int) -> MixerState | None:
+        """The state without the last `removed` recorded tokens."""
+        state, left = self._before, self.num_tokens - removed
+        for replay, num_tokens in self._calls:
+            count = min(left, num_tokens)
             if count:
-                mask = None if attention_mask is None else attention_mask[:, :count]
-                turned = {} if rotary is None else {"rotary": (rotary[0][:, :count], rotary[1][:, :count])}
-                mixer(hidden_states[:, :count], attention_mask=mask, past_key_values=states, **turned)
-            num_tokens -= count
-        return states.state
+                state = replay(state, count)
+            left -= count
+        return state
 
 
-class _OneState:
-    """The state of one layer, as the `past_key_values` that a mixer expects."""
+class CroppableLinearLayer(LinearAttentionLayer):
+    """The cache layer that accelerated models keep, from which tokens can be taken back.
 
-    fixed = False
+    transformers' own crops the convolution's window alone.
+    """
 
-    def __init__(self, state: MixerState | None) -> None:
-        self.state = state
+    is_croppable = True
+    recorded: RecordedCalls
 
-    def get_state(self, layer_idx: int) -> MixerState | None:
-        return self.state
+    @classmethod
+    def of(cls, layer: Any) -> "CroppableLinearLayer":
+        """The same layer, changed in place."""
+        if not isinstance(layer, cls):
+            layer.__class__ = cls
+            layer.recorded = RecordedCalls()
+        return layer
 
-    def set_state(self, layer_idx: int, state: MixerState, num_new_tokens: int) -> None:
-        self.state = state
+    def record(self, replay: Replay, num_tokens: int) -> None:
+        """Remember a call of the mixer until the next `crop`; to be called before the state changes."""
+        before = None
+        if not self.recorded.num_tokens and self.has_previous_state[0]:
+            before = MixerState(self.window.clone(), self.recurrent_states[0].clone())  # type: ignore[union-attr]
+        self.recorded.add(before, replay, num_tokens)
+
+    @property
+    def window(self) -> Tensor:
+        """`[B, C, taps]`: the convolution's last inputs."""
+        return self.conv_states[0][..., -self.conv_kernel_size[0] :]  # type: ignore[index,operator]
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As in transformers without recording: the window alone."""
+        recording, self.record_past = self.record_past, False
+        try:
+            return super().update_conv_state(conv_states, *args, **kwargs)
+        finally:
+            self.record_past = recording
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens; RuntimeError if fewer were recorded."""
+        self.recorded.check(-tokens_to_remove)
+        recorded, self.recorded = self.recorded, RecordedCalls()
+        if tokens_to_remove == 0:
+            return
+        state = recorded.state_without(-tokens_to_remove)
+        if state is None:
+            return self.reset()
+        self.conv_states[0].copy_(state.conv)  # type: ignore[union-attr,arg-type]
+        self.recurrent_states[0].copy_(state.recurrent)  # type: ignore[union-attr]
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.recorded = RecordedCalls()
+        super().reset()

@@ -45,10 +45,11 @@ from deltazoo.generation.layer_contents import (
     tokens_of,
     why_not_fill,
 )
+from deltazoo.generation.recorded_calls import RecordedCalls
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import choice_name
 
-__all__ = ["Snapshot", "fork", "restore", "snapshot"]
+__all__ = ["Snapshot", "fork", "record", "restore", "rollback", "snapshot"]
 
 FORMAT = "deltazoo states"
 VERSION = "1"
@@ -252,6 +253,45 @@ def _make_ready(cache: Cache, saved: Snapshot) -> None:
 def fork(cache: Cache, n: int) -> None:
     """Make every row n rows, copies side by side, in place; a static cache cannot, restore a fork in another."""
     restore(cache, snapshot(cache).fork(n))
+
+
+def record(cache: Cache) -> None:
+    """Remember all further tokens until the next `rollback`, so that it can take them back.
+
+    A cache that records keeps, per token and layer, what the operator reads, in place of nothing.
+
+    Args:
+        cache: made by a model, or by its `prepare_cache`; growing, not static.
+    """
+    cache.activate_past_recording()
+
+
+def rollback(cache: Cache, n: int) -> None:
+    """Take back the last n tokens, as if they had never run, in place; after `record`.
+
+    A decay has no inverse. So every linear layer keeps its state before the recorded tokens, and for each of them the
+    operator's inputs: key, value, step size, decay. The tokens that stay run through the operator again, without the
+    projections around it. The state is that of never having run the others, bit for bit, where calls of the model stay
+    whole or go whole. Where a call is cut, the tokens that stay keep the keys and values that they had in it, which a
+    call of them alone may round differently in its matrix products.
+
+    What stays cannot be taken back later: recording begins anew from there, and `rollback(cache, 0)` forgets what was
+    recorded. transformers' assisted decoding does this through the cache's own `crop`.
+
+    Args:
+        cache: of one model, growing.
+        n: tokens, of all rows.
+
+    Raises:
+        RuntimeError: fewer were recorded. ValueError: n is negative. Nothing has changed then.
+    """
+    if n < 0:
+        raise ValueError(f"n must be at least 0, got {n}")
+    for layer in cache.layers:
+        recorded = getattr(layer, "recorded", None)
+        if kind_of(layer) != "softmax" and n:
+            (recorded or RecordedCalls()).check(n)
+    cache.crop(-n)
 
 
 def _row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The layer that all variants share: project, convolve, normalise, gates, rule, norm and output gate, project."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
 from deltazoo.layers.sequences import Sequences, describe_sequences
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
-from deltazoo.layers.state import StateAccess, StateStore
+from deltazoo.layers.state import LayerStates, MixerState, StateAccess, StateStore
 from deltazoo.ops import DeltaRuleOutput, decay
 from deltazoo.ops.fused import fused_kernels_fit, fused_softplus_decay
 from deltazoo.ops.named_choices import function_of
@@ -221,18 +221,42 @@ class DeltaRuleAttention(Float32Parameters):
             vars(self).pop("_projected", None)
 
     def _mix(self, x: Tensor, past: StateAccess, sequences: Sequences, rotary: Rotary | None) -> Tensor:
-        q, k, v = self._project(x)
+        projected = q, k, v = self._project(x)
         q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
         q, k, v = self._split_heads(q, k, v)
         q, k = rotate_queries_and_keys(q, k, rotary, sequences)
         q, k = self._normalize(q, k)
         inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
+        if past.recording:
+            past.record(partial(self._replay, x, projected, inputs, sequences), x.shape[1])
         inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
         output, state = self.apply_rule(inputs, past, sequences)
         output = self._project_output(output, x)
 
         past.keep(conv_state, state, auxiliary, num_new_tokens=x.shape[1])
         return sequences.restore(output)
+
+    def _replay(
+        self,
+        x: Tensor,
+        projected: Iterable[Tensor],
+        inputs: RuleInputs,
+        sequences: Sequences,
+        before: MixerState | None,
+        count: int,
+    ) -> MixerState:
+        """The state after the first `count` tokens of a call of `_mix`, whose tensors these are; see `Replay`."""
+        assert self.layer_idx is not None  # without a number there is no store
+        states = LayerStates()
+        if before is not None:
+            states.set_state(self.layer_idx, before, 0)
+        past = StateAccess(states, self.layer_idx)
+        sequences = sequences.first(count)
+        q, k, v = (y[:, :count] for y in projected)
+        *_, conv_state = self._convolve(q, k, v, past, sequences)
+        inputs = inputs.first(count).mask_padding(sequences)
+        inputs, auxiliary = self.with_auxiliary_state(x[:, :count], inputs, past, sequences)
+        return MixerState(conv_state, self.apply_rule(inputs, past, sequences).final_state, auxiliary)
 
     def _describe(
         self,

@@ -56,6 +56,10 @@ class RuleInputs(NamedTuple):
             return self
         return self._replace(beta=bounded_step(self.beta, self.k, self.erase_key, largest_gain=largest_gain))
 
+    def first(self, count: int) -> "RuleInputs":
+        """Of the first `count` tokens."""
+        return RuleInputs(*(None if x is None else x[:, :count] for x in self))  # type: ignore[arg-type]
+
     def mask_padding(self, sequences: Sequences) -> "RuleInputs":
         """Padding tokens neither write to, erase from, nor decay the state."""
         if not isinstance(sequences, PaddedSequences):

@@ -36,6 +36,10 @@ class Sequences:
         """`[B, T]` int64: position of each token in its packed document, from 0; None unless packed."""
         return None
 
+    def first(self, count: int) -> "Sequences":
+        """Of the first `count` tokens of every row. Arranged tensors are cut the same way, `x[:, :count]`."""
+        return self
+
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
         """The same description on another device."""
         moved = {
@@ -75,6 +79,10 @@ class PaddedSequences(Sequences):
         positions = torch.arange(mask.shape[1], device=mask.device).expand_as(inverse)
         order = torch.empty_like(inverse).scatter_(1, inverse, positions)
         return cls(mask, order, inverse, lengths)
+
+    def first(self, count: int) -> "PaddedSequences":
+        """Of the first `count` columns of the mask; real tokens of later ones that remain are padding then."""
+        return PaddedSequences.from_mask(self.mask[:, :count])
 
     @property
     def real(self) -> Tensor:

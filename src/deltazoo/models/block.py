@@ -98,6 +98,4 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
     def _mix(self, x: Tensor, batch: BatchDescription, cache: Cache | None) -> Tensor:
         if cache is None:
             return self.attn(x, sequences=batch.sequences)
-        states = CacheStates(cache)
-        states.remember(self.attn, self.layer_idx, x, batch.padding)
-        return self.attn(x, past_key_values=states, sequences=batch.sequences)
+        return self.attn(x, past_key_values=CacheStates(cache), sequences=batch.sequences)

@@ -91,8 +91,6 @@ class SwappedAttention(nn.Module):
             return self.delta(hidden_states, sequences=sequences, rotary=rotary), None
         prepare_cache_layer(cache, self.layer_idx)
         states = CacheStates(cache)
-        padding = None if delta_batch is None else delta_batch.padding
-        states.remember(self.delta, self.layer_idx, hidden_states, padding, rotary)
         return self.delta(hidden_states, past_key_values=states, sequences=sequences, rotary=rotary), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

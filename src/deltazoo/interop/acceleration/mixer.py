@@ -5,6 +5,7 @@ class back undoes it. The subclasses are attributes of this module, so that acce
 """
 
 import importlib
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from deltazoo.interop.acceleration.layer_states import keep_states, stored_states
+from deltazoo.interop.acceleration.layer_states import keep_state, record_call, stored_state
 from deltazoo.interop.acceleration.packing_hook import EXPLICIT_PACKING, POSITIONS, has_explicit_packing
 from deltazoo.interop.acceleration.transformers_layers import (
     LAYER_ARRANGEMENTS,
@@ -26,6 +27,8 @@ from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences
 from deltazoo.layers.short_convolution import depthwise_sum
+from deltazoo.layers.state import MixerState
+from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv
 from deltazoo.spec import get_variant
 
@@ -81,38 +84,52 @@ class AcceleratedMixer:
         hidden_states = sequences.arrange(hidden_states)
 
         projections = self.arrangement.project(self, hidden_states)
-        conv_state = recurrent_state = None
-        if cache_params is not None:
-            conv_state, recurrent_state = stored_states(cache_params, self.layer_idx, self.conv_kernel_size)
-        qkv, window = self._convolve(projections.qkv, conv_state, sequences, positions)
+        before = stored_state(cache_params, self.layer_idx, self.conv_kernel_size)
+        qkv, window = self._convolve(projections.qkv, before, sequences, positions)
         inputs = self._rule_inputs(qkv, projections).mask_padding(sequences)
         if positions is not None:
             inputs = _forget_at_starts(inputs, positions)
-        output, new_state = run_rule(inputs, recurrent_state, backend=self.deltazoo_backend)
         if cache_params is not None:
-            keep_states(cache_params, self.layer_idx, projections.qkv, window, new_state)
+            replay = partial(self._replay, projections.qkv, inputs, sequences)
+            record_call(cache_params, self.layer_idx, replay, hidden_states.shape[1])
+        output, new_state = self._run_rule(inputs, before)
+        if cache_params is not None:
+            keep_state(cache_params, self.layer_idx, MixerState(window, new_state))
 
         output = self._norm_and_gate(output, projections.output_gate)
         output = self.get_submodule(self.arrangement.output)(output.flatten(2))
         return sequences.restore(output)
 
+    def _run_rule(self: Any, inputs: RuleInputs, before: MixerState | None) -> DeltaRuleOutput:
+        return run_rule(inputs, None if before is None else before.recurrent, backend=self.deltazoo_backend)
+
+    def _replay(
+        self: Any, qkv: Tensor, inputs: RuleInputs, sequences: Sequences, before: MixerState | None, count: int
+    ) -> MixerState:
+        """The state after the first `count` tokens of a call, whose tensors these are; see `Replay`."""
+        sequences = sequences.first(count)
+        _, window = self._convolve(qkv[:, :count], before, sequences, None)
+        inputs = inputs.first(count).mask_padding(sequences)
+        return MixerState(window, self._run_rule(inputs, before).final_state)
+
     def _convolve(
-        self: Any, qkv: Tensor, state: Tensor | None, sequences: Sequences, positions: Tensor | None
+        self: Any, qkv: Tensor, before: MixerState | None, sequences: Sequences, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, taps, C]`."""
-        taps = self.conv_kernel_size
+        """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
+        taps, state = self.conv_kernel_size, None if before is None else before.conv
         past = qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2]) if state is None else state.transpose(1, 2).to(qkv.dtype)
         if sequences.whole_rows and positions is None and self._fuses(qkv, state):
-            before = None if state is None else past[:, 1:].transpose(1, 2)
+            older = None if state is None else past[:, 1:].transpose(1, 2)
             window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
-            return fused_short_conv(qkv, self.conv1d.weight[:, 0], before), window
+            return fused_short_conv(qkv, self.conv1d.weight[:, 0], older), window.transpose(1, 2)
         history = torch.cat([past, qkv], dim=1)
         if isinstance(sequences, PaddedSequences):
             index = sequences.lengths + torch.arange(taps, device=qkv.device)
             window = history.gather(1, index[..., None].expand(-1, -1, qkv.shape[2]))
         else:
             window = history[:, -taps:]
-        return F.silu(depthwise_sum(history[:, 1:], self.conv1d.weight, positions)).to(qkv.dtype), window
+        convolved = F.silu(depthwise_sum(history[:, 1:], self.conv1d.weight, positions)).to(qkv.dtype)
+        return convolved, window.transpose(1, 2)
 
     def _rule_inputs(self: Any, qkv: Tensor, projections: Projections) -> RuleInputs:
         key_dim, value_dim = _head_dims(self)

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from deltazoo.layers.batch_description import agreeing_starts, document_starts, positions_in_documents
 
-__all__ = ["EXPLICIT_PACKING", "FORWARD_ARGUMENTS", "POSITIONS", "describe_documents", "has_explicit_packing"]
+__all__ = [
+    "EXPLICIT_PACKING",
+    "FORWARD_ARGUMENTS",
+    "POSITIONS",
+    "describe_documents",
+    "has_explicit_packing",
+    "layers_over_neighbours",
+]
 
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 """The first arguments of every base model's forward, in order."""
@@ -135,13 +142,17 @@ def _fills_cache(model: nn.Module, call: Mapping[str, Any]) -> bool:
     return bool(use_cache) or call.get("past_key_values") is not None
 
 
-def _check_layers(model: nn.Module) -> None:
+def layers_over_neighbours(model: nn.Module) -> str | None:
+    """Which layers of a base model, besides the linear ones, compute from neighbouring tokens; None if none do."""
     config: Any = model.config
     if SPARSE_LAYER_TYPES.intersection(config.layer_types):
-        layers = "sparse softmax layers, which pool neighbouring tokens,"
-    elif getattr(config, "ple_layer_ids", None):
-        layers = "n-gram layers"
-    else:
+        return "sparse softmax layers, which pool neighbouring tokens,"
+    return "n-gram layers" if getattr(config, "ple_layer_ids", None) else None
+
+
+def _check_layers(model: nn.Module) -> None:
+    layers = layers_over_neighbours(model)
+    if layers is None:
         return
     raise NotImplementedError(
         f"{type(model).__name__} cannot take packed documents: its {layers} would mix them; pass them as padded rows"

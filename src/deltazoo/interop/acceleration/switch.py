@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deltazoo.interop.acceleration.mixer import AcceleratedMixer, accelerated_class, rule_of
-from deltazoo.interop.acceleration.packing_hook import describe_documents
+from deltazoo.interop.acceleration.packing_hook import describe_documents, layers_over_neighbours
 from deltazoo.interop.acceleration.transformers_layers import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
 from deltazoo.layers.backend_report import ModelReport, RuleDescription, report
 from deltazoo.ops import resolve_backend
@@ -23,7 +23,8 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
     models of the same class are not changed. Projections and gates still run as the model's modules, so adapters and
     quantised layers act. We compute the rule and the short convolution, and with fused kernels the gated norm unless it
-    has an adapter or hooks. Results differ from the original by rounding, and in two respects:
+    has an adapter or hooks. `generate` takes assistants and prompt lookup, which it refuses for the originals, unless
+    there are sparse softmax or n-gram layers. Results differ from the original by rounding, and in two respects:
 
     * Packed documents are separated in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` or
       `position_ids` that start again. They fill no cache.
@@ -60,6 +61,9 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     for base in bases:
         if describe_documents not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)
+    if all(layers_over_neighbours(base) is None for base in bases):
+        for generating in _models_around(model):
+            generating._is_stateful = False  # assisted decoding asks for it
     return report(model)
 
 
@@ -79,6 +83,8 @@ def restore(model: nn.Module) -> None:
         del module.deltazoo_backend, module.deltazoo_fused_kernels
         _become(module, module.original)
     for base in model.modules():
+        if isinstance(base, PreTrainedModel):
+            vars(base).pop("_is_stateful", None)
         for key, hook in list(base._forward_pre_hooks.items()):
             if hook is describe_documents:
                 del base._forward_pre_hooks[key]
@@ -102,6 +108,13 @@ def _base_model(model: nn.Module, name: str) -> PreTrainedModel:
     raise ValueError(
         f"{name or type(model).__name__} is in no transformers model: accelerate the model that contains it"
     )
+
+
+def _models_around(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """All transformers models in a module that contain accelerated layers."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and any(isinstance(x, AcceleratedMixer) for x in module.modules()):
+            yield module
 
 
 def _ancestors(name: str) -> Iterator[str]:
