@@ -308,6 +308,11 @@ class TestRefusedRollbacks:
         with pytest.raises(ValueError, match="at least 0, got -1"):
             rollback(cache, -1)
 
+    def test_more_than_a_softmax_layer_has(self):
+        _, cache = run(tiny_model("softmax_only"), None, tokens(1, 2))
+        with pytest.raises(RuntimeError, match="cannot take back 3 of 2 tokens"):
+            rollback(cache, 3)
+
     def test_static_caches(self):
         model = tiny_model("gated_deltanet")
         with pytest.raises(ValueError, match="needs a DynamicCache"):
@@ -435,6 +440,10 @@ class TestFiles:
         save_file({"x": torch.zeros(1)}, tmp_path / "other", header)
         with pytest.raises(ValueError, match=message):
             Snapshot.load(tmp_path / "other", tiny_model("hybrid"))
+
+    def test_weights_that_are_not_there(self, path):
+        with pytest.raises(ValueError, match="embeddings.weight is not in memory"):
+            Snapshot.load(path, tiny_model("hybrid").to("meta"))
 
     def test_the_header_is_plain(self, path):
         with safe_open(path, framework="pt") as file:

@@ -20,18 +20,21 @@ many tokens as the batch, and leaves zeros before them, which the caller's atten
 `Snapshot.padded` makes room in a batch for a longer row. Positions, masks and tokens are the caller's.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from deltazoo.generation.cache import prepare_cache_layer
@@ -87,8 +90,8 @@ class Snapshot:
 
     def select(self, rows: Sequence[int] | Tensor) -> "Snapshot":
         """The given rows, in that order, with repetitions if there are any; ValueError if there is no such row."""
-        index = _row_numbers(rows, self.num_rows)
-        return self._map(lambda x: x.index_select(0, index.to(x.device)))
+        index_on = functools.cache(_row_numbers(rows, self.num_rows).to)
+        return self._map(lambda x: x.index_select(0, index_on(x.device)))
 
     def fork(self, n: int) -> "Snapshot":
         """Every row n times, copies side by side, as beams and parallel samples have them."""
@@ -122,21 +125,26 @@ class Snapshot:
         layers = tuple({name: function(x) for name, x in tensors.items()} for tensors in self.layers)
         return replace(self, layers=layers)
 
-    def save(self, path: str | PathLike[str], model: nn.Module) -> None:
+    def save(self, path: str | PathLike[str], model: PreTrainedModel) -> None:
         """Write a safetensors file that `load` accepts for this model alone.
 
         Args:
             path: of the file.
             model: whose states these are.
+
+        Raises:
+            ValueError: the model's weights are not in memory.
         """
         tensors = {
             f"{index}.{name}": x.contiguous() for index, layer in enumerate(self.layers) for name, x in layer.items()
         }
         header = {"format": FORMAT, "version": VERSION, "num_tokens": str(self.num_tokens)}
-        save_file(tensors, path, header | {"kinds": json.dumps(self.kinds)} | _identity(model))
+        draft = Path(f"{path}.part")  # a process that is killed leaves no half file
+        save_file(tensors, draft, header | {"kinds": json.dumps(self.kinds)} | _identity(model))
+        draft.replace(path)
 
     @classmethod
-    def load(cls, path: str | PathLike[str], model: nn.Module, device: torch.device | str = "cpu") -> "Snapshot":
+    def load(cls, path: str | PathLike[str], model: PreTrainedModel, device: torch.device | str = "cpu") -> "Snapshot":
         """Read what `save` has written.
 
         Args:
@@ -159,7 +167,7 @@ class Snapshot:
         return cls(kinds, layers, int(header["num_tokens"]))
 
 
-def _check_header(header: dict[str, str], model: nn.Module, path: object) -> None:
+def _check_header(header: dict[str, str], model: PreTrainedModel, path: object) -> None:
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} holds no states that Snapshot.save has written")
     if header["version"] != VERSION:
@@ -225,15 +233,22 @@ def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None =
         reason = why_not_fill(layer, kind, tensors, saved.num_tokens, rows_only=index is not None)
         if reason is not None:
             raise ValueError(f"the states do not fit layer {number} of the cache: {reason}")
-    devices = [next((x.device for x in tensors_of(layer).values()), None) for layer in cache.layers]
+    moved = [_to_device_of(layer, tensors) for layer, tensors in zip(cache.layers, saved.layers, strict=True)]
     if index is None:
         cache.reset()
-    for layer, tensors, device in zip(cache.layers, saved.layers, devices, strict=True):
-        moved = {name: x if device is None else x.to(device) for name, x in tensors.items()}
-        if index is None:
-            fill(layer, moved, saved.num_tokens, cache.layers)
-        else:
-            fill_rows(layer, moved, index.to(device))
+        for layer, tensors in zip(cache.layers, moved, strict=True):
+            fill(layer, tensors, saved.num_tokens, cache.layers)
+        return
+    index_on = functools.cache(index.to)
+    for layer, tensors in zip(cache.layers, moved, strict=True):
+        if tensors:
+            fill_rows(layer, tensors, index_on(next(iter(tensors.values())).device))
+
+
+def _to_device_of(layer: Any, tensors: Tensors) -> Tensors:
+    for x in tensors_of(layer).values():
+        return {name: new.to(x.device) for name, new in tensors.items()}
+    return tensors
 
 
 def _make_ready(cache: Cache, saved: Snapshot) -> None:
@@ -258,7 +273,7 @@ def fork(cache: Cache, n: int) -> None:
 def record(cache: Cache) -> None:
     """Remember all further tokens until the next `rollback`, so that it can take them back.
 
-    A cache that records keeps, per token and layer, what the operator reads, in place of nothing.
+    While it records, a cache keeps what the operator reads, per token and layer.
 
     Args:
         cache: made by a model, or by its `prepare_cache`; growing, not static.
@@ -288,9 +303,11 @@ def rollback(cache: Cache, n: int) -> None:
     if n < 0:
         raise ValueError(f"n must be at least 0, got {n}")
     for layer in cache.layers:
-        recorded = getattr(layer, "recorded", None)
-        if kind_of(layer) != "softmax" and n:
-            (recorded or RecordedCalls()).check(n)
+        if kind_of(layer) == "softmax":
+            if n > tokens_of(layer):
+                raise RuntimeError(f"cannot take back {n} of {tokens_of(layer)} tokens")
+        else:
+            getattr(layer, "recorded", RecordedCalls()).check(n)
     cache.crop(-n)
 
 
@@ -302,7 +319,7 @@ def _row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
     return index
 
 
-def _identity(model: nn.Module) -> dict[str, str]:
+def _identity(model: PreTrainedModel) -> dict[str, str]:
     """Digests of what a state depends on: configuration, rules, and a few numbers of every parameter.
 
     The numbers are rounded to bfloat16, so that a model is the same in any dtype.
@@ -315,6 +332,9 @@ def _identity(model: nn.Module) -> dict[str, str]:
         if isinstance(layer, DeltaRuleAttention)
     ]
     parameters = list(model.named_parameters())
+    away = next((name for name, x in parameters if x.is_meta), None)
+    if away is not None:
+        raise ValueError(f"{away} is not in memory, so the model cannot be told from others: load all weights")
     names = [[name, list(x.shape)] for name, x in parameters]
     sample = [x.detach().flatten()[:_SAMPLE].to("cpu", torch.bfloat16).float().tolist() for _, x in parameters]
     return {"configuration": _digest(keys), "rules": _digest(rules), "weights": _digest([names, sample])}
