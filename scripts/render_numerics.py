@@ -6,6 +6,7 @@ python scripts/render_numerics.py
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ KERNELS = {
     "hopper_reverse_scan_kernel": "reverse scan",
     "backward_kernel": "fused backward",
 }
+ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}
+"""Dtype -> its rounding error, half its epsilon."""
+IMPLEMENTATIONS = {"default": "as they run", "plain": "plain Triton"}
 TENSORS = {
     "output": "output",
     "final_state": "final state",
@@ -62,6 +66,9 @@ that records no gradients. The Gluon kernels named are those of bfloat16; float1
 the scan.
 
 {worst}
+## Beyond twice plain torch
+
+Most tests allow twice the error of plain torch and two roundings of the dtype. {beyond}
 ## Every tensor
 
 The backend as it runs, and plain torch in brackets.
@@ -97,6 +104,12 @@ def worst_of(row: Row) -> float | None:
     """The largest error of a row, of calls with and without gradients; None if one is not finite."""
     found = [*row["errors"].values(), *row.get("forward", {}).values()]
     return None if None in found else max(found)
+
+
+def miss(row: Row, name: str, limit: float) -> bool:
+    """Whether a result errs more than allowed, or is not finite."""
+    error = row["errors"][name]
+    return error is None or error > limit
 
 
 def described(run: dict[str, Any]) -> str:
@@ -141,6 +154,27 @@ class Errors:
             f"{max(ratios):.2f} times that of the plain kernels.\nThe largest error of the backend on any input "
             f"is {shown}."
         )
+
+    def beyond(self) -> str:
+        """The calls with a tensor that errs more than twice as much as plain torch, and two roundings."""
+        lines, calls = [], 0
+        for (decay, dtype, case, implementation), row in self.rows.items():
+            torch = self.find(decay, dtype, case, "torch")
+            if implementation == "torch" or torch is None:
+                continue
+            calls += 1
+            limits = {n: 2 * e + 2 * ROUNDING[dtype] for n, e in torch["errors"].items() if e is not None}
+            missed = {
+                n: (row["errors"][n] or math.inf) / torch["errors"][n] for n, x in limits.items() if miss(row, n, x)
+            }
+            if missed:
+                worst = max(missed, key=lambda name: missed[name])
+                shown = f"{TENSORS[worst]}: {number(row['errors'][worst])} ({number(torch['errors'][worst])})"
+                lines.append([DECAYS[decay], dtype, IMPLEMENTATIONS[implementation], case, str(len(missed)), shown])
+        if not lines:
+            return f"All {calls} calls keep that, tensor by tensor.\n"
+        header = ["decay", "dtype", "kernels", "case", "tensors", "the one furthest beyond (torch)"]
+        return f"Of {calls} calls these do not keep it:\n\n" + table(header, lines)
 
     def worst(self) -> str:
         """A table for each decay."""
@@ -213,6 +247,7 @@ def render() -> str:
         summary=errors.summary(),
         run=described(content["run"]),
         worst=errors.worst(),
+        beyond=errors.beyond(),
         tensors=errors.tensors(),
         cells=more,
     )
