@@ -13,7 +13,16 @@ from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, PaddedSequenc
 from deltazoo.layers.state import StateAccess, is_decoding_step
 from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step, fused_short_convs
 
-__all__ = ["Convolutions", "ShortConvolution", "activation_function", "convolve", "convolve_token", "depthwise_sum"]
+__all__ = [
+    "Convolutions",
+    "ShortConvolution",
+    "activation_function",
+    "causal_sum",
+    "convolve",
+    "convolve_token",
+    "depthwise_sum",
+    "last_inputs",
+]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -54,6 +63,62 @@ def depthwise_sum(history: Tensor, weight: Tensor, positions: Tensor | None = No
 def _shifted(history: Tensor, start: int, num_tokens: int, lag: int, positions: Tensor | None) -> Tensor:
     x = history[:, start : start + num_tokens]
     return x if positions is None or lag == 0 else x.masked_fill((positions < lag)[..., None], 0)
+
+
+def causal_sum(x: Tensor, weight: Tensor, past: Tensor, sequences: Sequences) -> Tensor:
+    """`depthwise_sum` of a batch whose sequences each have a past.
+
+    Args:
+        x: `[B, T, C]`, arranged by `sequences`.
+        weight: `[C, 1, taps]`.
+        past: `[N, taps - 1, C]` in x's dtype, the inputs before each row or packed sequence, oldest first.
+        sequences: of the batch.
+
+    Returns:
+        `[B, T, C]` in float32 (float64 stays).
+    """
+    if not isinstance(sequences, PackedSequences):
+        return depthwise_sum(torch.cat([past, x], dim=1), weight)
+    # Put the past of each sequence before it in one long row; then no tap can reach another sequence.
+    width = past.shape[1]
+    begins = sequences.cu_seqlens[:-1].long() + width * torch.arange(sequences.num_sequences, device=x.device)
+    outputs = torch.arange(x.shape[1], device=x.device) + width * sequences.index
+
+    history = x.new_empty(x.shape[1] + width * sequences.num_sequences, x.shape[2])
+    past_rows = begins[:, None] + torch.arange(width, device=x.device)
+    history = history.index_copy(0, past_rows.flatten(), past.flatten(0, 1))
+    history = history.index_copy(0, outputs + width, x[0])
+    return depthwise_sum(history[None], weight).index_select(1, outputs)
+
+
+def last_inputs(x: Tensor, past: Tensor, sequences: Sequences) -> Tensor:
+    """The last `width` inputs of each row or sequence, those before it included.
+
+    Args:
+        x: `[B, T, C]`, arranged by `sequences`.
+        past: `[N, width, C]` in x's dtype, the inputs before each row or packed sequence, oldest first.
+        sequences: of the batch.
+
+    Returns:
+        `[N, C, width]`, oldest first.
+    """
+    width = past.shape[1]
+    if not x.numel():
+        return past.transpose(1, 2)
+    if sequences.whole_rows:
+        recent = x[:, max(0, x.shape[1] - width) :]
+        return torch.cat([past.transpose(1, 2), recent.transpose(1, 2)], dim=2)[..., recent.shape[1] :]
+    steps = torch.arange(width, device=x.device)
+    if isinstance(sequences, PaddedSequences):
+        history = torch.cat([past, x], dim=1)
+        last = sequences.lengths + steps
+        return history.gather(1, last[..., None].expand(-1, -1, x.shape[2])).transpose(1, 2)
+    assert isinstance(sequences, PackedSequences)
+    last = (sequences.cu_seqlens.diff()[:, None] + steps).long()
+    tokens = sequences.cu_seqlens[:-1, None] + last - width
+    recent = x[0, tokens.clamp(0, x.shape[1] - 1)]
+    before = past.gather(1, last.clamp(max=max(0, width - 1))[..., None].expand(-1, -1, x.shape[2]))
+    return torch.where((last < width)[..., None], before, recent).transpose(1, 2)
 
 
 class ShortConvolution(nn.Module):
@@ -126,7 +191,7 @@ class ShortConvolution(nn.Module):
             return self.normalized(y), window
         compute = self._convolve_fused if fused else self._convolve_plainly
         y = recomputable(partial(compute, state=state, sequences=sequences), x, self.weight)
-        return y, self._window_after(x, state, sequences) if with_state else None
+        return y, last_inputs(x, self._past(x, state, sequences), sequences) if with_state else None
 
     def fuses(self, x: Tensor, state: Tensor | None = None) -> bool:
         """Whether the kernel takes inputs like `x`, after this state."""
@@ -144,49 +209,12 @@ class ShortConvolution(nn.Module):
         )
 
     def _convolve_plainly(self, x: Tensor, weight: Tensor, *, state: Tensor | None, sequences: Sequences) -> Tensor:
-        past = self._past(x, state, sequences)
-        if isinstance(sequences, PackedSequences):
-            total = self._sum_packed(x, weight, past, sequences)
-        else:
-            total = depthwise_sum(torch.cat([past, x], dim=1), weight)
+        total = causal_sum(x, weight, self._past(x, state, sequences), sequences)
         return self.normalized(self.activate(total).to(x.dtype))
 
     def normalized(self, y: Tensor) -> Tensor:
         """The output divided by the norms of its heads, if that is wanted."""
         return l2_normalize(y.unflatten(2, (-1, self.unit_heads))).flatten(2) if self.unit_heads else y
-
-    def _sum_packed(self, x: Tensor, weight: Tensor, past: Tensor, sequences: PackedSequences) -> Tensor:
-        """Put the past of each sequence before it in one long row; then no tap can reach another sequence."""
-        width = self.kernel_size - 1
-        begins = sequences.cu_seqlens[:-1].long() + width * torch.arange(sequences.num_sequences, device=x.device)
-        outputs = torch.arange(x.shape[1], device=x.device) + width * sequences.index
-
-        history = x.new_empty(x.shape[1] + width * sequences.num_sequences, self.channels)
-        past_rows = begins[:, None] + torch.arange(width, device=x.device)
-        history = history.index_copy(0, past_rows.flatten(), past.flatten(0, 1))
-        history = history.index_copy(0, outputs + width, x[0])
-        return depthwise_sum(history[None], weight).index_select(1, outputs)
-
-    def _window_after(self, x: Tensor, state: Tensor | None, sequences: Sequences) -> Tensor:
-        """The last `kernel_size - 1` inputs of each row or sequence, those of `state` included."""
-        width = self.kernel_size - 1
-        past = self._past(x, state, sequences)
-        if not x.numel():
-            return past.transpose(1, 2)
-        if sequences.whole_rows:
-            recent = x[:, max(0, x.shape[1] - width) :]
-            return torch.cat([past.transpose(1, 2), recent.transpose(1, 2)], dim=2)[..., -width:]
-        steps = torch.arange(width, device=x.device)
-        if isinstance(sequences, PaddedSequences):
-            history = torch.cat([past, x], dim=1)
-            last = sequences.lengths + steps
-            return history.gather(1, last[..., None].expand(-1, -1, self.channels)).transpose(1, 2)
-        assert isinstance(sequences, PackedSequences)
-        last = (sequences.cu_seqlens.diff()[:, None] + steps).long()
-        tokens = sequences.cu_seqlens[:-1, None] + last - width
-        recent = x[0, tokens.clamp(0, x.shape[1] - 1)]
-        before = past.gather(1, last.clamp(max=max(0, width - 1))[..., None].expand(-1, -1, self.channels))
-        return torch.where((last < width)[..., None], before, recent).transpose(1, 2)
 
     def _past(self, x: Tensor, state: Tensor | None, sequences: Sequences) -> Tensor:
         """The state with time before channels `[N, kernel_size - 1, channels]`, zeros if there is none."""
