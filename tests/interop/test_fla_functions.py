@@ -261,3 +261,16 @@ def test_the_alternative_for_gates_of_value_channels_is_right() -> None:
         S = S + key * (beta[:, t] * (v[:, t] - (key * S).sum(2)))[:, :, None]
         expected.append(K**-0.5 * (query * S).sum(2))
     torch.testing.assert_close(o.view_as(v), torch.stack(expected, dim=1))
+
+
+def test_the_functions_compile_without_a_break() -> None:
+    tensors = inputs("kda", batch=1) | gate_parameters("kda")
+    options = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "state_v_first": True}
+
+    def call(**tensors: Tensor) -> Any:
+        return fla.chunk_kda(**tensors, **options, cu_seqlens=BOUNDS, output_final_state=True)
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    for actual, expected in zip(compiled(**tensors), call(**tensors), strict=True):
+        torch.testing.assert_close(actual, expected)
+    torch._dynamo.reset()
