@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo import ops as ops
     from deltazoo import swap as swap
     from deltazoo import workbench as workbench
+    from deltazoo.distributed import context_parallel as context_parallel
     from deltazoo.generation import generate as generate
     from deltazoo.interop import accelerate as accelerate
     from deltazoo.interop import restore as restore
@@ -64,6 +65,7 @@ __all__ = [
     "Longhorn",
     "NegativeEigenvalueDeltaNet",
     "accelerate",
+    "context_parallel",
     "delta_rule",
     "delta_rule_step",
     "generate",
@@ -81,6 +83,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 _NAMES = {
+    "distributed": ("context_parallel",),
     "generation": ("generate",),
     "interop": ("accelerate", "restore"),
     "layers": (

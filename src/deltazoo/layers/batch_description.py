@@ -7,13 +7,23 @@ the wrong one leaks state from one document into the next.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltazoo.layers.sequences import PackedSequences, PaddedSequences, Sequences, check_cu_seqlens, describe_sequences
+from deltazoo.layers.sequences import (
+    PackedSequences,
+    PaddedSequences,
+    Sequences,
+    SharedSequences,
+    check_cu_seqlens,
+    describe_sequences,
+    describe_shared,
+)
+from deltazoo.ops import ContextParallel
+from deltazoo.ops.context.token_exchange import all_tokens
 from deltazoo.ops.validation import check_tensor
 
 __all__ = [
@@ -21,6 +31,7 @@ __all__ = [
     "BatchDescription",
     "agreeing_starts",
     "describe_batch",
+    "describe_shared_batch",
     "document_starts",
     "positions_in_documents",
 ]
@@ -46,6 +57,11 @@ class BatchDescription:
     def packed(self) -> bool:
         """Whether rows hold several documents."""
         return isinstance(self.sequences, PackedSequences)
+
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks have further tokens of the rows."""
+        return isinstance(self.sequences, SharedSequences)
 
     @property
     def padding(self) -> Tensor | None:
@@ -121,6 +137,55 @@ def describe_batch(
     else:
         packed = PackedSequences.from_cu_seqlens(cu_seqlens, num_tokens)
     return BatchDescription(packed, packed.positions if position_ids is None else position_ids, None)
+
+
+def describe_shared_batch(
+    context: ContextParallel,
+    batch_size: int,
+    num_tokens: int,
+    device: torch.device,
+    *,
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    fills_cache: bool = False,
+) -> BatchDescription:
+    """The description of a piece of rows that several ranks share; arguments and errors as of `describe_batch`.
+
+    B and T are those of this rank's piece, and so are `position_ids`. Boundaries are those in the whole row. Errors are
+    raised on every rank.
+    """
+
+    def check() -> None:
+        mask = _whole_numbers(attention_mask)
+        if isinstance(mask, Mapping) or (mask is not None and not bool(mask.all())):
+            raise ValueError("rows that several ranks share take no padding: pack them with cu_seqlens")
+        if seq_idx is not None:
+            raise ValueError("rows that several ranks share take cu_seqlens in place of seq_idx")
+        if fills_cache:
+            raise ValueError("rows that several ranks share fill no cache: run them without past_key_values")
+        _checked_position_ids(position_ids, (batch_size, num_tokens))
+
+    cu_seqlens = _one_cu_seqlens(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
+    sequences = describe_shared(context, batch_size, num_tokens, cu_seqlens, check)
+    position_ids = _checked_position_ids(position_ids, (batch_size, num_tokens))
+    if position_ids is not None and cu_seqlens is None:
+        starts = _starts_from_positions(all_tokens(position_ids, sequences.context), None)
+        if bool(starts[:, 1:].any()):
+            if batch_size > 1:
+                raise ValueError(
+                    f"packed sequences that several ranks share need batch size 1, got position_ids that start again "
+                    f"in a batch of {batch_size} rows"
+                )
+            sequences = replace(sequences, cu_seqlens=PackedSequences.from_starts(starts).cu_seqlens)
+    if position_ids is None:
+        position_ids = sequences.positions
+    if position_ids is None:
+        position_ids = torch.arange(sequences.begin, sequences.begin + num_tokens, device=device)[None]
+    return BatchDescription(sequences, position_ids, None)
 
 
 def document_starts(shape: tuple[int, int], given: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

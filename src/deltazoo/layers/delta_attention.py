@@ -15,10 +15,10 @@ from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_nor
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
-from deltazoo.layers.sequences import Sequences, describe_sequences
+from deltazoo.layers.sequences import Sequences, SharedSequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
 from deltazoo.layers.state import LayerStates, MixerState, StateAccess, StateStore
-from deltazoo.ops import DeltaRuleOutput, decay
+from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.fused import fused_kernels_fit, fused_softplus_decay
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
@@ -105,6 +105,8 @@ class DeltaRuleAttention(Float32Parameters):
     projects_micro_steps: ClassVar[bool] = True
     """Whether `k_proj`, `v_proj` and `b_proj` project to every micro-step. False for a subclass that makes the steps of
     its spec itself, or takes no more than one: its `num_micro_steps` cannot be changed."""
+    context: ContextParallel | None = None
+    """The ranks that share the rows which the layer is called with by itself (`deltazoo.context_parallel`)."""
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
@@ -215,6 +217,8 @@ class DeltaRuleAttention(Float32Parameters):
         """
         sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences)
         past = StateAccess(past_key_values, self.layer_idx)
+        if past.wanted and isinstance(sequences, SharedSequences):
+            raise NotImplementedError("rows that several ranks share fill no cache: pass no past_key_values")
         try:
             return self._mix(sequences.arrange(hidden_states), past, sequences, rotary)
         finally:
@@ -269,6 +273,10 @@ class DeltaRuleAttention(Float32Parameters):
             raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {tuple(hidden_states.shape)}")
         if sequences is None:
             batch_size, num_tokens = hidden_states.shape[:2]
+            if self.context is not None:
+                if attention_mask is not None:
+                    raise ValueError("rows that several ranks share take no attention_mask: pack them with cu_seqlens")
+                return describe_shared(self.context, batch_size, num_tokens, cu_seqlens)
             return describe_sequences(batch_size, num_tokens, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
         if attention_mask is not None or cu_seqlens is not None:
             raise ValueError(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
-from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, PaddedSequences, Sequences
+from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, PaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import is_decoding_step
 from deltazoo.ops import (
     DeltaRuleOutput,
@@ -98,7 +98,8 @@ def run_rule(
     Returns:
         `[B, T, HV, V]` in v's dtype, and the state after the last token.
     """
-    one_token = state is not None and is_decoding_step(inputs.v) and not isinstance(sequences, PackedSequences)
+    several = isinstance(sequences, (PackedSequences, SharedSequences))
+    one_token = state is not None and is_decoding_step(inputs.v) and not several
     if num_micro_steps > 1:
         inputs = inputs.interleave(num_micro_steps)
     q, k, v, beta, log_decay, erase_key = inputs
@@ -112,8 +113,10 @@ def run_rule(
         if beta is None:
             return linear_attention_step(q, k, v, log_decay, **step)
         return delta_rule_step(q, k, v, beta, log_decay, **correction, **step)
-    cu_seqlens = sequences.cu_seqlens if isinstance(sequences, PackedSequences) else None
+    cu_seqlens = sequences.cu_seqlens if isinstance(sequences, (PackedSequences, SharedSequences)) else None
     rows: dict[str, Any] = {"initial_state": state, "cu_seqlens": cu_seqlens, "backend": backend}
+    if isinstance(sequences, SharedSequences):
+        rows["context"] = sequences.context
     if beta is None:
         return linear_attention(q, k, v, log_decay, **rows)
     return delta_rule(q, k, v, beta, log_decay, **correction, **rows)

@@ -4,6 +4,7 @@
 `deltazoo.layers.batch_description` makes of a model's arguments.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -11,9 +12,20 @@ import torch
 from torch import Tensor
 
 from deltazoo.layers.recompute import recomputable
+from deltazoo.ops import ContextParallel
+from deltazoo.ops.context.context_rule import agreed_piece
 from deltazoo.ops.validation import check_tensor, check_tensor_values
 
-__all__ = ["WHOLE_ROWS", "PackedSequences", "PaddedSequences", "Sequences", "check_cu_seqlens", "describe_sequences"]
+__all__ = [
+    "WHOLE_ROWS",
+    "PackedSequences",
+    "PaddedSequences",
+    "Sequences",
+    "SharedSequences",
+    "check_cu_seqlens",
+    "describe_sequences",
+    "describe_shared",
+]
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,72 @@ class PackedSequences(Sequences):
         return x if self.num_rows == 1 else x.view(self.num_rows, -1, x.shape[-1])
 
 
+@dataclass(frozen=True)
+class SharedSequences(Sequences):
+    """A piece of every row, whose other tokens are on other ranks (context parallelism)."""
+
+    whole_rows = False
+    context: ContextParallel
+    """With lengths."""
+    cu_seqlens: Tensor | None = None
+    """`[N + 1]`: where packed sequences begin in the whole row; None: every row is one sequence."""
+
+    @property
+    def begin(self) -> int:
+        """Where the piece begins in the whole row."""
+        assert self.context.lengths is not None
+        return sum(self.context.lengths[: self.context.rank])
+
+    @property
+    def num_tokens(self) -> int:
+        """T, of the piece."""
+        assert self.context.lengths is not None
+        return self.context.lengths[self.context.rank]
+
+    @property
+    def positions(self) -> Tensor | None:
+        """`[1, T]` int64: position of each token in its packed sequence, from 0; None unless packed."""
+        if self.cu_seqlens is None:
+            return None
+        tokens = torch.arange(self.begin, self.begin + self.num_tokens, device=self.cu_seqlens.device)
+        return (tokens - self.cu_seqlens[torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1])[None]
+
+    def with_tokens_before(self, width: int) -> Sequences:
+        """The description of the piece's tokens behind the `width` tokens before them, as if nothing else existed."""
+        if self.cu_seqlens is None:
+            return WHOLE_ROWS
+        bounds = (self.cu_seqlens - (self.begin - width)).clamp(0, self.num_tokens + width)
+        return PackedSequences.from_cu_seqlens(torch.cat([bounds.new_zeros(1), bounds[1:]]), self.num_tokens + width)
+
+
+def describe_shared(
+    context: ContextParallel,
+    batch_size: int,
+    num_tokens: int,
+    cu_seqlens: Tensor | None = None,
+    check: Callable[[], None] | None = None,
+) -> SharedSequences:
+    """The description of a piece of rows that several ranks share; the ranks tell each other its length.
+
+    Args:
+        context: the ranks.
+        batch_size, num_tokens: B and T of this rank's tokens.
+        cu_seqlens: `[N + 1]` int32 or int64 boundaries of sequences packed into the whole row; needs B = 1.
+        check: raises ValueError or TypeError if other arguments are wrong, which all ranks then do.
+
+    Raises:
+        ValueError: on every rank, if the boundaries do not fit the tokens of all ranks, or the ranks differ.
+    """
+
+    def described() -> int:
+        check_boundaries(cu_seqlens, batch_size)
+        if check is not None:
+            check()
+        return batch_size
+
+    return SharedSequences(agreed_piece(context, num_tokens, cu_seqlens, described), cu_seqlens)
+
+
 def describe_sequences(
     batch_size: int, num_tokens: int, *, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Sequences:
@@ -185,6 +263,15 @@ def _check_mask(mask: Tensor, batch_size: int, num_tokens: int) -> None:
 
 def check_cu_seqlens(cu_seqlens: Tensor, batch_size: int, num_tokens: int) -> None:
     """Raise ValueError unless these are boundaries of sequences packed into the one row of a batch."""
+    check_boundaries(cu_seqlens, batch_size)
+    check_tensor_values(None, cu_seqlens, num_tokens)
+
+
+def check_boundaries(cu_seqlens: Tensor | None, batch_size: int) -> None:
+    """The same, of shape and dtype alone."""
+    check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens is None:
+        return
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             "cu_seqlens must be int32 or int64 of shape [N + 1] with N >= 1, "
@@ -192,7 +279,6 @@ def check_cu_seqlens(cu_seqlens: Tensor, batch_size: int, num_tokens: int) -> No
         )
     if batch_size != 1:
         raise ValueError(f"packed sequences (cu_seqlens) need batch size 1, got {batch_size}")
-    check_tensor_values(None, cu_seqlens, num_tokens)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

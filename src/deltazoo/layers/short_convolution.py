@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.recompute import recomputable
-from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, PaddedSequences, Sequences
+from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, PaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import StateAccess, is_decoding_step
+from deltazoo.ops.context.token_exchange import tokens_before
 from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step, fused_short_convs
 
 __all__ = [
@@ -254,6 +255,8 @@ def convolve(
     """
     q_conv, k_conv, v_conv = convolutions
     widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
+    if isinstance(sequences, SharedSequences):
+        return *_convolve_piece(convolutions, (q, k, v), sequences), None
     q_past = k_past = v_past = None
     if past.recurrent is not None:
         state = _checked_state(past.conv, sum(widths))
@@ -269,6 +272,18 @@ def convolve(
     k, k_state = k_conv(k, k_past, sequences, with_state=past.wanted)
     v, v_state = v_conv(v, v_past, sequences, with_state=past.wanted)
     return q, k, v, torch.cat([q_state, k_state, v_state], dim=1) if past.wanted else None
+
+
+def _convolve_piece(
+    convolutions: Convolutions, inputs: tuple[Tensor, Tensor, Tensor], sequences: SharedSequences
+) -> tuple[Tensor, ...]:
+    """Convolve a piece of rows that several ranks share, behind the inputs before it, which other ranks have."""
+    width = convolutions[0].kernel_size - 1
+    before = tokens_before(inputs, width, sequences.context)
+    joined = [torch.cat(parts, 1) for parts in zip(before, inputs, strict=True)]
+    described = sequences.with_tokens_before(width)
+    q, k, v, _ = convolve(convolutions, *joined, StateAccess(None, None), described)
+    return tuple([y[:, width:] for y in (q, k, v)])
 
 
 def _checked_state(state: Tensor | None, channels: int) -> Tensor:

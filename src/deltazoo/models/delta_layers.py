@@ -9,6 +9,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.layers.initialization import short_conv_
+from deltazoo.ops import ContextParallel
 from deltazoo.runtime import RuntimeOptions
 
 __all__ = ["ModelWithDeltaLayers", "declare_gates"]
@@ -51,8 +52,10 @@ def declare_gates(model: PreTrainedModel) -> None:
 class ModelWithDeltaLayers(PreTrainedModel):
     """Initialisation, dtypes and runtime options of delta-rule layers in a transformers model."""
 
-    # Context parallelism would have to pass the recurrent state between the ranks that share a sequence.
+    # That of transformers, which knows softmax attention alone; ours is deltazoo.context_parallel.
     _supports_context_parallel = False
+    deltazoo_context: ContextParallel | None = None
+    """The ranks that share every row, as `deltazoo.context_parallel` sets them."""
     # transformers refuses assisted decoding for stateful models. Ours can: DeltaRuleCacheLayer.crop takes tokens back.
     _is_stateful = False
 

@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
 from deltazoo.generation.cache import prepare_cache
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.layers.batch_description import BatchDescription, describe_batch
+from deltazoo.layers.batch_description import BatchDescription, describe_batch, describe_shared_batch
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
@@ -164,7 +164,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         if batch is None:
             batch = self.describe(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
         recomputes = self.training and self.runtime.recompute not in (None, "none")
-        if use_cache and past_key_values is None and not batch.packed and not recomputes:
+        if use_cache and past_key_values is None and not (batch.packed or batch.shared or recomputes):
             past_key_values = DynamicCache(config=self.config)
             self.prepare_cache(past_key_values)
 
@@ -183,6 +183,16 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         kwargs: Mapping[str, Any],
     ) -> BatchDescription:
         """Where the sequences of a batch begin; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
+        if self.deltazoo_context is not None:
+            return describe_shared_batch(
+                self.deltazoo_context,
+                *tokens.shape[:2],
+                tokens.device,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                fills_cache=past_key_values is not None,
+                **packing_arguments(kwargs),
+            )
         # A pipeline stage fills only its own layers of the cache; transformers replaces the others by identities.
         here = next((i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)), 0)
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length(here)
@@ -202,7 +212,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
     ) -> SoftmaxInputs | None:
         if self.rotary_emb is None or "full_attention" not in self.running_layer_types:
             return None
-        packed = batch.sequences.positions
+        packed = None if batch.shared else batch.sequences.positions
         if isinstance(batch.attention_mask, Mapping):
             mask: Any = batch.attention_mask["full_attention"]
         else:
@@ -213,7 +223,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
                 past_key_values=cache,
                 position_ids=packed,
             )
-        kernel_kwargs = {**softmax_arguments(kwargs), "position_ids": packed}
+        kernel_kwargs = {**softmax_arguments(kwargs), "position_ids": packed, "delta_batch": batch}
         return SoftmaxInputs(mask, self.rotary_emb(x, batch.position_ids), kernel_kwargs)
 
 

@@ -14,9 +14,11 @@ from deltazoo.ops.api import (
     linear_attention_step,
 )
 from deltazoo.ops.backends import resolve_backend
+from deltazoo.ops.context.context_group import ContextParallel
 from deltazoo.ops.validation import check_values
 
 __all__ = [
+    "ContextParallel",
     "DeltaRuleOutput",
     "check_values",
     "decay",

@@ -1,5 +1,6 @@
 """The public operators: check the arguments, choose a backend, call it. The contract is written here once."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from deltazoo.names import unknown
 from deltazoo.ops.backends import resolve_backend
 from deltazoo.ops.chunkwise import chunkwise
+from deltazoo.ops.context.context_group import ContextParallel
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
 from deltazoo.ops.transforms import refuse_transforms, transforming
 from deltazoo.ops.validation import (
@@ -55,6 +57,7 @@ def delta_rule(
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
     precision: str | None = None,
+    context: ContextParallel | None = None,
 ) -> DeltaRuleOutput:
     """The (gated) delta rule over whole sequences.
 
@@ -92,6 +95,10 @@ def delta_rule(
             again, and the rounding of single half-precision terms would grow, so the products that carry the state
             take two or three terms (docs/precision.md). "fast" and "strict" force one for all tokens; "fast" is wrong
             for repeated keys with a gain near 2. The torch backends, and triton in float32, are strict always.
+        context: the ranks that share the sequences. Tensors then hold this rank's piece of the tokens, `cu_seqlens` the
+            boundaries in the whole row. `initial_state` and the final state have an entry for every sequence: a rank
+            reads those of the sequences that begin in its piece, and returns those of the sequences that end there,
+            with zeros for the others unless the context gathers them.
 
     Returns:
         `DeltaRuleOutput(output, final_state)`.
@@ -109,7 +116,8 @@ def delta_rule(
     """
     _require_beta(beta)
     update = (erase_key, reads_undecayed(erase_reads), num_micro_steps)
-    return _whole_sequences(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend, precision, *update)
+    arguments = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend, precision, context)
+    return _whole_sequences(*arguments, *update)
 
 
 def linear_attention(
@@ -122,12 +130,13 @@ def linear_attention(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    context: ContextParallel | None = None,
 ) -> DeltaRuleOutput:
     """Linear attention, the baseline without the correction term: `S_t = D_t S_{t-1} + k_t v_t^T`.
 
     Arguments, results and errors as in `delta_rule`. Source: arXiv:2006.16236; with scalar decay arXiv:2405.21060.
     """
-    return _whole_sequences(q, k, v, None, log_decay, scale, initial_state, cu_seqlens, backend, None)
+    return _whole_sequences(q, k, v, None, log_decay, scale, initial_state, cu_seqlens, backend, None, context)
 
 
 def delta_rule_step(
@@ -206,26 +215,53 @@ def _whole_sequences(
     cu_seqlens: Tensor | None,
     backend: str | None,
     precision: str | None,
+    context: ContextParallel | None,
     erase_key: Tensor | None = None,
     undecayed: bool = False,
     num_micro_steps: int = 1,
 ) -> DeltaRuleOutput:
-    if precision not in PRECISIONS:
-        raise ValueError(unknown("precision", precision, [name for name in PRECISIONS if name is not None]))
-    q, k, v, erase_key, scale = _prepare(q, k, v, erase_key, scale)
-    check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, num_micro_steps)
-    warn_of_heads_first(q)
+    checked = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend, precision, erase_key)
+    if context is not None:
+        from deltazoo.ops.context.context_rule import rule_on_piece
+
+        prepare = partial(_checked, *checked, num_micro_steps)
+        tensors = (beta, log_decay, initial_state, cu_seqlens)
+        options = (undecayed and log_decay is not None, num_micro_steps)
+        return DeltaRuleOutput(*rule_on_piece(prepare, q.shape[1], *tensors, *options, context))
+    q, k, v, erase_key, scale, name, strict = _checked(*checked, num_micro_steps)
     inputs = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens)
     update = (erase_key, undecayed and log_decay is not None, num_micro_steps)
-    name = _backend_of_call(backend, k, v)
     if name == "reference":
         check_tensor_values(log_decay, cu_seqlens, q.shape[1])
         return DeltaRuleOutput(*recurrent_loop(*inputs, *update))
     if name == "triton":
         from deltazoo.ops.triton.delta_rule_operator import triton_delta_rule
 
-        return DeltaRuleOutput(*triton_delta_rule(*inputs, PRECISIONS[precision], *update))
+        return DeltaRuleOutput(*triton_delta_rule(*inputs, strict, *update))
     return DeltaRuleOutput(*chunkwise(*inputs, *update))
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backend: str | None,
+    precision: str | None,
+    erase_key: Tensor | None,
+    num_micro_steps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, str, bool | None]:
+    """q, k, v and the erase key as autocast wants them, the scale, the backend's name, and whether it is strict."""
+    if precision not in PRECISIONS:
+        raise ValueError(unknown("precision", precision, [name for name in PRECISIONS if name is not None]))
+    q, k, v, erase_key, scale = _prepare(q, k, v, erase_key, scale)
+    check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, num_micro_steps)
+    warn_of_heads_first(q)
+    return q, k, v, erase_key, scale, _backend_of_call(backend, k, v), PRECISIONS[precision]
 
 
 def _require_beta(beta: Tensor | None) -> None:

@@ -26,7 +26,7 @@ from deltazoo.ops.functional_chunks import functional_chunkwise
 from deltazoo.ops.transforms import transforming
 from deltazoo.ops.validation import check_tensor_values
 
-__all__ = ["chunkwise"]
+__all__ = ["backward", "chunkwise", "forward"]
 
 CHUNK_SIZE = 64
 
@@ -50,7 +50,7 @@ def chunkwise(
     if transforming():
         check_tensor_values(log_decay, cu_seqlens, q.shape[1])
         return functional_chunkwise(*inputs, *update)
-    output, final, *_ = _forward(*inputs, *update)
+    output, final, *_ = forward(*inputs, *update)
     return output, final
 
 
@@ -144,7 +144,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("deltazoo::chunkwise", mutates_args=())
-def _forward(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -166,7 +166,7 @@ def _forward(
         return chunks.tokens.unchunk(output, v.dtype, -1), final, *chunks.kept()
 
 
-@_forward.register_fake
+@forward.register_fake
 def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, undecayed, num_micro_steps):
     (B, T, _, K), (HV, V), C = q.shape, v.shape[2:], CHUNK_SIZE
     packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -182,7 +182,7 @@ def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, und
 
 
 @torch.library.custom_op("deltazoo::chunkwise_backward", mutates_args=())
-def _backward(
+def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -257,7 +257,7 @@ def _backward(
         return grads
 
 
-@_backward.register_fake
+@backward.register_fake
 def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, *_):
     given = [x for x in (q, k, v, beta, log_decay, initial_state, erase_key) if x is not None]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
@@ -278,7 +278,7 @@ def _autograd(ctx, d_output, d_final, *_):
     scale, *options = ctx.options
     inputs = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, *options)
     try:
-        grads = iter(_backward(*inputs, *kept, d_output, d_final))
+        grads = iter(backward(*inputs, *kept, d_output, d_final))
     except RuntimeError as error:
         if "Batching rule" not in str(error):
             raise
@@ -312,4 +312,4 @@ def _in_order_of_arguments(grads: list[Tensor | None]) -> tuple[Tensor | None, .
     return *first, None, d_initial, None, d_erase_key, None, None
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deltazoo.layers.batch_description import PACKING_ARGUMENTS, describe_batch
+from deltazoo.layers.batch_description import PACKING_ARGUMENTS, describe_batch, describe_shared_batch
+from deltazoo.ops import ContextParallel
 
 __all__ = ["describe_batches", "token_mask_for"]
 
@@ -32,10 +33,10 @@ def _describe(
     names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
     """The hook: `names` are those of the forward pass's positional arguments."""
-    return (), _with_description(dict(zip(names, args, strict=False)) | kwargs)
+    return (), _with_description(dict(zip(names, args, strict=False)) | kwargs, module.deltazoo_context)  # type: ignore[arg-type]
 
 
-def _with_description(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -> dict[str, Any]:
     tokens = kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
@@ -43,16 +44,17 @@ def _with_description(kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs  # the model raises
     cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
     past_length = 0 if cache is None else cache.get_seq_length()
-    batch = describe_batch(
-        tokens.shape[0],
-        tokens.shape[1],
-        past_length,
-        tokens.device,
-        attention_mask=_token_mask(kwargs),
-        position_ids=position_ids,
-        fills_cache=cache is not None,
+    given: dict[str, Any] = {
+        "attention_mask": _token_mask(kwargs),
+        "position_ids": position_ids,
+        "fills_cache": cache is not None,
         **{key: kwargs[key] for key in PACKING_ARGUMENTS if kwargs.get(key) is not None},
-    )
+    }
+    if context is None:
+        batch = describe_batch(*tokens.shape[:2], past_length, tokens.device, **given)
+    else:
+        batch = describe_shared_batch(context, *tokens.shape[:2], tokens.device, **given)
+        kwargs |= {"attention_mask": None, "position_ids": batch.position_ids, "use_cache": False}
     kwargs["delta_batch"] = batch
     kwargs.pop("cu_seqlens", None)  # the one name of ours that transformers does not know
     if batch.packed:

@@ -1,0 +1,11 @@
+"""One sequence over many ranks: each computes on its piece of the tokens, and states travel between them.
+
+A piece is cut into segments. A segment takes the state S that enters it to `M S + X`: M is the product of its tokens'
+transitions, X the state it leaves from zero. Ranks exchange such pairs (M, X), fold them into the state that enters
+each segment, and compute outputs from there. Backward the gradients of states travel the other way, through the
+transposed M.
+
+`context_group` describes the ranks and their pieces, `token_pieces` where segments lie, `segment_fold` is the fold and
+its exchange, `context_rule` the operator, `segment_backends` what it asks of each backend, and `token_exchange` what
+convolutions and softmax attention need of the tokens of other ranks.
+"""

@@ -1,0 +1,154 @@
+"""Which ranks share a sequence, how many tokens each has, and the check that all of them call the same."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ContextParallel", "agreed_lengths", "finished", "started_gather", "sum_over_ranks"]
+
+SEGMENT_UNIT = 64
+"""Tokens that the length of a segment is a multiple of: a chunk."""
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The ranks that share one sequence. Rank r holds a contiguous piece of its tokens, those after rank r - 1's.
+
+    Results do not depend on the number of ranks: outputs, final states and all gradients have the same bits on 1, 2, 3
+    or more ranks as long as the pieces are cut at multiples of the segment length; elsewhere they differ by rounding.
+
+    Args:
+        group: a process group, or a device mesh of one dimension (`mesh["cp"]`); None: this process alone.
+        lengths: tokens of each rank's piece. Unless given, the ranks tell each other in every call, and check that they
+            were called alike. With lengths they exchange nothing but states and check nothing. Code under
+            `torch.compile` needs them.
+        segment_length: tokens of a segment, a multiple of 64. Unless given, it follows from the shape of the whole
+            sequence (`deltazoo.ops.context.token_pieces.segment_length`).
+        gather_final_state: every rank gets the final states of all sequences. Otherwise a rank gets those of the
+            sequences that end in its piece, and zeros for all others.
+
+    Raises:
+        TypeError: another kind of group. ValueError: a mesh of several dimensions, lengths that are not positive or are
+            for another number of ranks, a segment length that is no multiple of 64.
+    """
+
+    group: ProcessGroup | DeviceMesh | None = None
+    lengths: tuple[int, ...] | None = None
+    segment_length: int | None = None
+    gather_final_state: bool = False
+    rank: int = field(init=False)
+    """This process's number in the group."""
+    size: int = field(init=False)
+    """Number of ranks."""
+    group_name: str = field(init=False)
+    """By which torch's functional collectives know the group."""
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and look up this process in the group."""
+        group = self.group
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    "context parallelism takes a device mesh of one dimension, such as mesh['cp'], got one with the "
+                    f"dimensions {group.mesh_dim_names or group.ndim}"
+                )
+            group = group.get_group()
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+        rank, size, name = (0, 1, "") if group is None else (group.rank(), group.size(), group.group_name)
+        for attribute, value in (("group", group), ("rank", rank), ("size", size), ("group_name", name)):
+            object.__setattr__(self, attribute, value)
+        if self.lengths is not None:
+            object.__setattr__(self, "lengths", tuple(self.lengths))
+            if len(self.lengths) != size or min(self.lengths) < 1:
+                raise ValueError(f"lengths must be {size} positive numbers of tokens, one per rank, got {self.lengths}")
+        length = self.segment_length
+        if length is not None and (length < SEGMENT_UNIT or length % SEGMENT_UNIT):
+            raise ValueError(f"segment_length must be a positive multiple of {SEGMENT_UNIT} tokens, got {length}")
+
+    def __deepcopy__(self, memo: object) -> "ContextParallel":
+        """Itself: a copy of a model belongs to the same ranks."""
+        return self
+
+    def with_lengths(self, lengths: Sequence[int]) -> "ContextParallel":
+        """The same with lengths."""
+        return replace(self, lengths=tuple(lengths))
+
+
+def agreed_lengths(
+    context: ContextParallel, num_tokens: int, call: object, error: Exception | None = None
+) -> ContextParallel:
+    """The context with the lengths of all pieces, after all ranks have found that they were called alike.
+
+    The exchange is of two numbers per rank, over the CPU if the group has a backend for it. On a group with NCCL alone
+    the CPU waits for the device.
+
+    Args:
+        num_tokens: of this rank's piece.
+        call: what must be the same on all ranks; its `repr` is compared.
+        error: what this rank found wrong with its own arguments.
+
+    Raises:
+        ValueError: on every rank, if one of them has an error or no tokens, or was called otherwise; a rank with an
+            error of its own raises that.
+    """
+    if context.lengths is not None:
+        return context
+    if context.size == 1:
+        if error is not None:
+            raise error
+        return context.with_lengths((num_tokens,))
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "compiled code cannot ask the other ranks how many tokens they have: pass ContextParallel(lengths=...)"
+        )
+    said = f"{type(error).__name__}: {error}" if error is not None else repr(call)
+    number = -1 if error is not None else num_tokens
+    where = "cpu" if "cpu:" in dist.get_backend_config(context.group) else "cuda"
+    mine = torch.tensor([number, zlib.crc32(said.encode())], device=where)
+    lengths, hashes = finished(started_gather(mine, context), context).view(-1, 2).T.tolist()
+    if min(lengths) > 0 and len(set(hashes)) == 1:
+        return context.with_lengths(lengths)
+    calls: list[tuple[int, str]] = [(0, "")] * context.size
+    dist.all_gather_object(calls, (number, said), group=context.group)
+    if error is not None:
+        raise error
+    raise ValueError(_disagreement(calls))
+
+
+def _disagreement(calls: list[tuple[int, str]]) -> str:
+    failed = [f"rank {rank}: {said}" for rank, (number, said) in enumerate(calls) if number < 0]
+    if failed:
+        return "other ranks that share the sequence could not go on: " + "; ".join(failed)
+    empty = [rank for rank, (number, _) in enumerate(calls) if number == 0]
+    if empty:
+        lengths = [number for number, _ in calls]
+        return f"every rank needs at least one token of the sequence, got pieces of {lengths} tokens"
+    return "ranks that share a sequence must be called alike, got " + "; ".join(
+        f"rank {rank}: {said}" for rank, (_, said) in enumerate(calls)
+    )
+
+
+def started_gather(x: Tensor, context: ContextParallel) -> Tensor:
+    """`[size * n, ...]` from every rank's `[n, ...]`, on its way: `finished` waits for it."""
+    if context.size == 1:
+        return x
+    return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), context.size, context.group_name)
+
+
+def finished(x: Tensor, context: ContextParallel) -> Tensor:
+    """The result of a started collective."""
+    return x if context.size == 1 else torch.ops._c10d_functional.wait_tensor(x)
+
+
+def sum_over_ranks(x: Tensor, context: ContextParallel) -> Tensor:
+    """The sum of every rank's `x`."""
+    if context.size == 1:
+        return x
+    return finished(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", context.group_name), context)

@@ -1,0 +1,167 @@
+"""What the operator over many ranks asks of a backend, on segments of tokens: pairs, outputs and gradients."""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops import chunkwise, reference
+
+__all__ = ["SegmentBackend", "SegmentGradients", "SegmentInputs", "backend_for"]
+
+
+class SegmentInputs(NamedTuple):
+    """Arguments of the operator with segments as sequences: rows, or packed into one row."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    log_decay: Tensor | None
+    erase_key: Tensor | None
+    scale: float
+    cu_seqlens: Tensor | None
+    undecayed: bool
+    num_micro_steps: int
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that get gradients."""
+        return self[:6]
+
+    def arguments(self, initial: Tensor | None) -> tuple[object, ...]:
+        """In the order of `reference.recurrent_loop` and `chunkwise.chunkwise`."""
+        q, k, v, beta, log_decay, erase_key, scale, cu_seqlens, *update = self
+        return q, k, v, beta, log_decay, scale, initial, cu_seqlens, erase_key, *update
+
+    def without_values(self) -> "SegmentInputs":
+        """With values of K channels that are all zero: from the identity such a sequence leaves its transition."""
+        return self._replace(v=self.v.new_zeros(*self.v.shape[:3], self.k.shape[3]))
+
+
+class SegmentGradients(NamedTuple):
+    """Gradients of the inputs, None for those not given, and of the states that segments start from."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    log_decay: Tensor | None
+    erase_key: Tensor | None
+    start: Tensor
+
+
+class SegmentBackend(ABC):
+    """How a backend computes on S segments. States are `[S, HV, K, V]` float32, or float64 for float64 inputs."""
+
+    @abstractmethod
+    def pairs(self, x: SegmentInputs, keep: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """M `[S, HV, K, K]` and X of every segment, and tensors that the methods below take as `kept`."""
+
+    @abstractmethod
+    def outputs(
+        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, keep: bool
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The output, the segments' last states, and tensors for `gradients`; `keep`: it will be called."""
+
+    @abstractmethod
+    def start_gradients(
+        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
+    ) -> Tensor:
+        """Gradients of the segments' first states from their outputs and last states."""
+
+    @abstractmethod
+    def gradients(
+        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
+    ) -> SegmentGradients:
+        """All gradients."""
+
+
+def identities(x: SegmentInputs) -> Tensor:
+    """The identity for every segment and value head `[S, HV, K, K]`."""
+    segments = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    dtype = torch.float64 if x.v.dtype == torch.float64 else torch.float32
+    K = x.k.shape[3]
+    return torch.eye(K, dtype=dtype, device=x.v.device).expand(segments, x.v.shape[2], K, K)
+
+
+class ReferenceBackend(SegmentBackend):
+    """The token loop; autograd derives its gradients."""
+
+    def pairs(self, x: SegmentInputs, keep: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """See `SegmentBackend`."""
+        M = reference.recurrent_loop(*x.without_values().arguments(identities(x)))[1]
+        return M, reference.recurrent_loop(*x.arguments(None))[1], ()
+
+    def outputs(
+        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, keep: bool
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """See `SegmentBackend`."""
+        return *reference.recurrent_loop(*x.arguments(starts)), ()
+
+    def start_gradients(
+        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
+    ) -> Tensor:
+        """See `SegmentBackend`."""
+        return self.gradients(x, kept, starts, d_output, d_end).start
+
+    def gradients(
+        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
+    ) -> SegmentGradients:
+        """See `SegmentBackend`."""
+        with torch.enable_grad():
+            leaves = [None if t is None else t.detach().requires_grad_() for t in (*x.tensors, starts)]
+            results = reference.recurrent_loop(*SegmentInputs(*leaves[:6], *x[6:]).arguments(leaves[6]))
+            wanted = [leaf for leaf in leaves if leaf is not None]
+            found = iter(torch.autograd.grad(results, wanted, (d_output, d_end), materialize_grads=True))
+        return SegmentGradients(*(None if leaf is None else next(found) for leaf in leaves))
+
+
+class ChunkwiseBackend(SegmentBackend):
+    """The chunk form in plain torch."""
+
+    def pairs(self, x: SegmentInputs, keep: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """See `SegmentBackend`."""
+        M = chunkwise.forward(*x.without_values().arguments(identities(x)))[1]
+        return M, chunkwise.forward(*x.arguments(None))[1], ()
+
+    def outputs(
+        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, keep: bool
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """See `SegmentBackend`."""
+        output, ends, *kept_here = chunkwise.forward(*x.arguments(starts))
+        return output, ends, tuple(kept_here)
+
+    def start_gradients(
+        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
+    ) -> Tensor:
+        """See `SegmentBackend`."""
+        return self.gradients(x, kept, starts, d_output, d_end).start
+
+    def gradients(
+        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
+    ) -> SegmentGradients:
+        """See `SegmentBackend`."""
+        found = iter(chunkwise.backward(*x.arguments(starts), *kept, d_output, d_end))
+        q, k, v = (next(found) for _ in range(3))
+        beta, log_decay = (None if t is None else next(found) for t in (x.beta, x.log_decay))
+        start = next(found)
+        return SegmentGradients(q, k, v, beta, log_decay, None if x.erase_key is None else next(found), start)
+
+
+def backend_for(name: str, strict: bool | None, context_rows: int) -> SegmentBackend:
+    """The backend of a name.
+
+    Args:
+        name: "reference", "chunkwise" or "triton".
+        strict: precision of the triton backend.
+        context_rows: segments of the whole sequence on all ranks, by which the triton backend chooses kernels.
+    """
+    if name == "reference":
+        return ReferenceBackend()
+    if name == "chunkwise":
+        return ChunkwiseBackend()
+    from deltazoo.ops.triton.segment_operators import TritonBackend
+
+    return TritonBackend(strict, context_rows)

@@ -1,0 +1,119 @@
+"""Tokens of other ranks, and gradients back to the ranks that they come from."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltazoo.ops.context.context_group import ContextParallel, finished, started_gather
+
+__all__ = ["all_tokens", "next_tokens", "tokens_before"]
+
+
+def all_tokens(x: Tensor, context: ContextParallel) -> Tensor:
+    """`[B, T, ...]` of the whole sequence, from this rank's piece."""
+    return _AllTokens.apply(x, context)
+
+
+def next_tokens(x: Tensor, context: ContextParallel, after_last: int) -> Tensor:
+    """`[B, T]` integers moved up by one: entry t is that of token t + 1, which may be another rank's.
+
+    Args:
+        x: `[B, T]`.
+        context: the ranks.
+        after_last: the entry of the last token of all.
+    """
+    firsts = finished(started_gather(x[:, :1], context), context).unflatten(0, (context.size, -1))
+    last = context.rank == context.size - 1
+    following = torch.full_like(x[:, :1], after_last) if last else firsts[context.rank + 1]
+    return torch.cat([x[:, 1:], following], 1)
+
+
+def tokens_before(inputs: Sequence[Tensor], width: int, context: ContextParallel) -> tuple[Tensor, ...]:
+    """The `width` tokens before this rank's piece, oldest first; zeros before the first token of all.
+
+    Args:
+        inputs: `[B, T, C_i]` in one dtype, this rank's tokens of several sequences.
+        width: how many; they may come from several ranks, if pieces are shorter.
+        context: with lengths.
+
+    Returns:
+        A `[B, width, C_i]` for each.
+    """
+    before = _TokensBefore.apply(width, context, *inputs)
+    return before.split([x.shape[2] for x in inputs], 2)
+
+
+class _TokensBefore(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, width: int, context: ContextParallel, *inputs: Tensor) -> Tensor:
+        ctx.width, ctx.context = width, context
+        ctx.shapes = [x.shape for x in inputs]
+        tail = torch.cat([_tail(x, width) for x in inputs], 2)
+        tails = _gathered(tail, context)
+        before = torch.zeros_like(tail)
+        for place, (rank, slot) in _sources(context, context.rank, width).items():
+            before[:, place] = tails[rank, :, slot]
+        return before
+
+    @staticmethod
+    def backward(ctx: Any, d_before: Tensor) -> Any:
+        width, context = ctx.width, ctx.context
+        d_after = _gathered(d_before, context)
+        d_tail = torch.zeros_like(d_before)
+        for rank in range(context.rank + 1, context.size):
+            for place, (source, slot) in _sources(context, rank, width).items():
+                if source == context.rank:
+                    d_tail[:, slot] += d_after[rank, :, place]
+        gradients = []
+        for shape, d in zip(ctx.shapes, d_tail.split([shape[2] for shape in ctx.shapes], 2), strict=True):
+            here = min(width, shape[1])
+            gradients.append(F.pad(d[:, width - here :], (0, 0, shape[1] - here, 0)))
+        return None, None, *gradients
+
+
+def _tail(x: Tensor, width: int) -> Tensor:
+    """The last `width` tokens, behind zeros if there are fewer."""
+    tail = x[:, max(0, x.shape[1] - width) :]
+    return F.pad(tail, (0, 0, width - tail.shape[1], 0))
+
+
+def _gathered(x: Tensor, context: ContextParallel) -> Tensor:
+    return finished(started_gather(x, context), context).unflatten(0, (context.size, -1))
+
+
+def _sources(context: ContextParallel, rank: int, width: int) -> dict[int, tuple[int, int]]:
+    """Of each of the places before a rank's piece that has a token: the token's rank, and its place in the tail."""
+    assert context.lengths is not None
+    tokens = [
+        (source, slot) for source in range(rank) for slot in range(max(0, width - context.lengths[source]), width)
+    ][-width:]
+    return {width - len(tokens) + i: token for i, token in enumerate(tokens)}
+
+
+class _AllTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
+        assert context.lengths is not None
+        ctx.context = context
+        pieces = finished(started_gather(_padded(x.transpose(0, 1), context), context), context)
+        pieces = pieces.unflatten(0, (context.size, -1))
+        whole = torch.cat([piece[:length] for piece, length in zip(pieces, context.lengths, strict=True)])
+        return whole.transpose(0, 1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, d_whole: Tensor) -> Any:
+        context = ctx.context
+        pieces = d_whole.transpose(0, 1).split(context.lengths)
+        if context.size == 1:
+            return d_whole, None
+        sent = torch.cat([_padded(piece, context) for piece in pieces])
+        summed = torch.ops._c10d_functional.reduce_scatter_tensor(sent, "sum", context.size, context.group_name)
+        return finished(summed, context)[: context.lengths[context.rank]].transpose(0, 1), None
+
+
+def _padded(x: Tensor, context: ContextParallel) -> Tensor:
+    """`[T, ...]` with zeros behind, as long as the longest piece."""
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, max(context.lengths or ()) - len(x)))

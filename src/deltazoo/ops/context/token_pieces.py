@@ -1,0 +1,264 @@
+"""Where segments lie: the tokens of a rank's piece, cut at multiples of a fixed length and where sequences begin.
+
+All ranks cut the whole sequence by the same global rule, so that a segment is the same whichever rank computes it. The
+stretch between two neighbouring cuts of the grid is a *cell*. Of rows that are not packed a cell is a segment; of
+packed ones it may hold several, one for each sequence in it. Which rank has which cell follows from numbers on the
+host; where packed sequences begin is known on the device alone, so that the host never waits for it.
+"""
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.context.state_product import product
+
+__all__ = ["Cells", "Pieces", "cells_of", "pieces_of", "segment_length"]
+
+PROGRAMS = 1024
+"""Segments are so long that about this many tiles of 64 value channels of the whole sequence can be scanned at once: on
+each of eight ranks enough to fill a large GPU."""
+
+
+def segment_length(num_tokens: int, rows: int, value_heads: int, value_dim: int) -> int:
+    """Tokens of a segment, a power of two of at least 64: longer ones cost less, and shorter ones fill a GPU.
+
+    Args:
+        num_tokens: of the whole sequence, all ranks together.
+        rows: B.
+        value_heads, value_dim: HV and V.
+    """
+    scans = rows * value_heads * -(-value_dim // 64)
+    longest = min(num_tokens // 8, num_tokens * scans // PROGRAMS)
+    return 1 << max(6, longest.bit_length() - 1)
+
+
+class Cells(NamedTuple):
+    """The cells of the whole sequence, in order."""
+
+    bounds: tuple[int, ...]
+    """Their boundaries, in tokens of the whole sequence."""
+    first: tuple[int, ...]
+    """The first cell of each rank, and then the number of cells."""
+    uniform: bool
+    """Whether all have the same length."""
+
+
+@lru_cache(maxsize=256)
+def cells_of(lengths: tuple[int, ...], length: int) -> Cells:
+    """The cells of pieces of these lengths, cut at multiples of `length` and between ranks."""
+    ends = [sum(lengths[: rank + 1]) for rank in range(len(lengths))]
+    bounds = sorted({*range(0, ends[-1], length), *ends})
+    first = [0, *(bounds.index(end) for end in ends)]
+    uniform = all(stop - start == length for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+    return Cells(tuple(bounds), tuple(first), uniform)
+
+
+class Pieces(ABC):
+    """The segments of one rank's tokens, and what happens to states at their boundaries.
+
+    S segments, n cells per row, N sequences; `[cells]` stands for `[n, B]`.
+    """
+
+    cu_seqlens: Tensor | None = None
+    """`[S + 1]` boundaries of the segments in the arranged row; None: every arranged row is a segment."""
+
+    @abstractmethod
+    def arrange(self, x: Tensor) -> Tensor:
+        """`[B, T, ...]` as the operator takes it: segments as rows, or packed into one row."""
+
+    @abstractmethod
+    def restore(self, x: Tensor) -> Tensor:
+        """Undo `arrange`."""
+
+    @abstractmethod
+    def cell_pairs(self, M: Tensor, X: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Pairs of the cells from those of the segments, `[S, HV, K, K]` and `[S, HV, K, V]` -> `[cells, HV, ...]`."""
+
+    @abstractmethod
+    def starts(self, entering: Tensor, initial: Tensor | None) -> Tensor:
+        """The state that each segment starts from, `[S, HV, K, V]`, from those that enter the cells."""
+
+    @abstractmethod
+    def finals(self, ends: Tensor, initial: Tensor | None) -> Tensor:
+        """`[N, HV, K, V]`: final states of the sequences that end here, zeros for others."""
+
+    @abstractmethod
+    def end_gradients(self, d_final: Tensor) -> Tensor:
+        """The gradient of each segment's last state that comes from final states, `[S, HV, K, V]`."""
+
+    @abstractmethod
+    def cell_gradients(self, d_start: Tensor) -> Tensor:
+        """The gradient of each cell's first state, from those of the segments, `[cells, HV, K, V]`."""
+
+    @abstractmethod
+    def leaving_gradients(self, d_end: Tensor, d_leaving: Tensor) -> Tensor:
+        """`end_gradients` plus the gradients of the states that leave the cells."""
+
+    @abstractmethod
+    def initial_gradients(self, d_start: Tensor, d_final: Tensor) -> Tensor:
+        """`[N, HV, K, V]`: gradients of the initial states of the sequences that begin here, zeros for others."""
+
+
+class RowPieces(Pieces):
+    """Rows that are not packed: a sequence each, begun on the first rank and ended on the last."""
+
+    def __init__(self, cells: Cells, rank: int, rows: int, device: torch.device) -> None:
+        self.rows, self.begins, self.ends = rows, rank == 0, rank == len(cells.first) - 2
+        bounds = cells.bounds[cells.first[rank] : cells.first[rank + 1] + 1]
+        self.num_cells = len(bounds) - 1
+        self.num_tokens = bounds[-1] - bounds[0]
+        if not cells.uniform:
+            local = [row * self.num_tokens + x - bounds[0] for row in range(rows) for x in bounds[:-1]]
+            self.cu_seqlens = torch.tensor([*local, rows * self.num_tokens], dtype=torch.int32).to(device)
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """See `Pieces`."""
+        if self.cu_seqlens is not None:
+            return x.flatten(0, 1)[None]
+        return x.unflatten(1, (self.num_cells, -1)).flatten(0, 1)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """See `Pieces`."""
+        return x.flatten(0, 1).unflatten(0, (self.rows, -1))
+
+    def _by_cell(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.rows, self.num_cells)).transpose(0, 1)
+
+    def _by_segment(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).flatten(0, 1)
+
+    def cell_pairs(self, M: Tensor, X: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Pieces`."""
+        M, X = self._by_cell(M), self._by_cell(X)
+        if initial is not None and self.begins:
+            X = X.clone()
+            X[0] = product(M[0], initial, X[0])
+        return M, X
+
+    def starts(self, entering: Tensor, initial: Tensor | None) -> Tensor:
+        """See `Pieces`."""
+        if initial is not None and self.begins:
+            entering = entering.clone()
+            entering[0] = initial
+        return self._by_segment(entering)
+
+    def finals(self, ends: Tensor, initial: Tensor | None) -> Tensor:
+        """See `Pieces`."""
+        last = self._by_cell(ends)[-1]
+        return last.clone() if self.ends else torch.zeros_like(last)
+
+    def end_gradients(self, d_final: Tensor) -> Tensor:
+        """See `Pieces`."""
+        gradients = d_final.new_zeros(self.num_cells, *d_final.shape)
+        if self.ends:
+            gradients[-1] = d_final
+        return self._by_segment(gradients)
+
+    def cell_gradients(self, d_start: Tensor) -> Tensor:
+        """See `Pieces`."""
+        return self._by_cell(d_start)
+
+    def leaving_gradients(self, d_end: Tensor, d_leaving: Tensor) -> Tensor:
+        """See `Pieces`."""
+        return d_end + self._by_segment(d_leaving)
+
+    def initial_gradients(self, d_start: Tensor, d_final: Tensor) -> Tensor:
+        """See `Pieces`."""
+        first = self._by_cell(d_start)[0]
+        return first.clone() if self.begins else torch.zeros_like(first)
+
+
+class PackedPieces(Pieces):
+    """Packed sequences in one row, where segments also end where sequences do.
+
+    There are so many segments as the whole row could need in this piece; those that it does not need are empty.
+    """
+
+    def __init__(self, cells: Cells, rank: int, cu_seqlens: Tensor) -> None:
+        device, kind = cu_seqlens.device, torch.int64
+        bounds = torch.tensor(cells.bounds[cells.first[rank] : cells.first[rank + 1] + 1], dtype=kind).to(device)
+        begin, end = cells.bounds[cells.first[rank]], cells.bounds[cells.first[rank + 1]]
+        whole = cu_seqlens.to(kind)
+        cuts = torch.cat([whole[1:-1].clamp(begin, end), bounds]).sort().values
+        self.cu_seqlens = (cuts - begin).to(torch.int32)
+        starts, stops = cuts[:-1], cuts[1:]
+
+        # Of each segment: its sequence, and whether it begins or ends it. Empty ones do neither.
+        sequence = torch.searchsorted(whole, starts, right=True) - 1
+        self.sequence = sequence.clamp_(0, len(whole) - 2)
+        real = starts < stops
+        self.segment_begins = real & (whole[self.sequence] == starts)
+        self.segment_ends = real & (whole[self.sequence + 1] == stops)
+        # Of each cell: its first and last segment, and whether the state that enters it reaches its end.
+        self.first = torch.searchsorted(cuts, bounds[:-1], right=True) - 1
+        self.last = torch.searchsorted(cuts, bounds[1:]) - 1
+        self.entered = ~self.segment_begins[self.first]
+        self.passed = self.entered & (self.first == self.last)
+        # Of each sequence: the segments that begin and end it, if they are here, and whether it is empty.
+        self.empty = whole[:-1] == whole[1:]
+        self.begins_here = (whole[:-1] >= begin) & (whole[:-1] < end)
+        self.ends_here = (whole[1:] > begin) & (whole[1:] <= end) & ~self.empty
+        self.stays_here = self.empty & (self.begins_here | ((whole[:-1] == end) & (rank == len(cells.first) - 2)))
+        self.begins_here &= ~self.empty
+        last_segment = len(cuts) - 2
+        self.beginning = (torch.searchsorted(cuts, whole[:-1], right=True) - 1).clamp_(0, last_segment)
+        self.ending = (torch.searchsorted(cuts, whole[1:]) - 1).clamp_(0, last_segment)
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """See `Pieces`."""
+        return x
+
+    def restore(self, x: Tensor) -> Tensor:
+        """See `Pieces`."""
+        return x
+
+    def cell_pairs(self, M: Tensor, X: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Pieces`."""
+        M, X = M[self.last], X[self.last]
+        if initial is not None:
+            begins = self.segment_begins[self.last]
+            X = product(M, _where(begins, initial[self.sequence[self.last]]), X)
+        return _where(self.passed, M)[:, None], X[:, None]
+
+    def starts(self, entering: Tensor, initial: Tensor | None) -> Tensor:
+        """See `Pieces`."""
+        S = len(self.sequence)
+        states = entering.new_zeros(S, *entering.shape[2:])
+        states[self.first] = _where(self.entered, entering[:, 0])
+        return states if initial is None else states + _where(self.segment_begins, initial[self.sequence])
+
+    def finals(self, ends: Tensor, initial: Tensor | None) -> Tensor:
+        """See `Pieces`."""
+        states = _where(self.ends_here, ends[self.ending])
+        return states if initial is None else states + _where(self.stays_here, initial)
+
+    def end_gradients(self, d_final: Tensor) -> Tensor:
+        """See `Pieces`."""
+        return _where(self.segment_ends, d_final[self.sequence])
+
+    def cell_gradients(self, d_start: Tensor) -> Tensor:
+        """See `Pieces`."""
+        return _where(self.entered, d_start[self.first])[:, None]
+
+    def leaving_gradients(self, d_end: Tensor, d_leaving: Tensor) -> Tensor:
+        """See `Pieces`."""
+        gradients = d_end.clone()
+        gradients[self.last] += d_leaving[:, 0]
+        return gradients
+
+    def initial_gradients(self, d_start: Tensor, d_final: Tensor) -> Tensor:
+        """See `Pieces`."""
+        return _where(self.begins_here, d_start[self.beginning]) + _where(self.stays_here, d_final)
+
+
+def _where(condition: Tensor, x: Tensor) -> Tensor:
+    """`x` `[n, ...]` where the condition `[n]` holds, zero elsewhere, whatever x is there."""
+    return x.masked_fill(~condition.reshape(-1, *[1] * (x.ndim - 1)), 0)
+
+
+def pieces_of(cells: Cells, rank: int, rows: int, cu_seqlens: Tensor | None, device: torch.device) -> Pieces:
+    """The segments of a rank's tokens."""
+    return RowPieces(cells, rank, rows, device) if cu_seqlens is None else PackedPieces(cells, rank, cu_seqlens)
