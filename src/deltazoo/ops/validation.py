@@ -66,7 +66,7 @@ def warn_of_heads_first(q: Tensor) -> None:
         warnings.warn(
             f"q of shape {tuple(q.shape)} is taken as [B, T, H, K]: {H} heads and {T} tokens. If it is [B, H, T, K], "
             "pass q.transpose(1, 2), and so for the other arguments",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
