@@ -222,10 +222,11 @@ class DeltaRuleAttention(Float32Parameters):
         try:
             return self._mix(sequences.arrange(hidden_states), past, sequences, rotary)
         finally:
-            vars(self).pop("_projected", None)
+            for name in ("_projected", "_output_gate"):
+                vars(self).pop(name, None)
 
     def _mix(self, x: Tensor, past: StateAccess, sequences: Sequences, rotary: Rotary | None) -> Tensor:
-        projected = q, k, v = self._project(x)
+        projected = q, k, v = self._project(x, isinstance(sequences, SharedSequences))
         q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
         q, k, v = self._split_heads(q, k, v)
         q, k = rotate_queries_and_keys(q, k, rotary, sequences)
@@ -234,6 +235,8 @@ class DeltaRuleAttention(Float32Parameters):
         if past.recording:
             past.record(partial(self._replay, x, projected, inputs, sequences), x.shape[1])
         inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
+        if isinstance(sequences, SharedSequences) and self.spec.output_gate != "none":
+            sequences = sequences.meanwhile(partial(self._compute_output_gate, x))
         output, state = self.apply_rule(inputs, past, sequences)
         output = self._project_output(output, x)
 
@@ -284,10 +287,12 @@ class DeltaRuleAttention(Float32Parameters):
             )
         return sequences
 
-    def _project(self, x: Tensor) -> Sequence[Tensor]:
+    def _project(self, x: Tensor, shared: bool) -> Sequence[Tensor]:
         """Queries, keys and values; where gradients are recorded, with the gates' maps of x, which `_map` gives out."""
         first = (self.q_proj, self.k_proj, self.v_proj)
         gates = self._gate_maps() if torch.is_grad_enabled() and x.requires_grad else {}
+        if shared:  # it is computed while ranks exchange states
+            gates.pop("g_proj", None)
         results = linear_maps(x, (*first, *gates.values()))
         if gates:
             vars(self)["_projected"] = x, dict(zip(gates, results[3:], strict=True))
@@ -431,8 +436,13 @@ class DeltaRuleAttention(Float32Parameters):
     def _norm_and_gate(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         if self.spec.output_gate == "none":
             return self.o_norm(output)
-        gate = _per_head(self._map("g_proj", hidden_states), self.head_v_dim)
-        return self.o_norm(output, gate)
+        gate = vars(self).pop("_output_gate", None)
+        if gate is None:
+            gate = self._map("g_proj", hidden_states)
+        return self.o_norm(output, _per_head(gate, self.head_v_dim))
+
+    def _compute_output_gate(self, hidden_states: Tensor) -> None:
+        vars(self)["_output_gate"] = self._map("g_proj", hidden_states)
 
     def make_parameters(self) -> None:
         """Make the parameters and modules that a subclass adds. Sizes and options are set when this is called.

@@ -189,6 +189,10 @@ class SharedSequences(Sequences):
         tokens = torch.arange(self.begin, self.begin + self.num_tokens, device=self.cu_seqlens.device)
         return (tokens - self.cu_seqlens[torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1])[None]
 
+    def meanwhile(self, work: Callable[[], None]) -> "SharedSequences":
+        """The same, for an operator that calls `work` while the ranks exchange states."""
+        return replace(self, context=replace(self.context, meanwhile=work))
+
     def with_tokens_before(self, width: int) -> Sequences:
         """The description of the piece's tokens behind the `width` tokens before them, as if nothing else existed."""
         if self.cu_seqlens is None:

@@ -1,7 +1,7 @@
 """Which ranks share a sequence, how many tokens each has, and the check that all of them call the same."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,6 +32,8 @@ class ContextParallel:
             sequence (`deltazoo.ops.context.token_pieces.segment_length`).
         gather_final_state: every rank gets the final states of all sequences. Otherwise a rank gets those of the
             sequences that end in its piece, and zeros for all others.
+        meanwhile: called while the ranks exchange states, for work that does not need the result. Its gradients are
+            computed while the ranks exchange gradients. Not called by compiled code, which orders operations itself.
 
     Raises:
         TypeError: another kind of group. ValueError: a mesh of several dimensions, lengths that are not positive or are
@@ -42,6 +44,7 @@ class ContextParallel:
     lengths: tuple[int, ...] | None = None
     segment_length: int | None = None
     gather_final_state: bool = False
+    meanwhile: Callable[[], None] | None = None
     rank: int = field(init=False)
     """This process's number in the group."""
     size: int = field(init=False)

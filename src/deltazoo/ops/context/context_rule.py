@@ -1,14 +1,14 @@
-"""The operator on one rank's piece of a sequence that several ranks share."""
+"""The operator on one rank's piece of sequences that several ranks share."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltazoo.ops.context.context_group import ContextParallel, agreed_lengths, sum_over_ranks
-from deltazoo.ops.context.segment_backends import SegmentBackend, SegmentInputs, backend_for
+from deltazoo.ops.context.segment_backends import Kept, SegmentBackend, SegmentInputs, backend_for
 from deltazoo.ops.context.segment_fold import Fold
 from deltazoo.ops.context.token_pieces import Cells, Pieces, cells_of, pieces_of, segment_length
 from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms, transforming
@@ -16,6 +16,7 @@ from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["agreed_piece", "rule_on_piece"]
 
+_INSTEAD = ("context parallelism", "give the whole sequence to one rank")
 
 Checked = tuple[Tensor, Tensor, Tensor, Tensor | None, float, str, bool | None]
 """q, k, v, erase key, scale, the backend's name, and the precision of the triton backend."""
@@ -35,48 +36,52 @@ def rule_on_piece(
     """Output and final states; arguments as of `deltazoo.ops.delta_rule`.
 
     Args:
-        checked: checks all of them, which no other rank knows of yet: if it raises, all ranks do.
+        checked: checks all of them. If it raises, all ranks do.
         num_tokens: of this rank's piece.
     """
     if transforming():
-        refuse_transforms("context parallelism", "give the whole sequence to one rank")
-    options = (undecayed, num_micro_steps)
-    described = partial(_described, checked, beta, log_decay, initial_state, options)
+        refuse_transforms(*_INSTEAD)
+
+    def described() -> list[object]:
+        q, k, v, erase_key, *options = checked()
+        check_tensor_values(log_decay, None, 0)
+        tensors = (q, k, v, beta, log_decay, erase_key, initial_state)
+        shapes = [None if x is None else (x.dtype, len(x), *x.shape[2:]) for x in tensors]
+        return [*shapes, *options, undecayed, num_micro_steps, f"gradients recorded: {_recording(tensors)}"]
+
     context = agreed_piece(context, num_tokens, cu_seqlens, described)
-    q, k, v, erase_key, scale, backend, strict = checked()
+    q, k, v, erase_key, scale, name, strict = checked()
+    check_tensor_values(log_decay, None, 0)
     assert context.lengths is not None
-    total, (rows, HV, V) = sum(context.lengths), (len(q), *v.shape[2:])
+    total, rows, (HV, V) = sum(context.lengths), len(q), v.shape[2:]
     cells = cells_of(context.lengths, context.segment_length or segment_length(total, rows, HV, V))
-    pieces = pieces_of(cells, context.rank, rows, cu_seqlens, v.device)
-    passes = backend_for(backend, strict, rows * (len(cells.bounds) - 1))
     if initial_state is not None:
         initial_state = initial_state.to(torch.float64 if v.dtype == torch.float64 else torch.float32)
     tensors = (q, k, v, beta, log_decay, erase_key, initial_state)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return _ContextRule.apply(*tensors, (scale, *options), pieces, passes, context, cells, keep)
+    call = _Call(
+        scale,
+        undecayed,
+        num_micro_steps,
+        pieces_of(cells, context.rank, rows, cu_seqlens, v.device),
+        backend_for(name, strict, rows * (len(cells.bounds) - 1)),
+        context,
+        cells,
+        _recording(tensors),
+    )
+    if torch.compiler.is_compiling():
+        return _Rule.apply(call, *tensors)
+    started = _Start.apply(call, *tensors)
+    if context.meanwhile is not None:
+        context.meanwhile()
+    return _Finish.apply(call, started)
 
 
-def _described(
-    checked: Callable[[], Checked],
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    options: tuple[bool, int],
-) -> list[object]:
-    """What must be the same in the calls of all ranks, besides boundaries."""
-    q, k, v, erase_key, scale, backend, strict = checked()
-    check_tensor_values(log_decay, None, 0)
-    tensors = (q, k, v, beta, log_decay, erase_key, initial_state)
-    recording = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    described = [None if x is None else (x.dtype, len(x), *x.shape[2:]) for x in tensors]
-    return [*described, scale, options, backend, strict, "with gradients" if recording else "without gradients"]
+def _recording(tensors: tuple[Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def agreed_piece(
-    context: ContextParallel,
-    num_tokens: int,
-    cu_seqlens: Tensor | None,
-    described: Callable[[], object],
+    context: ContextParallel, num_tokens: int, cu_seqlens: Tensor | None, described: Callable[[], object]
 ) -> ContextParallel:
     """The context with lengths, after all ranks have found that their calls fit together.
 
@@ -88,17 +93,13 @@ def agreed_piece(
     if context.lengths is None:
         call, error = None, None
         try:
-            bounds = cu_seqlens
-            if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+            bounds: object = None if cu_seqlens is None else len(cu_seqlens)
+            if cu_seqlens is not None and cu_seqlens.device.type == "cpu":  # for a GPU the host would have to wait
                 bounds = cu_seqlens.tolist()
-            elif cu_seqlens is not None:  # on a GPU the host would wait for them
-                bounds = len(cu_seqlens)
             call = (described(), bounds, context.segment_length, context.gather_final_state)
         except (NotImplementedError, TypeError, ValueError) as raised:
             error = raised
         context = agreed_lengths(context, num_tokens, call, error)
-    else:
-        described()
     assert context.lengths is not None
     if num_tokens != context.lengths[context.rank]:
         raise ValueError(f"rank {context.rank} has a piece of {num_tokens} tokens, and lengths say {context.lengths}")
@@ -106,57 +107,169 @@ def agreed_piece(
     return context
 
 
-class _ContextRule(torch.autograd.Function):
+@dataclass
+class _Call:
+    """What a call computes by, besides its tensors; the steps of both passes are its methods."""
+
+    scale: float
+    undecayed: bool
+    num_micro_steps: int
+    pieces: Pieces
+    backend: SegmentBackend
+    context: ContextParallel
+    cells: Cells
+    recording: bool
+    underway: tuple[Any, ...] | None = None
+    """What `_Start` and `_Finish` hand to each other."""
+
+    def taken(self) -> tuple[Any, ...]:
+        """What is under way, which is then forgotten."""
+        assert self.underway is not None
+        underway, self.underway = self.underway, None
+        return underway
+
+    def inputs(self, tensors: tuple[Tensor | None, ...]) -> SegmentInputs:
+        """The first six tensors of a call, as segments."""
+        q, k, v, *others = (None if x is None else self.pieces.arrange(x) for x in tensors)
+        assert q is not None and k is not None and v is not None
+        beta, log_decay, erase_key = others
+        cu_seqlens = self.pieces.cu_seqlens
+        return SegmentInputs(
+            q, k, v, beta, log_decay, erase_key, self.scale, cu_seqlens, self.undecayed, self.num_micro_steps
+        )
+
+    def start(self, x: SegmentInputs, initial: Tensor | None) -> "_Exchange":
+        """Fold this rank's segments, and start to gather the pairs of all ranks."""
+        M, X, kept = self.backend.pairs(x)
+        M, X = self.pieces.cell_pairs(M, X, initial)
+        fold = Fold(self.context, self.cells.first, M, X)
+        return _Exchange(fold, fold.start(), M, kept)
+
+    def finish(self, x: SegmentInputs, initial: Tensor | None, exchange: "_Exchange") -> tuple[Any, ...]:
+        """Output, final states, and what the backward pass needs besides x: first states, two M's, what is kept."""
+        fold, gathered, M, kept = exchange.fold, exchange.gathered, exchange.M, exchange.kept
+        starts = self.pieces.starts(fold.boundaries(gathered), initial)
+        output, ends, kept_too = self.backend.outputs(x, kept, starts, self.recording)
+        final = self.pieces.finals(ends, initial)
+        if self.context.gather_final_state:
+            final = sum_over_ranks(final, self.context)
+        transitions = fold.gathered_transitions(gathered)
+        return self.pieces.restore(output), final, starts, M, transitions, *kept, *kept_too
+
+    def start_backward(
+        self, x: SegmentInputs, starts: Tensor, M: Tensor, kept: Kept, d_output: Tensor, d_final: Tensor
+    ) -> "_BackwardExchange":
+        """Fold the gradients of states in this rank's segments, and start to gather those of all ranks."""
+        if self.context.gather_final_state:
+            d_final = sum_over_ranks(d_final, self.context)
+        d_output, d_end = self.pieces.arrange(d_output), self.pieces.end_gradients(d_final)
+        d_start = self.backend.start_gradients(x, kept, starts, d_output, d_end)
+        fold = Fold(self.context, self.cells.first, M, self.pieces.cell_gradients(d_start), reverse=True)
+        return _BackwardExchange(fold, fold.start(), d_output, d_end, d_final)
+
+    def finish_backward(
+        self,
+        x: SegmentInputs,
+        starts: Tensor,
+        transitions: Tensor,
+        kept: Kept,
+        exchange: "_BackwardExchange",
+        has_initial: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the seven tensors of the call."""
+        kept = self.backend.before_gradients(x, kept, starts)
+        d_leaving = exchange.fold.boundaries(exchange.gathered, transitions)
+        d_end = self.pieces.leaving_gradients(exchange.d_end, d_leaving)
+        found = self.backend.gradients(x, kept, starts, exchange.d_output, d_end)
+        d_initial = self.pieces.initial_gradients(found.start, exchange.d_final) if has_initial else None
+        return *(None if d is None else self.pieces.restore(d) for d in found[:6]), d_initial
+
+
+@dataclass
+class _Exchange:
+    """A forward exchange on its way."""
+
+    fold: Fold
+    gathered: Tensor
+    M: Tensor
+    kept: Kept
+
+
+@dataclass
+class _BackwardExchange:
+    """A backward exchange on its way."""
+
+    fold: Fold
+    gathered: Tensor
+    d_output: Tensor
+    d_end: Tensor
+    d_final: Tensor
+
+
+class _Rule(torch.autograd.Function):
+    """The whole call, for compilers, which see for themselves what may run while the ranks exchange."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor | None,
-        log_decay: Tensor | None,
-        erase_key: Tensor | None,
-        initial: Tensor | None,
-        options: tuple[float, bool, int],
-        pieces: Pieces,
-        backend: SegmentBackend,
-        context: ContextParallel,
-        cells: Cells,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor]:
-        scale, *update = options
-        arranged = [None if t is None else pieces.arrange(t) for t in (q, k, v, beta, log_decay, erase_key)]
-        x = SegmentInputs(*arranged, scale, pieces.cu_seqlens, *update)
-        M, X, kept = backend.pairs(x, keep)
-        M, X = pieces.cell_pairs(M, X, initial)
-        fold = Fold(context, cells.first, M, X)
-        gathered = fold.start()
-        entering = fold.boundaries(gathered)
-        starts = pieces.starts(entering, initial)
-        output, ends, kept_of_output = backend.outputs(x, kept, starts, keep)
-        final = pieces.finals(ends, initial)
-        if context.gather_final_state:
-            final = sum_over_ranks(final, context)
-        ctx.save_for_backward(*x.tensors, starts, M, fold.gathered_transitions(gathered), *kept, *kept_of_output)
-        ctx.options = (x[6:], pieces, backend, context, cells, initial is not None)
-        return pieces.restore(output), final
+    def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, initial = call.inputs(tensors[:6]), tensors[6]
+        output, final, *kept = call.finish(x, initial, call.start(x, initial))
+        ctx.call, ctx.has_initial = call, initial is not None
+        ctx.save_for_backward(*x.tensors, *kept)
+        return output, final
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> Any:
-        refuse_second_derivative("context parallelism", "give the whole sequence to one rank")
+        refuse_second_derivative(*_INSTEAD)
+        call: _Call = ctx.call
         *tensors, starts, M, transitions = ctx.saved_tensors[:9]
-        kept = ctx.saved_tensors[9:]
-        options, pieces, backend, context, cells, has_initial = ctx.options
-        x = SegmentInputs(*tensors, *options)
-        if context.gather_final_state:
-            d_final = sum_over_ranks(d_final, context)
-        d_output = pieces.arrange(d_output)
-        d_end = pieces.end_gradients(d_final)
-        d_start = backend.start_gradients(x, kept, starts, d_output, d_end)
-        fold = Fold(context, cells.first, M, pieces.cell_gradients(d_start), reverse=True)
-        d_leaving = fold.boundaries(fold.start(), transitions)
-        d_end = pieces.leaving_gradients(d_end, d_leaving)
-        found = backend.gradients(x, kept, starts, d_output, d_end)
-        d_initial = pieces.initial_gradients(found.start, d_final) if has_initial else None
-        restored = [None if d is None else pieces.restore(d) for d in found[:6]]
-        return *restored, d_initial, *[None] * 6
+        x, kept = _as_inputs(call, tensors), ctx.saved_tensors[9:]
+        exchange = call.start_backward(x, starts, M, kept, d_output, d_final)
+        return None, *call.finish_backward(x, starts, transitions, kept, exchange, ctx.has_initial)
+
+
+def _as_inputs(call: _Call, tensors: list[Tensor | None]) -> SegmentInputs:
+    """Tensors that are arranged as segments already."""
+    options = (call.scale, call.pieces.cu_seqlens, call.undecayed, call.num_micro_steps)
+    return SegmentInputs(*tensors, *options)  # type: ignore[arg-type]
+
+
+class _Start(torch.autograd.Function):
+    """The call up to the exchange, and backward all that follows it.
+
+    What the caller computes between `_Start` and `_Finish` runs while the ranks exchange, forward and backward, since
+    autograd goes back through it between the two. The result is an empty tensor that connects them; what they hand to
+    each other lies in the call.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> Tensor:
+        x, initial = call.inputs(tensors[:6]), tensors[6]
+        ctx.call, ctx.has_initial = call, initial is not None
+        call.underway = (x, initial, call.start(x, initial))
+        return x.q.new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, d_started: Tensor) -> Any:
+        return None, *ctx.call.finish_backward(*ctx.call.taken(), ctx.has_initial)
+
+
+class _Finish(torch.autograd.Function):
+    """The call after the exchange, and backward all that comes before it."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, started: Tensor) -> tuple[Tensor, Tensor]:
+        x, initial, exchange = call.taken()
+        output, final, *kept = call.finish(x, initial, exchange)
+        ctx.call = call
+        ctx.save_for_backward(*x.tensors, *kept)
+        return output, final
+
+    @staticmethod
+    def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> Any:
+        refuse_second_derivative(*_INSTEAD)
+        call: _Call = ctx.call
+        *tensors, starts, M, transitions = ctx.saved_tensors[:9]
+        x, kept = _as_inputs(call, tensors), ctx.saved_tensors[9:]
+        exchange = call.start_backward(x, starts, M, kept, d_output, d_final)
+        call.underway = (x, starts, transitions, kept, exchange)
+        return None, d_output.new_zeros(0, dtype=torch.float32)

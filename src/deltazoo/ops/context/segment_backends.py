@@ -1,7 +1,7 @@
 """What the operator over many ranks asks of a backend, on segments of tokens: pairs, outputs and gradients."""
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,10 @@ from torch import Tensor
 from deltazoo.ops import chunkwise, reference
 
 __all__ = ["SegmentBackend", "SegmentGradients", "SegmentInputs", "backend_for"]
+
+
+Kept = tuple[Tensor | None, ...]
+"""What a backend keeps of a call besides its inputs."""
 
 
 class SegmentInputs(NamedTuple):
@@ -30,7 +34,7 @@ class SegmentInputs(NamedTuple):
         """Those that get gradients."""
         return self[:6]
 
-    def arguments(self, initial: Tensor | None) -> tuple[object, ...]:
+    def arguments(self, initial: Tensor | None) -> tuple[Any, ...]:
         """In the order of `reference.recurrent_loop` and `chunkwise.chunkwise`."""
         q, k, v, beta, log_decay, erase_key, scale, cu_seqlens, *update = self
         return q, k, v, beta, log_decay, scale, initial, cu_seqlens, erase_key, *update
@@ -56,24 +60,24 @@ class SegmentBackend(ABC):
     """How a backend computes on S segments. States are `[S, HV, K, V]` float32, or float64 for float64 inputs."""
 
     @abstractmethod
-    def pairs(self, x: SegmentInputs, keep: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """M `[S, HV, K, K]` and X of every segment, and tensors that the methods below take as `kept`."""
+    def pairs(self, x: SegmentInputs) -> tuple[Tensor, Tensor, Kept]:
+        """M `[S, HV, K, K]` and X of every segment, and what the methods below take as `kept`."""
 
     @abstractmethod
-    def outputs(
-        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, keep: bool
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The output, the segments' last states, and tensors for `gradients`; `keep`: it will be called."""
+    def outputs(self, x: SegmentInputs, kept: Kept, starts: Tensor, keep: bool) -> tuple[Tensor, Tensor, Kept]:
+        """The output, the segments' last states, and what else is kept; with `keep` a backward pass may follow."""
 
     @abstractmethod
-    def start_gradients(
-        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
-    ) -> Tensor:
+    def start_gradients(self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor) -> Tensor:
         """Gradients of the segments' first states from their outputs and last states."""
+
+    def before_gradients(self, x: SegmentInputs, kept: Kept, starts: Tensor) -> Kept:
+        """What is kept, completed by what `gradients` needs and `d_end` does not decide."""
+        return kept
 
     @abstractmethod
     def gradients(
-        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
+        self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor
     ) -> SegmentGradients:
         """All gradients."""
 
@@ -89,25 +93,21 @@ def identities(x: SegmentInputs) -> Tensor:
 class ReferenceBackend(SegmentBackend):
     """The token loop; autograd derives its gradients."""
 
-    def pairs(self, x: SegmentInputs, keep: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def pairs(self, x: SegmentInputs) -> tuple[Tensor, Tensor, Kept]:
         """See `SegmentBackend`."""
         M = reference.recurrent_loop(*x.without_values().arguments(identities(x)))[1]
         return M, reference.recurrent_loop(*x.arguments(None))[1], ()
 
-    def outputs(
-        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, keep: bool
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def outputs(self, x: SegmentInputs, kept: Kept, starts: Tensor, keep: bool) -> tuple[Tensor, Tensor, Kept]:
         """See `SegmentBackend`."""
         return *reference.recurrent_loop(*x.arguments(starts)), ()
 
-    def start_gradients(
-        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
-    ) -> Tensor:
+    def start_gradients(self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor) -> Tensor:
         """See `SegmentBackend`."""
         return self.gradients(x, kept, starts, d_output, d_end).start
 
     def gradients(
-        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
+        self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor
     ) -> SegmentGradients:
         """See `SegmentBackend`."""
         with torch.enable_grad():
@@ -121,26 +121,22 @@ class ReferenceBackend(SegmentBackend):
 class ChunkwiseBackend(SegmentBackend):
     """The chunk form in plain torch."""
 
-    def pairs(self, x: SegmentInputs, keep: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def pairs(self, x: SegmentInputs) -> tuple[Tensor, Tensor, Kept]:
         """See `SegmentBackend`."""
         M = chunkwise.forward(*x.without_values().arguments(identities(x)))[1]
         return M, chunkwise.forward(*x.arguments(None))[1], ()
 
-    def outputs(
-        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, keep: bool
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def outputs(self, x: SegmentInputs, kept: Kept, starts: Tensor, keep: bool) -> tuple[Tensor, Tensor, Kept]:
         """See `SegmentBackend`."""
         output, ends, *kept_here = chunkwise.forward(*x.arguments(starts))
         return output, ends, tuple(kept_here)
 
-    def start_gradients(
-        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
-    ) -> Tensor:
+    def start_gradients(self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor) -> Tensor:
         """See `SegmentBackend`."""
         return self.gradients(x, kept, starts, d_output, d_end).start
 
     def gradients(
-        self, x: SegmentInputs, kept: tuple[Tensor, ...], starts: Tensor, d_output: Tensor, d_end: Tensor
+        self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor
     ) -> SegmentGradients:
         """See `SegmentBackend`."""
         found = iter(chunkwise.backward(*x.arguments(starts), *kept, d_output, d_end))
@@ -150,18 +146,61 @@ class ChunkwiseBackend(SegmentBackend):
         return SegmentGradients(q, k, v, beta, log_decay, None if x.erase_key is None else next(found), start)
 
 
-def backend_for(name: str, strict: bool | None, context_rows: int) -> SegmentBackend:
+class TritonBackend(SegmentBackend):
+    """The GPU kernels.
+
+    Args:
+        strict: precision, as of `triton_delta_rule`.
+        whole_segments: segments of all ranks.
+    """
+
+    def __init__(self, strict: bool | None, whole_segments: int) -> None:
+        from deltazoo.ops.triton import segment_operators
+
+        self.operators, self.strict, self.whole_segments = segment_operators, strict, whole_segments
+
+    def _arguments(self, x: SegmentInputs, starts: Tensor | None, kept: Kept = ()) -> tuple[Any, ...]:
+        *inputs, erase_key, undecayed, steps = x.arguments(starts)
+        return *inputs, self.strict, erase_key, undecayed, steps, self.whole_segments, *kept
+
+    def pairs(self, x: SegmentInputs) -> tuple[Tensor, Tensor, Kept]:
+        """See `SegmentBackend`."""
+        M, X, *kept = self.operators.segment_pairs(*self._arguments(x, None))
+        return M, X, tuple(kept)
+
+    def outputs(self, x: SegmentInputs, kept: Kept, starts: Tensor, keep: bool) -> tuple[Tensor, Tensor, Kept]:
+        """See `SegmentBackend`."""
+        output, ends, *states = self.operators.segment_outputs(*self._arguments(x, starts, kept), keep)
+        return output, ends, tuple(states)
+
+    def start_gradients(self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor) -> Tensor:
+        """See `SegmentBackend`."""
+        return self.operators.segment_start_gradients(*self._arguments(x, starts, kept[:-2]), d_output, d_end)
+
+    def before_gradients(self, x: SegmentInputs, kept: Kept, starts: Tensor) -> Kept:
+        """U, and the states that enter the chunks, unless the forward pass has kept them."""
+        *prepared, U, states = kept
+        if U is None or not U.numel():
+            U, states = self.operators.segment_states(*self._arguments(x, starts, tuple(prepared)))
+        return *prepared, U, states
+
+    def gradients(
+        self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor
+    ) -> SegmentGradients:
+        """See `SegmentBackend`."""
+        found = self.operators.segment_gradients(*self._arguments(x, starts, kept), d_output, d_end)
+        given = (*x.tensors, starts)
+        return SegmentGradients(*(None if t is None else d for t, d in zip(given, found, strict=True)))
+
+
+def backend_for(name: str, strict: bool | None, whole_segments: int) -> SegmentBackend:
     """The backend of a name.
 
     Args:
         name: "reference", "chunkwise" or "triton".
         strict: precision of the triton backend.
-        context_rows: segments of the whole sequence on all ranks, by which the triton backend chooses kernels.
+        whole_segments: segments of all ranks, by which the triton backend chooses kernels.
     """
-    if name == "reference":
-        return ReferenceBackend()
-    if name == "chunkwise":
-        return ChunkwiseBackend()
-    from deltazoo.ops.triton.segment_operators import TritonBackend
-
-    return TritonBackend(strict, context_rows)
+    if name == "triton":
+        return TritonBackend(strict, whole_segments)
+    return ReferenceBackend() if name == "reference" else ChunkwiseBackend()

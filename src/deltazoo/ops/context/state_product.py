@@ -19,9 +19,9 @@ def product(a: Tensor, b: Tensor, added: Tensor | None = None, *, transposed: bo
         `[..., K, X]`. On a GPU each product is computed by itself in tiles of a fixed size, in three TF32 terms.
     """
     if a.is_cuda:
-        from deltazoo.ops.triton.state_product import state_product
+        from deltazoo.ops.triton.transition_product import transition_product
 
-        return state_product(a, b, added, transposed)
+        return transition_product(a, b, added, transposed)
     a = a.mT if transposed else a
     lead, (K, L), X = b.shape[:-2], a.shape[-2:], b.shape[-1]
     a, b = a.reshape(-1, K, L), b.reshape(-1, L, X)

@@ -40,6 +40,10 @@ class Operator:
         self.launch = launch
         self.overload = getattr(torch.ops.deltazoo, name).default
 
+    def __call__(self, *arguments: Any) -> Any:
+        """Results of a call that autograd does not record."""
+        return (self.overload if _dispatching() else self.launch)(*arguments)
+
 
 class DifferentiableOperator(Operator):
     """An operator with gradients of first order. Calling it gives its results.

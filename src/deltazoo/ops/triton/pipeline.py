@@ -56,10 +56,10 @@ class Problem:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
         initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None, erase_key: Tensor | None,
-        undecayed: bool, num_micro_steps: int,
+        undecayed: bool, num_micro_steps: int, whole_segments: int | None = None,
     ) -> None:  # fmt: skip
         sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict, erase_key, undecayed, num_micro_steps)
-        self.plan = plan = plan_for(*sizes, scale, shared_memory(q.device), available(q.device))
+        self.plan = plan = plan_for(*sizes, scale, shared_memory(q.device), available(q.device), whole_segments)
         self.alignment = alignment = 16 if plan.hopper else 4
         self.q, self.k, self.v = (contiguous(x, alignment) for x in (q, k, v))
         self.beta = None if beta is None else beta.contiguous()

@@ -72,12 +72,14 @@ class Plan:
         scale: factor on q.
         shared: shared memory per thread block in bytes (`tiling.shared_memory`).
         gluon: whether Gluon kernels can run (`hopper.support.available`).
+        whole_segments: of a piece of rows that several ranks share, whose sequences are segments: the number of
+            segments on all ranks. They choose kernels and tiles, so that every rank chooses alike.
     """
 
     def __init__(
         self, q: torch.Size, v: torch.Size, half: bool, decay: int, has_beta: bool, sequences: int | None,
         strict: bool | None, has_erase_key: bool, undecayed: bool, num_micro_steps: int, scale: float, shared: int,
-        gluon: bool = False,
+        gluon: bool = False, whole_segments: int | None = None,
     ) -> None:  # fmt: skip
         self.B, self.tokens, self.H, self.K = q
         self.T, self.HV, self.V = v[1:]
@@ -95,11 +97,13 @@ class Plan:
         """Chunks per row of the batch; of packed rows an upper bound: every sequence may end in a partial chunk."""
         self.slots = self.B * self.NT * self.HV
         self.segments, self.segment_chunks = 1, self.NT
-        if sequences is None:
+        if sequences is None and whole_segments is None:
             self.segments, self.segment_chunks = segments_of(self.NT, self.B * self.HV * -(-self.V // 64))
         self.scans = self.N * self.segments
         """Independent scans: sequences, or their segments."""
-        self.many_scans = self.scans * self.HV * -(-self.V // 128) > FEW_SCANS
+        self.heads = (self.N if whole_segments is None else whole_segments) * self.HV
+        """Heads of all sequences."""
+        self.many_scans = self.heads * self.segments * -(-self.V // 128) > FEW_SCANS
         self.hopper = gluon and refusal(self) is None
         """Whether Gluon kernels take the serial scans that are not strict."""
 

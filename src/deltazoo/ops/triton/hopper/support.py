@@ -142,7 +142,7 @@ def backward_refusal(plan: Plan) -> str | None:
         return "the erase reads by another key, or before the decay"
     if plan.strict:
         return "precision is strict"
-    if plan.segments > 1 or plan.B * plan.HV < MIN_HEADS:
+    if plan.segments > 1 or plan.heads < MIN_HEADS:
         return "there are few heads"
     return None
 

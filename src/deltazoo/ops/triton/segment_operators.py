@@ -1,0 +1,156 @@
+"""What the operator over many ranks asks of the GPU (`ops/context/segment_backends.py`), as operators of torch.
+
+All take the arguments of `Problem` with segments as sequences, and the number of segments on all ranks together, by
+which kernels are chosen. So a segment is computed in the same way however many of them a rank has.
+"""
+
+import torch
+from torch import Tensor
+
+from deltazoo.ops.triton import pipeline
+from deltazoo.ops.triton.hopper.support import available
+from deltazoo.ops.triton.operator import Operator
+from deltazoo.ops.triton.pipeline import Kept, Problem
+from deltazoo.ops.triton.plan import Plan, sizes_of
+from deltazoo.ops.triton.tiling import HOPPER
+
+__all__ = ["segment_gradients", "segment_outputs", "segment_pairs", "segment_start_gradients", "segment_states"]
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? starts, Tensor? cu_seqlens, "
+    "bool? strict, Tensor? erase_key, bool undecayed, int num_micro_steps, int segments"
+)
+_PREPARED = 8
+"""How many of the first fields of `Kept` the preparation of chunks fills."""
+_KEPT = ", ".join(f"Tensor? {name}" for name in Kept._fields[:_PREPARED])
+
+
+def _parts(arguments):
+    """The arguments of the problem, what is kept of its chunks, and the rest."""
+    return arguments[:13], arguments[13 : 13 + _PREPARED], arguments[13 + _PREPARED :]
+
+
+def _problem(inputs):
+    return Problem(*inputs[:-1], whole_segments=inputs[-1])
+
+
+def _fake_plan(q, k, v, beta, log_decay, scale, starts, cu_seqlens, strict, erase_key, undecayed, steps, segments):
+    sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict, erase_key, undecayed, steps)
+    return Plan(*sizes, scale, HOPPER, available(q.device), segments)
+
+
+def _kept(plan: Plan, prepared: tuple[Tensor, ...], U: Tensor | None = None, states: Tensor | None = None) -> Kept:
+    """With None for what the plan does not have, in place of the empty tensors that an operator returns for it."""
+    present = (True, plan.has_beta, plan.decay > 0, plan.by_gain, *[plan.decay == 2] * 4)
+    fields = [x if here else None for x, here in zip(prepared, present, strict=True)]
+    return Kept(*fields, U=U, states=states)  # type: ignore[arg-type]
+
+
+def _new_state(q: Tensor, plan: Plan, columns: int) -> Tensor:
+    return q.new_empty(plan.N, plan.HV, plan.K, columns, dtype=torch.float32)
+
+
+def _new_states(v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), v.new_empty(plan.slots, plan.V, plan.K)
+
+
+def _pairs(*inputs):
+    with torch.cuda.device_of(inputs[0]):
+        p = _problem(inputs)
+        kept = Kept.empty(p.plan, p.q, keep=False)
+        pipeline.prepare(p, kept)
+        M, X = _new_state(p.q, p.plan, p.plan.K), _new_state(p.q, p.plan, p.plan.V)
+        pipeline.scan(p, kept, p.v, None, X)
+        pipeline.scan(p, kept, None, None, M)
+    return M, X, *kept[:_PREPARED]
+
+
+def _fake_pairs(*inputs):
+    q, plan = inputs[0], _fake_plan(*inputs)
+    return _new_state(q, plan, plan.K), _new_state(q, plan, plan.V), *Kept.empty(plan, q, keep=False)[:_PREPARED]
+
+
+def _outputs(*arguments):
+    inputs, prepared, (keep,) = _parts(arguments)
+    with torch.cuda.device_of(inputs[0]):
+        p = _problem(inputs)
+        plan = p.plan
+        U, states = _new_states(p.v, plan) if keep and plan.fused_backward else (None, None)
+        output, ends = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(p.q, plan, plan.V)
+        pipeline.scan(p, _kept(plan, prepared), p.v, p.initial_state, ends, output, U, states)
+    return output, ends, U, states
+
+
+def _fake_outputs(*arguments):
+    inputs, _, (keep,) = _parts(arguments)
+    v, plan = inputs[2], _fake_plan(*inputs)
+    U, states = _new_states(v, plan) if keep and plan.fused_backward else (None, None)
+    return v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(v, plan, plan.V), U, states
+
+
+def _start_gradients(*arguments):
+    inputs, prepared, (d_output, d_end) = _parts(arguments)
+    with torch.cuda.device_of(inputs[0]):
+        p = _problem(inputs)
+        d_output, d_end = pipeline.contiguous(d_output, p.alignment), d_end.contiguous()
+        return pipeline.reverse_scan(p, _kept(p.plan, prepared), d_output, d_end, keep=False, initial=True)[2]
+
+
+def _fake_start_gradients(*arguments):
+    plan = _fake_plan(*arguments[:13])
+    return _new_state(arguments[0], plan, plan.V)
+
+
+def _states(*arguments):
+    inputs, prepared, _ = _parts(arguments)
+    with torch.cuda.device_of(inputs[0]):
+        p = _problem(inputs)
+        return pipeline.scan_for_states(p, _kept(p.plan, prepared), p.initial_state)
+
+
+def _fake_states(*arguments):
+    return _new_states(arguments[2], _fake_plan(*arguments[:13]))
+
+
+def _gradients(*arguments):
+    inputs, prepared, (U, states, d_output, d_end) = _parts(arguments)
+    with torch.cuda.device_of(inputs[0]):
+        p = _problem(inputs)
+        found = pipeline.backward(p, _kept(p.plan, prepared, U, states), d_output, d_end)
+    dq, dk, de, dv, d_beta, d_log_decay, d_start = found
+    d_beta, d_log_decay = (
+        None if d is None else d.to(x.dtype) for d, x in zip((d_beta, d_log_decay), inputs[3:5], strict=True)
+    )
+    return dq, dk, dv, d_beta, d_log_decay, de, d_start
+
+
+def _fake_gradients(q, k, v, beta, log_decay, scale, starts, cu_seqlens, strict, erase_key, *rest):
+    return tuple(None if x is None else x.new_empty(x.shape) for x in (q, k, v, beta, log_decay, erase_key, starts))
+
+
+def _tensors(count: int) -> str:
+    return f"({', '.join(['Tensor'] * count)})"
+
+
+segment_pairs = Operator(f"segment_pairs({_INPUTS}) -> {_tensors(2 + _PREPARED)}", _pairs, _fake_pairs)
+"""M and X of every segment `[S, HV, K, K]` and `[S, HV, K, V]`, and what is kept of the chunks."""
+
+segment_outputs = Operator(f"segment_outputs({_INPUTS}, {_KEPT}, bool keep) -> {_tensors(4)}", _outputs, _fake_outputs)
+"""The output and the segments' last states; with `keep` U and the states, where one scan gives all of them."""
+
+segment_start_gradients = Operator(
+    f"segment_start_gradients({_INPUTS}, {_KEPT}, Tensor d_output, Tensor d_end) -> Tensor",
+    _start_gradients,
+    _fake_start_gradients,
+)
+"""Gradients of the segments' first states."""
+
+segment_states = Operator(f"segment_states({_INPUTS}, {_KEPT}) -> {_tensors(2)}", _states, _fake_states)
+"""U, and the states that enter the chunks."""
+
+segment_gradients = Operator(
+    f"segment_gradients({_INPUTS}, {_KEPT}, Tensor U, Tensor states, Tensor d_output, Tensor d_end) -> {_tensors(7)}",
+    _gradients,
+    _fake_gradients,
+)
+"""Gradients of q, k, v, beta, log_decay, erase_key and the segments' first states."""
