@@ -1,7 +1,7 @@
 """flash-linear-attention's own layers on its functions, and on ours under the same names: errors, speed, memory.
 
     python scripts/compare_fla_layers.py                          # on an NVIDIA GPU, with flash-linear-attention
-    python scripts/compare_fla_layers.py --compile 12             # before: compile its kernels in 12 processes
+    python scripts/compare_fla_layers.py --compile 12             # the same, its kernels compiled in 12 processes
     python scripts/compare_fla_layers.py --device cpu --small     # a quick try: its own functions fail on a CPU
 
 The layers' code is the library's. For "ours" the functions and modules that it imports are replaced, in this process
@@ -11,7 +11,7 @@ gradient of the input and of each parameter. Measured in eager mode, in turns. W
 versions and the commit after every layer.
 
 The library tries hundreds of kernel configurations before its first results. `--compile N` lets N processes compile
-them, each a part, so that a run after it finds them compiled; what the library chooses is not touched.
+them first, each a part; `--short-trials` lets each trial take 25 ms in place of 125. All of them are tried in any case.
 """
 
 import argparse
@@ -26,6 +26,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,7 +55,9 @@ def main() -> int:
     parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=list(LAYERS), metavar="LAYER")
     parser.add_argument("--batch", type=int, default=4, help="rows (default: 4)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per row (default: 4096)")
-    parser.add_argument("--compile", type=int, metavar="N", help="only compile, in so many processes")
+    parser.add_argument("--compile", type=int, default=0, metavar="N", help="processes that compile first")
+    parser.add_argument("--compile-limit", type=float, default=600, help="seconds they may take (default: 600)")
+    parser.add_argument("--short-trials", action="store_true", help="try each kernel configuration for 25 ms")
     parser.add_argument("--compile-part", type=int, nargs=2, metavar=("I", "N"), help=argparse.SUPPRESS)
     parser.add_argument("--commit", help="of the code; read from git unless given")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/fla_layers_DEVICE.json")
@@ -61,46 +65,57 @@ def main() -> int:
     if args.small:
         args.batch, args.tokens = 2, 80
     if args.compile_part:
-        compile_part(*args.compile_part)
-        for name in args.layers:
-            compile_layer(name, args)
+        compile_part(*args.compile_part, args)
         return 0
-    if args.compile:
-        return compile_in_parallel(args)
+    compiling = start_compiling(args)
+    if args.short_trials:
+        shorten_trials()
     out = args.out or ROOT / "benchmarks" / "results" / f"fla_layers_{args.device}.json"
     run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
+    problems = {name: Problem(name, args) for name in args.layers}  # while the others compile
+    wait_for(compiling, args.compile_limit)
     for name in args.layers:
-        rows.append(compare(name, args))
+        rows.append(compare(name, args, problems.pop(name)))
         out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(rows[-1]), flush=True)
     return 0
 
 
-def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
+class Problem:
+    """The library's own layer with random weights, the same on our functions, inputs, and the exact results."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.module = import_module(LAYERS[name][0])
+        options = layer_options(name, args)
+        make = partial(getattr(self.module, name), **options)
+        torch.manual_seed(0)
+        self.theirs = make().to(args.device, torch.bfloat16)
+        shape = args.batch, args.tokens, options["hidden_size"]
+        self.x, self.seed = (torch.randn(shape, device=args.device, dtype=torch.bfloat16) for _ in range(2))
+        with our_functions(self.module):
+            self.ours, exact = make().to(args.device, torch.bfloat16), make().to(args.device)
+            self.ours.load_state_dict(self.theirs.state_dict())
+            exact.load_state_dict(self.theirs.state_dict())
+            self.wanted = results(exact, self.x.float(), self.seed.float())
+        self.sizes = {"layer": name, "hidden_size": options["hidden_size"], "heads": options["num_heads"]}
+        self.sizes |= {"head_dim": options["hidden_size"] // options["num_heads"]}
+        self.sizes |= {"batch": args.batch, "tokens": args.tokens, "dtype": "bfloat16"}
+        self.sizes |= {"parameters": sum(p.numel() for p in self.ours.parameters())}
+
+
+def compare(name: str, args: argparse.Namespace, problem: Problem) -> dict[str, Any]:
     """One row: both ways in bfloat16, against float32."""
-    module, options = import_module(LAYERS[name][0]), layer_options(name, args)
-    theirs, x, seed = problem(name, args, torch.bfloat16)
-    with our_functions(module):
-        mine = getattr(module, name)(**options).to(args.device, torch.bfloat16)
-        mine.load_state_dict(theirs.state_dict())
-        exact = getattr(module, name)(**options).to(args.device)
-        exact.load_state_dict(theirs.state_dict())
-        wanted = results(exact, x.float(), seed.float())
-    del exact
+    x, seed, row = problem.x, problem.seed, problem.sizes
     ways = {
-        "theirs": Way(theirs, partial(library_functions, module)),
-        "ours": Way(mine, partial(our_functions, module)),
+        "theirs": Way(problem.theirs, partial(library_functions, problem.module)),
+        "ours": Way(problem.ours, partial(our_functions, problem.module)),
     }
     for way in ways.values():
-        way.judge(x, seed, wanted)
-    row: dict[str, Any] = {"layer": name, "hidden_size": options["hidden_size"], "heads": options["num_heads"]}
-    row |= {"head_dim": options["hidden_size"] // options["num_heads"], "batch": args.batch, "tokens": args.tokens}
-    row |= {"dtype": "bfloat16", "parameters": sum(p.numel() for p in mine.parameters())}
-    if all(way.found for way in ways.values()):
-        a, b = (way.found for way in ways.values())
-        row["differences"] = {key: relative(a[key], b[key]) for key in a.keys() & b.keys()}
+        way.judge(x, seed, problem.wanted)
+    a, b = (way.found for way in ways.values())
+    row["differences"] = {key: relative(a[key], b[key]) for key in a.keys() & b.keys()}
     for way in ways.values():
         way.found = {}
     timer = timer_for(args.device)
@@ -168,15 +183,6 @@ def layer_options(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def problem(name: str, args: argparse.Namespace, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
-    """The library's own layer with random weights, an input, and the gradient of the output."""
-    torch.manual_seed(0)
-    layer = getattr(import_module(LAYERS[name][0]), name)(**layer_options(name, args)).to(args.device, dtype)
-    shape = args.batch, args.tokens, layer.hidden_size
-    x, seed = (torch.randn(shape, device=args.device, dtype=dtype) for _ in range(2))
-    return layer, x, seed
-
-
 @contextmanager
 def our_functions(module: ModuleType) -> Iterator[None]:
     """Inside, the names that a module of the library imported are ours."""
@@ -220,22 +226,35 @@ def relative(value: Tensor, wanted: Tensor) -> float:
     return ((value.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-def compile_in_parallel(args: argparse.Namespace) -> int:
-    """Run this script in several processes, each of which compiles a part of the kernel configurations."""
+def start_compiling(args: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
+    """This script in several processes, each of which compiles a part of the kernel configurations."""
     sizes = ["--batch", str(args.batch), "--tokens", str(args.tokens), *["--small"] * args.small]
     command = [sys.executable, __file__, "--device", args.device, *sizes, "--layers", *args.layers, "--compile-part"]
     environment = os.environ | {"FLA_CACHE_RESULTS": "0"}
-    started = [subprocess.Popen([*command, str(i), str(args.compile)], env=environment) for i in range(args.compile)]
-    return max(process.wait() for process in started)
+    return [subprocess.Popen([*command, str(i), str(args.compile)], env=environment) for i in range(args.compile)]
 
 
-def compile_part(part: int, parts: int) -> None:
-    """Let Triton's trials of configurations in this process compile every `parts`-th one, and run it once."""
+def wait_for(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait until all have ended, and end those that take longer."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.terminate()
+
+
+def compile_part(part: int, parts: int, args: argparse.Namespace) -> None:
+    """Run the library's layers with every `parts`-th kernel configuration, each of which runs once.
+
+    A failure is for the process that measures to report.
+    """
     from triton.runtime.autotuner import Autotuner
 
     initialise = Autotuner.__init__
 
     def with_fewer(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **options: Any) -> None:
+        # Kernels with few configurations begin with different processes.
         mine = [x for i, x in enumerate(configs) if (i + len(arg_names)) % parts == part] or configs[:1]
         initialise(self, fn, arg_names, mine, *rest, **options)
 
@@ -245,15 +264,36 @@ def compile_part(part: int, parts: int) -> None:
 
     Autotuner.__init__ = with_fewer  # type: ignore[method-assign]
     Autotuner.do_bench = property(lambda self: once)  # type: ignore[assignment]
+    import_little()
+    for name in args.layers:
+        options = layer_options(name, args)
+        layer = getattr(import_module(LAYERS[name][0]), name)(**options).to(args.device, torch.bfloat16)
+        shape = args.batch, args.tokens, options["hidden_size"]
+        x = torch.randn(shape, device=args.device, dtype=torch.bfloat16)
+        with suppress(Exception):
+            forward(layer, x)
+        with suppress(Exception):
+            results(layer, x, x)
 
 
-def compile_layer(name: str, args: argparse.Namespace) -> None:
-    """Run the library's layer both ways; a failure is for the process that measures to report."""
-    layer, x, seed = problem(name, args, torch.bfloat16)
-    with suppress(Exception):
-        forward(layer, x)
-    with suppress(Exception):
-        results(layer, x, seed)
+def import_little() -> None:
+    """Let the library's packages import only what these layers need, in half the time."""
+    spec = find_spec("fla")
+    assert spec is not None and spec.submodule_search_locations is not None
+    (root,) = spec.submodule_search_locations
+    for name in ("fla", "fla.layers", "fla.ops"):
+        package = ModuleType(name)
+        package.__path__ = [str(Path(root, *name.split(".")[1:]))]
+        package.__version__ = version("fla-core")
+        sys.modules[name] = package
+
+
+def shorten_trials() -> None:
+    """Let every trial of a kernel configuration take 25 ms."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    Autotuner.do_bench = property(lambda self: partial(do_bench, warmup=5, rep=20))  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

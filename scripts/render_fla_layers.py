@@ -26,7 +26,9 @@ def main() -> None:
 
 
 def page(text: str) -> str:
-    """The page with its measured part made again."""
+    """The page with its measured part made again; as it is without a result file."""
+    if not RESULTS.exists():
+        return text
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return before + measured(json.loads(RESULTS.read_text(encoding="utf-8"))) + after
@@ -39,6 +41,9 @@ def measured(content: dict[str, Any]) -> str:
     parts = [
         BEGIN,
         "",
+        "## Their layers on our functions\n",
+        "flash-linear-attention's own layers, with its functions and with ours in place of them "
+        "(`scripts/compare_fla_layers.py`):\n",
         f"{run['gpu']}, torch {run['torch']}, Triton {run['triton']}, flash-linear-attention {run['fla']}, "
         f"{run['date'][:10]}, commit `{run['commit'][:10]}`. {first['batch']} x {first['tokens']:,} tokens, width "
         f"{first['hidden_size']:,}, {first['heads']} heads of {first['head_dim']}, {first['dtype']}, eager mode; "
