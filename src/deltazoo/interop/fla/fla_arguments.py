@@ -48,7 +48,7 @@ def refuse_context_parallelism(function: str, cp_context: object) -> None:
     if cp_context is not None:
         raise NotImplementedError(
             f"{function} computes whole sequences on one device: pass cp_context=None and every token of a sequence "
-            "to one rank, or keep flash-linear-attention's function for this call"
+            "to one rank. deltazoo.delta_rule and the layers share a sequence between ranks by a context of their own"
         )
 
 
