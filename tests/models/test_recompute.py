@@ -62,7 +62,7 @@ def on_a_gpu(monkeypatch):
 def levels_run(monkeypatch):
     """A list of the levels at which blocks run."""
     seen, run = [], block.run_block
-    monkeypatch.setattr(block, "run_block", lambda level, *args: seen.append(level) or run(level, *args))
+    monkeypatch.setattr(block, "run_block", lambda level, *args, **kw: seen.append(level) or run(level, *args, **kw))
     return seen
 
 

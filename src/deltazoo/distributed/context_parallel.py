@@ -82,13 +82,15 @@ def _shift_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     call = {**dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False)), **kwargs}
     call.pop("self", None)
-    labels, shifted = call.get("labels"), call.get("shift_labels")
-    given = labels if shifted is None else shifted
+    shifted = call.get("shift_labels")
+    given = call.get("labels") if shifted is None else shifted
     if given is None:
         return None
     if shifted is None:
-        shifted = next_tokens(labels, context, IGNORED)
-    begins = _next_begins_document(context, given.shape[1], call.get("cu_seqlens"), call.get("position_ids"))
+        shifted = next_tokens(given, context, IGNORED)
+    begins = None
+    if getattr(model, "leaves_out_first_tokens", False):
+        begins = _next_begins_document(context, given.shape[1], call.get("cu_seqlens"), call.get("position_ids"))
     if begins is not None:
         shifted = shifted.masked_fill(begins, IGNORED)
     call["labels"], call["shift_labels"] = given, shifted

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -16,6 +15,9 @@ __all__ = ["SHARED_ATTENTION", "register_shared_attention"]
 
 SHARED_ATTENTION = "deltazoo_shared"
 """The name of this implementation of attention in a configuration of transformers."""
+
+QUERIES = 1024
+"""Queries at a time, so that masks stay small and no key after the last of them is read."""
 
 
 def register_shared_attention() -> None:
@@ -70,15 +72,22 @@ def attend(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    bias = causal_lower_right(query.shape[2], end) if sequences.cu_seqlens is None else _same_sequence(sequences)
-    output = F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling)
-    return output.transpose(1, 2).contiguous(), None
+    outputs = []
+    for first in range(0, sequences.num_tokens, QUERIES):
+        queries = query[:, :, first : first + QUERIES]
+        visible = sequences.begin + first + queries.shape[2]
+        mask = _visible(sequences, visible - queries.shape[2], visible, query.device)
+        keys, values = key[:, :, :visible], value[:, :, :visible]
+        outputs.append(F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling))
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
-def _same_sequence(sequences: SharedSequences) -> Tensor:
-    """`[T, S]` bool: which keys a query of the piece attends to, those of its sequence up to its own."""
-    assert sequences.cu_seqlens is not None
-    tokens = torch.arange(sequences.begin + sequences.num_tokens, device=sequences.cu_seqlens.device)
-    document = torch.searchsorted(sequences.cu_seqlens, tokens, right=True)
-    queries = slice(sequences.begin, None)
-    return (document[queries, None] == document) & (tokens[queries, None] >= tokens)
+def _visible(sequences: SharedSequences, first: int, end: int, device: torch.device) -> Tensor:
+    """`[end - first, end]` bool: which tokens the ones from `first` attend to, those of their sequence up to them."""
+    tokens = torch.arange(end, device=device)
+    queries = tokens[first:, None]
+    visible = queries >= tokens
+    if sequences.cu_seqlens is None:
+        return visible
+    starts = sequences.cu_seqlens[torch.searchsorted(sequences.cu_seqlens, queries, right=True) - 1]
+    return visible & (tokens >= starts)

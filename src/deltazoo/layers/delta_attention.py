@@ -277,9 +277,8 @@ class DeltaRuleAttention(Float32Parameters):
         if sequences is None:
             batch_size, num_tokens = hidden_states.shape[:2]
             if self.context is not None:
-                if attention_mask is not None:
-                    raise ValueError("rows that several ranks share take no attention_mask: pack them with cu_seqlens")
-                return describe_shared(self.context, batch_size, num_tokens, cu_seqlens)
+                check = partial(_refuse_mask, attention_mask)
+                return describe_shared(self.context, batch_size, num_tokens, cu_seqlens, check)
             return describe_sequences(batch_size, num_tokens, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
         if attention_mask is not None or cu_seqlens is not None:
             raise ValueError(
@@ -613,6 +612,11 @@ class DeltaRuleAttention(Float32Parameters):
         signs = f", negative eigenvalues on {self.neg_eigval}" if self.allow_neg_eigval else ""
         steps = f", {self.num_micro_steps} micro-steps" if self.num_micro_steps > 1 else ""
         return f"{self.spec.name}, {heads}, {values}{signs}{steps}"
+
+
+def _refuse_mask(attention_mask: Tensor | None) -> None:
+    if attention_mask is not None:
+        raise ValueError("rows that several ranks share take no attention_mask: pack them with cu_seqlens")
 
 
 def _per_head(x: Tensor, channels: int) -> Tensor:

@@ -29,6 +29,9 @@ __all__ = ["level_of", "run_block"]
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product")
 """Beginnings of the names of torch's operators whose results the middle level keeps under `torch.compile`."""
 
+_COLLECTIVES = "_c10d_functional"
+"""The library of torch's functional collectives."""
+
 
 def level_of(chosen: str | None, device: torch.device) -> str:
     """The level of a training step on a device.
@@ -49,13 +52,14 @@ def _recomputes_by_default(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def run_block(level: str, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def run_block(level: str, forward: Callable[..., Tensor], *args: Any, exchanges: bool = False, **kwargs: Any) -> Tensor:
     """Call `forward`, keeping for the backward pass what `level` says.
 
     Args:
         level: one of `deltazoo.runtime.RECOMPUTE_LEVELS`.
         forward: without side effects, since it may run twice.
         args, kwargs: of `forward`.
+        exchanges: whether ranks exchange tensors in `forward`. What they get is kept, so that they do it once.
     """
     if level == "none" or transforming():  # under transforms a detached tensor would lose its tangent
         return forward(*args, **kwargs)
@@ -65,13 +69,22 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, **kwargs: 
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if level == "elementwise":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    elif exchanges:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_exchanged)
     return checkpoint(forward, *args, **options, **kwargs)
 
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operator.name() if isinstance(operator, torch._ops.OpOverload) else ""
     library, _, rest = name.partition("::")
+    if library == _COLLECTIVES:
+        return CheckpointPolicy.MUST_SAVE
     is_rule = library == "deltazoo" and not rest.startswith(("short_conv", "gated_rms_norm", "swiglu"))
     if is_rule or (library == "aten" and rest.startswith(_PRODUCTS)):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_exchanged(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    exchanged = isinstance(operator, torch._ops.OpOverload) and operator.namespace == _COLLECTIVES
+    return CheckpointPolicy.MUST_SAVE if exchanged else CheckpointPolicy.PREFER_RECOMPUTE

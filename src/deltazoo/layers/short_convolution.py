@@ -256,7 +256,7 @@ def convolve(
     q_conv, k_conv, v_conv = convolutions
     widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
     if isinstance(sequences, SharedSequences):
-        return *_convolve_piece(convolutions, (q, k, v), sequences), None
+        return _convolve_piece(convolutions, (q, k, v), sequences)
     q_past = k_past = v_past = None
     if past.recurrent is not None:
         state = _checked_state(past.conv, sum(widths))
@@ -276,14 +276,13 @@ def convolve(
 
 def _convolve_piece(
     convolutions: Convolutions, inputs: tuple[Tensor, Tensor, Tensor], sequences: SharedSequences
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, None]:
     """Convolve a piece of rows that several ranks share, behind the inputs before it, which other ranks have."""
     width = convolutions[0].kernel_size - 1
     before = tokens_before(inputs, width, sequences.context)
-    joined = [torch.cat(parts, 1) for parts in zip(before, inputs, strict=True)]
-    described = sequences.with_tokens_before(width)
-    q, k, v, _ = convolve(convolutions, *joined, StateAccess(None, None), described)
-    return tuple([y[:, width:] for y in (q, k, v)])
+    q, k, v = (torch.cat(parts, 1) for parts in zip(before, inputs, strict=True))
+    q, k, v, _ = convolve(convolutions, q, k, v, StateAccess(None, None), sequences.with_tokens_before(width))
+    return q[:, width:], k[:, width:], v[:, width:], None
 
 
 def _checked_state(state: Tensor | None, channels: int) -> Tensor:

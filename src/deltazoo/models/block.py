@@ -75,7 +75,7 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
         # Gradient checkpointing keeps less than any level. A cache must not be written to twice.
         keeps_all = not self.training or self.gradient_checkpointing or past_key_values is not None
         level = "none" if keeps_all else level_of(self.recompute, hidden_states.device)
-        return run_block(level, self._run, hidden_states, batch, softmax, past_key_values)
+        return run_block(level, self._run, hidden_states, batch, softmax, past_key_values, exchanges=batch.shared)
 
     def _run(
         self,

@@ -6,7 +6,7 @@ checkpoints: `model.embeddings`, `model.layers.N.{attn_norm, attn, mlp_norm, mlp
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -186,7 +186,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         if self.deltazoo_context is not None:
             return describe_shared_batch(
                 self.deltazoo_context,
-                *tokens.shape[:2],
+                tokens.shape[0],
+                tokens.shape[1],
                 tokens.device,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
@@ -235,6 +236,8 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # noqa: RUF012
 
     runtime_options = RUNTIME_OPTIONS
+    leaves_out_first_tokens: ClassVar[bool] = True
+    """Whether the loss leaves out the first token of every packed document, unlike that of transformers' models."""
 
     def __init__(self, config: DeltaRuleConfig, **runtime: Any) -> None:
         super().__init__(config)

@@ -50,10 +50,11 @@ def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -
         "fills_cache": cache is not None,
         **{key: kwargs[key] for key in PACKING_ARGUMENTS if kwargs.get(key) is not None},
     }
+    batch_size, num_tokens = tokens.shape[:2]
     if context is None:
-        batch = describe_batch(*tokens.shape[:2], past_length, tokens.device, **given)
+        batch = describe_batch(batch_size, num_tokens, past_length, tokens.device, **given)
     else:
-        batch = describe_shared_batch(context, *tokens.shape[:2], tokens.device, **given)
+        batch = describe_shared_batch(context, batch_size, num_tokens, tokens.device, **given)
         kwargs |= {"attention_mask": None, "position_ids": batch.position_ids, "use_cache": False}
     kwargs["delta_batch"] = batch
     kwargs.pop("cu_seqlens", None)  # the one name of ours that transformers does not know

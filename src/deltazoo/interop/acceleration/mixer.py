@@ -15,7 +15,12 @@ from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from deltazoo.interop.acceleration.layer_states import keep_state, record_call, stored_state
-from deltazoo.interop.acceleration.packing_hook import EXPLICIT_PACKING, POSITIONS, has_explicit_packing
+from deltazoo.interop.acceleration.packing_hook import (
+    EXPLICIT_PACKING,
+    POSITIONS,
+    SHARED_BATCH,
+    has_explicit_packing,
+)
 from deltazoo.interop.acceleration.transformers_layers import (
     LAYER_ARRANGEMENTS,
     LayerArrangement,
@@ -25,10 +30,11 @@ from deltazoo.interop.acceleration.transformers_layers import (
 from deltazoo.layers.backend_report import RuleDescription, describe_update
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
-from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences
+from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.short_convolution import depthwise_sum
 from deltazoo.layers.state import MixerState
 from deltazoo.ops import DeltaRuleOutput
+from deltazoo.ops.context.token_exchange import tokens_before
 from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv
 from deltazoo.spec import get_variant
 
@@ -81,18 +87,21 @@ class AcceleratedMixer:
         sequences: Sequences = WHOLE_ROWS
         if attention_mask is not None and hidden_states.shape[1] > 1:
             sequences = PaddedSequences.from_mask(attention_mask)
+        if kwargs.get(SHARED_BATCH) is not None:
+            sequences = kwargs[SHARED_BATCH].sequences
+            positions = sequences.positions
         hidden_states = sequences.arrange(hidden_states)
 
         projections = self.arrangement.project(self, hidden_states)
         before = stored_state(cache_params, self.layer_idx, self.conv_kernel_size)
         qkv, window = self._convolve(projections.qkv, before, sequences, positions)
         inputs = self._rule_inputs(qkv, projections).mask_padding(sequences)
-        if positions is not None:
+        if positions is not None and not isinstance(sequences, SharedSequences):
             inputs = _forget_at_starts(inputs, positions)
         if cache_params is not None:
             replay = partial(self._replay, projections.qkv, inputs, sequences)
             record_call(cache_params, self.layer_idx, replay, hidden_states.shape[1])
-        output, new_state = self._run_rule(inputs, before)
+        output, new_state = self._run_rule(inputs, before, sequences)
         if cache_params is not None:
             keep_state(cache_params, self.layer_idx, MixerState(window, new_state))
 
@@ -100,8 +109,12 @@ class AcceleratedMixer:
         output = self.get_submodule(self.arrangement.output)(output.flatten(2))
         return sequences.restore(output)
 
-    def _run_rule(self: Any, inputs: RuleInputs, before: MixerState | None) -> DeltaRuleOutput:
-        return run_rule(inputs, None if before is None else before.recurrent, backend=self.deltazoo_backend)
+    def _run_rule(
+        self: Any, inputs: RuleInputs, before: MixerState | None, sequences: Sequences = WHOLE_ROWS
+    ) -> DeltaRuleOutput:
+        described = sequences if isinstance(sequences, SharedSequences) else WHOLE_ROWS
+        state = None if before is None else before.recurrent
+        return run_rule(inputs, state, described, backend=self.deltazoo_backend)
 
     def _replay(
         self: Any, qkv: Tensor, inputs: RuleInputs, sequences: Sequences, before: MixerState | None, count: int
@@ -118,6 +131,8 @@ class AcceleratedMixer:
         """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
         taps, state = self.conv_kernel_size, None if before is None else before.conv
         past = qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2]) if state is None else state.transpose(1, 2).to(qkv.dtype)
+        if isinstance(sequences, SharedSequences):
+            (past,) = tokens_before((qkv,), taps, sequences.context)
         if sequences.whole_rows and positions is None and self._fuses(qkv, state):
             older = None if state is None else past[:, 1:].transpose(1, 2)
             window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]

@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.layers.batch_description import agreeing_starts, document_starts, positions_in_documents
+from deltazoo.layers.batch_description import (
+    agreeing_starts,
+    describe_shared_batch,
+    document_starts,
+    positions_in_documents,
+)
+from deltazoo.ops import ContextParallel
 
 __all__ = [
     "EXPLICIT_PACKING",
     "FORWARD_ARGUMENTS",
     "POSITIONS",
+    "SHARED_BATCH",
     "describe_documents",
     "has_explicit_packing",
     "layers_over_neighbours",
@@ -29,6 +36,8 @@ EXPLICIT_PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that say where documents begin and mean nothing else."""
 POSITIONS = "deltazoo_positions"
 """The argument that takes each token's position in its document, `[B, T]` from 0, down to the layers."""
+SHARED_BATCH = "delta_batch"
+"""The argument that takes the description of rows that several ranks share down to the layers, as in swapped models."""
 SPARSE_LAYER_TYPES = {"indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention"}
 """Softmax layers that choose among pooled tokens: one name since transformers 5.18, one per family before."""
 
@@ -48,6 +57,9 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if tokens is None:
         return None  # the model itself complains
     shape = (tokens.shape[0], tokens.shape[1])
+    context = getattr(model, "deltazoo_context", None)
+    if context is not None:
+        return (), _with_shared_batch(model, call, context, shape, tokens.device)
     if shape[1] == 1 and not has_explicit_packing(call):
         return None  # a decoding step
     mask = _padding_mask(call.get("attention_mask"), shape[1])
@@ -69,6 +81,18 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         call["position_ids"] = call[POSITIONS]
     call.pop("cu_seqlens", None)  # our name, which softmax layers do not know
     return (), call
+
+
+def _with_shared_batch(
+    model: nn.Module, call: dict[str, Any], context: ContextParallel, shape: tuple[int, int], device: torch.device
+) -> dict[str, Any]:
+    """The arguments with a description of this rank's piece of rows that several ranks share."""
+    given = {name: call.pop(name, None) for name in ("attention_mask", "cu_seqlens", "cu_seq_lens_q", "seq_idx")}
+    positions, fills_cache = _text_positions(call.get("position_ids"), shape), call.get("past_key_values") is not None
+    batch = describe_shared_batch(context, *shape, device, position_ids=positions, fills_cache=fills_cache, **given)
+    if batch.sequences.positions is not None:
+        _check_layers(model)
+    return call | {"attention_mask": None, "position_ids": batch.position_ids, "use_cache": False, SHARED_BATCH: batch}
 
 
 def has_explicit_packing(arguments: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from deltazoo.ops.context.context_group import ContextParallel, agreed_lengths, sum_over_ranks
 from deltazoo.ops.context.segment_backends import Kept, SegmentBackend, SegmentInputs, backend_for
 from deltazoo.ops.context.segment_fold import Fold
-from deltazoo.ops.context.token_pieces import Cells, Pieces, cells_of, pieces_of, segment_length
+from deltazoo.ops.context.token_pieces import Cells, Pieces, cells_of, make_cells, pieces_of, segment_length
 from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms, transforming
 from deltazoo.ops.validation import check_tensor_values
 
@@ -54,7 +54,9 @@ def rule_on_piece(
     check_tensor_values(log_decay, None, 0)
     assert context.lengths is not None
     total, rows, (HV, V) = sum(context.lengths), len(q), v.shape[2:]
-    cells = cells_of(context.lengths, context.segment_length or segment_length(total, rows, HV, V))
+    cells = (make_cells if torch.compiler.is_compiling() else cells_of)(
+        context.lengths, context.segment_length or segment_length(total, rows, HV, V)
+    )
     if initial_state is not None:
         initial_state = initial_state.to(torch.float64 if v.dtype == torch.float64 else torch.float32)
     tensors = (q, k, v, beta, log_decay, erase_key, initial_state)
@@ -221,16 +223,16 @@ class _Rule(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> Any:
         refuse_second_derivative(*_INSTEAD)
         call: _Call = ctx.call
-        *tensors, starts, M, transitions = ctx.saved_tensors[:9]
-        x, kept = _as_inputs(call, tensors), ctx.saved_tensors[9:]
+        x, starts, M, transitions, kept = _taken_apart(call, ctx.saved_tensors)
         exchange = call.start_backward(x, starts, M, kept, d_output, d_final)
         return None, *call.finish_backward(x, starts, transitions, kept, exchange, ctx.has_initial)
 
 
-def _as_inputs(call: _Call, tensors: list[Tensor | None]) -> SegmentInputs:
-    """Tensors that are arranged as segments already."""
+def _taken_apart(call: _Call, saved: tuple[Any, ...]) -> tuple[SegmentInputs, Tensor, Tensor, Tensor, Kept]:
+    """What the forward pass has saved: the inputs, arranged already, first states, two M's, and what is kept."""
     options = (call.scale, call.pieces.cu_seqlens, call.undecayed, call.num_micro_steps)
-    return SegmentInputs(*tensors, *options)  # type: ignore[arg-type]
+    starts, M, transitions, *kept = saved[6:]
+    return SegmentInputs._make([*saved[:6], *options]), starts, M, transitions, tuple(kept)
 
 
 class _Start(torch.autograd.Function):
@@ -268,8 +270,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> Any:
         refuse_second_derivative(*_INSTEAD)
         call: _Call = ctx.call
-        *tensors, starts, M, transitions = ctx.saved_tensors[:9]
-        x, kept = _as_inputs(call, tensors), ctx.saved_tensors[9:]
+        x, starts, M, transitions, kept = _taken_apart(call, ctx.saved_tensors)
         exchange = call.start_backward(x, starts, M, kept, d_output, d_final)
         call.underway = (x, starts, transitions, kept, exchange)
         return None, d_output.new_zeros(0, dtype=torch.float32)

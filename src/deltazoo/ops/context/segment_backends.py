@@ -112,10 +112,10 @@ class ReferenceBackend(SegmentBackend):
         """See `SegmentBackend`."""
         with torch.enable_grad():
             leaves = [None if t is None else t.detach().requires_grad_() for t in (*x.tensors, starts)]
-            results = reference.recurrent_loop(*SegmentInputs(*leaves[:6], *x[6:]).arguments(leaves[6]))
+            results = reference.recurrent_loop(*SegmentInputs._make([*leaves[:6], *x[6:]]).arguments(leaves[6]))
             wanted = [leaf for leaf in leaves if leaf is not None]
             found = iter(torch.autograd.grad(results, wanted, (d_output, d_end), materialize_grads=True))
-        return SegmentGradients(*(None if leaf is None else next(found) for leaf in leaves))
+        return SegmentGradients._make(None if leaf is None else next(found) for leaf in leaves)
 
 
 class ChunkwiseBackend(SegmentBackend):
@@ -190,7 +190,7 @@ class TritonBackend(SegmentBackend):
         """See `SegmentBackend`."""
         found = self.operators.segment_gradients(*self._arguments(x, starts, kept), d_output, d_end)
         given = (*x.tensors, starts)
-        return SegmentGradients(*(None if t is None else d for t, d in zip(given, found, strict=True)))
+        return SegmentGradients._make(None if t is None else d for t, d in zip(given, found, strict=True))
 
 
 def backend_for(name: str, strict: bool | None, whole_segments: int) -> SegmentBackend:

@@ -9,8 +9,6 @@ A rank's cells make up O(log n) blocks that lie in no larger block of its own. T
 all-gather. Backward the same blocks are folded from the end, with the transposed M, and only gradients are sent.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,6 @@ Block = tuple[int, int]
 """Level j and number i: the cells from `i << j` to `(i + 1) << j`."""
 
 
-@lru_cache(maxsize=4096)
 def whole_blocks(start: int, stop: int) -> tuple[Block, ...]:
     """The fewest blocks that make up the cells from `start` to `stop`, in order."""
     blocks = []
@@ -73,8 +70,11 @@ class Fold:
         return product(later_M, M), product(later_M, X, later_X)
 
     def _own_blocks(self, which: int) -> Tensor:
-        """M (1) or X (2) of the blocks that make up this rank's cells `[m, ...]`; all ranks have the same m."""
-        own = [self.levels[level][which][number - self.levels[level][0]] for level, number in self._blocks_of()]
+        """M (0) or X (1) of the blocks that make up this rank's cells `[m, ...]`; all ranks have the same m."""
+        own = []
+        for level, number in self._blocks_of():
+            first, *pair = self.levels[level]
+            own.append(pair[which][number - first])
         most = max(len(self._blocks_of(rank)) for rank in range(self.context.size))
         return torch.stack(own + [torch.zeros_like(own[0])] * (most - len(own)))
 
@@ -84,8 +84,8 @@ class Fold:
 
     def start(self) -> Tensor:
         """Send what other ranks need of this one: `gathered` of the methods below, as soon as it is finished."""
-        X = self._own_blocks(2)
-        return started_gather(X if self.reverse else torch.cat([self._own_blocks(1), X], -1), self.context)
+        X = self._own_blocks(1)
+        return started_gather(X if self.reverse else torch.cat([self._own_blocks(0), X], -1), self.context)
 
     def gathered_transitions(self, gathered: Tensor) -> Tensor:
         """The part of the pairs gathered forward that the backward pass needs."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltazoo.ops.context.state_product import product
 
-__all__ = ["Cells", "Pieces", "cells_of", "pieces_of", "segment_length"]
+__all__ = ["Cells", "Pieces", "cells_of", "make_cells", "pieces_of", "segment_length"]
 
 PROGRAMS = 1024
 """Segments are so long that about this many tiles of 64 value channels of the whole sequence can be scanned at once: on
@@ -46,14 +46,17 @@ class Cells(NamedTuple):
     """Whether all have the same length."""
 
 
-@lru_cache(maxsize=256)
-def cells_of(lengths: tuple[int, ...], length: int) -> Cells:
+def make_cells(lengths: tuple[int, ...], length: int) -> Cells:
     """The cells of pieces of these lengths, cut at multiples of `length` and between ranks."""
     ends = [sum(lengths[: rank + 1]) for rank in range(len(lengths))]
     bounds = sorted({*range(0, ends[-1], length), *ends})
     first = [0, *(bounds.index(end) for end in ends)]
     uniform = all(stop - start == length for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
     return Cells(tuple(bounds), tuple(first), uniform)
+
+
+cells_of = lru_cache(maxsize=256)(make_cells)
+"""The same from memory; compilers do not trace through it."""
 
 
 class Pieces(ABC):

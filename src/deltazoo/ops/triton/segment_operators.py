@@ -31,7 +31,7 @@ def _parts(arguments):
 
 
 def _problem(inputs):
-    return Problem(*inputs[:-1], whole_segments=inputs[-1])
+    return Problem(*inputs)
 
 
 def _fake_plan(q, k, v, beta, log_decay, scale, starts, cu_seqlens, strict, erase_key, undecayed, steps, segments):
@@ -43,7 +43,7 @@ def _kept(plan: Plan, prepared: tuple[Tensor, ...], U: Tensor | None = None, sta
     """With None for what the plan does not have, in place of the empty tensors that an operator returns for it."""
     present = (True, plan.has_beta, plan.decay > 0, plan.by_gain, *[plan.decay == 2] * 4)
     fields = [x if here else None for x, here in zip(prepared, present, strict=True)]
-    return Kept(*fields, U=U, states=states)  # type: ignore[arg-type]
+    return Kept._make([*fields, None, None, U, states])
 
 
 def _new_state(q: Tensor, plan: Plan, columns: int) -> Tensor:

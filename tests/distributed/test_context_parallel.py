@@ -1,0 +1,139 @@
+"""Sequences that several ranks share: the same bits at any degree, models equal to one rank, errors on every rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WORKER = Path(__file__).with_name("context_worker.py")
+
+DEAD_RANK = """
+import os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from deltazoo.ops import ContextParallel, delta_rule
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+x, beta = torch.randn(1, 64, 2, 8), torch.rand(1, 64, 2)
+context = ContextParallel(dist.group.WORLD)
+delta_rule(x, x, x, beta, context=context)
+if dist.get_rank() == 1:
+    os._exit(0)
+try:
+    delta_rule(x, x, x, beta, context=context)
+except RuntimeError:
+    print("ended with an error", flush=True)
+os._exit(0)
+"""
+
+COMPILED = """
+import sys
+import torch
+import torch.distributed as dist
+from deltazoo.ops import ContextParallel, delta_rule
+
+dist.init_process_group("gloo")
+context = ContextParallel(dist.group.WORLD, lengths=(128, 192), segment_length=64)
+tokens = context.lengths[dist.get_rank()]
+x, beta = torch.randn(1, tokens, 2, 8).div_(4).requires_grad_(), torch.rand(1, tokens, 2)
+
+def rule(x):
+    return delta_rule(x, x, x, beta, -beta, context=context).output
+
+expected = rule(x)
+(gradient,) = torch.autograd.grad(expected.cos().sum(), x)
+output = torch.compile(rule, fullgraph=True, backend="aot_eager")(x)
+(compiled_gradient,) = torch.autograd.grad(output.cos().sum(), x)
+assert torch.equal(output, expected)
+torch.testing.assert_close(compiled_gradient, gradient)  # that of three arguments, which are added up in any order
+"""
+
+
+def run_processes(count: int, *command: str) -> str:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    done = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What four processes found, by check and case."""
+    folder = tmp_path_factory.mktemp("context")
+    run_processes(4, str(WORKER), str(folder), "operators", "models", "recomputation", "errors")
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.feature("context parallelism, four processes")
+def test_operators_give_the_same_bits_on_any_number_of_ranks(results: dict[str, dict[str, Any]]) -> None:
+    """Outputs, final states and all gradients, for pieces of uneven lengths on one global grid."""
+    assert len(results["operators"]) == 27
+    assert {case: names for case, names in results["operators"].items() if names} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.feature("context parallelism, four processes")
+def test_models_compute_what_one_rank_computes(results: dict[str, dict[str, Any]]) -> None:
+    """Logits, loss and gradients, with a piece of two tokens, which is shorter than the convolution reaches back."""
+    assert len(results["models"]) == 22
+    # Sums over up to 256 tokens in another order; the decay gates' gradients are the least exact.
+    assert {case: distance for case, distance in results["models"].items() if distance > 2e-4} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.feature("context parallelism, four processes")
+def test_recomputation_exchanges_nothing_again(results: dict[str, dict[str, Any]]) -> None:
+    counts = results["recomputation"]
+    assert counts["block"] == counts["elementwise"] == counts["none"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.feature("errors: unsupported requests")
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("boundaries", "cu_seqlens must end at the number of tokens, 128, got 100"),
+        ("other boundaries", "must be called alike"),
+        ("empty piece", "every rank needs at least one token of the sequence, got pieces of [0, 64] tokens"),
+        ("shapes", "must be called alike"),
+        ("dtypes", "must be called alike"),
+        ("rules", "must be called alike"),
+        ("one rank's error", "unknown precision 'high'"),
+        ("packed rows", "packed sequences (cu_seqlens) need batch size 1, got 2"),
+        ("mask on one rank", "rows that several ranks share take no attention_mask"),
+    ],
+)
+def test_every_rank_raises(case: str, expected: str, results: dict[str, dict[str, Any]]) -> None:
+    messages = results["errors"][case]
+    assert len(messages) == 2 and all(expected in message for message in messages), messages
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--no-python", sys.executable, "-c", DEAD_RANK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "ended with an error" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.feature("torch.compile without graph breaks")
+def test_compiled_code_exchanges_too() -> None:
+    run_processes(2, "--no-python", sys.executable, "-c", COMPILED)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
+    run_processes(2, str(WORKER), str(tmp_path), "operators")
+    found = json.loads((tmp_path / "results.json").read_text())["operators"]
+    assert len(found) == 9
+    assert {case: names for case, names in found.items() if names} == {}
