@@ -27,6 +27,7 @@ from deltazoo.ops.triton.hopper.backward_rest import log_decay_gradient_kernel, 
 from deltazoo.ops.triton.hopper.support import (
     MISSING,
     available,
+    channel_gradients_refusal,
     forward_refusal,
     matrix_tiles,
     multiprocessors,
@@ -39,6 +40,7 @@ from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 if MISSING is None:
     from deltazoo.ops.triton.hopper.backward import backward_kernel
     from deltazoo.ops.triton.hopper.hopper_forward import hopper_forward_kernel
+    from deltazoo.ops.triton.hopper.hopper_gradients_channel import hopper_chunk_gradients_channel_kernel
     from deltazoo.ops.triton.hopper.hopper_reverse_scan import hopper_reverse_scan_kernel
     from deltazoo.ops.triton.hopper.hopper_scan import hopper_scan_kernel
 
@@ -465,12 +467,24 @@ def chunk_gradients(
         p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
         p.float32(plan.slots, CHUNK), *gradients,
     )  # fmt: skip
-    if plan.half:
+    if gradients_on_hopper(p):
+        dq, dk, _, dv, d_beta, d_log_decay = gradients
+        launch(
+            hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel(),
+            p.q, p.k, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
+            dq, dk, dv, d_beta, d_log_decay,
+        )  # fmt: skip
+    elif plan.half:
         launch(chunk_gradients_channel_kernel, plan.chunk_gradients_channel(), *tensors, *p.chunk_offsets)
     for strong in (True,) if plan.half else (False, True):
         constants = plan.chunk_gradients_exact(strong)
         W = p.q.new_empty(constants.grid[0], plan.matrices, CHUNK, CHUNK)
         launch(chunk_gradients_exact_kernel, constants, *tensors, W, *p.chunk_offsets)
+
+
+def gradients_on_hopper(p: Problem) -> bool:
+    """Whether a Gluon kernel makes the gradients for decay per channel, but of chunks where it is too strong."""
+    return p.plan.hopper and channel_gradients_refusal(p.plan, p.q.dtype) is None
 
 
 def sum_of_group(gradient: Tensor, q: Tensor) -> Tensor:

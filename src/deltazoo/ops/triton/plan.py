@@ -328,6 +328,14 @@ class Plan:
         return Constants(*self.chunk_grid(), **self._gradient_arguments(self.tiles.gradients))
 
     @per_plan
+    def hopper_chunk_gradients_channel(self) -> Constants:
+        """The same launch on Hopper."""
+        return Constants(
+            *self.chunk_grid(), scale=self.scale, channels=self.K, nothing=0, T=self.T, NT=self.NT,
+            H=self.H, HV=self.HV, GROUPED=self.H != self.HV, num_warps=4,
+        )  # fmt: skip
+
+    @per_plan
     def chunk_gradients_exact(self, strong: bool) -> Constants:
         """The launch for decay per channel that does the chunks with strong decay, or all others."""
         grid, neighbours = self.neighbour_grid() if strong else ((self.slots,), dict(chunks=1, slots=self.slots))

@@ -26,6 +26,7 @@ MISSING: str | None = None
 try:
     from triton.experimental.gluon import jit
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -45,9 +46,11 @@ __all__ = [
     "BACKWARD",
     "FUSED_FORWARD",
     "MISSING",
+    "async_copy",
     "available",
     "backward_refusal",
     "barrier",
+    "channel_gradients_refusal",
     "fence_async_shared",
     "forward_refusal",
     "gl",
@@ -211,6 +214,18 @@ def forward_refusal(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> str
     heads = plan.B * plan.HV
     if heads < MIN_BUSY * multiprocessors * -(-heads // multiprocessors):
         return f"{heads} heads in all leave multiprocessors idle"
+    return None
+
+
+def channel_gradients_refusal(plan: Plan, dtype: torch.dtype) -> str | None:
+    """Why `hopper_chunk_gradients_channel_kernel` does not serve a call with decay per channel; None if it does."""
+    reason = refusal(plan)
+    if reason is not None:
+        return reason
+    if dtype != torch.bfloat16:  # gradients may leave the range of float16
+        return f"inputs are {dtype}"
+    if plan.has_erase_key or plan.undecayed:
+        return "the erase reads by another key, or before the decay"
     return None
 
 

@@ -1,0 +1,264 @@
+"""The gradients of a chunk's inputs on Hopper, for one decay per key channel: `chunk.gradients_channel` with layouts,
+copies and waits of its own.
+
+Four warps own one chunk of one value head. dO, U and Z stay in shared memory, and tiles of key channels pass through a
+single buffer: it is free for the next tile as soon as the products with S and dS have read it, halfway through a tile.
+What plain Triton does otherwise is wait for every matrix product where it is issued, and move tiles through shared
+memory from layout to layout; two thirds of its barriers are gone here (docs/kernels.md).
+"""
+
+from deltazoo.ops.triton.hopper.support import (
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+C = gl.constexpr(64)  # tokens per chunk
+D = gl.constexpr(128)  # channels of a head, of keys and of values
+BK = gl.constexpr(32)  # key channels per tile
+LOG2E = gl.constexpr(1.4426950408889634)
+LOG2_FLOOR = gl.constexpr(-200.0)  # as in `chunk.decay_factors`
+
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Layout of `[C, C]`, a product's accumulator."""
+TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+"""Layout of `[C, BK]`, likewise."""
+TOKENS = gl.constexpr(gl.SliceLayout(1, TILE.value))
+CHANNELS = gl.constexpr(gl.SliceLayout(0, TILE.value))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+"""Layout of sums over tokens `[C, BK]`, the same registers as in TILE. They are synchronous products (mma.sync): to
+products that run on, ptxas before 13.3 hands registers with constants before these are set (docs/kernels.md)."""
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
+# Layouts of what is loaded or stored 16 bytes at a time: all channels, a tile of 16 bits, and one of float32.
+WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+ROWS_32 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SWIZZLED_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
+
+
+@jit
+def store_two_terms(x, hi, lo):
+    """Store float32 x as two terms of 16 bits that sum to it but for 2^-17 of it."""
+    cut = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+    hi.store(cut.to(gl.bfloat16))
+    lo.store((x - cut).to(gl.bfloat16))
+
+
+@jit
+def row_pairs(x):
+    """Sums of rows r and r + 8 of `x [C, BK]`, which one thread holds, as `[4, 8, BK]`."""
+    return gl.sum(gl.reshape(x, [4, 2, 8, BK]), 1)
+
+
+@jit
+def copy_tile(states, d_states, k, q, o_states, o_keys, mask, buffers):
+    """Begin to copy a tile of key channels of S, dS, k and q."""
+    S, dS, key_tile, query_tile = buffers
+    async_copy.async_copy_global_to_shared(key_tile, k + o_keys, mask=mask)
+    async_copy.async_copy_global_to_shared(query_tile, q + o_keys, mask=mask)
+    async_copy.async_copy_global_to_shared(S, states + o_states)
+    async_copy.async_copy_global_to_shared(dS, d_states + o_states)
+    async_copy.commit_group()
+
+
+@jit(do_not_specialize=["channels", "nothing", "T", "NT", "H", "HV"])
+def hopper_chunk_gradients_channel_kernel(
+    q,
+    k,
+    v,
+    beta,
+    log_decay,
+    G,
+    strong_decay,
+    U,
+    Z,
+    d_output,
+    states,
+    d_states,
+    dq,
+    dk,
+    dv,
+    d_beta,
+    d_log_decay,
+    scale,
+    channels,
+    nothing,
+    T,
+    NT,
+    H,
+    HV,
+    GROUPED: gl.constexpr,
+):
+    """All gradients of one chunk of one value head, unless its decay is too strong; grid (HV, NT, B).
+
+    `channels` is D, and `nothing` zero, at run time: the compiler shall keep the loop, and not keep the address of
+    every operand of its products in a register.
+    """
+    i_h, i_t, i_b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    first = i_b.to(gl.int64) * T + i_t * C
+    rows = gl.minimum(T - i_t * C, C)
+    slot = (i_b.to(gl.int64) * NT + i_t) * HV + i_h
+    if gl.load(strong_decay + slot) == 2:
+        return
+    base = (first * HV + i_h) * D
+    keys = (first * H + i_h // (HV // H)) * D if GROUPED else base
+    key_stride = H * D if GROUPED else HV * D
+    q, k, log_decay, G = q + keys, k + keys, log_decay + base, G + slot * D
+    dq, dk, d_log_decay, d_beta = dq + base, dk + base, d_log_decay + base, d_beta + first * HV + i_h
+    states, d_states = states + slot * (D * D), d_states + slot * (D * D)
+
+    # Copies of dO, U and Z, then of the first tile.
+    dO_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, D], SWIZZLED)
+    U_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, D], SWIZZLED)
+    Z_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, D], SWIZZLED)
+    wide_row = gl.arange(0, C, gl.SliceLayout(1, WIDE_ROWS))
+    o_values = wide_row[:, None] * (HV * D) + gl.arange(0, D, gl.SliceLayout(0, WIDE_ROWS))[None, :]
+    m_values = (wide_row < rows)[:, None]
+    dO, b_U, b_Z = dO_buffer.index(0), U_buffer.index(0), Z_buffer.index(0)
+    async_copy.async_copy_global_to_shared(dO, d_output + base + o_values, mask=m_values)
+    async_copy.async_copy_global_to_shared(b_U, U + base + o_values, mask=m_values)
+    async_copy.async_copy_global_to_shared(b_Z, Z + base + o_values, mask=m_values)
+    async_copy.commit_group()
+    S_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, D, BK], SWIZZLED_TILE)
+    dS_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, D, BK], SWIZZLED_TILE)
+    key_tile = gl.allocate_shared_memory(gl.bfloat16, [C, BK], SWIZZLED_TILE)
+    query_tile = gl.allocate_shared_memory(gl.bfloat16, [C, BK], SWIZZLED_TILE)
+    row, column = gl.arange(0, C, gl.SliceLayout(1, ROWS)), gl.arange(0, BK, gl.SliceLayout(0, ROWS))
+    o_states = gl.arange(0, D, gl.SliceLayout(1, ROWS))[:, None] * D + column[None, :]
+    o_keys = row[:, None] * key_stride + column[None, :]
+    o_gradients = row[:, None] * (HV * D) + column[None, :]
+    m_rows = (row < rows)[:, None]
+    tiles = (S_buffer.index(0), dS_buffer.index(0), key_tile, query_tile)
+    copy_tile(states, d_states, k, q, o_states, o_keys, m_rows, tiles)
+    gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32))
+    o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
+    m_gates = (gate_row < rows)[:, None]
+    next_g = gl.load(log_decay + o_gates, mask=m_gates, other=0.0)
+
+    # dP and Z U^T, the gradients of the scores. The diagonal of Z U^T makes d_beta: <z, u> / beta, or a sum where the
+    # step size is nearly zero (`chunk.score_gradients`).
+    b_v = gl.load(v + base + o_values, mask=m_values, other=0.0)
+    values_beta = gl.load(beta + slot * C + wide_row)
+    token = gl.arange(0, C, TOKENS)
+    b_beta, m_tokens = gl.load(beta + slot * C + token), token < rows
+    async_copy.wait_group(1)
+    fence_async_shared()
+    barrier()
+    no_scores = gl.full([C, C], 0.0, gl.float32, SCORES)
+    b_dP = warpgroup_mma(dO, b_U.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    b_ZU = warpgroup_mma(b_Z, b_U.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    z = b_Z.load(WIDE_ROWS).to(gl.float32)
+    b_dbeta = gl.convert_layout(gl.sum(z * b_v.to(gl.float32), 1), TOKENS)
+    gl.store(dv + base + o_values, (values_beta[:, None] * z).to(gl.bfloat16), mask=m_values)
+    b_dP, b_ZU = warpgroup_mma_wait(0, deps=[b_dP, b_ZU])
+    i, j = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None], gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
+    diagonal = gl.convert_layout(gl.sum(gl.where(i == j, b_dP, 0.0), 1) * scale, TOKENS)
+    zu = gl.convert_layout(gl.sum(gl.where(i == j, b_ZU, 0.0), 1), TOKENS)
+    o_beta, large = token * HV, b_beta > 0.0625
+    gl.store(d_beta + o_beta, zu / gl.where(large, b_beta, 1.0), mask=m_tokens & large)
+    dP_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)
+    ZU_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)
+    dP_buffer.index(0).store(gl.where(i > j, b_dP, 0.0).to(gl.bfloat16))
+    ZU_buffer.index(0).store(gl.where(i > j, b_ZU, 0.0).to(gl.bfloat16))
+
+    hi_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
+    lo_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
+    written_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
+    query_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
+    erase_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
+    i, j = gl.arange(0, C, gl.SliceLayout(1, LEFT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LEFT))[None, :]
+    earlier = gl.where(i >= j, 1.0, 0.0).to(gl.bfloat16)  # a product with it is a running sum over tokens
+    everything = gl.full([C, C], 1.0, gl.bfloat16, LEFT)
+    no_sums = gl.full([C, BK], 0.0, gl.float32, SUMS)
+    none = gl.full([C, BK], 0.0, gl.float32, TILE)
+    for o in range(0, channels, BK):
+        n = o * nothing
+        dO, b_U, b_Z, S, dS = (
+            dO_buffer.index(n), U_buffer.index(n), Z_buffer.index(n), S_buffer.index(n), dS_buffer.index(n),
+        )  # fmt: skip
+        dP, ZU, hi, lo = dP_buffer.index(n), ZU_buffer.index(n), hi_buffer.index(n), lo_buffer.index(n)
+        written, query, erase = written_buffer.index(n), query_buffer.index(n), erase_buffer.index(n)
+
+        # G, and behind it the products with the states.
+        store_two_terms(gl.maximum(next_g.to(gl.float32) * LOG2E, LOG2_FLOOR), hi, lo)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        b_dq = warpgroup_mma(dO, S, none, use_acc=False, is_async=True)
+        b_row = warpgroup_mma(b_Z, S, none, use_acc=False, is_async=True)
+        b_col = warpgroup_mma(b_U, dS, none, use_acc=False, is_async=True)
+        b_G = mma_v2(earlier, hi.load(RIGHT), mma_v2(earlier, lo.load(RIGHT), no_sums))
+        g_last = gl.load(G + o + gl.arange(0, BK, CHANNELS))[None, :]
+        middle = gl.floor(0.5 * g_last)  # `chunk.decay_factors.middle_of`
+        k_16, q_16 = key_tile.load(TILE), query_tile.load(TILE)
+        overlap = S.slice(0, C).load(TILE).to(gl.float32) * dS.slice(0, C).load(TILE).to(gl.float32)
+        overlap += S.slice(C, C).load(TILE).to(gl.float32) * dS.slice(C, C).load(TILE).to(gl.float32)
+        overlap = row_pairs(overlap)
+        b_G = gl.convert_layout(b_G, TILE) - middle
+        entry, b_k = gl.exp2(b_G), k_16.to(gl.float32)
+        k_written = b_k * gl.exp2(-b_G)
+        written.store(k_written.to(gl.bfloat16))
+        query.store((q_16.to(gl.float32) * (entry * scale)).to(gl.bfloat16))
+        erase.store((-b_beta[:, None] * b_k * entry).to(gl.bfloat16))
+        b_dq, b_row, b_col = warpgroup_mma_wait(0, deps=[b_dq, b_row, b_col])
+        to_middle = gl.exp2(middle)
+        b_dq, b_row = b_dq * to_middle, b_row * to_middle
+        b_col = b_col * gl.exp2(g_last - middle)  # the decay to the chunk's end is that times `1 / entry`
+        last = row_pairs(k_written * b_col)
+        last += overlap * gl.convert_layout(gl.exp2(g_last), gl.SliceLayout(0, last.type.layout))[None, :, :]
+        fence_async_shared()
+        barrier()
+
+        # The products over tokens, while the next tile is copied.
+        b_dq = warpgroup_mma(dP, written, b_dq, is_async=True)
+        b_row = warpgroup_mma(ZU, written, b_row, is_async=True)
+        b_col = warpgroup_mma(dP.permute((1, 0)), query, b_col, is_async=True)
+        b_col = warpgroup_mma(ZU.permute((1, 0)), erase, b_col, is_async=True)
+        more = o + BK < channels
+        if more:
+            tiles = (S, dS, key_tile, query_tile)
+            copy_tile(states, d_states, k, q, o_states + (o + BK), o_keys + (o + BK), m_rows, tiles)
+        b_dq, b_row = warpgroup_mma_wait(2, deps=[b_dq, b_row])
+        b_k, b_q = k_16.to(gl.float32), q_16.to(gl.float32)
+        b_dq = (entry * scale) * b_dq
+        b_dG = b_q * b_dq
+        b_dq += diagonal[:, None] * b_k
+        b_row = -entry * b_row
+        b_dbeta += gl.sum(b_k * b_row, 1)
+        b_row *= b_beta[:, None]
+        b_dG += b_k * b_row
+        b_dk = diagonal[:, None] * b_q + b_row
+        if more:
+            next_g = gl.load(log_decay + (o_gates + (o + BK)), mask=m_gates, other=0.0)
+        b_col = warpgroup_mma_wait(0, deps=[b_col])
+        b_col = b_col * (1.0 / entry)
+        b_dG -= b_k * b_col
+        b_dk += b_col
+
+        # d_log_decay is the sum over this token and all later ones: the sum over all, less that over earlier ones.
+        barrier()  # the products of all warps have read their operands
+        store_two_terms(-b_dG, hi, lo)
+        last = gl.reshape(last + row_pairs(b_dG), [BK, BK])
+        store_two_terms(last, query.slice(0, BK), query.slice(BK, BK))
+        if not GROUPED:
+            written.store(b_dq.to(gl.bfloat16))
+            erase.store(b_dk.to(gl.bfloat16))
+        barrier()
+        b_dg = mma_v2(everything, query.load(RIGHT), no_sums)
+        b_dg = mma_v2(earlier, hi.load(RIGHT), mma_v2(earlier, lo.load(RIGHT), b_dg))
+        o_tile = token[:, None] * (HV * D) + gl.arange(0, BK, CHANNELS)[None, :]
+        if GROUPED:  # in float32, for the sum over the heads of a group
+            gl.store(dq + (o_tile + o), b_dq, mask=m_tokens[:, None])
+            gl.store(dk + (o_tile + o), b_dk, mask=m_tokens[:, None])
+        else:
+            gl.store(dq + (o_gradients + o), written.load(ROWS), mask=m_rows)
+            gl.store(dk + (o_gradients + o), erase.load(ROWS), mask=m_rows)
+        gl.store(d_log_decay + (o_tile + o), gl.convert_layout(b_dg, TILE) + b_dG, mask=m_tokens[:, None])
+    gl.store(d_beta + o_beta, b_dbeta, mask=m_tokens & (b_beta <= 0.0625))

@@ -1,0 +1,160 @@
+"""The chunk gradients for decay per channel in Gluon: compiled for sm_90a, on a model of a thread block, on a GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from delta_rule_cases import DeltaRuleCase  # noqa: E402
+from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
+from ops.triton.gluon_compile import SHARED_MEMORY, Compiled, compile_kernel  # noqa: E402
+from ops.triton.test_compiled_code import Modelled  # noqa: E402
+from ptx.thread_block import Program  # noqa: E402
+
+from deltazoo.ops import delta_rule  # noqa: E402
+from deltazoo.ops.triton import pipeline  # noqa: E402
+from deltazoo.ops.triton.hopper.support import MISSING, available  # noqa: E402
+from deltazoo.ops.triton.launch import Constants  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Gluon has no interpreter"),
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+]
+NAME = "hopper_chunk_gradients_channel_kernel"
+CASE = DeltaRuleCase("channel", B=1, T=100, H=1, K=128, V=128, decay="channel", log_decay=-0.05, beta=0.7)
+"""Two chunks, the second one not full."""
+
+
+def hard_inputs(case: DeltaRuleCase, **options: Any) -> Any:
+    """Inputs with some step sizes so small that d_beta is a sum, one that is zero, and one channel that decays fast.
+
+    A full chunk decays by 2^148 in that channel, so that its factors must be those from and to the middle.
+    """
+    inputs = case.make(dtype=torch.bfloat16, **options)
+    inputs.beta[:, ::3] *= 0.05
+    inputs.beta[:, 5:6] = 0.0
+    inputs.log_decay[..., 3] = -1.6
+    return inputs
+
+
+def compiled_well(kernel: Any, arguments: dict[str, Any]) -> Compiled:
+    """The kernel compiled: registers and products in flight as they should be."""
+    compiled = compile_kernel(kernel, arguments)
+    print(compiled)
+    assert compiled.spilled <= 320  # what the loop over tiles does not change
+    assert 2 * (compiled.shared + 1024) <= SHARED_MEMORY + 1024  # two programs per multiprocessor
+    assert not compiled.warnings
+    return compiled
+
+
+def test_decays_in_bfloat16_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
+        launches[kernel.fn.__name__] = kernel, dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
+
+    launches: dict[str, Any] = {}
+    q, k, v, log_decay = (torch.empty(1, 100, 2, 128, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    beta = torch.empty(1, 100, 2, device="meta")
+    monkeypatch.setattr(pipeline, "launch", record)
+    monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
+    problem = pipeline.Problem(q, k, v, beta, log_decay, 0.1, None, None, None, None, False, 1)
+    output, _, kept = pipeline.forward(problem)
+    pipeline.backward(problem, kept, output, None)
+    assert "mul.bf16" not in compiled_well(*launches[NAME]).ptx
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("groups", "decays"), [(1, torch.float32), (2, torch.bfloat16)])
+def test_as_compiled_on_a_model_of_a_thread_block(
+    groups: int, decays: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results right; nothing depends on timing."""
+    inputs, hazards = hard_inputs(replace(CASE, groups=groups)), {}
+    inputs = replace(inputs, log_decay=inputs.log_decay.to(decays))
+    ran = []
+
+    def on_the_model(kernel: Any, constants: Constants, *tensors: Any) -> None:
+        if kernel.fn.__name__ != NAME:
+            Modelled(kernel, hazards)[constants.grid](*tensors, **constants.named)
+            return
+        arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
+        compiled = compiled_well(kernel, arguments)
+        given = [arguments[p.name] for p in kernel.params if not p.is_constexpr and arguments[p.name] is not None]
+        Modelled(kernel, hazards).run(Program(compiled.ptx), given, constants.grid)
+        ran.append(kernel)
+
+    monkeypatch.setattr(pipeline, "launch", on_the_model)
+    x = inputs
+    problem = pipeline.Problem(
+        x.q, x.k, x.v, x.beta, x.log_decay, CASE.K**-0.5, x.initial_state, None, None, None, False, 1
+    )
+    output, final_state, kept = pipeline.forward(problem)
+    monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
+    gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state)
+    assert ran
+    names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]
+    actual = {"output": output, "final_state": final_state}
+    actual |= {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+    exact = results_and_gradients(delta_rule, x.double(), backend="chunkwise")
+    plain = results_and_gradients(delta_rule, x, backend="chunkwise")
+    assert_within_reference(actual, exact, plain, x, rounding=torch.bfloat16, floor=4.0)
+    assert not hazards
+
+
+def no_kernels() -> bool:
+    return not torch.cuda.is_available() or not available(torch.device("cuda", 0))
+
+
+CASES = [
+    *(replace(CASE, name=f"tokens_{T}", T=T, H=2, B=2) for T in (1, 64, 77, 256)),
+    replace(CASE, name="grouped", T=200, B=3, H=2, groups=2, initial_state=True),
+    replace(CASE, name="resets", T=130, H=2, log_decay="reset"),
+    replace(CASE, name="weak", T=512, H=2, log_decay=-0.001),
+    replace(CASE, name="strong", T=512, H=2, log_decay=-1.0),
+    replace(CASE, name="segments", T=4230, log_decay=-0.002, beta=0.5),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.gpu
+@pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
+def test_agrees_with_the_reference(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, launch = set(), pipeline.launch
+
+    def record(kernel: Any, *arguments: Any) -> None:
+        names.add(kernel.fn.__name__)
+        launch(kernel, *arguments)
+
+    monkeypatch.setattr(pipeline, "launch", record)
+    inputs = hard_inputs(case, device="cuda")
+    actual = results_and_gradients(delta_rule, inputs, backend="triton")
+    assert NAME in names
+    exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
+    plain = results_and_gradients(delta_rule, inputs, backend="chunkwise")
+    assert_within_reference(actual, exact, plain, inputs, rounding=torch.bfloat16, floor=4.0)
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.98, 1.9])
+@pytest.mark.gpu
+@pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
+def test_repeated_keys(beta: float) -> None:
+    case = replace(CASE, T=2048, H=4, keys="same", beta=beta)
+    inputs = case.make(device="cuda", dtype=torch.bfloat16)
+    actual = results_and_gradients(delta_rule, inputs, backend="triton")
+    exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
+    assert max(relative_errors(actual, exact, inputs).values()) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
+def test_same_bits_from_run_to_run() -> None:
+    inputs = replace(CASE, B=10, T=650, H=8).make(device="cuda", dtype=torch.bfloat16)
+    first, *others = (results_and_gradients(delta_rule, inputs, backend="triton") for _ in range(4))
+    for other, name in product(others, first):
+        assert torch.equal(first[name], other[name])
