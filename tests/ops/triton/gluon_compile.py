@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from ops.triton.machine_code import changed_operands
 from triton.backends.compiler import GPUTarget
 
 from deltazoo.ops.triton.launch import Tile
@@ -34,7 +35,7 @@ class Compiled:
     shared: int
     """Bytes per thread block."""
     warnings: tuple[str, ...]
-    """Of ptxas, such as C7512 and C7514: matrix products that wait for each other."""
+    """Of ptxas, such as C7512 and C7514: matrix products that wait for each other. And what changes their operands."""
     ptx: str
     partition_registers: tuple[int, ...]
     """What partitions of warps set their registers to."""
@@ -83,6 +84,7 @@ def _resources(compiled: Any) -> Compiled:
     spilled = sum(int(x) for x in re.findall(r"(\d+) bytes spill", told))
     found = re.search(r"Used (\d+) registers", told)
     assert found, told
-    warnings = tuple(line.strip() for line in told.splitlines() if re.search(r"\(C\d+\)", line))
+    warnings = [line.strip() for line in told.splitlines() if re.search(r"\(C\d+\)", line)]
+    warnings += changed_operands(compiled.asm["cubin"])
     partitions = tuple(int(x) for x in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))
-    return Compiled(int(found[1]), spilled, compiled.metadata.shared, warnings, ptx, partitions)
+    return Compiled(int(found[1]), spilled, compiled.metadata.shared, tuple(warnings), ptx, partitions)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Missed, known_miss
+from ops.triton.machine_code import changed_operands
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
@@ -203,6 +204,8 @@ def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
             failures.append(f"{line}; allowed: {limits}")
         elif used["spilled"] > limits["spilled"]:
             spilling[f"{line}; allowed: {limits}"] = used["spilled"]
+        if call.arch == HOPPER and (changed := changed_operands(compiled.asm["cubin"])):
+            failures.append("\n    ".join([f"{line}; registers of running products change", *changed]))
         if operands_overwritten(compiled):
             failures.append(f"{line}; copies for the next iteration of a loop overwrite what its products still read")
     assert len(seen) >= (len(call.only) or 5), "a forward and a backward pass launch at least five kernels"

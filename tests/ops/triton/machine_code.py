@@ -1,0 +1,88 @@
+"""Registers of asynchronous matrix products (wgmma) that change before the product is done, in assembled code.
+
+ptxas 12.8 and 12.9 put instructions that set a product's operand behind the product, if the operand is a constant that
+two products share. What the first one reads then depends on timing (docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+
+__all__ = ["changed_operands"]
+
+
+class Product(NamedTuple):
+    """A product that has been issued."""
+
+    line: str
+    left: range
+    """Registers of its left operand; none if that is in shared memory."""
+    accumulator: range
+
+
+def changed_operands(cubin: bytes) -> list[str]:
+    """Instructions that write the left operand of a product, or read or write its accumulator, before it is done."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+        return _changed_operands(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def _changed_operands(listing: str) -> list[str]:
+    code = {int(at, 16): line for at, line in re.findall(r"^\s*/\*([0-9a-f]+)\*/\s+(.*?)\s*;", listing, re.MULTILINE)}
+    found: dict[str, None] = {}
+    issued: list[list[Product]] = [[]]  # in groups that are waited for; the last one is still open
+    for at, line in code.items():
+        issued = _step(line, issued, found)
+        jump = re.match(r"(?:@!?U?P\d )?BRA (?:U?P\d, )?`?\(?(0x[0-9a-f]+)", line)
+        if jump and int(jump[1], 16) < at and any(issued):  # products run on into the next trip of a loop
+            running = issued
+            for again, repeated in code.items():
+                if int(jump[1], 16) <= again <= at and any(running):
+                    running = _step(repeated, running, found)
+    return list(found)
+
+
+def _step(line: str, issued: list[list[Product]], found: dict[str, None]) -> list[list[Product]]:
+    """The groups of products that run after an instruction; adds to `found` if it changes one of them."""
+    name, _, rest = re.sub(r"^@!?U?P\d\s+", "", line).partition(" ")
+    operands = [x.strip() for x in rest.split(",")]
+    if "GMMA." in name:
+        assert ".F32." in name, f"accumulators of another type are not known here: {line}"
+        columns = int(re.search(r"\.64x(\d+)x", name)[1])  # type: ignore[index]
+        product = Product(line, _registers(operands[1], 4), _registers(operands[0], columns // 2))
+        issued = [*issued[:-1], [*issued[-1], product]]
+        return [*issued, []] if "gsb0" in operands else issued
+    if name == "WARPGROUP.DEPBAR.LE":
+        return issued[len(issued) - 1 - int(operands[-1], 16) :]
+    written = _written(name, operands)
+    used = {int(x) for x in re.findall(r"\bR(\d+)", rest)}.union(written)
+    for product in (product for group in issued for product in group):
+        if set(written) & set(product.left) or used & set(product.accumulator):
+            found[f"{line} while {product.line}"] = None
+    return issued
+
+
+def _registers(operand: str, count: int) -> range:
+    found = re.match(r"R(\d+)\b", operand)
+    return range(int(found[1]), int(found[1]) + count) if found else range(0)
+
+
+def _written(name: str, operands: list[str]) -> range:
+    """The registers that an instruction writes."""
+    if "SETP" in name:
+        return range(0)
+    target = operands[1] if re.fullmatch(r"P[0-6T]", operands[0]) and len(operands) > 1 else operands[0]
+    count = 4 if ".128" in name or name.startswith("HMMA") else 2 if ".64" in name or ".WIDE" in name else 1
+    if name.startswith("LDSM"):
+        count = int(name.rpartition(".")[2])
+    if name.startswith("CS2R") and ".32" not in name:
+        count = 2
+    return _registers(target, count)

@@ -1,0 +1,45 @@
+"""The check of assembled products finds what ptxas 12.8 did wrong, and nothing else in the same code."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from ops.triton.machine_code import _changed_operands  # noqa: E402
+
+# The gradients per channel with masks as constants: R109 is set after the first product was issued.
+LATE = """
+        /*6070*/                   WARPGROUP.ARRIVE ;                                                  /* 0x0 */
+        /*6080*/                   LDG.E.64 R122, desc[UR8][R124.64+0x20] ;
+        /*6090*/                   HGMMA.64x32x16.F32.BF16 R72, R108, gdesc[UR12].tnspB, RZ, !UPT ;
+        /*60a0*/                   UMOV UR14, UR7 ;
+        /*60b0*/                   IMAD.MOV.U32 R109, RZ, RZ, 0x3f803f80 ;
+        /*60c0*/                   HGMMA.64x32x16.F32.BF16 R72, R100, gdesc[UR12].tnspB, R72, gsb0 ;
+        /*60d0*/                   WARPGROUP.ARRIVE ;
+        /*60e0*/                   HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;
+        /*60f0*/                   LDSM.16.M88.4 R120, [R10+UR5+0xd000] ;
+        /*6100*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*6110*/                   MOV R108, RZ ;
+        /*6120*/                   FADD R170, R78, -R237.reuse ;
+        /*6130*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*6140*/                   FADD R24, R24, R25 ;
+        /*6150*/              @!P4 BRA 0x6070 ;
+        /*6160*/                   EXIT ;
+"""
+
+
+def test_operand_set_after_the_product_was_issued() -> None:
+    (found,) = _changed_operands(LATE)
+    assert found.startswith("IMAD.MOV.U32 R109") and "R72, R108" in found
+    assert not _changed_operands(LATE.replace("R109", "R117"))
+
+
+def test_accumulator_read_before_the_wait() -> None:
+    (found,) = _changed_operands(LATE.replace("R109", "R117").replace("FADD R170, R78", "FADD R170, R27"))
+    assert found.startswith("FADD R170, R27")
+
+
+def test_products_that_run_on_into_the_next_trip() -> None:
+    no_wait = LATE.replace("R109", "R117").replace("WARPGROUP.DEPBAR.LE gsb0, 0x0 ", "NOP ")
+    early = no_wait.replace("FADD R24, R24, R25", "NOP").replace("LDG.E.64 R122", "LDG.E.64 R38")
+    (found,) = _changed_operands(early)
+    assert found.startswith("LDG.E.64 R38") and "HGMMA.64x32x16.F32.BF16 R24" in found
