@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from ops.triton.machine_code import changed_operands
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from deltazoo.ops.triton.launch import Tile

@@ -93,8 +93,8 @@ def test_compiles_without_spills_and_with_products_in_flight(call: Call, monkeyp
     launches = call.launches(monkeypatch)
     assert launches
     for kernel, arguments in launches:
-        if kernel.fn.__name__ == "backward_kernel":
-            continue  # see test_hopper_backward.py
+        if kernel.fn.__name__ in ("backward_kernel", "hopper_chunk_gradients_channel_kernel"):
+            continue  # see test_hopper_backward.py and test_hopper_gradients.py
         compiled = compile_kernel(kernel, arguments)
         print(kernel.__name__, {n: x for n, x in arguments.items() if n.isupper()}, compiled)
         # Of the scans a number or two, with some versions of Triton; of the others what the loop does not change.

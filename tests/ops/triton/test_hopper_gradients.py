@@ -16,11 +16,12 @@ from delta_rule_cases import DeltaRuleCase  # noqa: E402
 from helpers import assert_within_reference, relative_errors, results_and_gradients  # noqa: E402
 from ops.triton.gluon_compile import SHARED_MEMORY, Compiled, compile_kernel  # noqa: E402
 from ops.triton.test_compiled_code import Modelled  # noqa: E402
+from ops.triton.test_hopper import sizes  # noqa: E402
 from ptx.thread_block import Program  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
-from deltazoo.ops.triton.hopper.support import MISSING, available  # noqa: E402
+from deltazoo.ops.triton.hopper.support import MISSING, available, channel_gradients_refusal  # noqa: E402
 from deltazoo.ops.triton.launch import Constants  # noqa: E402
 
 pytestmark = [
@@ -48,18 +49,22 @@ def compiled_well(kernel: Any, arguments: dict[str, Any]) -> Compiled:
     """The kernel compiled: registers and products in flight as they should be."""
     compiled = compile_kernel(kernel, arguments)
     print(compiled)
-    assert compiled.spilled <= 320  # what the loop over tiles does not change
+    assert compiled.spilled <= 64
     assert 2 * (compiled.shared + 1024) <= SHARED_MEMORY + 1024  # two programs per multiprocessor
     assert not compiled.warnings
     return compiled
 
 
-def test_decays_in_bfloat16_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("groups", "decays"), [(1, torch.bfloat16), (2, torch.float32)])
+def test_compiles_well_and_sums_decays_in_float32(
+    groups: int, decays: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
         launches[kernel.fn.__name__] = kernel, dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
 
     launches: dict[str, Any] = {}
-    q, k, v, log_decay = (torch.empty(1, 100, 2, 128, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    q, k = (torch.empty(1, 100, 2 // groups, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    v, log_decay = (torch.empty(1, 100, 2, 128, dtype=dtype, device="meta") for dtype in (torch.bfloat16, decays))
     beta = torch.empty(1, 100, 2, device="meta")
     monkeypatch.setattr(pipeline, "launch", record)
     monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
@@ -67,6 +72,20 @@ def test_decays_in_bfloat16_are_summed_in_float32(monkeypatch: pytest.MonkeyPatc
     output, _, kept = pipeline.forward(problem)
     pipeline.backward(problem, kept, output, None)
     assert "mul.bf16" not in compiled_well(*launches[NAME]).ptx
+
+
+def test_says_why_a_call_is_left_to_the_plain_kernel() -> None:
+    assert channel_gradients_refusal(sizes(decay=2), torch.bfloat16) is None
+    assert channel_gradients_refusal(sizes(decay=2), torch.float16) == "inputs are torch.float16"
+    assert (
+        channel_gradients_refusal(
+            sizes(decay=2, sequences=2, q=torch.Size([1, 256, 2, 128]), v=torch.Size([1, 256, 4, 128])), torch.bfloat16
+        )
+        == "rows are packed"
+    )
+    other_erase = "the erase reads by another key, or before the decay"
+    for change in (dict(has_erase_key=True), dict(undecayed=True)):
+        assert channel_gradients_refusal(sizes(decay=2, **change), torch.bfloat16) == other_erase
 
 
 @pytest.mark.sweep
@@ -155,6 +174,6 @@ def test_repeated_keys(beta: float) -> None:
 @pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
 def test_same_bits_from_run_to_run() -> None:
     inputs = replace(CASE, B=10, T=650, H=8).make(device="cuda", dtype=torch.bfloat16)
-    first, *others = (results_and_gradients(delta_rule, inputs, backend="triton") for _ in range(4))
+    first, *others = (results_and_gradients(delta_rule, inputs, backend="triton") for _ in range(12))
     for other, name in product(others, first):
         assert torch.equal(first[name], other[name])
