@@ -55,7 +55,7 @@ def _step(line: str, issued: list[list[Product]], found: dict[str, None]) -> lis
     name, _, rest = re.sub(r"^@!?U?P\d\s+", "", line).partition(" ")
     operands = [x.strip() for x in rest.split(",")]
     if "GMMA." in name:
-        assert ".F32." in name, f"accumulators of another type are not known here: {line}"
+        assert "F32" in name.split("."), f"accumulators of another type are not known here: {line}"
         columns = int(re.search(r"\.64x(\d+)x", name)[1])  # type: ignore[index]
         product = Product(line, _registers(operands[1], 4), _registers(operands[0], columns // 2))
         issued = [*issued[:-1], [*issued[-1], product]]
