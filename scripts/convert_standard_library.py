@@ -333,7 +333,7 @@ class Experiment:
 
 
 def tokens_per_step(stage: Any) -> int:
-    return stage.rows_per_batch * stage.row_length * stage.accumulation
+    return stage.rows_of_a_step * stage.row_length
 
 
 def stage_tokens(stage: Any) -> int:

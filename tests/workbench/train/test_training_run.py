@@ -95,9 +95,9 @@ def test_a_run_learns_and_leaves_a_model_for_transformers(text: Path, tmp_path: 
     assert f"{result.corpus.description}; 40 steps of 96 tokens." in (result.model_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_resumed_run_has_the_losses_of_an_unbroken_one(text: Path, tmp_path: Path, accumulation: int) -> None:
-    changes: dict[str, Any] = {"training": {"accumulation": accumulation, "steps": 12}}
+@pytest.mark.parametrize("rows_per_step", [2, 4])
+def test_a_resumed_run_has_the_losses_of_an_unbroken_one(text: Path, tmp_path: Path, rows_per_step: int) -> None:
+    changes: dict[str, Any] = {"training": {"rows_per_step": rows_per_step, "steps": 12}}
     unbroken = train(run_config(text, tmp_path / "unbroken", **changes))
     config = run_config(text, tmp_path / "broken", **changes)
     with stopping_after(6), pytest.raises(KeyboardInterrupt):

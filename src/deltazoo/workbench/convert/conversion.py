@@ -278,7 +278,7 @@ def _trainer(
         "tokenizer": text.tokenizer,
         "config": run,
         "arguments": arguments,
-        "train_rows": training_rows(run, text.source, text.corpus, text.tokenizer, arguments.world_size, text.training),
+        "train_rows": training_rows(run, text.source, text.corpus, text.tokenizer, text.training),
         "validation_rows": spread(text.validation_rows(stage.row_length), stage.evaluation_rows),
         "bytes_per_token": text.bytes_per_token,
         "collate_rows": collate_side_by_side,

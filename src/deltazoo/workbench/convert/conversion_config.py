@@ -36,6 +36,12 @@ class StageConfig(OptimizationConfig):
 
     trains: Trained = "all"
 
+    def __post_init__(self) -> None:
+        """Refuse what needs several processes."""
+        super().__post_init__()
+        if self.context_parallel > 1 or self.fully_shard:
+            raise ValueError(f"{self.section}: a conversion runs in one process, without context_parallel, fully_shard")
+
     def as_run(self, output: Path, variant: str, tokenizer: Path, data: DataConfig, seed: int) -> RunConfig:
         """The stage as a `RunConfig`."""
         keys = [key.name for key in dataclasses.fields(OptimizationConfig)]

@@ -106,8 +106,9 @@ class OptimizationConfig:
         section: the section's name in the file, for messages; not a key.
         steps: optimizer steps.
         row_length: tokens per packed row; gradients reach back no further.
-        rows_per_batch: rows per forward pass and device.
-        accumulation: forward passes per optimizer step.
+        rows_per_batch: at most this many rows in one forward pass; `context_parallel` devices share them.
+        rows_per_step: rows of an optimizer step, over all devices; default: ``rows_per_batch``. The number of forward
+            passes follows from it and from the number of devices.
         learning_rate: peak learning rate of AdamW.
         schedule: after the warm-up, along a cosine or a line down to ``min_learning_rate_ratio``, or constant.
         warmup: share of the steps over which the learning rate rises linearly from 0.
@@ -118,6 +119,9 @@ class OptimizationConfig:
         precision: ``auto`` is bf16 on a GPU that has it and fp32 elsewhere; parameters stay fp32 in any case.
         gradient_checkpointing: recompute each block in the backward pass; slower, less memory.
         compile: run the model through ``torch.compile``.
+        context_parallel: how many devices share the tokens of a forward pass; with more devices, groups of as many
+            have rows of their own.
+        fully_shard: divide parameters, gradients and optimizer state among all devices (FSDP2).
         log_every: steps between two log entries of the training loss, each the mean since the previous one.
         evaluate_every: steps between two validation losses.
         evaluation_rows: held-out rows of a validation loss, evenly spread; ``deltazoo eval`` reads all of the text.
@@ -131,7 +135,7 @@ class OptimizationConfig:
     row_length: int
     rows_per_batch: int
     learning_rate: float
-    accumulation: int = 1
+    rows_per_step: int | None = None
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: float = 0.0
     min_learning_rate_ratio: float = 0.0
@@ -141,6 +145,8 @@ class OptimizationConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
+    context_parallel: int = 1
+    fully_shard: bool = False
     log_every: int = 10
     evaluate_every: int = 100
     evaluation_rows: int = 32
@@ -149,9 +155,9 @@ class OptimizationConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        counts = "steps row_length rows_per_batch accumulation log_every evaluate_every evaluation_rows save_every"
-        for name in [*counts.split(), "keep_checkpoints"]:
-            if getattr(self, name) < 1:
+        counts = "steps row_length rows_per_batch rows_per_step log_every evaluate_every evaluation_rows save_every"
+        for name in [*counts.split(), "keep_checkpoints", "context_parallel"]:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{self.section}.{name} must be at least 1, got {getattr(self, name)}")
         for name in ("learning_rate", "max_grad_norm"):
             value = getattr(self, name)
@@ -169,11 +175,18 @@ class OptimizationConfig:
             raise ValueError(f"{self.section}.min_learning_rate_ratio has no meaning with schedule constant")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"{self.section}.betas must lie in [0, 1), got {list(self.betas)}")
+        if self.compile and self.fully_shard:
+            raise ValueError(f"{self.section}.compile has no effect with {self.section}.fully_shard")
         if self.save_every % self.log_every:
             raise ValueError(
                 f"{self.section}.save_every ({self.save_every}) must be a multiple of "
                 f"{self.section}.log_every ({self.log_every})"
             )
+
+    @property
+    def rows_of_a_step(self) -> int:
+        """Rows of an optimizer step, over all devices."""
+        return self.rows_per_step or self.rows_per_batch
 
     @property
     def warmup_steps(self) -> int:
@@ -217,6 +230,7 @@ class RunConfig:
         """The configuration as plain lists and dictionaries, defaults included."""
         values = dataclasses.asdict(self)
         values["training"]["betas"] = list(self.training.betas)
+        values["training"]["rows_per_step"] = self.training.rows_of_a_step
         return values
 
 

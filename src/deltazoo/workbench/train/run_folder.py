@@ -19,6 +19,7 @@ _TEXT = "text.json"
 # Keys that a resumed run may change: they do not affect the losses of earlier steps.
 _FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.keep_checkpoints"}
 _FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
+_FREE_TO_CHANGE |= {"training.rows_per_batch", "training.context_parallel", "training.fully_shard"}
 
 
 def check_run(

@@ -1,4 +1,4 @@
-"""The HF Trainer for packed rows: our optimizer groups, an exact validation loss, atomic checkpoints."""
+"""The HF Trainer for packed rows: our optimizer groups, an exact validation loss, atomic checkpoints, several GPUs."""
 
 import json
 import math
@@ -10,19 +10,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
+import deltazoo
+from deltazoo.distributed import fully_shard_model, local_batch
 from deltazoo.layers import parameter_groups
 from deltazoo.workbench.train.checkpoint_files import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.workbench.train.config import RunConfig
+from deltazoo.workbench.train.division import divide_rows
 from deltazoo.workbench.train.interruption import StopOnSignal, TrainingInterrupted
 from deltazoo.workbench.train.monitor import Monitor
 from deltazoo.workbench.train.packed_rows import collate
 from deltazoo.workbench.train.schedule import learning_rate_factor
+from deltazoo.workbench.train.sharded_state import is_sharded, load_optimizer, save_optimizer, whole_model
 from deltazoo.workbench.train.streamed_rows import StreamedRows
 from deltazoo.workbench.train.validation_loss import score_rows
 
@@ -44,7 +52,14 @@ class PackedTrainer(Trainer):
         collate_rows: Callable[..., dict[str, Any]] = collate,
     ) -> None:
         """``bytes_per_token`` of the held-out text converts the validation loss to bits per byte."""
-        self._rows_per_step = config.training.rows_per_batch * config.training.accumulation * arguments.world_size
+        self._rows_per_step = config.training.rows_of_a_step
+        self._division = divide_rows(config.training, arguments.world_size)
+        self._shards = config.training.fully_shard and arguments.world_size > 1
+        self._mesh: DeviceMesh | None = None
+        if self._division.context_parallel > 1:
+            shape = (self._division.groups, self._division.context_parallel)
+            self._mesh = init_device_mesh(arguments.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
+            deltazoo.context_parallel(model, self._mesh["cp"])
         self.monitor = Monitor(tokens_per_step=self._rows_per_step * config.training.row_length)
         self._stop = StopOnSignal()
         super().__init__(
@@ -56,6 +71,8 @@ class PackedTrainer(Trainer):
             processing_class=tokenizer,
             callbacks=[self.monitor, self._stop],
         )
+        if self._mesh is not None:
+            self.accelerator.state.device_mesh = self._mesh  # its data loader gives the ranks of a group the same rows
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
         self._settings, self._bytes_per_token = config.training, bytes_per_token
@@ -84,6 +101,35 @@ class PackedTrainer(Trainer):
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)  # type: ignore[arg-type]
             self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def get_cp_size(self) -> int:
+        """How many processes share a batch; Trainer counts its tokens once."""
+        return self._division.context_parallel
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return super()._prepare_inputs(self._piece(inputs))
+
+    def _piece(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This process's tokens of a batch."""
+        return batch if self._mesh is None else local_batch(batch, self._mesh["cp"])
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Shard the model, if the configuration says so, instead of leaving it to accelerate."""
+        if not self._shards:
+            return super()._wrap_model(model, *args, **kwargs)
+        if isinstance(model, _Sharded):
+            return model
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if self.args.bf16 else None, reduce_dtype=torch.float32
+        )
+        fully_shard_model(self._model, mp_policy=policy)
+        self.optimizer = None  # the one that Trainer has made holds the whole parameters
+        self.create_optimizer()
+        return _Sharded(self._model)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        norm = super()._clip_grad_norm(model)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train from the beginning or from a checkpoint; after the last step only load the checkpoint.
@@ -118,9 +164,18 @@ class PackedTrainer(Trainer):
         """Validation loss in nats per token and in bits per byte; each process scores its share of the rows."""
         if eval_dataset is not None:
             raise ValueError("the validation rows are fixed when the trainer is made: evaluate() takes no other data")
+        groups, size = self._division.groups, self._division.context_parallel
         with self.monitor.pause():
-            share = self._validation_rows[self.args.process_index :: self.args.world_size]
-            found = score_rows(self._model, share, self._settings.rows_per_batch, self._collate_rows)
+            share = self._validation_rows[self.args.process_index // size :: groups]
+            # All processes of a sharded model run as many passes as the one with the largest share.
+            passes = math.ceil(math.ceil(len(self._validation_rows) / groups) / self._division.rows)
+            found = score_rows(
+                self._model,
+                share,
+                self._division.rows,
+                lambda rows: self._piece(self._collate_rows(rows)),
+                empty_passes=[self._validation_rows[0]] * passes if self._shards else (),
+            )
             sums = torch.tensor(found, dtype=torch.float32)
             sums = self.accelerator.reduce(sums.to(self.args.device), reduction="sum").cpu()
         loss = float(sums[0] / sums[1])
@@ -148,18 +203,52 @@ class PackedTrainer(Trainer):
             if first:
                 remove_oldest(target.parent, self._settings.keep_checkpoints)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model, as safetensors; every process must call this."""
+        if not self._shards:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = whole_model(self._model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._shards:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_optimizer(self._model, self.optimizer.optimizer, Path(output_dir))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (self._shards or is_sharded(Path(checkpoint))):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_optimizer(self._model, self.optimizer.optimizer, Path(checkpoint))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._saving_below)
 
 
+class _Sharded(nn.Module):
+    """A model that FSDP2 has sharded. Trainer leaves alone what it does not recognise as its own model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.module(*args, **kwargs)
+
+
 def training_arguments(config: RunConfig) -> TrainingArguments:
-    """The Trainer's arguments, without those that the overrides above make redundant."""
+    """The Trainer's arguments, without those that the overrides above make redundant; joins the other processes."""
     settings = config.training
     arguments = TrainingArguments(
         output_dir=config.output,
         max_steps=settings.steps,
-        per_device_train_batch_size=settings.rows_per_batch,
-        gradient_accumulation_steps=settings.accumulation,
         learning_rate=settings.learning_rate,
         max_grad_norm=settings.max_grad_norm,
         bf16=use_bf16(settings.precision),
@@ -182,6 +271,9 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
         # A stream restores its position; skipping batches would tokenize all earlier text again.
         ignore_data_skip=config.data.streaming,
     )
+    division = divide_rows(settings, arguments.world_size)
+    arguments.per_device_train_batch_size = division.rows
+    arguments.gradient_accumulation_steps = division.accumulation
     # With several GPUs and one process the Trainer uses DataParallel, which splits the batch axis; ours has length 1.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1

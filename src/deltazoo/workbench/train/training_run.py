@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,13 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     )
     if stored is not None and finished:
         result = stored
-    if processes.is_main_process:
-        with no_transformers_bars(), whole_or_not_at_all(result.model_path) as staging:
-            trainer.save_model(str(staging))
+    first = processes.is_main_process
+    model_path = result.model_path
+    with no_transformers_bars(), whole_or_not_at_all(model_path) if first else nullcontext(model_path) as staging:
+        trainer.save_model(str(staging))
+        if first:
             save_config(config, staging / MODEL_CONFIG)
+    if first:
         values = {name: getattr(result, name) for name in _STORED}
         write_whole(folder / RESULT, json.dumps(values, indent=1))
     processes.wait_for_everyone()
@@ -153,10 +157,10 @@ def _trainer(
 ) -> PackedTrainer:
     settings = config.training
     validation = encode_documents(tokenizer, corpus.validation, "tokenizing the held-out text")
-    train_rows = training_rows(config, source, corpus, tokenizer, arguments.world_size)
+    train_rows = training_rows(config, source, corpus, tokenizer)
     set_seed(config.seed)
     model = build_model(config.model, tokenizer, config.runtime)
-    tokens_per_step = settings.row_length * settings.rows_per_batch * settings.accumulation * arguments.world_size
+    tokens_per_step = settings.row_length * settings.rows_of_a_step
     model.config.training_data = f"{corpus.description}; {settings.steps:,} steps of {tokens_per_step:,} tokens."
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
@@ -181,18 +185,17 @@ def training_rows(
     source: TextFiles | Records,
     corpus: Corpus,
     tokenizer: PreTrainedTokenizerBase,
-    world_size: int,
     encoded: Sequence[np.ndarray] | None = None,
 ) -> PackedRows | StreamedRows:
-    """The rows that a run reads, over all its processes.
+    """The rows that a run reads, the same for any number of processes.
 
     ``encoded`` is the result of ``encode_training``, if it was called before. A stream is tokenized while it is read.
     """
     settings = config.training
-    rows = settings.steps * settings.rows_per_batch * settings.accumulation * world_size
+    rows = settings.steps * settings.rows_of_a_step
     if config.data.streaming:
         assert isinstance(source, Records)
-        remembered = 4 * rows // settings.steps
+        remembered = 4 * settings.rows_of_a_step
         return StreamedRows(source, config.data, tokenizer, settings.row_length, remembered=remembered)
     encoded = encode_training(tokenizer, corpus) if encoded is None else encoded
     return PackedRows(encoded, settings.row_length, num_rows=rows, seed=config.seed)

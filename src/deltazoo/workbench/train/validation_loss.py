@@ -17,25 +17,41 @@ def score_rows(
     rows: Sequence[dict[str, np.ndarray]],
     rows_at_once: int,
     collate_rows: Callable[..., dict[str, Any]] = collate,
+    empty_passes: Sequence[dict[str, np.ndarray]] = (),
 ) -> tuple[float, int]:
-    """Total negative log-likelihood of packed rows in nats, and the number of predicted tokens."""
+    """Total negative log-likelihood of packed rows in nats, and the number of predicted tokens.
+
+    Args:
+        model: in training or not.
+        rows: to score.
+        rows_at_once: rows of a forward pass.
+        collate_rows: makes a batch of rows.
+        empty_passes: as many forward passes as these rows in all, the further ones on these rows and not counted.
+    """
     was_training = model.training
     model.eval()
     nats, tokens = 0.0, 0
-    for first in range(0, len(rows), rows_at_once):
-        batch = collate_rows(rows[first : first + rows_at_once])
+    passes = [rows[first : first + rows_at_once] for first in range(0, len(rows), rows_at_once)]
+    for scored in passes:
+        batch = collate_rows(scored)
         nats += packed_nats(model, batch)
-        tokens += int((batch["labels"] != IGNORED).sum())
+        tokens += int((_targets(batch) != IGNORED).sum())
+    for row in empty_passes[len(passes) :]:
+        packed_nats(model, collate_rows([row]))
     model.train(was_training)
     return nats, tokens
 
 
 def packed_nats(model: PreTrainedModel, batch: dict[str, Any]) -> float:
-    """Negative log-likelihood in nats of a collated batch, summed over its labels."""
-    inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    labels = inputs.pop("labels")
+    """Negative log-likelihood in nats of a collated batch, or of a rank's piece of one, summed over its labels."""
+    inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if "labels" not in name}
     logits = as_trained(model)(**inputs, use_cache=False).logits
-    return nats_of(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return nats_of(logits.flatten(0, 1), _targets(batch).flatten().to(model.device))
+
+
+def _targets(batch: dict[str, Any]) -> torch.Tensor:
+    """What each token predicts `[B, T]`: of a piece its own `shift_labels`, whose last one another rank holds."""
+    return batch["shift_labels"] if "shift_labels" in batch else F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
 def nats_of(logits: torch.Tensor, targets: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ _EXAMPLE = (
     "Examples: [bold]deltazoo train --text my_texts[/] (a file or folder; the run goes to runs/my_texts), "
     "[bold]deltazoo train kda_340m --set training.steps=1000 --output runs/mine[/], "
     "[bold]deltazoo train runs/mine --resume --set training.steps=2000[/], "
-    "[bold]torchrun --nproc-per-node 8 -m deltazoo train kda_340m[/] (eight GPUs)"
+    "[bold]deltazoo train kda_340m --gpus 8[/] (eight GPUs; torchrun and accelerate launch work too)"
 )
 
 
@@ -50,15 +50,39 @@ def train_model(
         list[str] | None, typer.Option("--set", help="section.key=value; replaces one value; may be repeated.")
     ] = None,
     load: LoadOption = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes to start, one per GPU; the rows of a step are divided among them."),
+    ] = None,
+    context_parallel: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many GPUs share each sequence (training.context_parallel)."),
+    ] = None,
 ) -> None:
     """Train a model, save it with its tokenizer, and draw its loss curve.
 
     Ctrl-C saves a checkpoint before it stops.
     """
+    from deltazoo.workbench.cli.several_processes import number_of_processes, run_in_processes
+    from deltazoo.workbench.train.division import divide_rows
     from deltazoo.workbench.train.run_folder import check_run
 
-    run = _configuration(config, text, output, list(override or []))
+    overrides = list(override or [])
+    if context_parallel is not None:
+        overrides.append(f"training.context_parallel={context_parallel}")
+    run = _configuration(config, text, output, overrides)
     check_run(run, Path(run.output), resume)
+    started = number_of_processes()
+    if gpus is not None and started not in (None, gpus):
+        raise ValueError(f"--gpus {gpus}: the command runs in {started} processes already; leave --gpus out")
+    divide_rows(run.training, started or gpus or 1)
+    if started is None and gpus is not None and gpus > 1:
+        options: list[tuple[str, str | None]] = [("--text", text), ("--output", output)]
+        options += [("--set", each) for each in overrides]
+        options += [("--load", str(path)) for path in load or []]
+        given = [word for name, value in options if value is not None for word in (name, value)]
+        positional = [] if config is None else [config]
+        run_in_processes(gpus, ["train", *positional, *given, *(["--resume"] if resume else [])])
 
     from accelerate import PartialState
     from torch import distributed
@@ -121,8 +145,8 @@ def _say_how_to_go_on(folder: Path) -> None:
     saved = checkpoints(folder)
     if saved:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        command = "deltazoo" if processes == 1 else f"torchrun --nproc-per-node {processes} -m deltazoo"
-        say(f"stopped; saved in {saved[-1]}. To go on: {command} train {shlex.quote(str(folder))} --resume")
+        gpus = "" if processes == 1 else f" --gpus {processes}"
+        say(f"stopped; saved in {saved[-1]}. To go on: deltazoo train {shlex.quote(str(folder))} --resume{gpus}")
     else:
         say("stopped before anything was saved")
 
