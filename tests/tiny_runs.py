@@ -38,3 +38,11 @@ def run_config(text: Path, output: Path, **changes: dict[str, Any]) -> RunConfig
     for section, keys in changes.items():
         values[section] = {**values[section], **keys}
     return from_mapping(RunConfig, values)
+
+
+def losses(config: RunConfig, resume: bool = False) -> dict[str, list[float]]:
+    """Run it; the history of what ought to be the same however many processes there are."""
+    from deltazoo.workbench.train import train
+
+    history = train(config, resume=resume).log_history
+    return {key: [entry[key] for entry in history if key in entry] for key in ("loss", "grad_norm", "eval_loss")}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -216,6 +217,7 @@ class PackedTrainer(Trainer):
         if not self._shards:
             super()._save_optimizer_and_scheduler(output_dir)
             return
+        assert isinstance(self.optimizer, AcceleratedOptimizer) and self.lr_scheduler is not None
         save_optimizer(self._model, self.optimizer.optimizer, Path(output_dir))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
@@ -224,6 +226,7 @@ class PackedTrainer(Trainer):
         if checkpoint is None or not (self._shards or is_sharded(Path(checkpoint))):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        assert isinstance(self.optimizer, AcceleratedOptimizer) and self.lr_scheduler is not None
         load_optimizer(self._model, self.optimizer.optimizer, Path(checkpoint))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
 

@@ -1,0 +1,492 @@
+"""Speed, memory and efficiency on several GPUs, beside one GPU: operators, layers and whole models.
+
+    torchrun --nproc-per-node 2 scripts/measure_several_gpus.py --out benchmarks/results/several_gpus.jsonl
+
+Every measurement is a line of the file, written as soon as it is there, and names the run (machine, versions, commit)
+that the first line of a run describes. `--only` takes the beginnings of cases' names, and measures them in that order;
+`--seconds` begins no further case after that time. Without GPUs everything has tiny sizes: a test of the script.
+
+What is timed: a call on all ranks after a barrier; the slowest rank counts, and the median over repeats. "alone" is the
+whole work on one GPU, which all ranks do at the same time without a word to each other.
+
+* `operator`, `layer`: one row of tokens, forward, and forward and backward; bfloat16. Layers include projections.
+* `model`: bfloat16 weights with float32 gates, forward, backward, clipping, AdamW. DDP and FSDP2 have 8 rows of 4,096
+  tokens per GPU; tensor parallelism 8 rows in all; context parallelism and FSDP2 x CP one row of 131,072.
+* `million`: forward and backward of one row of 1,048,576 tokens with `recompute="block"`.
+* `trace`: how much of the time of NCCL's kernels other kernels run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import deltazoo
+from deltazoo.distributed import fully_shard_model, local_batch
+from deltazoo.layers import make_layer
+from deltazoo.ops import ContextParallel, delta_rule
+from deltazoo.workbench.bench.inputs import make_inputs
+from deltazoo.workbench.bench.model_candidates import SIZES, candidates
+from deltazoo.workbench.bench.shapes import Shape
+from deltazoo.workbench.provenance import describe_run
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+SMALL = 1 if ON_GPU else 512
+"""Tokens are divided by this."""
+OPERATORS = {"delta_net": ("delta", "none"), "gated_deltanet": ("gdn", "medium"), "kda": ("kda", "medium")}
+"""Mixer -> operator and strength of its gates."""
+LONG_ROW = 131072 // SMALL
+Row = dict[str, Any]
+Rows = Iterator[Row]
+
+
+class Ranks:
+    """All processes, and times that all of them took."""
+
+    def __init__(self) -> None:
+        if ON_GPU:
+            torch.cuda.set_device(DEVICE)
+        dist.init_process_group("nccl" if ON_GPU else "gloo", device_id=DEVICE if ON_GPU else None)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.mesh = init_device_mesh(DEVICE.type, (1, self.size), mesh_dim_names=("dp", "cp"))
+
+    @property
+    def context(self) -> DeviceMesh:
+        return self.mesh["cp"]
+
+    def wait(self) -> None:
+        dist.barrier()
+        if ON_GPU:
+            torch.cuda.synchronize()
+
+    def milliseconds(self, call: Callable[[], object], repeats: int, warm_up: int = 2) -> list[float]:
+        """Times of a call, of the slowest rank."""
+        for _ in range(warm_up):
+            call()
+        taken = []
+        for _ in range(repeats):
+            self.wait()
+            began = time.perf_counter()
+            call()
+            if ON_GPU:
+                torch.cuda.synchronize()
+            taken.append((time.perf_counter() - began) * 1e3)
+        slowest = torch.tensor(taken, device=DEVICE)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.tolist()
+
+    def most(self, value: float) -> float:
+        """The largest of all ranks."""
+        found = torch.tensor(value, device=DEVICE)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found)
+
+
+def spread(samples: list[float]) -> Row:
+    return {"value": statistics.median(samples), "low": min(samples), "high": max(samples), "samples": len(samples)}
+
+
+def peak_gib(call: Callable[[], object], ranks: Ranks, above: float = 0.0) -> float | None:
+    """Most memory held during a call on any rank, in GiB, less `above` bytes."""
+    if not ON_GPU:
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return ranks.most((torch.cuda.max_memory_allocated() - above) / 2**30)
+
+
+def graphed(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph.replay
+
+
+# Operators and layers.
+
+
+def pieces(ranks: Ranks, tokens: int) -> ContextParallel:
+    """Even pieces, whose lengths nobody has to ask for."""
+    return ContextParallel(ranks.context, lengths=(tokens // ranks.size,) * ranks.size)
+
+
+def operator_call(mixer: str, tokens: int, heads: int, backward: bool, context: ContextParallel | None) -> Callable:
+    operator, gates = OPERATORS[mixer]
+    inputs = make_inputs(Shape(1, tokens, heads, 128, 128), operator, gates, device=str(DEVICE), dtype=DTYPE)
+
+    def compute() -> Tensor:
+        return delta_rule(inputs.q, inputs.k, inputs.v, inputs.beta, log_decay=inputs.log_decay, context=context)[0]
+
+    return partial(run, compute, inputs.leaves(operator), inputs.d_output, backward)
+
+
+def run(compute: Callable[[], Tensor], leaves: list[Tensor], gradient: Tensor, backward: bool) -> None:
+    """One call, forward or forward and backward."""
+    with nullcontext() if backward else torch.no_grad():
+        output = compute()
+    if backward:
+        torch.autograd.grad(output, leaves, gradient)
+
+
+def fla_call(mixer: str, tokens: int, heads: int, backward: bool, group: Any, total: int) -> Callable:
+    """flash-linear-attention's operator, on one GPU or under its own context parallelism."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
+
+    inputs = make_inputs(Shape(1, tokens, heads, 128, 128), *OPERATORS[mixer], device=str(DEVICE), dtype=DTYPE)
+    options: Row = {}
+    if group is not None:
+        from fla.ops.cp import build_cp_context
+
+        boundaries = torch.tensor([0, total], dtype=torch.int32)
+        context = build_cp_context(boundaries.to(DEVICE), group=group, cu_seqlens_cpu=boundaries)
+        options = {"cp_context": context, "cu_seqlens": context.cu_seqlens}
+    operator = {"gated_deltanet": chunk_gated_delta_rule, "kda": chunk_kda}[mixer]
+
+    def compute() -> Tensor:
+        return operator(inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta, **options)[0]
+
+    return partial(run, compute, inputs.leaves(OPERATORS[mixer][0]), inputs.d_output, backward)
+
+
+def ring_call(tokens: int, heads: int, backward: bool, mesh: DeviceMesh | None) -> Callable:
+    """Causal softmax attention of torch; with a mesh under its context parallelism, a ring of keys and values."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = (torch.randn(1, heads, tokens, 128, device=DEVICE, dtype=DTYPE, requires_grad=backward) for _ in range(3))
+    gradient = torch.randn_like(q)
+
+    def call() -> None:
+        with nullcontext() if mesh is None else context_parallel(mesh), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            run(
+                partial(nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True),
+                [q, k, v],
+                gradient,
+                backward,
+            )
+
+    return call
+
+
+def layer_call(mixer: str, tokens: int, heads: int, backward: bool, mesh: DeviceMesh | None) -> Callable:
+    torch.manual_seed(0)
+    with DEVICE:
+        layer = make_layer(mixer, heads * 128, heads, 128, expand_v=1).to(DTYPE)
+    if mesh is not None:
+        deltazoo.context_parallel(layer, mesh)
+    x = torch.randn(1, tokens, heads * 128, device=DEVICE, dtype=DTYPE, requires_grad=backward)
+    return partial(run, partial(layer, x), [x, *layer.parameters()], torch.randn_like(x), backward)
+
+
+def both_directions(
+    ranks: Ranks, row: Row, make: Callable[..., Callable], alone: Row, together: Row, repeats: int, graph: bool
+) -> Rows:
+    """Forward, and forward and backward, of the whole row alone and of pieces together; `make` takes `backward`."""
+    for backward in (False, True):
+        measure = "forward_backward_ms" if backward else "forward_ms"
+        for way, options in (("alone", alone), ("context parallel", together)):
+            call = make(backward=backward, **options)
+            if graph:
+                call = graphed(call)
+            found = spread(ranks.milliseconds(call, repeats))
+            peak = peak_gib(call, ranks) if backward else None
+            yield {**row, "way": way, "graph": graph, "measure": measure, **found, "peak_gib": peak}
+            del call
+            clear()
+
+
+def operator_rows(ranks: Ranks, mixer: str, tokens: int, heads: int) -> Rows:
+    row = {"case": "operator", "what": mixer, "library": "deltazoo", "tokens": tokens, "heads": heads}
+    make = partial(operator_call, mixer, heads=heads)
+    alone, together = {"tokens": tokens, "context": None}, {"tokens": tokens // ranks.size}
+    together |= {"context": pieces(ranks, tokens)}
+    yield from both_directions(ranks, row, make, alone, together, repeats=10, graph=False)
+
+
+def fla_rows(ranks: Ranks, mixer: str, tokens: int, heads: int) -> Rows:
+    row = {"case": "operator", "what": mixer, "library": "fla", "tokens": tokens, "heads": heads}
+    make = partial(fla_call, mixer, heads=heads, total=tokens)
+    alone = {"tokens": tokens, "group": None}
+    together = {"tokens": tokens // ranks.size, "group": ranks.context.get_group()}
+    yield from both_directions(ranks, row, make, alone, together, repeats=10, graph=False)
+
+
+def softmax_rows(ranks: Ranks, tokens: int, heads: int) -> Rows:
+    row = {"case": "operator", "what": "softmax attention", "library": "torch", "tokens": tokens, "heads": heads}
+    make = partial(ring_call, heads=heads)
+    alone, together = {"tokens": tokens, "mesh": None}, {"tokens": tokens // ranks.size, "mesh": ranks.context}
+    yield from both_directions(ranks, row, make, alone, together, repeats=3, graph=False)
+
+
+def layer_rows(ranks: Ranks, mixer: str, tokens: int, heads: int, graph: bool) -> Rows:
+    row = {"case": "layer", "what": mixer, "library": "deltazoo", "tokens": tokens, "heads": heads}
+    make = partial(layer_call, mixer, heads=heads)
+    alone, together = {"tokens": tokens, "mesh": None}, {"tokens": tokens // ranks.size, "mesh": ranks.context}
+    yield from both_directions(ranks, row, make, alone, together, repeats=10, graph=graph)
+
+
+def trace_rows(ranks: Ranks, mixer: str, tokens: int, heads: int) -> Rows:
+    """`hidden_share` of NCCL's kernels in forward and backward of a layer, on the rank where it is least."""
+    call = layer_call(mixer, tokens // ranks.size, heads, True, ranks.context)
+    for _ in range(3):
+        call()
+    ranks.wait()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
+    with profile(activities=activities) as recorded:
+        for _ in range(5):
+            call()
+        ranks.wait()
+    exchange, other = [], []
+    for event in recorded.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            span = (event.time_range.start, event.time_range.end)
+            (exchange if "nccl" in event.name.lower() else other).append(span)
+    exchange = exchange[:-1] if ON_GPU else exchange  # the last is the barrier's
+    total = sum(end - start for start, end in exchange)
+    hidden = sum(overlap(span, other) for span in exchange)
+    share = -ranks.most(-(hidden / total if total else 0.0))
+    row = {"case": "trace", "what": mixer, "library": "deltazoo", "tokens": tokens, "heads": heads}
+    yield {**row, "way": "context parallel", "measure": "hidden_share", "value": share, "samples": 5}
+    yield {**row, "way": "context parallel", "measure": "exchange_ms", "value": ranks.most(total / 5e3), "samples": 5}
+
+
+def overlap(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
+    """How much of a span others cover."""
+    covered, reached = 0.0, span[0]
+    for start, end in sorted(others):
+        start, end = max(start, reached), min(end, span[1])
+        if end > start:
+            covered, reached = covered + end - start, end
+    return covered
+
+
+# Whole models.
+
+
+def build(size: str, what: str, **runtime: Any) -> nn.Module:
+    mixers, peers = ([], ["llama"]) if what == "llama" else ([what], [])
+    (candidate,), _ = candidates(SIZES[size], mixers, peers, DEVICE.type)
+    torch.manual_seed(0)
+    with DEVICE:
+        return candidate.build(**runtime).to(DTYPE).train()
+
+
+def divided(size: str, what: str) -> nn.Module:
+    """The model under tensor parallelism, which transformers makes while it loads a checkpoint."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        build(size, what).save_pretrained(folder[0])
+    dist.barrier()
+    return AutoModelForCausalLM.from_pretrained(folder[0], dtype=DTYPE, tp_plan="auto").train()
+
+
+class TrainingStep:
+    """Forward, backward, clipping and AdamW."""
+
+    def __init__(self, model: nn.Module, batch: Row, learns: bool = True) -> None:
+        self.model, self.batch = model, batch
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ON_GPU) if learns else None
+
+    def __call__(self) -> None:
+        self.model(**self.batch, use_cache=False).loss.backward()
+        if self.optimizer is None:
+            self.model.zero_grad(set_to_none=True)
+            return
+        groups: dict[Any, list[Tensor]] = {}  # norms of tensors on different meshes do not add up by themselves
+        for parameter in self.model.parameters():
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        for group in groups.values():
+            nn.utils.clip_grad_norm_(group, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def tokens_of(rows: int, length: int, vocabulary: int) -> Row:
+    ids = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    return {"input_ids": ids, "labels": ids}
+
+
+def model_rows(ranks: Ranks, size: str, what: str, way: str, repeats: int = 4) -> Rows:
+    size = size if ON_GPU else "quickstart"
+    long, context = way.startswith("long") or "CP" in way, "CP" in way
+    rows, length = (1, LONG_ROW) if long else (8, 4096 // SMALL)
+    batch = tokens_of(rows, length, SIZES[size].vocab_size)
+    model = divided(size, what) if way == "TP" else build(size, what)
+    if context:
+        batch = local_batch(batch, ranks.context)
+        deltazoo.context_parallel(model, ranks.context)
+    if "FSDP2" in way:
+        if what == "llama":
+            shard_llama(model)
+        else:
+            fully_shard_model(model)
+    elif way in ("DDP", "CP"):
+        model = DistributedDataParallel(model)
+    step = TrainingStep(model, batch)
+    samples = ranks.milliseconds(step, repeats, warm_up=2)
+    per_second = rows * length * (ranks.size if way in ("DDP", "FSDP2") else 1)  # "alone": what one GPU does
+    row = {"case": "model", "what": what, "size": size, "way": way, "rows": rows, "tokens": length}
+    row["library"] = "transformers" if what == "llama" else "deltazoo"
+    speed = {name: per_second / ms * 1e3 for name, ms in spread(samples).items() if name != "samples"}
+    speed["low"], speed["high"] = speed["high"], speed["low"]
+    yield {**row, "measure": "tokens_per_s", **speed, "samples": repeats, "peak_gib": peak_gib(step, ranks)}
+
+
+def shard_llama(model: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def million_rows(ranks: Ranks, what: str, way: str) -> Rows:
+    """Forward and backward; memory is that above weights and what else lies there before."""
+    size, tokens = ("340m" if ON_GPU else "quickstart"), 2**20 // SMALL
+    model = build(size, what, recompute="block")
+    if way == "CP":
+        deltazoo.context_parallel(model, ranks.context)
+    for length in (tokens // 16, tokens):  # the short row compiles
+        batch = tokens_of(1, length, SIZES[size].vocab_size)
+        step = TrainingStep(model, local_batch(batch, ranks.context) if way == "CP" else batch, learns=False)
+        if length == tokens:
+            clear()
+            held = torch.cuda.memory_allocated() if ON_GPU else 0
+            if ON_GPU:
+                torch.cuda.reset_peak_memory_stats()
+        samples = ranks.milliseconds(step, repeats=1, warm_up=1 if length < tokens else 0)
+    peak = ranks.most((torch.cuda.max_memory_allocated() - held) / 2**30) if ON_GPU else None
+    row = {"case": "million", "what": what, "size": size, "library": "deltazoo", "way": way, "tokens": tokens}
+    yield {**row, "measure": "forward_backward_ms", **spread(samples), "peak_gib": peak}
+
+
+def clear() -> None:
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+def cases(ranks: Ranks) -> dict[str, Callable[[], Rows]]:
+    """By name, the most important first."""
+    found: dict[str, Callable[[], Rows]] = {}
+    row, wide = LONG_ROW, 32768 // SMALL
+    heads, many = (16, 64) if ON_GPU else (2, 4)
+    found["layer-gated_deltanet"] = partial(layer_rows, ranks, "gated_deltanet", row, heads, False)
+    found["trace-gated_deltanet"] = partial(trace_rows, ranks, "gated_deltanet", row, heads)
+    for way in ("CP", "alone"):
+        found[f"million-gated_deltanet-{way}"] = partial(million_rows, ranks, "gated_deltanet", way)
+    for what, size in (("gated_deltanet", "1.3b"), ("gated_deltanet", "340m"), ("llama", "1.3b")):
+        for way in ("alone", "FSDP2", "DDP"):
+            found[f"model-{what}-{size}-{way}"] = partial(model_rows, ranks, size, what, way)
+    for way in ("long, alone", "CP", "FSDP2 x CP", "TP"):
+        name = way.replace(", ", "-").replace(" x ", "-")
+        found[f"model-gated_deltanet-340m-{name}"] = partial(model_rows, ranks, "340m", "gated_deltanet", way)
+    found["model-gated_deltanet-1.3b-TP"] = partial(model_rows, ranks, "1.3b", "gated_deltanet", "TP")
+    found["wide-gated_deltanet"] = partial(layer_rows, ranks, "gated_deltanet", wide, many, False)
+    for mixer in ("gated_deltanet", "kda", "delta_net"):
+        found[f"operator-{mixer}"] = partial(operator_rows, ranks, mixer, wide, many)
+        if mixer != "delta_net":
+            found[f"fla-{mixer}"] = partial(fla_rows, ranks, mixer, wide, many)
+    found["softmax"] = partial(softmax_rows, ranks, row, heads)
+    for mixer in ("kda", "delta_net"):
+        found[f"layer-{mixer}"] = partial(layer_rows, ranks, mixer, row, heads, False)
+        for size in ("340m", "1.3b"):
+            for way in ("alone", "FSDP2", "DDP", "TP", "long, alone", "CP", "FSDP2 x CP"):
+                name = way.replace(", ", "-").replace(" x ", "-")
+                found[f"model-{mixer}-{size}-{name}"] = partial(model_rows, ranks, size, mixer, way)
+    if ON_GPU:
+        found["graph-gated_deltanet"] = partial(layer_rows, ranks, "gated_deltanet", row, heads, True)
+        found["graph-wide-gated_deltanet"] = partial(layer_rows, ranks, "gated_deltanet", wide, many, True)
+    return found
+
+
+def main(arguments: argparse.Namespace) -> int:
+    logging.disable_progress_bar()
+    began = time.monotonic()
+    ranks = Ranks()
+    described = describe_run(device=DEVICE.type, commit=arguments.commit, command=sys.argv)
+    known = cases(ranks)
+    chosen = list(known)
+    if arguments.only:
+        chosen = []
+        for start in arguments.only:
+            chosen += [start] if start in known else [name for name in known if name.startswith(start)]
+    if ranks.rank == 0:
+        write(arguments.out, {"run": asdict(described), "ranks": ranks.size})
+    failures = 0
+    for name in chosen:
+        late = torch.tensor(time.monotonic() - began, device=DEVICE)
+        dist.broadcast(late, 0)
+        if float(late) > arguments.seconds:
+            if ranks.rank == 0:
+                print(f"not measured, no time left: {name}", flush=True)
+            continue
+        try:
+            for row in known[name]():
+                if ranks.rank == 0:
+                    write(arguments.out, {"run": described.id, "ranks": ranks.size, **row})
+                    print(f"{float(late):5.0f} s  {name:36} {short(row)}", flush=True)
+        except Exception as error:  # the next case may work
+            failures += 1
+            traceback.print_exc(limit=-4)
+            if ranks.rank == 0:
+                message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                write(arguments.out, {"run": described.id, "ranks": ranks.size, "case": name, "error": message})
+        clear()
+    dist.destroy_process_group()
+    return int(failures > 0)
+
+
+def write(path: Path, row: Row) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def short(row: Row) -> str:
+    peak = f", {row['peak_gib']:.1f} GiB" if row.get("peak_gib") else ""
+    return f"{row['way']:18} {row['measure']:20} {row['value']:,.2f} ({row.get('low', 0):,.2f})" + peak
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines; rows are added")
+    parser.add_argument("--only", nargs="+", help="beginnings of the names of cases; default: all")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further case after this time")
+    parser.add_argument("--commit", help="of the code, where git is missing")
+    sys.exit(main(parser.parse_args()))

@@ -1,0 +1,140 @@
+"""`deltazoo train` on several processes: FSDP2 and context parallelism, and runs that go on on another number."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from several_processes import run_in_processes
+from tiny_runs import losses, run_config, write_text_folder
+from transformers import AutoModelForCausalLM
+
+from deltazoo.workbench.train import RunConfig, load_config, save_config
+from deltazoo.workbench.train.checkpoint_files import checkpoints
+from deltazoo.workbench.train.division import Division, divide_rows
+
+CLOSE = 2e-5
+"""Relative; AdamW divides by the gradient's size, so rounding of small gradients shows after a few steps."""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_folder(tmp_path_factory.mktemp("text") / "library")
+
+
+def configuration(text: Path, output: Path, **training: Any) -> RunConfig:
+    """Two blocks, one of them of softmax attention; rows long enough for pieces of two grid cells."""
+    model = {"mixer": "gated_deltanet", "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    model |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"row_length": 96, "rows_per_batch": 4, "rows_per_step": 8, "evaluation_rows": 3}
+    return run_config(text, output, model=model, training={**sizes, **training})
+
+
+def assert_same(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=CLOSE), key
+
+
+@pytest.fixture(scope="module")
+def alone(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    return losses(configuration(text, tmp_path_factory.mktemp("alone") / "run"))
+
+
+@pytest.fixture(scope="module")
+def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, dict[str, list[float]]]:
+    """A finished run of four processes, FSDP2 x context parallelism."""
+    config = configuration(text, tmp_path_factory.mktemp("four") / "run", fully_shard=True, context_parallel=2)
+    return config, run_in_processes(4, losses, config)[0]
+
+
+def continued(config: RunConfig, tmp_path: Path, **changes: Any) -> RunConfig:
+    """A copy of a run that was stopped after its first checkpoint."""
+    copy = tmp_path / "run"
+    shutil.copytree(config.output, copy)
+    shutil.rmtree(copy / "model")
+    shutil.rmtree(copy / "checkpoint-8")
+    (copy / "result.json").unlink()
+    return replace(config, output=str(copy), training=replace(config.training, **changes))
+
+
+def test_fsdp2_with_context_parallelism_has_the_losses_of_one_process(
+    sharded: tuple[RunConfig, dict[str, list[float]]], alone: dict[str, list[float]]
+) -> None:
+    config, found = sharded
+    assert_same(found, alone)
+    assert [path.name for path in checkpoints(Path(config.output))] == ["checkpoint-4", "checkpoint-8"]
+    AutoModelForCausalLM.from_pretrained(Path(config.output) / "model")
+
+
+@pytest.mark.parametrize(
+    ("processes", "changes"),
+    [
+        (1, {"context_parallel": 1}),
+        (2, {"context_parallel": 1, "rows_per_batch": 2}),
+        (2, {"context_parallel": 2, "fully_shard": False}),
+    ],
+    ids=["one", "two, FSDP2", "two, context parallelism"],
+)
+def test_a_sharded_checkpoint_goes_on_on_another_number_of_processes(
+    processes: int,
+    changes: dict[str, Any],
+    sharded: tuple[RunConfig, dict[str, list[float]]],
+    alone: dict[str, list[float]],
+    tmp_path: Path,
+) -> None:
+    config = continued(sharded[0], tmp_path, **changes)
+    found = losses(config, True) if processes == 1 else run_in_processes(processes, losses, config, True)[0]
+    assert_same(found, alone)
+
+
+def test_a_whole_checkpoint_goes_on_sharded(text: Path, tmp_path: Path, alone: dict[str, list[float]]) -> None:
+    config = configuration(text, tmp_path / "whole")
+    losses(config)
+    assert_same(run_in_processes(2, losses, continued(config, tmp_path, fully_shard=True), True)[0], alone)
+
+
+def test_a_killed_rank_ends_the_run_and_loses_nothing_saved(
+    text: Path, tmp_path: Path, alone: dict[str, list[float]]
+) -> None:
+    config = configuration(text, tmp_path / "run", context_parallel=2)
+    longer = replace(config, training=replace(config.training, steps=400, keep_checkpoints=200, schedule="constant"))
+    save_config(longer, tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "deltazoo", "train", str(tmp_path / "config.yaml"), "--gpus", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
+    while not checkpoints(tmp_path / "run") and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    _, complaints = process.communicate(timeout=120)
+    assert process.returncode not in (0, None), complaints
+    saved = checkpoints(tmp_path / "run")
+    reached = int(saved[-1].name.removeprefix("checkpoint-"))
+    assert 0 < reached < 400
+    unbroken = replace(longer, output=str(tmp_path / "unbroken"), training=replace(longer.training, steps=reached + 4))
+    resumed = replace(unbroken, output=str(tmp_path / "run"), training=replace(unbroken.training, context_parallel=1))
+    assert_same(losses(resumed, True), losses(replace(unbroken, training=resumed.training)))
+
+
+def test_rows_divide_among_processes() -> None:
+    settings = load_config("configs/gated_deltanet_340m.yaml").training
+    assert divide_rows(settings, 1) == Division(groups=1, context_parallel=1, rows=16, accumulation=16)
+    assert divide_rows(settings, 8) == Division(groups=8, context_parallel=1, rows=16, accumulation=2)
+    assert divide_rows(settings, 64) == Division(groups=64, context_parallel=1, rows=4, accumulation=1)
+    shared = replace(settings, context_parallel=4)
+    assert divide_rows(shared, 8) == Division(groups=2, context_parallel=4, rows=16, accumulation=8)
+    with pytest.raises(ValueError, match=r"256 rows of a step .* do not divide among 3 processes"):
+        divide_rows(settings, 3)
+    with pytest.raises(ValueError, match=r"context_parallel=4 .* 6 are no multiple of that: deltazoo train --gpus 4"):
+        divide_rows(shared, 6)
+    with pytest.raises(ValueError, match="10 rows per step and process are no whole number of forward passes .*=4"):
+        divide_rows(replace(settings, rows_per_step=20, rows_per_batch=4), 2)
