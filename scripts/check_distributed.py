@@ -1,4 +1,4 @@
-"""Check that a model trains the same on several processes as on one, under DDP, FSDP2 and tensor parallelism.
+"""Check that a model trains the same on several processes as on one: DDP, FSDP2, tensor and context parallelism.
 
     torchrun --nproc-per-node 2 scripts/check_distributed.py            # --help for the options
 
@@ -12,16 +12,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
-from deltazoo.distributed import fully_shard_model
+import deltazoo
+from deltazoo.distributed import fully_shard_model, local_batch
 from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 
@@ -38,8 +41,8 @@ class Mode(NamedTuple):
     distribute: Callable[[Path, torch.dtype], nn.Module]
     """Loads the model of a checkpoint and distributes it."""
     dtype: torch.dtype = torch.float32
-    splits_batch: bool = True
-    """Whether each process has its own rows; otherwise all get the whole batch."""
+    divides: Literal["rows", "tokens", "nothing"] = "rows"
+    """What of a batch each process has its share of."""
 
 
 class Run(NamedTuple):
@@ -67,11 +70,21 @@ def divided(path: Path, dtype: torch.dtype) -> nn.Module:
     return DeltaRuleForCausalLM.from_pretrained(path, dtype=dtype, tp_plan="auto")
 
 
+def sharing_tokens(distribute: Callable[[nn.Module], nn.Module], path: Path, dtype: torch.dtype) -> nn.Module:
+    return distribute(deltazoo.context_parallel(load(path, dtype), all_processes()))
+
+
+def all_processes() -> DeviceMesh:
+    return init_device_mesh(device().type, (dist.get_world_size(),))
+
+
 MODES = [
     Mode("DDP", replicated),
     Mode("FSDP2", sharded),
     Mode("FSDP2, bfloat16", sharded, dtype=torch.bfloat16),
-    Mode("tensor parallel", divided, splits_batch=False),
+    Mode("tensor parallel", divided, divides="nothing"),
+    Mode("context parallel", partial(sharing_tokens, DistributedDataParallel), divides="tokens"),
+    Mode("FSDP2 x context", partial(sharing_tokens, fully_shard_model), divides="tokens"),
 ]
 
 
@@ -81,15 +94,15 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def train(model: nn.Module, batches: Tensor, average: bool) -> Run:
-    """A few steps of AdamW, one per batch `[B, T]`; `average` the losses over the processes."""
+def train(model: nn.Module, batches: list[dict[str, Tensor]], average: bool) -> Run:
+    """A few steps of AdamW, one per batch; `average` the losses over the processes."""
     model.train()
     names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(parameter_groups(getattr(model, "module", model), 0.01), lr=1e-3, foreach=False)
     losses, gradients = [], {}
-    for ids in batches:
+    for batch in batches:
         optimizer.zero_grad()
-        loss = model(ids, labels=ids, use_cache=False).loss
+        loss = model(**batch, use_cache=False).loss
         loss.backward()
         if not gradients:
             gradients = {names[id(p)]: whole(p.grad) for p in model.parameters()}
@@ -117,11 +130,15 @@ def distance(ours: Tensor, expected: Tensor) -> float:
 
 def compare(mode: Mode, path: Path, batches: Tensor) -> tuple[Run, Run]:
     """Train alone, then together."""
-    alone = train(load(path, mode.dtype), batches, average=False)
-    rows = slice(None)
-    if mode.splits_batch:
+    whole = [{"input_ids": ids, "labels": ids} for ids in batches]
+    share = whole
+    if mode.divides == "rows":
         rows = slice(dist.get_rank() * ROWS_PER_PROCESS, (dist.get_rank() + 1) * ROWS_PER_PROCESS)
-    return alone, train(mode.distribute(path, mode.dtype), batches[:, rows], average=True)
+        share = [{name: ids[rows] for name, ids in batch.items()} for batch in whole]
+    elif mode.divides == "tokens":
+        share = [local_batch(batch, all_processes()) for batch in whole]
+    alone = train(load(path, mode.dtype), whole, average=False)
+    return alone, train(mode.distribute(path, mode.dtype), share, average=True)
 
 
 def report(case: str, mode: Mode, alone: Run, together: Run) -> bool:

@@ -154,10 +154,12 @@ class OptimizationConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Fill in ``rows_per_step``, and check the ranges."""
+        if self.rows_per_step is None:
+            object.__setattr__(self, "rows_per_step", self.rows_per_batch)
         counts = "steps row_length rows_per_batch rows_per_step log_every evaluate_every evaluation_rows save_every"
         for name in [*counts.split(), "keep_checkpoints", "context_parallel"]:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
+            if getattr(self, name) < 1:
                 raise ValueError(f"{self.section}.{name} must be at least 1, got {getattr(self, name)}")
         for name in ("learning_rate", "max_grad_norm"):
             value = getattr(self, name)
@@ -186,7 +188,8 @@ class OptimizationConfig:
     @property
     def rows_of_a_step(self) -> int:
         """Rows of an optimizer step, over all devices."""
-        return self.rows_per_step or self.rows_per_batch
+        assert self.rows_per_step is not None
+        return self.rows_per_step
 
     @property
     def warmup_steps(self) -> int:
@@ -230,7 +233,6 @@ class RunConfig:
         """The configuration as plain lists and dictionaries, defaults included."""
         values = dataclasses.asdict(self)
         values["training"]["betas"] = list(self.training.betas)
-        values["training"]["rows_per_step"] = self.training.rows_of_a_step
         return values
 
 

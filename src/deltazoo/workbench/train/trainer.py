@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -274,7 +275,7 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
         # A stream restores its position; skipping batches would tokenize all earlier text again.
         ignore_data_skip=config.data.streaming,
     )
-    division = divide_rows(settings, arguments.world_size)
+    division = divide_rows(settings, PartialState().num_processes)
     arguments.per_device_train_batch_size = division.rows
     arguments.gradient_accumulation_steps = division.accumulation
     # With several GPUs and one process the Trainer uses DataParallel, which splits the batch axis; ours has length 1.
