@@ -105,7 +105,7 @@ def test_a_killed_rank_ends_the_run_and_loses_nothing_saved(
     text: Path, tmp_path: Path, alone: dict[str, list[float]]
 ) -> None:
     config = configuration(text, tmp_path / "run", context_parallel=2)
-    longer = replace(config, training=replace(config.training, steps=400, keep_checkpoints=200, schedule="constant"))
+    longer = replace(config, training=replace(config.training, steps=400, schedule="constant", warmup=0.0))
     save_config(longer, tmp_path / "config.yaml")
     command = [sys.executable, "-m", "deltazoo", "train", str(tmp_path / "config.yaml"), "--gpus", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -148,7 +148,9 @@ def test_two_processes_have_the_losses_of_one(kind: str, tmp_path: Path, request
     source = request.getfixturevalue(kind)
     changes: dict[str, Any] = {"data": {"streaming": kind == "records"}}
     alone = train(run_config(source, tmp_path / "one", **changes, training={"rows_per_step": 4}))
-    save_config(run_config(source, tmp_path / "two", **changes, training={"rows_per_step": 4}), tmp_path / "config.yaml")
+    save_config(
+        run_config(source, tmp_path / "two", **changes, training={"rows_per_step": 4}), tmp_path / "config.yaml"
+    )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "deltazoo", "train", str(tmp_path / "config.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

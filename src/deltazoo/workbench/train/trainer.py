@@ -13,17 +13,15 @@ import torch
 from accelerate import PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, IterableDataset
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
-import deltazoo
-from deltazoo.distributed import fully_shard_model, local_batch
+from deltazoo.distributed import ContextParallelTrainer, fully_shard_model
 from deltazoo.layers import parameter_groups
 from deltazoo.workbench.train.checkpoint_files import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.workbench.train.config import RunConfig
@@ -39,7 +37,7 @@ from deltazoo.workbench.train.validation_loss import score_rows
 _STREAM_POSITION = "stream_position.json"
 
 
-class PackedTrainer(Trainer):
+class PackedTrainer(ContextParallelTrainer):
     """Trains on packed rows. What is not overridden here is the unmodified Trainer."""
 
     def __init__(
@@ -57,11 +55,6 @@ class PackedTrainer(Trainer):
         self._rows_per_step = config.training.rows_of_a_step
         self._division = divide_rows(config.training, arguments.world_size)
         self._shards = config.training.fully_shard and arguments.world_size > 1
-        self._mesh: DeviceMesh | None = None
-        if self._division.context_parallel > 1:
-            shape = (self._division.groups, self._division.context_parallel)
-            self._mesh = init_device_mesh(arguments.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
-            deltazoo.context_parallel(model, self._mesh["cp"])
         self.monitor = Monitor(tokens_per_step=self._rows_per_step * config.training.row_length)
         self._stop = StopOnSignal()
         super().__init__(
@@ -72,9 +65,8 @@ class PackedTrainer(Trainer):
             data_collator=collate_rows,
             processing_class=tokenizer,
             callbacks=[self.monitor, self._stop],
+            context_parallel=self._division.context_parallel,
         )
-        if self._mesh is not None:
-            self.accelerator.state.device_mesh = self._mesh  # its data loader gives the ranks of a group the same rows
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
         self._settings, self._bytes_per_token = config.training, bytes_per_token
@@ -103,17 +95,6 @@ class PackedTrainer(Trainer):
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)  # type: ignore[arg-type]
             self._created_lr_scheduler = True
         return self.lr_scheduler
-
-    def get_cp_size(self) -> int:
-        """How many processes share a batch; Trainer counts its tokens once."""
-        return self._division.context_parallel
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return super()._prepare_inputs(self._piece(inputs))
-
-    def _piece(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """This process's tokens of a batch."""
-        return batch if self._mesh is None else local_batch(batch, self._mesh["cp"])
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Shard the model, if the configuration says so, instead of leaving it to accelerate."""
@@ -175,7 +156,7 @@ class PackedTrainer(Trainer):
                 self._model,
                 share,
                 self._division.rows,
-                lambda rows: self._piece(self._collate_rows(rows)),
+                lambda rows: self.piece(self._collate_rows(rows)),
                 empty_passes=[self._validation_rows[0]] * passes if self._shards else (),
             )
             sums = torch.tensor(found, dtype=torch.float32)
