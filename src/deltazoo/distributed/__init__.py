@@ -5,17 +5,19 @@ from typing import TYPE_CHECKING
 from deltazoo._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from deltazoo.distributed.batch_pieces import local_batch
     from deltazoo.distributed.context_parallel import context_parallel
+    from deltazoo.distributed.context_parallel_trainer import ContextParallelTrainer
     from deltazoo.distributed.data_parallel import fully_shard_model
-    from deltazoo.distributed.local_batch import local_batch
 
-__all__ = ["context_parallel", "fully_shard_model", "local_batch"]
+__all__ = ["ContextParallelTrainer", "context_parallel", "fully_shard_model", "local_batch"]
 
 __getattr__ = lazy_names(
     __name__,
     {
+        "batch_pieces": ("local_batch",),
         "context_parallel": ("context_parallel",),
+        "context_parallel_trainer": ("ContextParallelTrainer",),
         "data_parallel": ("fully_shard_model",),
-        "local_batch": ("local_batch",),
     },
 )

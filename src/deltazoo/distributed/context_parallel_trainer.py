@@ -6,8 +6,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer
 
-from deltazoo.distributed.context_parallel import context_parallel as share_rows
-from deltazoo.distributed.local_batch import local_batch
+from deltazoo.distributed import context_parallel as share_rows
+from deltazoo.distributed import local_batch
 
 __all__ = ["ContextParallelTrainer"]
 
