@@ -39,6 +39,7 @@ class ContextParallelTrainer(Trainer):
             mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
             self.accelerator.state.device_mesh = mesh  # accelerate's data loader gives a group the same rows
             self._group = mesh["cp"]
+            assert self.model is not None
             share_rows(self.model, self._group)
 
     def get_cp_size(self) -> int:
