@@ -30,6 +30,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ class Ranks:
     def __init__(self) -> None:
         if ON_GPU:
             torch.cuda.set_device(DEVICE)
-        dist.init_process_group("nccl" if ON_GPU else "gloo", device_id=DEVICE if ON_GPU else None)
+        backend = "nccl" if ON_GPU else "gloo"
+        dist.init_process_group(backend, device_id=DEVICE if ON_GPU else None, timeout=timedelta(seconds=100))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh(DEVICE.type, (1, self.size), mesh_dim_names=("dp", "cp"))
 
