@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,11 @@ def losses(config: RunConfig, resume: bool = False) -> dict[str, list[float]]:
 
     history = train(config, resume=resume).log_history
     return {key: [entry[key] for entry in history if key in entry] for key in ("loss", "grad_norm", "eval_loss")}
+
+
+def run_python(source: str, folder: Path, result: str) -> Any:
+    """Run Python source in a folder, on the CPU; the value of an expression afterwards."""
+    os.chdir(folder)
+    namespace: dict[str, Any] = {"__name__": "recipe"}
+    exec(compile(source, "recipe", "exec"), namespace)
+    return eval(result, namespace)

@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["local_batch", "piece_bounds"]
+__all__ = ["local_batch", "piece_of_batch"]
 
 _GRID = 64
 """Pieces begin at multiples of this many tokens where the batch is long enough: a chunk of the operator."""
@@ -15,14 +15,20 @@ _IGNORED = -100
 
 
 def local_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """This rank's contiguous piece of a batch that all ranks of the mesh hold.
+    """`piece_of_batch` of this rank, of the mesh of one dimension that shares the batch, such as `mesh["cp"]`."""
+    return piece_of_batch(batch, mesh.get_local_rank(), mesh.size())
+
+
+def piece_of_batch(batch: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """A rank's contiguous piece of a batch that all ranks hold.
 
     Labels are shifted before the cut, so that the last token of a piece predicts the first of the next.
 
     Args:
         batch: `input_ids`, `position_ids`, `labels`, `shift_labels`, `attention_mask` `[B, T]`, whichever are there,
             are cut; everything else, such as global `cu_seqlens`, stays as it is.
-        mesh: the ranks that share the batch, one dimension, such as `mesh["cp"]`.
+        rank: the number of the piece.
+        ranks: the number of pieces.
 
     Raises:
         ValueError: fewer tokens than ranks.
@@ -30,7 +36,7 @@ def local_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     local = dict(batch)
     if "labels" in local and "shift_labels" not in local:
         local["shift_labels"] = F.pad(local["labels"][:, 1:], (0, 1), value=_IGNORED)
-    begin, end = piece_bounds(local["input_ids"].shape[1], mesh.get_local_rank(), mesh.size())
+    begin, end = piece_bounds(local["input_ids"].shape[1], rank, ranks)
     return {name: value[:, begin:end] if name in _PER_TOKEN else value for name, value in local.items()}
 
 

@@ -72,7 +72,6 @@ class PackedTrainer(ContextParallelTrainer):
         self._settings, self._bytes_per_token = config.training, bytes_per_token
         self._model, self._validation_rows = model, validation_rows
         self._output, self._saving_below = config.output, Path(config.output)
-        self._collate_rows = collate_rows
 
     @property
     def num_parameters(self) -> int:
@@ -156,7 +155,7 @@ class PackedTrainer(ContextParallelTrainer):
                 self._model,
                 share,
                 self._division.rows,
-                lambda rows: self.piece(self._collate_rows(rows)),
+                self.data_collator,
                 empty_passes=[self._validation_rows[0]] * passes if self._shards else (),
             )
             sums = torch.tensor(found, dtype=torch.float32)

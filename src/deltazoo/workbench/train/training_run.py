@@ -164,13 +164,16 @@ def _trainer(
     model.config.training_data = f"{corpus.description}; {settings.steps:,} steps of {tokens_per_step:,} tokens."
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
+    validation_rows = pack_in_order(validation, settings.row_length)
+    if len(validation_rows[-1]["input_ids"]) < settings.context_parallel:  # every process needs a token
+        del validation_rows[-1]
     return PackedTrainer(
         model=model,
         tokenizer=tokenizer,
         config=config,
         arguments=arguments,
         train_rows=train_rows,
-        validation_rows=spread(pack_in_order(validation, settings.row_length), settings.evaluation_rows),
+        validation_rows=spread(validation_rows, settings.evaluation_rows),
         bytes_per_token=corpus.validation_bytes / sum(len(ids) - 1 for ids in validation),
     )
 
