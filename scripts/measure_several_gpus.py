@@ -205,12 +205,11 @@ def ring_call(tokens: int, heads: int, backward: bool, mesh: DeviceMesh | None) 
     return call
 
 
-def layer_call(mixer: str, tokens: int, heads: int, backward: bool, mesh: DeviceMesh | None) -> Callable:
+def layer_call(mixer: str, tokens: int, heads: int, backward: bool, context: ContextParallel | None) -> Callable:
     torch.manual_seed(0)
     with DEVICE:
         layer = make_layer(mixer, heads * 128, heads, 128, expand_v=1).to(DTYPE)
-    if mesh is not None:
-        deltazoo.context_parallel(layer, mesh)
+    deltazoo.context_parallel(layer, context)
     x = torch.randn(1, tokens, heads * 128, device=DEVICE, dtype=DTYPE, requires_grad=backward)
     return partial(run, partial(layer, x), [x, *layer.parameters()], torch.randn_like(x), backward)
 
@@ -258,13 +257,14 @@ def softmax_rows(ranks: Ranks, tokens: int, heads: int) -> Rows:
 def layer_rows(ranks: Ranks, mixer: str, tokens: int, heads: int, graph: bool) -> Rows:
     row = {"case": "layer", "what": mixer, "library": "deltazoo", "tokens": tokens, "heads": heads}
     make = partial(layer_call, mixer, heads=heads)
-    alone, together = {"tokens": tokens, "mesh": None}, {"tokens": tokens // ranks.size, "mesh": ranks.context}
-    yield from both_directions(ranks, row, make, alone, together, repeats=10, graph=graph)
+    alone, together = {"tokens": tokens, "context": None}, {"tokens": tokens // ranks.size}
+    together |= {"context": pieces(ranks, tokens)}
+    yield from both_directions(ranks, row, make, alone, together, repeats=5, graph=graph)
 
 
 def trace_rows(ranks: Ranks, mixer: str, tokens: int, heads: int) -> Rows:
     """`hidden_share` of NCCL's kernels in forward and backward of a layer, on the rank where it is least."""
-    call = layer_call(mixer, tokens // ranks.size, heads, True, ranks.context)
+    call = layer_call(mixer, tokens // ranks.size, heads, True, pieces(ranks, tokens))
     for _ in range(3):
         call()
     ranks.wait()
@@ -352,7 +352,7 @@ def model_rows(ranks: Ranks, size: str, what: str, way: str, repeats: int = 4) -
     model = divided(size, what) if way == "TP" else build(size, what)
     if context:
         batch = local_batch(batch, ranks.context)
-        deltazoo.context_parallel(model, ranks.context)
+        deltazoo.context_parallel(model, pieces(ranks, length))
     if "FSDP2" in way:
         if what == "llama":
             shard_llama(model)
@@ -382,9 +382,9 @@ def million_rows(ranks: Ranks, what: str, way: str) -> Rows:
     """Forward and backward; memory is that above weights and what else lies there before."""
     size, tokens = ("340m" if ON_GPU else "quickstart"), 2**20 // SMALL
     model = build(size, what, recompute="block")
-    if way == "CP":
-        deltazoo.context_parallel(model, ranks.context)
     for length in (tokens // 16, tokens):  # the short row compiles
+        if way == "CP":
+            deltazoo.context_parallel(model, pieces(ranks, length))
         batch = tokens_of(1, length, SIZES[size].vocab_size)
         step = TrainingStep(model, local_batch(batch, ranks.context) if way == "CP" else batch, learns=False)
         if length == tokens:
