@@ -241,8 +241,8 @@ def draw_curves(path: Path) -> None:
         width = 3.5 - 0.6 * number  # the curves lie on each other
         left.plot(steps, curve, label=label(way), color=PALETTE[number], linewidth=max(width, 0.7))
         if way != first:
-            apart = [max(abs(a - b), 1e-9) for a, b in zip(curve, losses[first], strict=True)]
-            right.semilogy(steps, apart, color=PALETTE[number], linewidth=0.9)
+            apart = [abs(a - b) for a, b in zip(curve, losses[first], strict=True)]
+            right.plot(steps, apart, color=PALETTE[number], linewidth=0.9)
     left.set_ylabel("training loss, nats per token")
     right.set_ylabel("distance from one process")
     for axis in (left, right):

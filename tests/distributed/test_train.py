@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from several_processes import run_in_processes
-from tiny_runs import losses, run_config, write_text_folder
+from tiny_models import VOCAB, tiny_model, tokens
+from tiny_runs import losses, losses_of_steps, run_config, sharded_and_divided, write_text_folder
 from transformers import AutoModelForCausalLM
 
+from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.workbench.train import RunConfig, load_config, save_config
 from deltazoo.workbench.train.checkpoint_files import checkpoints
 from deltazoo.workbench.train.division import Division, divide_rows
@@ -123,6 +126,17 @@ def test_a_killed_rank_ends_the_run_and_loses_nothing_saved(
     unbroken = replace(longer, output=str(tmp_path / "unbroken"), training=replace(longer.training, steps=reached + 4))
     resumed = replace(unbroken, output=str(tmp_path / "run"), training=replace(unbroken.training, context_parallel=1))
     assert_same(losses(resumed, True), losses(replace(unbroken, training=resumed.training)))
+
+
+def test_fsdp2_with_tensor_parallelism_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    if not hasattr(DeltaRuleForCausalLM, "_resolve_parallel_plans"):
+        pytest.skip("this version of transformers does not shard in from_pretrained")
+    sizes = {"vocab_size": VOCAB + 1, "num_heads": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+    tiny_model("hybrid_kda", **sizes).save_pretrained(tmp_path / "model")
+    ids = tokens(4, 12)
+    expected = losses_of_steps(DeltaRuleForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), ids)
+    found = run_in_processes(4, sharded_and_divided, tmp_path / "model", ids)[0]
+    assert found == pytest.approx(expected, rel=CLOSE)
 
 
 def test_rows_divide_among_processes() -> None:
