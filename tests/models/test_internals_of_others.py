@@ -123,11 +123,6 @@ INTERNALS = (
     Internal("_forward_pre_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_forward_pre_hooks_with_kwargs", "torch.nn.modules.module", "our hook is removed again"),
     Internal("_functorch", "torch._C", "transforms"),
-    Internal(
-        "_get_current_graph_task_keep_graph",
-        "torch._C._autograd",
-        "whether a backward pass may overwrite what is saved",
-    ),
     Internal("_global_forward_hooks", "torch.nn.modules.module", "hooks on all modules"),
     Internal("_global_forward_pre_hooks", "torch.nn.modules.module", "hooks on all modules"),
     Internal("_has_any_global_hook", "torch.nn.modules.module", "hooks on all modules"),

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,49 +53,36 @@ DECAYS = ("none", "scalar")
     ids=str,
 )
 def test_compiles_with_products_in_flight(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = {kernel.fn.__name__: (kernel, arguments) for kernel, arguments in call.launches(monkeypatch)}
-    assert launches.keys() == {"hopper_scan_kernel", "backward_kernel"}
-    scan = compile_kernel(*launches["hopper_scan_kernel"])
+    launches = call.launches(monkeypatch)
+    names = [kernel.fn.__name__ for kernel, _ in launches]
+    assert names == ["hopper_scan_kernel"] + ["backward_kernel"] * (2 if call.strict is None else 1)
+    scan = compile_kernel(*launches[0])
     assert scan.spilled == 0 and scan.shared <= SHARED_MEMORY and not scan.warnings
-    compiled = compile_kernel(*launches["backward_kernel"])
-    print(compiled)
-    # What the loop does not change, most of it.
-    assert compiled.spilled <= 420
-    assert compiled.shared <= SHARED_MEMORY
-    assert not compiled.warnings
+    for kernel, arguments in launches[1:]:
+        compiled = compile_kernel(kernel, arguments)
+        print(compiled)
+        assert compiled.shared <= SHARED_MEMORY
+        # What the loop does not change, most of it; second terms take registers too.
+        assert compiled.spilled <= (1100 if arguments["STRICT"] else 500)
+        waiting = [line for line in compiled.warnings if "C7519" not in line]  # that one costs next to nothing
+        assert not waiting
 
 
-def left_heads() -> None:
-    """The plain kernels make all gradients of the heads that are left, with U in dv, and of no others."""
-    for decay, groups in product(DECAYS, (1, 2)):
-        case = DeltaRuleCase(
-            decay, B=2, T=150, H=2 // groups, groups=groups, K=16, V=16, decay=decay, initial_state=True, beta=0.7
-        )
-        x = case.make(dtype=torch.float16)
-        x.beta[1, 100, 1] = 1.9
-        p = pipeline.Problem(
-            x.q, x.k, x.v, x.beta, x.log_decay, 0.25, x.initial_state, None, None, None, False, 1
-        )  # fmt: skip
-        kept = pipeline.forward(p, keep=False)[2]
-        *usual, d_initial = pipeline.backward(p, kept, x.d_output, x.d_final_state)
-        U, states = pipeline.scan_for_states(p, kept, p.initial_state)
-        found, found_initial = pipeline.empty_gradients(p, U), torch.full_like(d_initial, torch.nan)
-        for gradient in found:
-            if gradient is not None and gradient is not U:
-                gradient.fill_(torch.nan)
-        left = torch.tensor([0, 0, 0, 1], dtype=torch.int32)
-        pipeline.gradients_of_left_heads(
-            p, kept, U, x.d_output, states, x.d_final_state, found, found_initial, left
-        )  # fmt: skip
-        assert torch.equal(found_initial[1, 1], d_initial[1, 1]) and found_initial[0].isnan().all()
-        for name, expected, actual in zip(("q", "k", "e", "v", "beta", "g"), usual, found, strict=True):
-            if expected is None or (groups > 1 and name in "qk"):
-                continue  # dq and dk of groups are sums over heads
-            assert torch.equal(actual[1, :, 1], expected[1, :, 1]), (decay, name)
-            assert name == "v" or (actual[0].isnan().all() and actual[1, :, 0].isnan().all())
+def states_by_token() -> None:
+    """The scan in plain Triton leaves the same states where the fused backward reads them."""
+    case = DeltaRuleCase("states", B=2, T=150, H=1, groups=2, K=16, V=128, decay="scalar", initial_state=True)
+    x = case.make(dtype=torch.float16)
+    x.beta[1, 100, 1] = 1.9
+    p = pipeline.Problem(x.q, x.k, x.v, x.beta, x.log_decay, 0.25, x.initial_state, None, None, None, False, 1)
+    plan, kept = p.plan, pipeline.forward(p, keep=False)[2]
+    U, states = pipeline.scan_for_states(p, kept, p.initial_state)
+    by_token = torch.full((2, plan.B, plan.NT * 64, plan.HV, plan.K), torch.nan, dtype=U.dtype)
+    pipeline.scan(p, kept, p.v, p.initial_state, torch.empty_like(p.initial_state), None, U.clone(), by_token)
+    halves = states.view(plan.B, plan.NT, plan.HV, 2, 64, plan.K).permute(3, 0, 1, 4, 2, 5)
+    assert torch.equal(halves.reshape(by_token.shape), by_token)
 
 
-def test_gradients_of_left_heads_interpreted() -> None:
+def test_states_by_token_interpreted() -> None:
     here = Path(__file__).resolve()
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), *filter(None, sys.path)])
@@ -115,6 +101,7 @@ def test_says_why_a_call_takes_several_kernels() -> None:
         "precision is strict": dict(strict=True),
         "there are few heads": dict(q=torch.Size([2, 256, 2, 128]), v=torch.Size([2, 256, 4, 128])),
     }
+    assert sizes(q=torch.Size([1, 2**15, 16, 128]), v=torch.Size([1, 2**15, 16, 128])).fused_backward
     for reason, changes in refused.items():
         assert backward_refusal(sizes(**many | changes)) == reason
 
@@ -145,6 +132,7 @@ CASES = [
     *(shaped(f"{decay}_tokens_{T}", T=T, decay=decay) for decay in DECAYS for T in (1, 64, 77, 128, 1024)),
     *(shaped(f"{decay}_fresh", B=3, H=5, decay=decay, initial_state=False) for decay in DECAYS),
     *(shaped(f"{decay}_groups", T=200, groups=3, decay=decay) for decay in DECAYS),
+    *(shaped(f"{decay}_segments", B=1, T=4100, decay=decay) for decay in DECAYS),
     *(shaped(f"scalar_decay_{g}", decay="scalar", log_decay=g) for g in (0.0, -1e-4, -5.0, -50.0, "mixed", "reset")),
     *(shaped(f"{decay}_beta_{beta}", decay=decay, beta=beta) for decay in DECAYS for beta in (0.0, 0.01, 0.5, 1.0)),
     *(shaped(f"{decay}_correlated", decay=decay, keys="correlated", beta=0.9) for decay in DECAYS),
@@ -174,7 +162,7 @@ def test_step_sizes_of_every_size_and_zero(decay: str) -> None:
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("groups", [1, 2])
 @on_hopper
-def test_heads_with_a_large_gain_are_left_to_plain_kernels(decay: str, groups: int) -> None:
+def test_heads_with_a_large_gain_are_strict(decay: str, groups: int) -> None:
     inputs = shaped("some", T=320, groups=groups, decay=decay).make(device="cuda", dtype=torch.bfloat16)
     usual = results_and_gradients(delta_rule, inputs, backend="triton")
     inputs.beta[0, 100, 0], inputs.beta[1, 319, 1] = 1.9, 1.5
@@ -240,4 +228,4 @@ def test_same_bits_every_time_and_every_way(decay: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    left_heads()
+    states_by_token()

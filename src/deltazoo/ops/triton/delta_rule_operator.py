@@ -61,20 +61,21 @@ def _fake_forward(
 
 def _backward(
     q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, keep,
-    *rest, in_place=False,
+    *rest, in_place=False, overwritten=False,
 ):  # fmt: skip
     """Gradients of the tensors but `cu_seqlens`, in their dtypes; None for those that were not given.
 
-    With `in_place` what the forward pass kept may be overwritten.
+    With `in_place` what the forward pass kept may be overwritten. If it has been `overwritten` it is computed again.
     """
-    *kept, d_output, d_final = rest
+    *saved, d_output, d_final = rest
+    kept = Kept(*saved)
     with torch.cuda.device_of(v):
         p = Problem(
             q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
         )
-        dq, dk, de, dv, d_beta, d_log_decay, d_initial = pipeline.backward(
-            p, Kept(*kept), d_output, d_final, keep, in_place
-        )
+        if overwritten and kept.U is not None:
+            kept = pipeline.forward(p)[2]
+        dq, dk, de, dv, d_beta, d_log_decay, d_initial = pipeline.backward(p, kept, d_output, d_final, keep, in_place)
     # Those not named here are in their dtypes already.
     return dq, dk, dv, _like(d_beta, beta), _like(d_log_decay, log_decay), _like(d_initial, initial_state), de
 
@@ -91,6 +92,7 @@ def _fake_backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, s
 def _save(ctx, inputs, results):
     q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, erase_key, *ctx.options = inputs
     ctx.set_materialize_grads(False)
+    ctx.overwritten = False
     ctx.save_for_backward(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, *results[2:])
 
 
@@ -98,10 +100,10 @@ def _gradients(backward, ctx, d_output, d_final, *_):
     q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, *kept = ctx.saved_tensors
     if d_output is None:
         d_output = v.new_zeros(*q.shape[:2], *v.shape[2:])
-    # The operator's arguments may not change, and a graph that is kept may be gone through once more.
     in_place = {}
-    if backward is _backward and not torch._C._autograd._get_current_graph_task_keep_graph():
-        in_place = dict(in_place=True)
+    if backward is _backward:  # the operator's arguments may not change
+        in_place = dict(in_place=True, overwritten=ctx.overwritten)
+        ctx.overwritten = True  # a graph that is kept (`retain_graph`) may be gone through once more
     dq, dk, dv, d_beta, d_log_decay, d_initial, d_erase_key = backward(
         q, k, v, beta, log_decay, ctx.scale, initial_state, cu_seqlens, ctx.strict, erase_key, *ctx.options,
         *kept, d_output, d_final, **in_place,

@@ -23,7 +23,11 @@ from deltazoo.ops.triton.chunk.prepare import prepare_kernel, prepare_rest_kerne
 from deltazoo.ops.triton.chunk.prepare_channel import prepare_channel_kernel
 from deltazoo.ops.triton.chunk.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.chunk.segments import chain_kernel
-from deltazoo.ops.triton.hopper.backward_rest import log_decay_gradient_kernel, small_steps_kernel
+from deltazoo.ops.triton.hopper.backward_rest import (
+    log_decay_gradient_kernel,
+    small_steps_kernel,
+    sum_of_groups_kernel,
+)  # fmt: skip
 from deltazoo.ops.triton.hopper.support import (
     MISSING,
     available,
@@ -33,7 +37,7 @@ from deltazoo.ops.triton.hopper.support import (
     multiprocessors,
     token_tiles,
 )  # fmt: skip
-from deltazoo.ops.triton.launch import launch
+from deltazoo.ops.triton.launch import Tile, launch
 from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
 from deltazoo.ops.triton.tiling import CHUNK, shared_memory
 
@@ -45,6 +49,11 @@ if MISSING is None:
     from deltazoo.ops.triton.hopper.hopper_scan import hopper_scan_kernel
 
 __all__ = ["Kept", "Problem", "backward", "forward", "infer"]
+
+
+LEAST_STEP = 2.0**-40
+"""What step sizes closer to zero count as where the fused backward follows: `<z, u> / beta` is the gradient of any
+other. It changes a state by less than float32 has digits."""
 
 
 class Problem:
@@ -80,6 +89,16 @@ class Problem:
         return self.q.new_empty(*shape, dtype=torch.float32)
 
 
+def states_shape(plan: Plan) -> tuple[int, ...]:
+    """Of the states that the fused backward reads (`Kept.states`)."""
+    return 2, plan.B, plan.NT * CHUNK, plan.HV, plan.K
+
+
+def by_token(states: Tensor | None) -> bool:
+    """Whether states lie as the fused backward reads them."""
+    return states is not None and states.ndim == 5
+
+
 class Kept(NamedTuple):
     """What the forward pass keeps for the backward pass besides the inputs; None where a call has no such tensor."""
 
@@ -106,7 +125,8 @@ class Kept(NamedTuple):
     U: Tensor | None = None
     """Where the fused backward serves a call that records gradients: the corrections `[B, T, HV, V]`."""
     states: Tensor | None = None
-    """The states that enter the chunks `[slots, V, K]`, likewise."""
+    """The states that enter the chunks, likewise: `[2, B, NT * C, HV, K]`, half of their value channels in place of the
+    tokens of a chunk, so that dq and dk can lie there."""
 
     @classmethod
     def empty(cls, plan: Plan, q: Tensor, keep: bool) -> "Kept":
@@ -126,7 +146,7 @@ class Kept(NamedTuple):
             starts, transitions = (new(plan.scans, plan.HV, plan.K, x, dtype=float32) for x in (plan.V, plan.K))
         U = states = None
         if keep and plan.fused_backward:
-            U, states = new(plan.B, plan.T, plan.HV, plan.V), new(slots, plan.V, plan.K)
+            U, states = new(plan.B, plan.T, plan.HV, plan.V), new(states_shape(plan))
         return cls(AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, starts, transitions, U, states)
 
     def of_plan(self, plan: Plan, keep: bool) -> "Kept":
@@ -199,7 +219,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, erase_key, v, beta, log_decay and initial_state; None for those that were not given.
 
-    `keep` is that of the forward pass. With `in_place` what it kept may be overwritten.
+    `keep` is that of the forward pass. With `in_place` gradients may lie where U and the states are kept.
     """
     plan, kept = p.plan, kept.of_plan(p.plan, keep)
     d_output = contiguous(d_output, p.alignment)
@@ -211,22 +231,21 @@ def backward(
         U, states = scan_for_states(p, kept, starts)
     else:
         U, states = kept.U, kept.states
-    if plan.fused_backward:
-        gradients = empty_gradients(p, U if in_place or kept.U is None else None)
-        d_initial = fused_gradients(p, kept, U, d_output, states, d_final, gradients)
+    if by_token(states):
+        gradients, d_initial = fused_gradients(p, kept, U, states, d_output, d_final, in_place)
     else:
         Z, d_states, d_initial = reverse_scan(
             p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None
         )  # fmt: skip
-        if d_initial is not None and plan.segments > 1:
-            d_initial = d_initial.unflatten(0, (plan.N, plan.segments))[:, 0]
         gradients = empty_gradients(p)
         chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients)
-    dq, dk, de, dv, d_beta, d_log_decay = gradients
-    if plan.H != plan.HV:
-        dq, dk = (sum_of_group(grad, p.q) for grad in (dq, dk))
-        de = None if de is None else sum_of_group(de, p.q)
-    return dq, dk, de, dv, d_beta, d_log_decay, d_initial
+        if plan.H != plan.HV:
+            dq, dk, de, dv, d_beta, d_log_decay = gradients
+            dq, dk = (sum_of_group(x, p.q) for x in (dq, dk))
+            gradients = dq, dk, None if de is None else sum_of_group(de, p.q), dv, d_beta, d_log_decay
+    if d_initial is not None and plan.segments > 1:
+        d_initial = d_initial.unflatten(0, (plan.N, plan.segments))[:, 0]
+    return *gradients, d_initial
 
 
 def prepare(p: Problem, kept: Kept) -> None:
@@ -237,7 +256,7 @@ def prepare(p: Problem, kept: Kept) -> None:
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if True in plan.scan_modes else None
     if plan.decay < 2:
         launch(
-            prepare_kernel, plan.prepare(),
+            prepare_kernel, plan.prepare(LEAST_STEP if plan.fused_backward and p.q.dtype == torch.bfloat16 else 0.0),
             p.q, p.k, p.erase_key, p.beta, p.log_decay, AP, beta, G, large_gain, strict_L, *p.chunk_offsets,
         )  # fmt: skip
     else:
@@ -271,7 +290,7 @@ def scan(
             hopper_scan(plan, start, keys, v, chunks, initial, final, output, U, states)
             continue
         launch(
-            scan_kernel, plan.scan(start, v is not None, output is not None, keep, strict),
+            scan_kernel, plan.scan(start, v is not None, output is not None, keep, strict, by_token(states)),
             *keys, v, *chunks, filled[0], filled[-1], states, initial, final, *p.sequence_offsets,
         )  # fmt: skip
 
@@ -287,7 +306,8 @@ def hopper_scan(
     keep = states is not None
     with_output = output is not None
     launch(
-        hopper_scan_kernel, plan.hopper_scan(start, v is not None, with_output, keep),
+        hopper_scan_kernel,
+        plan.hopper_scan(start, v is not None, with_output, keep, by_token(states)),
         token_tiles(q_in, plan.K) if with_output else None,
         token_tiles(k_in, plan.K),
         token_tiles(k_out, plan.K) if plan.separate else None,
@@ -295,9 +315,14 @@ def hopper_scan(
         matrix_tiles(AP, 2 * CHUNK if with_output else CHUNK),
         None if output is None else token_tiles(output, plan.V // 2),
         None if U is None else token_tiles(U, plan.V // 2),
-        None if states is None else matrix_tiles(states, plan.V // 2),
+        None if states is None else states_tiles(states, plan),
         beta, G, large_gain, initial, final,
     )  # fmt: skip
+
+
+def states_tiles(states: Tensor, plan: Plan) -> Tile:
+    """Tiles of half of the value channels of the kept states."""
+    return token_tiles(states.flatten(0, 1), plan.K) if by_token(states) else matrix_tiles(states, plan.V // 2)
 
 
 def scanned(p: Problem, kept: Kept) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
@@ -340,25 +365,20 @@ def scan_for_states(p: Problem, kept: Kept, initial: Tensor | None) -> tuple[Ten
 
 
 def reverse_scan(
-    p: Problem, kept: Kept, d_output: Tensor, d_final: Tensor | None, keep: bool, initial: bool,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Z and the gradients of the states that leave the chunks (`keep`), and those of the initial states (`initial`).
-
-    With `into`, tensors for Z and the last ones, only those of sequences with a large gain.
-    """
-    plan, flagged = p.plan, into is not None
-    Z, d_initial = into or (torch.empty_like(p.v) if keep else None, None)
+    p: Problem, kept: Kept, d_output: Tensor, d_final: Tensor | None, keep: bool, initial: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Z and the gradients of the states that leave the chunks (`keep`), and those of the initial states (`initial`)."""
+    plan = p.plan
+    Z = torch.empty_like(p.v) if keep else None
     d_states = d_output.new_empty(plan.slots, plan.V, plan.K) if keep else None
-    if d_initial is None and (initial or plan.by_gain):
-        d_initial = p.float32(plan.scans, plan.HV, plan.K, plan.V)
+    d_initial = p.float32(plan.scans, plan.HV, plan.K, plan.V) if initial or plan.by_gain else None
     keys, chunks = scanned(p, kept)
     for strict in reversed(plan.scan_modes):
-        if plan.hopper and not strict and not flagged:
+        if plan.hopper and not strict:
             hopper_reverse_scan(plan, keys, chunks, d_output, Z, d_states, d_final, d_initial, initial)
             continue
         launch(
-            reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep, strict, flagged and not strict),
+            reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep, strict),
             *keys, *chunks, d_output, Z, d_states, d_final, d_initial, *p.sequence_offsets,
         )  # fmt: skip
     return Z, d_states, d_initial if initial else None
@@ -389,77 +409,73 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor |
 """Of q, k and erase_key (all per value head), v, beta and log_decay."""
 
 
-def empty_gradients(p: Problem, dv: Tensor | None = None) -> Gradients:
-    """Uninitialised; dv is made unless given."""
+def empty_gradients(p: Problem) -> Gradients:
+    """Uninitialised."""
     plan = p.plan
     if plan.H == plan.HV:
         dq, dk = torch.empty_like(p.q), torch.empty_like(p.k)
     else:  # value heads that share a key head sum their gradients outside, in float32
         dq, dk = (p.float32(plan.B, x, plan.HV, plan.K) for x in (plan.tokens, plan.T))
     de = None if p.erase_key is None else torch.empty_like(dk)
-    dv = torch.empty_like(p.v) if dv is None else dv
+    return dq, dk, de, torch.empty_like(p.v), *empty_gate_gradients(p)
+
+
+def empty_gate_gradients(p: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """Of beta and log_decay, uninitialised."""
     d_beta = None if p.beta is None else torch.empty_like(p.beta, dtype=torch.float32)
     d_log_decay = None if p.log_decay is None else torch.empty_like(p.log_decay, dtype=torch.float32)
-    return dq, dk, de, dv, d_beta, d_log_decay
+    return d_beta, d_log_decay
 
 
 def fused_gradients(
-    p: Problem, kept: Kept, U: Tensor, d_output: Tensor, states: Tensor, d_final: Tensor | None, gradients: Gradients
-) -> Tensor | None:
-    """Fill the gradients in one kernel, and return that of the initial states if there are such.
+    p: Problem, kept: Kept, U: Tensor, states: Tensor, d_output: Tensor, d_final: Tensor | None, in_place: bool
+) -> tuple[Gradients, Tensor | None]:
+    """The gradients and that of the initial states, if there are such, in one kernel.
 
-    Heads of a sequence that have a chunk with a large gain are left to the plain kernels. dv may lie where U does.
+    With `in_place` dv lies where U did, and dq and dk where the states did, if chunks are full and nothing reads the
+    states afterwards.
     """
-    plan, initial = p.plan, p.initial_state is not None
-    dq, dk, _, dv, d_beta, d_log_decay = gradients
-    d_initial = p.float32(plan.B, plan.HV, plan.K, plan.V) if initial or plan.by_gain else None
-    left = p.q.new_empty(plan.B * plan.HV, dtype=torch.int32) if plan.by_gain else None
+    plan = p.plan
+    d_beta, d_log_decay = empty_gate_gradients(p)
+    small_steps = p.q.dtype != torch.bfloat16
+    dv = U if in_place else torch.empty_like(U)
+    if in_place and not small_steps and plan.T % CHUNK == 0:
+        dq, dk = states.unbind()
+    else:
+        dq, dk = (p.q.new_empty(plan.B, plan.T, plan.HV, plan.K) for _ in range(2))
+    d_initial = None if p.initial_state is None else p.float32(plan.scans, plan.HV, plan.K, plan.V)
     d_G = overlap = None
     if d_log_decay is not None:
         d_G, overlap = torch.empty_like(d_log_decay), p.float32(plan.slots, plan.V)
-    shared_keys = plan.H != plan.HV
-    launch(
-        backward_kernel, plan.hopper_backward(),
-        token_tiles(p.q, plan.K), token_tiles(p.k, plan.K), token_tiles(d_output, plan.V), token_tiles(U, plan.V),
-        matrix_tiles(kept.AP, CHUNK), matrix_tiles(states, plan.V // 2),
-        None if shared_keys else token_tiles(dq, plan.K), None if shared_keys else token_tiles(dk, plan.K),
-        token_tiles(dv, plan.V // 2), kept.beta, kept.G, kept.large_gain,
-        dq if shared_keys else None, dk if shared_keys else None, d_beta, d_G, overlap, d_final,
-        d_initial if initial else None, left,
-    )  # fmt: skip
-    launch(
-        small_steps_kernel, plan.small_steps(),
-        p.k, p.v, kept.beta, kept.G, kept.AP, states, left, dv, d_beta,
-    )  # fmt: skip
+    for strict in plan.scan_modes:  # by the gain each of both makes the gradients of some heads
+        launch(
+            backward_kernel, plan.hopper_backward(strict),
+            token_tiles(p.q, plan.K), token_tiles(p.k, plan.K), token_tiles(d_output, plan.V), token_tiles(U, plan.V),
+            matrix_tiles(kept.AP, CHUNK), states_tiles(states, plan),
+            token_tiles(dq, plan.K), token_tiles(dk, plan.K), token_tiles(dv, plan.V // 2),
+            kept.beta, kept.G, kept.large_gain, d_beta, d_G, overlap, d_final, d_initial,
+        )  # fmt: skip
+    if small_steps:
+        launch(small_steps_kernel, plan.small_steps(), p.k, p.v, kept.beta, kept.G, kept.AP, states, dv, d_beta)
     if d_log_decay is not None:
-        launch(log_decay_gradient_kernel, plan.log_decay_gradient(), d_G, overlap, left, p.log_decay, d_log_decay)
-    if left is not None:
-        assert d_initial is not None
-        gradients_of_left_heads(p, kept, U, d_output, states, d_final, gradients, d_initial, left)
-    return d_initial if initial else None
-
-
-def gradients_of_left_heads(
-    p: Problem, kept: Kept, U: Tensor, d_output: Tensor, states: Tensor, d_final: Tensor | None, gradients: Gradients,
-    d_initial: Tensor, left: Tensor,
-) -> None:  # fmt: skip
-    """Fill the gradients of the heads flagged in `left`, those with a large gain, with the plain kernels."""
-    Z, initial = torch.empty_like(p.v), p.initial_state is not None
-    _, d_states, _ = reverse_scan(p, kept, d_output, d_final, True, initial, (Z, d_initial))
-    chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients, left)
+        launch(log_decay_gradient_kernel, plan.log_decay_gradient(), d_G, overlap, p.log_decay, d_log_decay)
+    if plan.H != plan.HV:
+        heads, (dq, dk) = (dq, dk), (torch.empty_like(p.q) for _ in range(2))
+        launch(sum_of_groups_kernel, plan.sum_of_groups(), *heads, dq, dk)
+    return (dq, dk, None, dv, d_beta, d_log_decay), d_initial
 
 
 def chunk_gradients(
     p: Problem, kept: Kept, U: Tensor, Z: Tensor | None, d_output: Tensor, states: Tensor, d_states: Tensor | None,
-    gradients: Gradients, chosen: Tensor | None = None,
+    gradients: Gradients,
 ) -> None:  # fmt: skip
-    """Fill the gradients; with `chosen` (int32 `[B * HV]`) only those of heads of sequences that it flags."""
+    """Fill the gradients."""
     plan = p.plan
     from_scans = (U, Z, d_output, states, d_states)
     if plan.decay < 2:
         launch(
             chunk_gradients_kernel, plan.chunk_gradients(),
-            p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.large_gain, chosen,
+            p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.large_gain,
             *from_scans, *gradients, *p.chunk_offsets,
         )  # fmt: skip
         return

@@ -179,14 +179,15 @@ class Plan:
         return (-(-V // BV) * self.HV * self.scans,)
 
     @per_plan
-    def prepare(self) -> Constants:
-        """The launch for no decay, or one per head."""
+    def prepare(self, least_step: float) -> Constants:
+        """The launch for no decay, or one per head. Step sizes of less than `least_step` count as that."""
         options = self.tiles.prepare
         more = self.num_micro_steps > 1 or self.has_erase_key
         if more and self.half and self.tiles.BK <= 128 and self.shared >= HOPPER:  # older cards spill
             options = options | dict(maxnreg=128)  # a few less let four programs share a multiprocessor
         return Constants(
-            *self.chunk_grid(), DECAY=self.decay, BK=self.tiles.BK, **self.precisions, **self.per_chunk, **options,
+            *self.chunk_grid(), DECAY=self.decay, BK=self.tiles.BK, LEAST_STEP=least_step, **self.precisions,
+            **self.per_chunk, **options,
         )  # fmt: skip
 
     @per_plan
@@ -227,7 +228,9 @@ class Plan:
         return Constants(*grid, C=CHUNK, **neighbours, **self.tiles.invert)
 
     @per_plan
-    def scan(self, initial: int, values: bool, output: bool, keep: bool, strict: bool) -> Constants:
+    def scan(
+        self, initial: int, values: bool, output: bool, keep: bool, strict: bool, by_token: bool = False
+    ) -> Constants:
         """One launch of the scan.
 
         Args:
@@ -236,19 +239,23 @@ class Plan:
             output: it stores the output.
             keep: it stores U and the states that enter the chunks.
             strict: precision.
+            by_token: the states lie as `Kept.states` does.
         """
         tiles = getattr(self.scan_tiles[strict], "scan_both" if output and keep else "scan_keep" if keep else "scan")
         V = self.V if values else self.K
         return Constants(
-            *self.scan_grid(V, tiles["BV"]), HAS_V=values, INITIAL=initial, OUTPUT=output, KEEP=keep, STRICT=strict,
+            *self.scan_grid(V, tiles["BV"]), HAS_V=values, INITIAL=initial, OUTPUT=output, KEEP=keep,
+            BY_TOKEN=by_token, STRICT=strict,
             **self.per_sequence | dict(V=V), **tiles,
         )  # fmt: skip
 
     @per_plan
-    def hopper_scan(self, initial: int, values: bool, output: bool, keep: bool) -> Constants:
+    def hopper_scan(self, initial: int, values: bool, output: bool, keep: bool, by_token: bool = False) -> Constants:
         """One launch of the scan on Hopper; arguments as for `scan`."""
         options = scan_options(output, keep, values, self.decay, self.separate, self.many_scans)
-        return self._hopper_constants(options, HAS_V=values, INITIAL=initial, OUTPUT=output, KEEP=keep)
+        return self._hopper_constants(
+            options, HAS_V=values, INITIAL=initial, OUTPUT=output, KEEP=keep, BY_TOKEN=by_token,
+        )  # fmt: skip
 
     @per_plan
     def hopper_reverse_scan(self, final: bool, initial: bool, keep: bool) -> Constants:
@@ -274,7 +281,7 @@ class Plan:
         )  # fmt: skip
 
     @per_plan
-    def reverse_scan(self, final: bool, initial: bool, keep: bool, strict: bool, flagged: bool = False) -> Constants:
+    def reverse_scan(self, final: bool, initial: bool, keep: bool, strict: bool) -> Constants:
         """One launch of the reverse scan.
 
         Args:
@@ -282,20 +289,19 @@ class Plan:
             initial: it stores the gradient of the initial state.
             keep: it stores Z and the gradients of the states that leave the chunks.
             strict: precision.
-            flagged: only sequences with a large gain.
         """
         tiles = self.scan_tiles[strict].reverse_scan
         return Constants(
             *self.scan_grid(self.V, tiles["BV"]), HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep, STRICT=strict,
-            FLAGGED=flagged, **self.per_sequence, **tiles,
+            **self.per_sequence, **tiles,
         )  # fmt: skip
 
     @per_plan
-    def hopper_backward(self) -> Constants:
-        """The launch that makes all gradients on Hopper."""
+    def hopper_backward(self, strict: bool) -> Constants:
+        """The launch that makes all gradients on Hopper; by the gain one of two, for heads that are `strict` or not."""
         return Constants(
-            self.B * self.HV, scale=self.scale, T=self.T, H=self.H, HV=self.HV, ZERO=0, DECAY=self.decay, num_warps=4,
-            **BACKWARD,
+            self.scans * self.HV, scale=self.scale, T=self.T, H=self.H, HV=self.HV, segments=self.segments,
+            chunks=self.segment_chunks, ZERO=0, DECAY=self.decay, STRICT=strict, num_warps=4, **BACKWARD,
         )  # fmt: skip
 
     @per_plan
@@ -310,7 +316,15 @@ class Plan:
     @per_plan
     def log_decay_gradient(self) -> Constants:
         """The launch that ends the gradient of log-decay on Hopper."""
-        return Constants(*self.chunk_grid(), T=self.T, HV=self.HV, C=CHUNK, D=self.K, num_warps=1)
+        HV, NT, B = self.chunk_grid()
+        heads = min(16, 1 << (HV - 1).bit_length())
+        return Constants(-(-HV // heads), NT, B, T=self.T, HV=HV, C=CHUNK, D=self.V, HEADS=heads, num_warps=4)
+
+    @per_plan
+    def sum_of_groups(self) -> Constants:
+        """The launch that sums dq and dk over value heads that share a key head, on Hopper."""
+        rows, tile = self.B * self.T * self.H, 16
+        return Constants(-(-rows // tile), 2, rows=rows, GROUP=self.HV // self.H, D=self.K, ROWS=tile, num_warps=4)
 
     def _gradient_arguments(self, tiles: dict[str, int]) -> dict[str, Any]:
         key_tiles, value_tiles = -(-self.K // tiles["BK"]), -(-self.V // tiles["BV"])

@@ -76,7 +76,6 @@ def chunk_gradients_kernel(
     log_decay,
     G,
     large_gain,
-    chosen,
     U,
     Z,
     d_output,
@@ -122,8 +121,6 @@ def chunk_gradients_kernel(
     The numbers of tiles, K / BK and V / BV, are run-time arguments: a compiler that knows the count may unroll the loop
     into straight code, which is wrong on an H200 (docs/log.md).
 
-    With `chosen` (int32 `[B * HV]`, sequences that are not packed) it does the heads of sequences flagged there alone.
-
     The gradient of the cumulative log-decay has one form for every kind of decay, `q o dq + e o de - k o dk`, where dk
     leaves out de even if e is k: the terms of token i have the factor `exp(G_i)` where it reads and `exp(-G_i)` where
     it is read. With UNDECAYED the factor of e is `exp(G_{i-1})`, so a token's own log-decay has no part in `e o de`.
@@ -133,9 +130,6 @@ def chunk_gradients_kernel(
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
     if rows <= 0:
         return
-    if chosen is not None:
-        if tl.load(chosen + i_b * HV + i_h) == 0:
-            return
     DTYPE: tl.constexpr = q.dtype.element_ty
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     m_c = o_c < rows
@@ -166,7 +160,7 @@ def chunk_gradients_kernel(
 
     b_dO, b_U, b_Z, b_dP, b_dL, b_dbeta = score_gradients(
         v, dv, d_output, U, Z, b_beta, o_cv, o_output, o_v, m_c, m_query, value_tiles,
-        V, BV, WHOLE, HAS_BETA, PRECISION, STAGES, chosen is not None,
+        V, BV, WHOLE, HAS_BETA, PRECISION, STAGES,
     )  # fmt: skip
 
     # The weights of other tokens' keys and queries in dq, row and dk. Rows of W_P_columns are columns of W_P.

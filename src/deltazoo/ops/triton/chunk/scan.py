@@ -154,6 +154,7 @@ def scan_kernel(
     HAS_V: tl.constexpr,
     OUTPUT: tl.constexpr,
     KEEP: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -164,6 +165,8 @@ def scan_kernel(
     (INITIAL = 1) or the identity (2). Without HAS_V the values are zero. q and k have HK heads. `k_in`, the keys that
     the state is read with, are others than `k_out` with SEPARATE. With AHEAD values are loaded a chunk ahead into
     registers, which leaves the shared memory to the other operands.
+
+    With BY_TOKEN the states lie as `hopper.backward` reads them, value channels of 64 in place of the chunk's tokens.
 
     With BY_GAIN a sequence takes two launches. The first one processes the chunks before the first one with a large
     erase gain, and stores its state in `final_state`. The launch with STRICT starts from this state and processes the
@@ -196,6 +199,10 @@ def scan_kernel(
     o_vc = i_v * BV + o_v[:, None] + o_c[None, :] * (HV * V)
     o_cc = o_c[:, None] * C + o_c[None, :]
     o_kept = (i_v * BV + o_v)[:, None] * K + o_k[None, :]
+    if BY_TOKEN:
+        tokens = tl.num_programs(0) // (NV * HV * segments) * (NT * C)
+        place = (i_v * BV + o_v) // C * tokens.to(tl.int64) + (i_v * BV + o_v) % C
+        o_kept = place[:, None] * (HV * K) + o_k[None, :]
     o_state = (i_n.to(tl.int64) * HV + i_h) * (K * V) + i_v * BV + o_v[:, None] + o_k[None, :] * V
     S = ()
     for tile in tl.static_range(NK):
@@ -237,7 +244,10 @@ def scan_kernel(
             b_k_out = tl.load(k_out + qk_tile + o_qk, mask=m_qk, other=0.0)
             S_hi = S[tile].to(b_k_out.dtype)
             if KEEP:
-                tl.store(states + i_slot * (K * V) + tile * BK + o_kept, S_hi, mask=m_v[:, None] & m_k[None, :])
+                p_S = states + i_slot * (K * V)
+                if BY_TOKEN:
+                    p_S = states + ((chunk * C + step) * HV + i_h) * K
+                tl.store(p_S + tile * BK + o_kept, S_hi, mask=m_v[:, None] & m_k[None, :])
             if HAS_BETA:
                 if SEPARATE:
                     b_k_in = tl.load(k_in + qk_tile + o_qk, mask=m_qk, other=0.0)
@@ -336,7 +346,6 @@ def reverse_scan_kernel(
     HAS_BETA: tl.constexpr,
     STRICT: tl.constexpr,
     BY_GAIN: tl.constexpr,
-    FLAGGED: tl.constexpr,
     SEPARATE: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
     UNDECAYED: tl.constexpr,
@@ -355,8 +364,7 @@ def reverse_scan_kernel(
         dU = P^T dO + k_out dS,   Z = A^T dU,   dS' = total o dS + scale q_in^T dO - k_in^T (beta o Z)
 
     With BY_GAIN the launch with STRICT comes first. It processes the chunks from the last one to the first with a large
-    erase gain, and stores its gradient in `d_initial`. The other launch continues from there; with FLAGGED it leaves
-    sequences without such a chunk alone. Grid (V / BV * HV * N).
+    erase gain, and stores its gradient in `d_initial`. The other launch continues from there. Grid (V / BV * HV * N).
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -371,10 +379,9 @@ def reverse_scan_kernel(
     if BY_GAIN:
         large = first_large(large_gain, slot, stop, HV)
         handed_on = large < stop
-        if STRICT or FLAGGED:
+        if STRICT:
             if large >= stop:
                 return
-        if STRICT:
             NC = stop - large
         else:
             stop = large

@@ -31,12 +31,12 @@ def values_gradient(v, dv, offsets, mask, b_beta, b_Z, HAS_BETA: tl.constexpr):
 def score_gradients(
     v, dv, d_output, U, Z, b_beta, o_cv, o_output, o_v, m_c, m_output, value_tiles,
     V: tl.constexpr, BV: tl.constexpr, WHOLE: tl.constexpr, HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, IN_PLACE: tl.constexpr = False,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the scores of a chunk, dP and -dL, not yet masked, and the values' part of d_beta; stores dv.
 
     With WHOLE, if a tile has all value channels, also dO, U and Z. `o_output` and `m_output` are the offsets of dO and
-    which rows have one; for all else `o_cv` and `m_c`. With IN_PLACE dv may lie where U does.
+    which rows have one; for all else `o_cv` and `m_c`.
     """
     C: tl.constexpr = m_c.shape[0]
     b_dP, b_dL = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
@@ -46,8 +46,6 @@ def score_gradients(
         m_cv = m_c[:, None] & (o_v < V)[None, :]
         m_ov = m_output[:, None] & (o_v < V)[None, :]
         b_dO, b_U, b_Z = load_values(d_output, U, Z, o_output, m_ov, o_cv, m_cv)
-        if IN_PLACE:
-            tl.debug_barrier()
         b_dbeta += values_gradient(v, dv, o_cv, m_cv, b_beta, b_Z, HAS_BETA)
         b_dP = tl.dot(b_dO, tl.trans(b_U), b_dP, input_precision=PRECISION)
         if HAS_BETA:

@@ -1,6 +1,7 @@
 """The backward pass of the delta rule in one kernel for Hopper, in Gluon; no decay, or one per head, and 128 channels.
 
-One program walks the chunks of a value head of a sequence from the last to the first. Its warps are specialised:
+One program walks the chunks of a value head of a sequence, or of a segment of it, from the last to the first. Its warps
+are specialised:
 
 * two groups of four `walk`: each carries the gradient of the state, of half the value channels, and makes Z;
 * one group of four makes all `gradients` of the chunk that they have just passed;
@@ -9,6 +10,13 @@ One program walks the chunks of a value head of a sequence from the last to the 
 The formulas are those of `chunk.scan` and `chunk.gradients` (docs/math.md, section 9), and so is what is rounded. What
 differs: dS never goes to memory, and the sum over a chunk that d_log_decay begins with is `<S, dS>` of the state that
 enters the chunk, which the walk has at hand.
+
+A launch with STRICT makes the gradients of heads with a large erase gain: the walk multiplies with two terms where the
+serial scans do.
+
+Gradients may lie where their chunk's inputs do: dv where U lies, dq and dk where the state lies, `[2, B, tokens, HV,
+D]`, whose value channels stand in place of tokens. A program reads and writes the tiles of its own head alone, and
+what replaces a tile is computed from the copy of it in shared memory.
 """
 
 from deltazoo.ops.triton.hopper.backward_rest import small_step
@@ -53,8 +61,8 @@ def copy_stage(tiles, buffers, bars, gates, beta, G, where, token, slot, n, DECA
     """Copy k, dO and U of a chunk, and what decays and step sizes make."""
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
-    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = bars
-    scale, row, head, column, key_column, first_slot, T, HV, NC, ZERO = where
+    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty, A_split = bars
+    scale, row, head, column, key_column, first_slot, first, B, T, HV, NC, ZERO = where
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_c = gl.arange(0, C, TOKENS)
     step = gl.load(beta + slot.to(gl.int64) * C + o_c)
@@ -81,14 +89,14 @@ def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
     """The warp that copies."""
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
-    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = bars
-    scale, row, head, column, key_column, slot, T, HV, NC, ZERO = where
+    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty, A_split = bars
+    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
     if NC > 0:
         last = slot + (NC - 1) * HV
-        copy_stage(tiles, buffers, bars, gates, beta, G, where, (NC - 1) * C, last, 0, DECAY)
+        copy_stage(tiles, buffers, bars, gates, beta, G, where, first + (NC - 1) * C, last, 0, DECAY)
     for n in range(NC):
         c = NC - 1 - n
-        token, chunk = c * C, slot + c * HV
+        token, chunk = first + c * C, slot + c * HV
         parity = (n & 1) ^ 1
         mbarrier.wait(AP_empty, parity)
         mbarrier.expect(AP_full, 2 * C * C * 2)
@@ -99,26 +107,42 @@ def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
         tma.async_copy_global_to_shared(q_tiles, [row, token, key_column], q_full, as_tile(q_buffer.index(0), D))
         mbarrier.wait(S_empty, parity)
         mbarrier.expect(S_full, 2 * HALF * D * 2)
-        tma.async_copy_global_to_shared(S_tiles, [chunk * D, 0], S_full, S_buffer.index(0))
-        tma.async_copy_global_to_shared(S_tiles, [chunk * D + HALF, 0], S_full, S_buffer.index(1))
+        for part in gl.static_range(2):
+            tile = as_tile(S_buffer.index(part), D)
+            tma.async_copy_global_to_shared(S_tiles, [row + part * B, token, column], S_full, tile)
         if c > 0:
             copy_stage(tiles, buffers, bars, gates, beta, G, where, token - C, chunk - HV, n + 1, DECAY)
 
 
 @jit
+def split_inverse(A, rest, PART: gl.constexpr):
+    """Set the two terms of a strict inverse apart (`chunk.inverse.store_strict`): 32 rows of A, columns of `rest`."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = PART * 32 + gl.arange(0, 32, gl.SliceLayout(1, ROWS))[:, None]
+    upper = row <= gl.arange(0, C, gl.SliceLayout(0, ROWS))[None, :]
+    half = A.slice(PART * 32, 32, dim=0)
+    both = half.load(ROWS)
+    none = gl.full([32, C], 0.0, A.dtype, ROWS)
+    half.store(gl.where(upper, both, none))
+    rest.slice(PART * 32, 32, dim=1).permute((1, 0)).store(gl.where(upper, none, both))
+    fence_async_shared()
+
+
+@jit
 def walk(
-    dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, PART: gl.constexpr,
-    DECAY: gl.constexpr,
+    dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, PART: gl.constexpr, DECAY: gl.constexpr,
+    STRICT: gl.constexpr,
 ):  # fmt: skip
-    """Carry dS of half of the value channels, `[HALF, D]`, from the last chunk to the first, and make Z and dv of each.
+    """Carry dS of half of the value channels, `[HALF, D]`, from the last chunk to the first, and make dv of each.
 
     dv is `beta o Z`, but of tokens with a small beta Z itself (`small_steps_kernel`).
     With decay also `<S, dS>` of the state that enters each chunk, a sum per value channel.
     """
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
-    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = bars
-    scale, row, head, column, key_column, slot, T, HV, NC, ZERO = where
+    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty, A_split = bars
+    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
     DTYPE: gl.constexpr = k_buffer.dtype
+    SMALL: gl.constexpr = small_step(DTYPE)
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
@@ -127,7 +151,7 @@ def walk(
     zero = gl.full([HALF, C], 0.0, gl.float32, CHUNK)
     o_v = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(1, STATE))
     o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
-    o_state = (row * HV + head).to(gl.int64) * (D * D) + o_k[None, :] * D + o_v[:, None]
+    o_state = gl.program_id(0).to(gl.int64) * (D * D) + o_k[None, :] * D + o_v[:, None]
     if d_final is None:
         dS = gl.full([HALF, D], 0.0, gl.float32, STATE)
     else:
@@ -152,6 +176,9 @@ def walk(
         dO = dO_buffer.index(s).slice(PART * HALF, HALF, dim=1).permute((1, 0)).load(CHUNK)
         mbarrier.arrive(dS_full, count=1)  # dO is read too: `gradients` writes there
         mbarrier.wait(AP_full, parity)
+        if STRICT:
+            split_inverse(A_buffer, W_buffer.index(1), PART)
+            mbarrier.arrive(A_split, count=1)
         if DECAY:
             dU = dU * gates.index(ROWS * s + EXIT).load(COLUMN)[None, :]
         dU = warpgroup_mma(gl.convert_layout(dO, CHUNK_LEFT), P_buffer.permute((1, 0)), dU, is_async=True)
@@ -161,28 +188,46 @@ def walk(
             dS = dS * total
         else:
             dO = (dO.to(gl.float32) * scale).to(DTYPE)
-        dU = warpgroup_mma_wait(0, deps=[dU])
+        if STRICT:
+            mbarrier.wait(q_full, parity)
+            dS = warpgroup_mma(gl.convert_layout(dO, STATE_LEFT), q_buffer.index(0), dS, is_async=True)
+            dU, dS = warpgroup_mma_wait(0, deps=[dU, dS])
+        else:
+            dU = warpgroup_mma_wait(0, deps=[dU])
         # Z = A^T dU, dS' = total o dS + (scale entry o dO)^T q - (beta entry o Z)^T k
         left = gl.convert_layout(dU.to(DTYPE), CHUNK_LEFT)
+        if STRICT:
+            mbarrier.wait(A_split, parity)
+            left_rest = gl.convert_layout((dU - dU.to(DTYPE).to(gl.float32)).to(DTYPE), CHUNK_LEFT)
         Z = warpgroup_mma(left, A_buffer.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(q_full, parity)
-        dS = warpgroup_mma(gl.convert_layout(dO, STATE_LEFT), q_buffer.index(0), dS, is_async=True)
-        Z, dS = warpgroup_mma_wait(0, deps=[Z, dS])
+        if STRICT:
+            Z = warpgroup_mma(left, W_buffer.index(1).permute((1, 0)), Z, is_async=True)
+            Z = warpgroup_mma(left_rest, A_buffer.permute((1, 0)), Z, is_async=True)
+            Z = warpgroup_mma_wait(0, deps=[Z])
+        else:
+            mbarrier.wait(q_full, parity)
+            dS = warpgroup_mma(gl.convert_layout(dO, STATE_LEFT), q_buffer.index(0), dS, is_async=True)
+            Z, dS = warpgroup_mma_wait(0, deps=[Z, dS])
         mbarrier.arrive(AP_empty, count=1)
         mbarrier.arrive(q_empty, count=1)
         steps = gates.index(ROWS * s + STEP).load(COLUMN)
         if DECAY:
-            dX = (Z * (-steps * gates.index(ROWS * s + ENTRY).load(COLUMN))[None, :]).to(DTYPE)
+            dX = Z * (-steps * gates.index(ROWS * s + ENTRY).load(COLUMN))[None, :]
         else:
-            dX = (Z * -steps[None, :]).to(DTYPE)
-        dS = warpgroup_mma(gl.convert_layout(dX, STATE_LEFT), k, dS, is_async=True)
+            dX = Z * -steps[None, :]
+        dS = warpgroup_mma(gl.convert_layout(dX.to(DTYPE), STATE_LEFT), k, dS, is_async=True)
+        if STRICT:
+            dX_rest = (dX - dX.to(DTYPE).to(gl.float32)).to(DTYPE)
+            dS = warpgroup_mma(gl.convert_layout(dX_rest, STATE_LEFT), k, dS, is_async=True)
         tma.store_wait(0)
         mbarrier.wait(Z_empty, parity ^ 1)
-        Z = Z * gl.where(steps > small_step(DTYPE), steps, 1.0)[None, :]
+        if SMALL > 0:
+            steps = gl.where(steps > SMALL, steps, 1.0)
+        Z = Z * steps[None, :]
         Z_buffer.index(PART + z).permute((1, 0)).store(Z.to(DTYPE))
         fence_async_shared()
         tile = as_tile(Z_buffer.index(PART + z), HALF)
-        tma.async_copy_shared_to_global(dv_tiles, [row, (NC - 1 - n) * C, column + PART * HALF], tile)
+        tma.async_copy_shared_to_global(dv_tiles, [row, first + (NC - 1 - n) * C, column + PART * HALF], tile)
         dS = warpgroup_mma_wait(0, deps=[dS])
         mbarrier.arrive(Z_full, count=1)
         mbarrier.arrive(empty.index(s), count=1)
@@ -192,7 +237,8 @@ def walk(
             gl.store(overlap + chunk * D + o_v, part)
             mbarrier.arrive(S_empty, count=1)
     if d_initial is not None:
-        gl.store(d_initial + o_state, dS)
+        if NC > 0:
+            gl.store(d_initial + o_state, dS)
     tma.store_wait(0)
 
 
@@ -213,17 +259,18 @@ def decay_between(gates, s, z, ROW: gl.constexpr, COLUMN: gl.constexpr, DECAY: g
 
 @jit
 def gradients(
-    tiles, buffers, bars, gates, beta, dq, dk, d_beta, d_G, where, DECAY: gl.constexpr
+    tiles, buffers, bars, gates, beta, d_beta, d_G, where, DECAY: gl.constexpr, STRICT: gl.constexpr
 ):  # fmt: skip
-    """All gradients of each chunk; dq and dk go to float32 tensors if there are `dq` and `dk`.
+    """All gradients of each chunk but dv.
 
     dq is put down in the buffer of dO and dk in that of U, when nobody reads these any more.
     """
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
-    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = bars
-    scale, row, head, column, key_column, slot, T, HV, NC, ZERO = where
+    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty, A_split = bars
+    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
     DTYPE: gl.constexpr = k_buffer.dtype
+    SMALL: gl.constexpr = small_step(DTYPE)
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     KEYS_LEFT: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
@@ -233,16 +280,15 @@ def gradients(
     zero = gl.full([C, C], 0.0, gl.float32, PAIRS)
     zero_keys = gl.full([C, D], 0.0, gl.float32, KEYS)
     o_c = gl.arange(0, C, ROW)
-    o_half = gl.arange(0, HALF, COLUMN)
     for n in range(NC):
         s = n % 2
         z = n * ZERO
         parity = n & 1
-        token = (NC - 1 - n) * C
+        token = first + (NC - 1 - n) * C
         chunk = slot + (NC - 1 - n) * HV
         steps = gl.load(beta + chunk * C + o_c)
         k, q, dO, U = k_buffer.index(s), q_buffer.index(z), dO_buffer.index(s), U_buffer.index(s)
-        W_P, W_L = W_buffer.index(0 + z), W_buffer.index(1 + z)
+        W_P, W_L = W_buffer.index(0 + z), W_buffer.index((0 if STRICT else 1) + z)
         mbarrier.wait(full.index(s), (n // 2) & 1)
         dP = warpgroup_mma(dO, U.permute((1, 0)), zero, use_acc=False, is_async=True)
         decay, _ = decay_between(gates, s, z, ROW, COLUMN, DECAY)
@@ -285,20 +331,14 @@ def gradients(
             d_query = warpgroup_mma_wait(0, deps=[d_query])
             if DECAY:
                 dG += gl.sum(q.slice(64 * m, 64, dim=1).load(PAIRS).to(gl.float32) * d_query, 1)
-            if dq is None:
-                if m == 0:
-                    d_query_0 = d_query.to(DTYPE)
-                else:
-                    d_query_1 = d_query.to(DTYPE)
+            if m == 0:
+                d_query_0 = d_query.to(DTYPE)
             else:
-                tokens = (row * T + token + o_c) * HV + head
-                o_dq = tokens.to(gl.int64)[:, None] * D + (64 * m + o_half)[None, :]
-                gl.store(dq + o_dq, d_query, mask=(token + o_c < T)[:, None])
+                d_query_1 = d_query.to(DTYPE)
         mbarrier.arrive(q_empty, count=1)
-        if dq is None:
-            barrier()  # the products of all warps with dO are done
-            dO.slice(0, 64, dim=1).store(d_query_0)
-            dO.slice(64, 64, dim=1).store(d_query_1)
+        barrier()  # the products of all warps with dO and W_P are done
+        dO.slice(0, 64, dim=1).store(d_query_0)
+        dO.slice(64, 64, dim=1).store(d_query_1)
 
         mbarrier.wait(Z_full, parity)
         Z0, Z1 = Z_buffer.index(0 + z), Z_buffer.index(1 + z)
@@ -308,12 +348,14 @@ def gradients(
         decay, between = decay_between(gates, s, z, ROW, COLUMN, DECAY)
         below = gl.maximum(gl.minimum(between, 1.0), 0.0) * decay
         diagonal = gl.sum(ZU * (decay - below), 1)
-        rest = gl.where(steps > small_step(DTYPE), 1.0, steps)  # the factor of beta that Z lacks
+        if SMALL > 0:
+            rest = gl.where(steps > SMALL, 1.0, steps)  # the factor of beta that Z lacks
+        else:
+            rest = gl.full([C], 1.0, gl.float32, ROW)
         W_L.store((ZU * below * -rest[:, None]).to(DTYPE))
         fence_async_shared()
         barrier()
-        if dq is None:
-            tma.async_copy_shared_to_global(dq_tiles, [row, token, column], as_tile(dO, D))
+        tma.async_copy_shared_to_global(dq_tiles, [row, token, column], as_tile(dO, D))
         written = warpgroup_mma(W_L.permute((1, 0)), k, written, is_async=True)
         d_step = diagonal / (steps * steps)
         gl.store(d_beta + (row * T + token + o_c) * HV + head, d_step, mask=token + o_c < T)
@@ -338,21 +380,14 @@ def gradients(
             both = gl.sum(k.load(KEYS).to(gl.float32) * dk_sum, 1)
             dG += gl.convert_layout(both - 2.0 * as_written, ROW)
             gl.store(d_G + (row * T + token + o_c) * HV + head, dG, mask=token + o_c < T)
-        if dk is None:
-            U.store(dk_sum.to(DTYPE))
-        else:
-            o_token = token + gl.arange(0, C, KEY_ROW)
-            o_dk = ((row * T + o_token).to(gl.int64) * HV + head)[:, None] * D
-            o_dk += gl.arange(0, D, gl.SliceLayout(0, KEYS))[None, :]
-            gl.store(dk + o_dk, dk_sum, mask=(o_token < T)[:, None])
+        U.store(dk_sum.to(DTYPE))
         fence_async_shared()
         barrier()
-        if dk is None:
-            tma.async_copy_shared_to_global(dk_tiles, [row, token, column], as_tile(U, D))
+        tma.async_copy_shared_to_global(dk_tiles, [row, token, column], as_tile(U, D))
     tma.store_wait(0)
 
 
-@jit(do_not_specialize=["T", "H", "HV", "ZERO"])
+@jit(do_not_specialize=["T", "H", "HV", "segments", "chunks", "ZERO"])
 def backward_kernel(
     q_tiles,
     k_tiles,
@@ -366,39 +401,40 @@ def backward_kernel(
     beta,
     G,
     large_gain,
-    dq,
-    dk,
     d_beta,
     d_G,
     overlap,
     d_final,
     d_initial,
-    left,
     scale,
     T,
     H,
     HV,
+    segments,
+    chunks,
     ZERO,
     DECAY: gl.constexpr,
+    STRICT: gl.constexpr,
     WALK_REGISTERS: gl.constexpr,
     GRADIENT_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ):
-    """All gradients of one value head of one sequence; grid (B * HV).
+    """All gradients of one value head of one row, or of one of its `segments` of `chunks` chunks; grid (N * HV).
 
-    The first arguments are tiles for the copy engine: `[C, D]` of q, k, dO, U, dq and dk, `[C, HALF]` of AP and dv,
-    `[HALF, D]` of S. With `large_gain` a head with a flagged chunk is left to other kernels, and `left` (int32 `[B *
-    HV]`) says so. ZERO is 0: an index with `n * ZERO` is not known to the compiler, which would keep every address in a
+    The first arguments are tiles for the copy engine: `[C, D]` of q, k, dO, U, S, dq and dk, `[C, HALF]` of AP and dv.
+    With `large_gain` heads with a flagged chunk are those of the launch with STRICT, and all others of the launch
+    without. ZERO is 0: an index with `n * ZERO` is not known to the compiler, which would keep every address in a
     register.
     """
     DTYPE: gl.constexpr = k_tiles.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     program = gl.program_id(0)
-    i_b, i_h = program // HV, program % HV
+    i_n, i_h = program // HV, program % HV
+    row, first_chunk = i_n // segments, i_n % segments * chunks
     column, key_column = i_h * D, i_h // (HV // H) * D
-    NC = gl.cdiv(T, C)
-    slot = i_b * NC * HV + i_h
+    slot = (row * gl.cdiv(T, C) + first_chunk) * HV + i_h
+    NC = gl.minimum(gl.cdiv(T, C) - first_chunk, chunks)
     if large_gain is not None:
         o_flag = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))  # all of them in every warp
         found = 0
@@ -406,8 +442,7 @@ def backward_kernel(
             chunk = start + o_flag
             flags = gl.load(large_gain + slot + chunk.to(gl.int64) * HV, mask=chunk < NC, other=0)
             found = gl.maximum(found, gl.max(flags, 0))
-        gl.store(left + program, found)
-        NC = gl.where(found != 0, 0, NC)
+        NC = gl.where((found != 0) == STRICT, NC, 0)
     k_buffer = gl.allocate_shared_memory(DTYPE, [2, C, D], TILE)
     dO_buffer = gl.allocate_shared_memory(DTYPE, [2, C, D], TILE)
     U_buffer = gl.allocate_shared_memory(DTYPE, [2, C, D], TILE)
@@ -421,7 +456,7 @@ def backward_kernel(
     gates = gl.allocate_shared_memory(gl.float32, [2 * ROWS + 1, C], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    single = gl.allocate_shared_memory(gl.int64, [10, 1], mbarrier.MBarrierLayout())
+    single = gl.allocate_shared_memory(gl.int64, [11, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(2):
         mbarrier.init(full.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=3)
@@ -436,21 +471,23 @@ def backward_kernel(
     mbarrier.init(single.index(7), count=1)
     mbarrier.init(single.index(8), count=2)
     mbarrier.init(single.index(9), count=1)
+    mbarrier.init(single.index(10), count=2)  # the two terms of A stand apart
     gates.index(ORDER).store(gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0])).to(gl.float32) * SPACING)
     fence_async_shared()
     tiles = (q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles)
     buffers = (k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer)
     bars = (
         full, empty, single.index(0), single.index(1), single.index(2), single.index(3), single.index(4),
-        single.index(5), single.index(6), single.index(7), single.index(8), single.index(9),
+        single.index(5), single.index(6), single.index(7), single.index(8), single.index(9), single.index(10),
     )  # fmt: skip
-    where = (scale, i_b, i_h, column, key_column, slot, T, HV, NC, ZERO)
+    rows = gl.num_programs(0) // (HV * segments)
+    where = (scale, row, i_h, column, key_column, slot, first_chunk * C, rows, T, HV, NC, ZERO)
     # Constants in a tuple would become run-time values, so the arguments stand here.
     gl.warp_specialize(
         [
-            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, 0, DECAY)),
-            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, 1, DECAY)),
-            (gradients, (tiles, buffers, bars, gates, beta, dq, dk, d_beta, d_G, where, DECAY)),
+            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, 0, DECAY, STRICT)),
+            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, 1, DECAY, STRICT)),
+            (gradients, (tiles, buffers, bars, gates, beta, d_beta, d_G, where, DECAY, STRICT)),
             (copies, (tiles, buffers, bars, gates, beta, G, where, DECAY)),
         ],
         [4, 4, 1],

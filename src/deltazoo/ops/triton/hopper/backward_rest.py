@@ -1,18 +1,18 @@
-"""What the fused backward leaves to small kernels, in plain Triton: tiny step sizes, and the end of d_log_decay."""
+"""What the fused backward leaves to small kernels: tiny step sizes, the end of d_log_decay, sums of groups of heads."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["log_decay_gradient_kernel", "small_step", "small_steps_kernel"]
+__all__ = ["log_decay_gradient_kernel", "small_step", "small_steps_kernel", "sum_of_groups_kernel"]
 
 
 @triton.constexpr_function
 def small_step(DTYPE):
     """The largest step size whose gradient is not `<z, u> / beta` (see `chunk.score_gradients.store_step_gradient`).
 
-    Of bfloat16 even a product with a tiny step size has all digits, and the other form is slower.
+    Of bfloat16 even a product with `LEAST_STEP` has all digits, so there is none.
     """
-    return 2.0**-20 if tl.bfloat16 == DTYPE else 2.0**-4
+    return 0.0 if tl.bfloat16 == DTYPE else 2.0**-4
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV", "value_tiles", "slots"])
@@ -23,7 +23,6 @@ def small_steps_kernel(
     G,
     AP,
     states,
-    left,
     dv,
     d_beta,
     T,
@@ -59,8 +58,6 @@ def small_steps_kernel(
         b_beta = tl.load(beta + slot.to(tl.int64) * C + o_c)
         m_c = i_t * C + o_c < T
         small = m_c & (b_beta <= SMALL) & (begin + i < slots)
-        if left is not None:
-            small = small & (tl.load(left + i_b * HV + i_h) == 0)
         if tl.max(small.to(tl.int32), 0) != 0:
             first = i_b.to(tl.int64) * T + i_t * C
             o_values = (first * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
@@ -72,15 +69,19 @@ def small_steps_kernel(
                 entry = tl.exp2(b_G)[:, None]
                 N *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
             N = tl.where(o_c[:, None] > o_c[None, :], N, 0.0).to(DTYPE)
-            A = tl.trans(tl.load(AP + slot.to(tl.int64) * (2 * C * C) + o_c[:, None] * C + o_c[None, :]))
+            A = tl.load(AP + slot.to(tl.int64) * (2 * C * C) + o_c[:, None] * C + o_c[None, :])
+            upper = o_c[:, None] <= o_c[None, :]  # the transposed inverse, the second term of a strict one below
+            A, A_rest = tl.trans(tl.where(upper, A, 0.0).to(DTYPE)), tl.where(upper, 0.0, A).to(DTYPE)
             b_dbeta = tl.zeros([C], dtype=tl.float32)
             for i_v in tl.range(0, value_tiles, num_stages=1):
-                p_S = states + slot.to(tl.int64) * (K * V) + (i_v * BV + o_v)[:, None] * K + o_k[None, :]
+                tokens = i_v * (slots // HV * C) + i_b * (NT * C) + i_t * C  # BV = C value channels in place of them
+                p_S = states + (tokens.to(tl.int64) * HV + i_h) * K + o_v[:, None] * (HV * K) + o_k[None, :]
                 Y = tl.dot(b_k, tl.trans(tl.load(p_S)))
                 if DECAY == 1:
                     Y *= entry
                 b_v = tl.load(v + o_values + i_v * BV, mask=m_c[:, None], other=0.0).to(tl.float32)
-                U = tl.dot(A, (b_beta[:, None] * (b_v - Y)).to(DTYPE))
+                R = (b_beta[:, None] * (b_v - Y)).to(DTYPE)
+                U = tl.dot(A_rest, R, tl.dot(A, R))
                 Y = tl.dot(N, U.to(DTYPE), Y)
                 b_Z = tl.load(dv + o_values + i_v * BV, mask=m_c[:, None], other=0.0).to(tl.float32)
                 b_dbeta += tl.sum(b_Z * (b_v - Y), 1)
@@ -89,17 +90,34 @@ def small_steps_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "HV"])
-def log_decay_gradient_kernel(d_G, overlap, left, log_decay, d_log_decay, T, HV, C: tl.constexpr, D: tl.constexpr):
-    """d_log_decay of one chunk of one head: `<S, dS>` less the running sum of dG before the token; grid (HV, NC, B)."""
-    i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if left is not None:
-        if tl.load(left + i_b * HV + i_h) != 0:
-            return
-    slot = (i_b.to(tl.int64) * tl.cdiv(T, C) + i_t) * HV + i_h
+def log_decay_gradient_kernel(
+    d_G, overlap, log_decay, d_log_decay, T, HV, C: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr
+):
+    """d_log_decay of a chunk: `<S, dS>` less the running sum of dG before the token; grid (HV / HEADS, NC, B)."""
+    i_t, i_b = tl.program_id(1), tl.program_id(2)
+    o_h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    slot = (i_b.to(tl.int64) * tl.cdiv(T, C) + i_t) * HV + o_h
     o_t = i_t * C + tl.arange(0, C)
-    o_c, m_c = (i_b.to(tl.int64) * T + o_t) * HV + i_h, o_t < T
+    o_c = (i_b.to(tl.int64) * T + o_t)[:, None] * HV + o_h[None, :]
+    m_c = (o_t < T)[:, None] & (o_h < HV)[None, :]
+    p_overlap = overlap + slot[:, None] * D + tl.arange(0, D)[None, :]
+    first = tl.sum(tl.load(p_overlap, mask=(o_h < HV)[:, None], other=0.0), 1)
     b_dG = tl.load(d_G + o_c, mask=m_c, other=0.0)
-    first = tl.sum(tl.load(overlap + slot * D + tl.arange(0, D)), 0)
     keeps = tl.load(log_decay + o_c, mask=m_c, other=0.0).to(tl.float32) > float("-inf")
-    b_dg = first - (tl.cumsum(b_dG, 0) - b_dG)
+    b_dg = first[None, :] - (tl.cumsum(b_dG, 0) - b_dG)
     tl.store(d_log_decay + o_c, tl.where(keeps, b_dg, 0.0), mask=m_c)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sum_of_groups_kernel(dq_heads, dk_heads, dq, dk, rows, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """dq and dk, `rows` of D channels: sums of GROUP rows each; grid (rows / ROWS, 2)."""
+    o = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_d, mask = tl.arange(0, D)[None, :], (o < rows)[:, None]
+    if tl.program_id(1) == 0:
+        heads, out = dq_heads, dq
+    else:
+        heads, out = dk_heads, dk
+    total = tl.zeros([ROWS, D], dtype=tl.float32)
+    for i in tl.static_range(GROUP):
+        total += tl.load(heads + (o * GROUP + i)[:, None] * D + o_d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + o[:, None] * D + o_d, total.to(out.dtype.element_ty), mask=mask)

@@ -140,12 +140,12 @@ def store_tile(tiles, coordinates, buffer, x):
 @jit
 def state_partition(
     walk, PART: gl.constexpr, DECAY: gl.constexpr, SEPARATE: gl.constexpr, INITIAL: gl.constexpr, HAS_V: gl.constexpr,
-    OUTPUT: gl.constexpr, KEEP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr, KEEP: gl.constexpr, BY_TOKEN: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of 64 value channels through `count` chunks."""
     tiles, rings, barriers, factors, totals, buffers, initial_state, final_state, where, store_final = walk
-    scale, row, first, value_column, slot, HV, count, state_slot = where
+    scale, row, first, value_column, slot, B, HV, count, state_slot = where
     out_tiles, U_tiles, states_tiles = tiles
     q_ring, k_in_ring, k_out_ring, v_ring, AP_ring = rings
     full, empty, late_full, late_empty = barriers
@@ -190,9 +190,15 @@ def state_partition(
             tma.store_wait(1)
             states_buffer.store(S_rounded)
             fence_async_shared()
-            tma.async_copy_shared_to_global(
-                states_tiles, [(slot + i * HV) * D + value_column % D + PART * HALF, 0], states_buffer
-            )
+            if BY_TOKEN:
+                head_column = value_column - value_column % D
+                half = value_column % D // HALF + PART
+                tile = as_tile(states_buffer, D)
+                tma.async_copy_shared_to_global(states_tiles, [row + half * B, token, head_column], tile)
+            else:
+                tma.async_copy_shared_to_global(
+                    states_tiles, [(slot + i * HV) * D + value_column % D + PART * HALF, 0], states_buffer
+                )
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         mbarrier.arrive(late_empty.index((i + LATE_STAGES - 1) % LATE_STAGES), count=1, pred=i > 0)
         # What products wait for afterwards is loaded under those before.
@@ -290,6 +296,7 @@ def hopper_scan_kernel(
     HAS_V: gl.constexpr,
     OUTPUT: gl.constexpr,
     KEEP: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
@@ -297,6 +304,7 @@ def hopper_scan_kernel(
     """As `chunk.scan.scan_kernel` without STRICT: heads of 128 channels, 16-bit inputs, rows that are not packed.
 
     One program owns `64 * PARTS` value channels of one value head of one row or segment. Grid (2 / PARTS * HV * N).
+    With BY_TOKEN the states lie as `backward_kernel` reads them.
     """
     DTYPE: gl.constexpr = k_in_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -349,9 +357,11 @@ def hopper_scan_kernel(
     rings = (q_ring, k_in_ring, k_out_ring, v_ring, AP_ring)
     barriers = (full, empty, late_full, late_empty)
     state_slot = (i_n * HV + i_h).to(gl.int64)
+    rows = gl.num_programs(0) // (SPLIT * HV * segments)
+    where = (scale, row, first, value_column, slot, rows, HV, count, state_slot)
     walk = (
         (out_tiles, U_tiles, states_tiles), rings, barriers, factors, totals, (out_buffers, states_buffers),
-        initial_state, final_state, (scale, row, first, value_column, slot, HV, count, state_slot), store_final,
+        initial_state, final_state, where, store_final,
     )  # fmt: skip
     tiles = (q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles)
     where = (scale, row, first, key_column, value_column, slot, HV, count)
@@ -359,16 +369,16 @@ def hopper_scan_kernel(
     if PARTS == 2:
         gl.warp_specialize([
             (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, PARTS, STAGES, LATE_STAGES)),
             (state_partition, (walk, 1, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip

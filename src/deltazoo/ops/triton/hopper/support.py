@@ -131,7 +131,7 @@ BACKWARD = dict(WALK_REGISTERS=160, GRADIENT_REGISTERS=168, COPY_REGISTERS=24)
 """Registers per thread of the partitions of `backward_kernel`; the one that the list leaves out gets what remains."""
 
 MIN_HEADS = 64
-"""Heads of all sequences from which one program per head is faster than several kernels that fill the GPU."""
+"""Heads of all sequences or segments from which one program per head is faster than several that fill the GPU."""
 
 
 def backward_refusal(plan: Plan) -> str | None:
@@ -145,7 +145,7 @@ def backward_refusal(plan: Plan) -> str | None:
         return "the erase reads by another key, or before the decay"
     if plan.strict:
         return "precision is strict"
-    if plan.segments > 1 or plan.heads < MIN_HEADS:
+    if plan.heads * plan.segments < MIN_HEADS:
         return "there are few heads"
     return None
 
