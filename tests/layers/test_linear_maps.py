@@ -101,7 +101,7 @@ def test_without_gradients_each_module_is_called() -> None:
 def test_a_layer_saves_its_input_once(variant: str) -> None:
     layer = DeltaRuleAttention(variant, 16, 2, backend="chunkwise").double()
     x = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
-    function = layer._project(x)[0].grad_fn
+    function = layer._project(x, shared=False)[0].grad_fn
     assert function is not None and function.name() == "_LinearMapsBackward"
     gates = {"delta_net": 1, "gated_deltanet": 3, "kda": 3}[variant]
     assert len(function.saved_tensors) == 1 + 3 + gates

@@ -82,6 +82,7 @@ INTERNALS = (
     Internal("capture_outputs", "transformers.utils.output_capturing", "output_hidden_states, output_attentions"),
     Internal("create_causal_mask", "transformers.masking_utils", "masks of the softmax layers"),
     Internal("merge_with_config_defaults", "transformers.utils.generic", "use_cache and others from the configuration"),
+    Internal("ALL_MASK_ATTENTION_FUNCTIONS", "transformers.masking_utils", "masks of rows that ranks share"),
     # Generation and caches.
     Internal("BaseStreamer", "transformers.generation.streamers", "tokens are shown as they are generated"),
     Internal("DynamicSlidingWindowLayer", "transformers.cache_utils", "cache layers that steps are captured with"),
@@ -106,6 +107,12 @@ INTERNALS = (
     Internal("_get_output_dir", "transformers:Trainer", "overridden: checkpoints appear when complete"),
     Internal("_n_gpu", "transformers:TrainingArguments", "no DataParallel"),
     Internal("_save_checkpoint", "transformers:Trainer", "overridden: checkpoints appear when complete"),
+    Internal("OPTIMIZER_NAME", "transformers.trainer", "the optimizer's file of a checkpoint"),
+    Internal("SCHEDULER_NAME", "transformers.trainer", "the schedule's file of a checkpoint"),
+    Internal("_clip_grad_norm", "transformers:Trainer", "overridden: parameters of several dtypes and meshes"),
+    Internal("_load_optimizer_and_scheduler", "transformers:Trainer", "overridden: the optimizer's state in pieces"),
+    Internal("_save_optimizer_and_scheduler", "transformers:Trainer", "overridden: the optimizer's state in pieces"),
+    Internal("_wrap_model", "transformers:Trainer", "overridden: fully sharded and shared rows"),
     # torch.
     Internal("_C", "torch", "see the names below"),
     Internal("_apply", "torch.nn:Module", "overridden: parameters that stay float32"),
@@ -115,6 +122,7 @@ INTERNALS = (
     Internal("_backward_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_backward_pre_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_base", "torch:Tensor", "views share one saved tensor"),
+    Internal("_c10d_functional", "torch.ops", "collectives that the compiler knows, started before they are awaited"),
     Internal("_cdata", "torch:UntypedStorage", "identity of memory"),
     Internal("_compiled_call_impl", "torch.nn:Module", "a compiled module captures no step"),
     Internal("_current_level", "torch.autograd.forward_ad", "forward-mode derivatives"),
@@ -126,6 +134,8 @@ INTERNALS = (
     Internal("_global_forward_hooks", "torch.nn.modules.module", "hooks on all modules"),
     Internal("_global_forward_pre_hooks", "torch.nn.modules.module", "hooks on all modules"),
     Internal("_has_any_global_hook", "torch.nn.modules.module", "hooks on all modules"),
+    Internal("_init_fn", "torch.library:CustomOpDef", "an operator's function, below its registration"),
+    Internal("_make", "typing:NamedTuple", "a record from a list of its fields"),
     Internal("_ops", "torch", "operators by name in recomputation under torch.compile"),
     Internal("_parameters", "torch.nn.modules.module", "a layer's own parameters, replaced or looked up"),
     Internal(

@@ -415,10 +415,14 @@ def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
 
 
 KNOWN_MISSES = {
+    "gated_deltanet": known_miss(
+        "exponentials on the GPU: A_log's gradient is off by 7.8e-7 of itself, that of torch's own formula by 5.1e-7",
+        at_most=3.5e-6,
+    ),
     "kda": known_miss(
         "three TF32 products are not one of float32: the gradient of dt_bias is off by 2.5e-6 for 2.0e-6",
         at_most=3.2e-6,
-    )
+    ),
 }
 """What an H200 missed its limit by (benchmarks/results/gpu_checks_h200.txt), and a quarter more as a ceiling."""
 
