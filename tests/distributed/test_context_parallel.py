@@ -107,6 +107,8 @@ def test_recomputation_exchanges_nothing_again(results: dict[str, dict[str, Any]
         ("dtypes", "must be called alike"),
         ("rules", "must be called alike"),
         ("one rank's error", "unknown precision 'high'"),
+        ("no step size on one rank", "beta must be a tensor, got None"),
+        ("another read on one rank", "unknown erase_reads 'later'"),
         ("packed rows", "packed sequences (cu_seqlens) need batch size 1, got 2"),
         ("mask on one rank", "rows that several ranks share take no attention_mask"),
     ],

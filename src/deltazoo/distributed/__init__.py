@@ -6,7 +6,7 @@ from deltazoo._lazy import lazy_names
 
 if TYPE_CHECKING:
     from deltazoo.distributed.batch_pieces import local_batch
-    from deltazoo.distributed.context_parallel import context_parallel
+    from deltazoo.distributed.context_models import context_parallel
     from deltazoo.distributed.context_parallel_trainer import ContextParallelTrainer
     from deltazoo.distributed.data_parallel import fully_shard_model
 
@@ -16,7 +16,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "batch_pieces": ("local_batch",),
-        "context_parallel": ("context_parallel",),
+        "context_models": ("context_parallel",),
         "context_parallel_trainer": ("ContextParallelTrainer",),
         "data_parallel": ("fully_shard_model",),
     },

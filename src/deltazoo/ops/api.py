@@ -114,10 +114,8 @@ def delta_rule(
     Source: arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per channel),
     arXiv:2605.22791 (erase key), arXiv:2506.02475 (undecayed read), arXiv:2502.10297 (micro-steps).
     """
-    _require_beta(beta)
-    update = (erase_key, reads_undecayed(erase_reads), num_micro_steps)
     arguments = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend, precision, context)
-    return _whole_sequences(*arguments, *update)
+    return _whole_sequences(*arguments, erase_key, erase_reads, num_micro_steps)
 
 
 def linear_attention(
@@ -136,7 +134,8 @@ def linear_attention(
 
     Arguments, results and errors as in `delta_rule`. Source: arXiv:2006.16236; with scalar decay arXiv:2405.21060.
     """
-    return _whole_sequences(q, k, v, None, log_decay, scale, initial_state, cu_seqlens, backend, None, context)
+    arguments = (q, k, v, None, log_decay, scale, initial_state, cu_seqlens, backend, None, context)
+    return _whole_sequences(*arguments, corrected=False)
 
 
 def delta_rule_step(
@@ -217,20 +216,21 @@ def _whole_sequences(
     precision: str | None,
     context: ContextParallel | None,
     erase_key: Tensor | None = None,
-    undecayed: bool = False,
+    erase_reads: str = "decayed",
     num_micro_steps: int = 1,
+    corrected: bool = True,
 ) -> DeltaRuleOutput:
     checked = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend, precision, erase_key)
-    if context is not None:
+    prepare = partial(_checked, *checked, erase_reads, num_micro_steps, corrected)
+    undecayed = erase_reads == "undecayed" and log_decay is not None
+    if context is not None:  # which calls prepare, since all ranks must learn what it raises on one of them
         from deltazoo.ops.context.context_rule import rule_on_piece
 
-        prepare = partial(_checked, *checked, num_micro_steps)
         tensors = (beta, log_decay, initial_state, cu_seqlens)
-        options = (undecayed and log_decay is not None, num_micro_steps)
-        return DeltaRuleOutput(*rule_on_piece(prepare, q.shape[1], *tensors, *options, context))
-    q, k, v, erase_key, scale, name, strict = _checked(*checked, num_micro_steps)
+        return DeltaRuleOutput(*rule_on_piece(prepare, q.shape[1], *tensors, undecayed, num_micro_steps, context))
+    q, k, v, erase_key, scale, name, strict = prepare()
     inputs = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens)
-    update = (erase_key, undecayed and log_decay is not None, num_micro_steps)
+    update = (erase_key, undecayed, num_micro_steps)
     if name == "reference":
         check_tensor_values(log_decay, cu_seqlens, q.shape[1])
         return DeltaRuleOutput(*recurrent_loop(*inputs, *update))
@@ -253,9 +253,14 @@ def _checked(
     backend: str | None,
     precision: str | None,
     erase_key: Tensor | None,
+    erase_reads: str,
     num_micro_steps: int,
+    corrected: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, str, bool | None]:
     """q, k, v and the erase key as autocast wants them, the scale, the backend's name, and whether it is strict."""
+    if corrected:
+        _require_beta(beta)
+    reads_undecayed(erase_reads)
     if precision not in PRECISIONS:
         raise ValueError(unknown("precision", precision, [name for name in PRECISIONS if name is not None]))
     q, k, v, erase_key, scale = _prepare(q, k, v, erase_key, scale)
