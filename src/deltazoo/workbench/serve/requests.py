@@ -177,7 +177,7 @@ class Stream:
         self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def cancel(self) -> None:
-        """End the request; its place in the batch is free at the next step. Later calls, or after its end, do nothing."""
+        """End the request; its place in the batch is free at the next step. After its end nothing happens."""
         with self._changed:
             first = not (self._cancelled or self._ended)
             self._cancelled = True
