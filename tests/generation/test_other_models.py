@@ -1,5 +1,8 @@
 """Captured steps and `deltazoo.generate` give the tokens of the ordinary `generate`, swapped or accelerated."""
 
+import re
+from functools import partial
+
 import foreign_models
 import pytest
 import tiny_families
@@ -79,9 +82,16 @@ def test_sampling_of_the_own_loop(model):
 
 
 @pytest.mark.parametrize("family", [family for family in SPARSE_SOFTMAX if family in foreign_models.FUSED])
-def test_sparse_softmax_layers_are_refused(family):
-    with pytest.raises(ValueError, match="cannot work on a .* of the cache"):
-        own_loop(accelerated(family), foreign_models.tokens(1, 4))
+def test_sparse_softmax_layers_keep_the_ordinary_loop(family, captures):
+    model, ids = accelerated(family), foreign_models.tokens(1, 4)
+    reason = "cannot work on a cache with a StaticIndexedLayer (sparse softmax attention counts on the host"
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        own_loop(model, ids)
+    ordinary(model, ids)
+    assert reason in deltazoo.report(model).decoding
+    with pytest.raises(ValueError, match="capture_step=True cannot act: the cache has a DynamicIndexedLayer"):
+        model.generate(ids, max_new_tokens=2, capture_step=True)
+    assert not captures
 
 
 def test_models_without_our_layers_are_refused():
@@ -98,9 +108,15 @@ def test_models_without_our_layers_are_refused():
     [{}, {"do_sample": True}, {"num_beams": 2}, {"attention_mask": PADDED}, {"prefill_chunk_size": 3}],
     ids=lambda options: "-".join(options) or "greedy",
 )
-@pytest.mark.parametrize(("family", "layers"), [SWAPPED[i] for i in (0, 3, 6)])
-def test_generate_of_swapped_models_captures_its_step(family, layers, options, captures):
-    model, ids, options = swapped(family, layers), tiny_families.tokens(2, 7), dict(options)
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(pytest.param(partial(swapped, *SWAPPED[i]), id=f"swapped-{SWAPPED[i][0]}") for i in (0, 3, 6)),
+        *(pytest.param(partial(accelerated, family), id=family) for family in ACCELERATED),
+    ],
+)
+def test_generate_captures_its_step(make, options, captures):
+    model, ids, options = make(), tiny_families.tokens(2, 7), dict(options)
     mask = options.pop("attention_mask", torch.ones_like(ids))
     expected = ordinary(model, ids, mask, **options)
     for _ in range(2):
@@ -132,7 +148,3 @@ def test_a_loaded_swapped_model_captures_too(tmp_path, captures):
     mask = torch.ones_like(ids)
     assert torch.equal(loaded.generate(ids, attention_mask=mask, **options), ordinary(model, ids, **options))
     assert len(captures) == 1
-
-
-def test_an_accelerated_model_keeps_its_own_generate():
-    assert deltazoo.report(accelerated("qwen3_next")).decoding is None

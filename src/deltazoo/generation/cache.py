@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 from deltazoo.generation.recorded_calls import RecordedCalls
 from deltazoo.layers.state import MixerState, Replay
 
-__all__ = ["CacheStates", "DeltaRuleCacheLayer", "prepare_cache", "prepare_cache_layer"]
+__all__ = ["CacheStates", "DeltaRuleCacheLayer", "is_used", "prepare_cache", "prepare_cache_layer"]
 
 
 class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -266,7 +266,7 @@ def _layer(cache: Cache, layer_idx: int) -> DeltaRuleCacheLayer:
     return cache.layers[layer_idx]  # type: ignore[return-value]
 
 
-def _is_used(layer: Any) -> bool:
+def is_used(layer: Any) -> bool:
     """Whether a cache layer of any kind holds something."""
     marks = ("is_initialized", "is_conv_states_initialized", "is_recurrent_states_initialized")
     values = [getattr(layer, mark, False) for mark in marks]  # newer versions of transformers mark each state
@@ -288,7 +288,7 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
     if not cache.layers and cache.layer_class_to_replicate is not None:
         cache.layers.extend(cache.layer_class_to_replicate() for _ in layer_types)
     beyond = cache.layers[len(layer_types) :]  # transformers 5.14 makes a layer per entry of config.layer_types
-    if not any(_is_used(layer) for layer in beyond):
+    if not any(is_used(layer) for layer in beyond):
         del cache.layers[len(layer_types) :]
     if len(cache.layers) != len(layer_types):
         raise ValueError(

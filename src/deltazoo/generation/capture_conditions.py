@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticCache,
+)
 from transformers.generation import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import is_fsdp_managed_module
 
-from deltazoo.generation.cache import DeltaRuleCacheLayer
-from deltazoo.generation.static_cache import check_fixed
+from deltazoo.generation.cache import DeltaRuleCacheLayer, is_used
+from deltazoo.generation.static_cache import check_fixed, describe_layer, fixed_cache
 from deltazoo.generation.step_capture import graphs_run_on
 
 __all__ = ["why_not_these_arguments", "why_not_this_call", "why_not_this_model"]
@@ -45,7 +52,7 @@ def why_not_this_model(model: Any) -> str | None:
         return "the model is quantised"
     if (getattr(model, "_tp_size", None) or 1) > 1 or is_fsdp_managed_module(model):
         return "the model is divided among processes"
-    return _unusual_tensor(model, device) or _unusual_module(model)
+    return _unusual_tensor(model, device) or _unusual_module(model) or _unusual_cache(model)
 
 
 def _unusual_tensor(model: nn.Module, device: torch.device) -> str | None:
@@ -73,6 +80,14 @@ def _unusual_module(model: nn.Module) -> str | None:
     softmax = [m for m in model.modules() if getattr(m, "is_causal", False)]
     if softmax and config._attn_implementation not in _IMPLEMENTATIONS:
         return f"softmax attention runs {config._attn_implementation!r}, not one of {', '.join(_IMPLEMENTATIONS)}"
+    return None
+
+
+def _unusual_cache(model: nn.Module) -> str | None:
+    try:
+        fixed_cache(model, max_length=1)
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -137,8 +152,8 @@ def _why_not_this_cache(cache: Any) -> str | None:
         return "the cache is offloaded"
     layers: list[Any] = cache.layers
     for layer in layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DeltaRuleCacheLayer):
-            return f"the cache has a {type(layer).__name__}"
-        if layer.is_initialized:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DeltaRuleCacheLayer, LinearAttentionLayer):
+            return f"the cache has a {describe_layer(layer)}"
+        if is_used(layer):
             return "the cache has been used"
     return None

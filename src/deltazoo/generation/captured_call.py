@@ -12,10 +12,9 @@ from functools import update_wrapper
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, StaticCache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.kept_steps import KeptSteps
 from deltazoo.generation.static_cache import move_cache
 from deltazoo.generation.static_decoding import StaticDecoding
@@ -123,6 +122,6 @@ class CapturedCall:
 
 def _is_filled(cache: Any) -> bool:
     return all(
-        layer.state is not None if isinstance(layer, DeltaRuleCacheLayer) else layer.is_initialized
+        layer.has_previous_state[0] if isinstance(layer, LinearAttentionCacheLayerMixin) else layer.is_initialized
         for layer in cache.layers
     )

@@ -6,9 +6,11 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
+    DynamicIndexedLayer,
     DynamicLayer,
     LinearAttentionLayer,
     StaticCache,
+    StaticIndexedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -16,7 +18,7 @@ from transformers.cache_utils import (
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.layer_contents import fill, tensors_of, tokens_of
 
-__all__ = ["FixedTensors", "bytes_when_fixed", "check_fixed", "fixed_cache", "move_cache"]
+__all__ = ["FixedTensors", "bytes_when_fixed", "check_fixed", "describe_layer", "fixed_cache", "move_cache"]
 
 
 def fixed_cache(model: Any, max_length: int) -> StaticCache:
@@ -46,8 +48,17 @@ def check_fixed(cache: Cache) -> None:
     for layer in cache.layers:
         if type(layer) not in (StaticLayer, LinearAttentionLayer, DeltaRuleCacheLayer):
             raise ValueError(
-                f"a captured step cannot work on a {type(layer).__name__} of the cache; the ordinary generate can"
+                f"a captured step cannot work on a cache with a {describe_layer(layer)}; the ordinary generate can"
             )
+
+
+def describe_layer(layer: Any) -> str:
+    """The class of a cache layer on which no captured step can work, and why if we know."""
+    name = type(layer).__name__
+    if isinstance(layer, DynamicIndexedLayer | StaticIndexedLayer):
+        # Qwen4-Exp: visible tokens by `nonzero`, row by row. GLM-5-Next: as many pools as have a visible token.
+        return f"{name} (sparse softmax attention counts on the host the tokens that it chooses among)"
+    return name
 
 
 def bytes_when_fixed(cache: Cache, max_length: int) -> int:

@@ -60,6 +60,7 @@ def test_restore_undoes_it_exactly(family, monkeypatch):
     assert isinstance(mixer_of(model), classes[next(n for n, m in model.named_modules() if m is mixer_of(model))])
     assert uses_our_operator(model, monkeypatch)
 
+    model.generate(tokens(1, 3), max_new_tokens=2, pad_token_id=0)
     deltazoo.restore(model)
     assert {name: type(module) for name, module in model.named_modules()} == classes
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
@@ -111,6 +112,7 @@ def test_copies_and_pickles(model, dispatched, monkeypatch):
         buffer.seek(0)
         copies.append(torch.load(buffer, weights_only=False))
     for other in copies:
+        assert type(other) is type(model)
         assert torch.equal(logits(other), expected)
         assert uses_our_operator(other, monkeypatch)
         deltazoo.restore(other)
@@ -121,6 +123,7 @@ def test_saved_files_are_the_models_own(model, tmp_path):
     expected = copy.deepcopy(model.state_dict())
     deltazoo.accelerate(model)
     model.save_pretrained(tmp_path)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).architectures == ["Qwen3NextForCausalLM"]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert [type(module) for module in loaded.modules()] == [
         type(module) for module in foreign_model("qwen3_next").modules()

@@ -7,7 +7,10 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
 
+from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.interop.acceleration.generating_model import AcceleratedGeneration, generating_class
 from deltazoo.interop.acceleration.mixer import AcceleratedMixer, accelerated_class, rule_of
 from deltazoo.interop.acceleration.packing_hook import describe_documents, layers_over_neighbours
 from deltazoo.interop.acceleration.transformers_layers import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
@@ -23,8 +26,9 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
     models of the same class are not changed. Projections and gates still run as the model's modules, so adapters and
     quantised layers act. We compute the rule and the short convolution, and with fused kernels the gated norm unless it
-    has an adapter or hooks. `generate` takes assistants and prompt lookup, which it refuses for the originals, unless
-    there are sparse softmax or n-gram layers. Results differ from the original by rounding, and in two respects:
+    has an adapter or hooks. `generate` captures its decoding step, and takes assistants and prompt lookup, which it
+    refuses for the originals, unless there are sparse softmax or n-gram layers. Results differ from the original by
+    rounding, and in two respects:
 
     * Packed documents are separated in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` or
       `position_ids` that start again. They fill no cache.
@@ -61,9 +65,13 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     for base in bases:
         if describe_documents not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)
-    if all(layers_over_neighbours(base) is None for base in bases):
-        for generating in _models_around(model):
-            generating._is_stateful = False  # assisted decoding asks for it
+    can_go_back = all(layers_over_neighbours(base) is None for base in bases)
+    for around in _models_around(model):
+        if can_go_back:
+            around._is_stateful = False  # assisted decoding asks for it
+        generates: Any = type(around)
+        if issubclass(generates, GenerationMixin) and not issubclass(generates, CapturedGeneration):
+            around.__class__ = generating_class(generates)
     return report(model)
 
 
@@ -85,6 +93,9 @@ def restore(model: nn.Module) -> None:
     for base in model.modules():
         if isinstance(base, PreTrainedModel):
             vars(base).pop("_is_stateful", None)
+        if isinstance(base, AcceleratedGeneration):
+            vars(base).pop("_captured_steps", None)
+            base.__class__ = base.original
         for key, hook in list(base._forward_pre_hooks.items()):
             if hook is describe_documents:
                 del base._forward_pre_hooks[key]
