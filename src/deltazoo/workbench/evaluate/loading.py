@@ -10,17 +10,20 @@ from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
 from deltazoo.workbench.evaluate.score import check_vocabulary
 
 
-def load_checkpoint(path: str, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_checkpoint(
+    path: str, device: str | None = None, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, ready for inference, and its tokenizer.
 
     Args:
         path: see `resolve_checkpoint`.
         device: such as ``cuda:0`` or ``cpu``; by default the first GPU if there is one.
+        dtype: of the weights; by default the one they are saved in.
 
     Raises:
         ValueError: no checkpoint or tokenizer, damaged files, no such device, or a tokenizer of another model.
     """
-    model = load_model(path, device)
+    model = load_model(path, device, dtype)
     path = resolve_checkpoint(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -30,13 +33,13 @@ def load_checkpoint(path: str, device: str | None = None) -> tuple[PreTrainedMod
     return model, tokenizer
 
 
-def load_model(path: str, device: str | None = None) -> PreTrainedModel:
+def load_model(path: str, device: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load the model alone; arguments and errors as for `load_checkpoint`."""
     path = resolve_checkpoint(path)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
     except SafetensorError as error:
         raise ValueError(f"the weights in {path} are damaged or incomplete: {error}") from error
     model.to(torch.device(device))  # type: ignore[arg-type]

@@ -1,5 +1,11 @@
-"""Serving models: an engine with continuous batching and a prefix cache of states."""
+"""Serving models: an engine with continuous batching and a prefix cache of states, and OpenAI's HTTP API before it.
 
+The HTTP server needs the extra `serve`; the engine does not.
+"""
+
+from typing import TYPE_CHECKING
+
+from deltazoo._lazy import lazy_names
 from deltazoo.workbench.serve.requests import (
     Counters,
     EngineError,
@@ -12,6 +18,10 @@ from deltazoo.workbench.serve.requests import (
     TokenLogprob,
 )
 
+if TYPE_CHECKING:
+    from deltazoo.workbench.serve.http_app import create_app
+    from deltazoo.workbench.serve.http_server import background_server
+
 __all__ = [
     "Counters",
     "EngineError",
@@ -22,4 +32,8 @@ __all__ = [
     "RequestError",
     "Stream",
     "TokenLogprob",
+    "background_server",
+    "create_app",
 ]
+
+__getattr__ = lazy_names(__name__, {"http_app": ("create_app",), "http_server": ("background_server",)})

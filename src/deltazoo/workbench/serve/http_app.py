@@ -1,0 +1,305 @@
+"""The HTTP server as an ASGI application: the endpoints of OpenAI's API in front of an engine."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import anyio
+from fastapi import FastAPI
+from fastapi import Request as HTTPRequest
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from jinja2 import TemplateError
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from deltazoo.workbench.serve.api_errors import ApiError, add_error_handlers, api_error_of
+from deltazoo.workbench.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, usage_of
+from deltazoo.workbench.serve.api_schemas import ChatBody, CompletionBody
+from deltazoo.workbench.serve.metrics_text import METRICS_TYPE, metrics_text
+from deltazoo.workbench.serve.requests import Counters, EngineError, Piece, Request, Stream
+from deltazoo.workbench.serve.token_texts import TokenTexts
+
+__all__ = ["RunsRequests", "create_app"]
+
+
+class RunsRequests(Protocol):
+    """What the application needs of an engine."""
+
+    tokenizer: Any
+
+    def submit(self, request: Request) -> Stream:
+        """Take a request; raises QueueFull, RequestError, EngineStopped."""
+
+    def counters(self) -> Counters:
+        """What it has done."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests."""
+
+
+def create_app(engine: RunsRequests, *, model: str, api_key: str | None = None) -> FastAPI:
+    """The endpoints `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and `/metrics` of an engine.
+
+    Args:
+        engine: started and stopped by the caller.
+        model: the name under which clients ask for it.
+        api_key: required of every request but `/health`, as `Authorization: Bearer KEY`; None: no key.
+
+    Example:
+        ```python
+        with Engine(model, tokenizer) as engine:
+            uvicorn.run(create_app(engine, model="my-model"))
+        ```
+    """
+    endpoints = _Endpoints(engine, model)
+    app = FastAPI(title="deltazoo", docs_url=None, redoc_url=None)  # those pages load scripts from elsewhere
+    add_error_handlers(app)
+    if api_key is not None:
+        app.add_middleware(_RequireKey, key=api_key)
+    app.post("/v1/completions")(endpoints.completions)
+    app.post("/v1/chat/completions")(endpoints.chat_completions)
+    app.get("/v1/models")(endpoints.models)
+    app.get("/v1/models/{name:path}")(endpoints.model_named)
+    app.get("/health")(endpoints.health)
+    app.get("/metrics")(endpoints.metrics)
+    return app
+
+
+class _Endpoints:
+    def __init__(self, engine: RunsRequests, model: str) -> None:
+        self.engine, self.tokenizer, self.model = engine, engine.tokenizer, model
+        self._texts = TokenTexts(engine.tokenizer)
+        self._created = int(time.time())
+        # One text at a time: a tokenizer is not made for several threads, and the event loop must not wait for it.
+        self._one_at_a_time = anyio.CapacityLimiter(1)
+
+    async def completions(self, body: CompletionBody, http: HTTPRequest) -> Response:
+        """Continue prompts."""
+        self._check_model(body.model)
+        prompts = [
+            await self._in_thread(self._encode, prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt
+        ]
+        echoes = None
+        if body.echo:
+            texts = [
+                prompt if isinstance(prompt, str) else await self._in_thread(self._decode, prompt)
+                for prompt in body.prompt
+            ]
+            echoes = [text for text in texts for _ in range(body.n)]
+        requests = [request for prompt in prompts for request in body.requests(prompt)]
+        return await self._answer(http, body, requests, CompletionAnswer(self.model, self._texts, echoes))
+
+    async def chat_completions(self, body: ChatBody, http: HTTPRequest) -> Response:
+        """The next message of a chat."""
+        self._check_model(body.model)
+        prompt = await self._in_thread(self._encode_chat, [message.for_template() for message in body.messages])
+        return await self._answer(http, body, body.requests(prompt), ChatAnswer(self.model, self._texts))
+
+    async def models(self) -> dict[str, Any]:
+        """The one model."""
+        return {"object": "list", "data": [self._description()]}
+
+    async def model_named(self, name: str) -> dict[str, Any]:
+        """The same, by name."""
+        self._check_model(name)
+        return self._description()
+
+    async def health(self) -> Response:
+        """200 while the engine takes requests, else 503."""
+        running = self.engine.is_running
+        return JSONResponse({"status": "ok" if running else "stopped"}, 200 if running else 503)
+
+    async def metrics(self) -> Response:
+        """The engine's counters in Prometheus' text format."""
+        return PlainTextResponse(metrics_text(self.engine.counters(), self.model), media_type=METRICS_TYPE)
+
+    def _description(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": self._created, "owned_by": "deltazoo"}
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.model):
+            raise ApiError(
+                404, f"there is no model {name!r} here, only {self.model!r}", param="model", code="model_not_found"
+            )
+
+    async def _in_thread(self, function: Callable[..., Any], argument: Any) -> Any:
+        return await anyio.to_thread.run_sync(function, argument, limiter=self._one_at_a_time)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"]
+
+    def _decode(self, tokens: list[int]) -> str:
+        try:
+            return self.tokenizer.decode(tokens)
+        except (OverflowError, TypeError) as error:
+            raise ApiError(
+                400, f"prompt has a token that the tokenizer does not know: {error}", param="prompt"
+            ) from None
+
+    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise ApiError(
+                400,
+                f"{self.model} has no chat template, so it does not say how messages become a prompt: "
+                "use /v1/completions, or save a tokenizer with a chat template beside the model",
+                code="no_chat_template",
+            )
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except (TemplateError, ValueError) as error:
+            raise ApiError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+
+    async def _answer(
+        self, http: HTTPRequest, body: CompletionBody | ChatBody, requests: Sequence[Request], answer: Answer
+    ) -> Response:
+        """Run the requests of all choices, and respond at once or in pieces."""
+        streams = self._submit(requests)
+        if body.stream:
+            events = _events(streams, answer, partial(usage_of, streams, body.n) if body.include_usage else None)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        async with _cancelled_on_hang_up(http, streams):
+            outputs = await asyncio.gather(*(_whole(stream) for stream in streams))
+        choices = [
+            {**answer.choice(index, output), "seed": stream.seed}
+            for index, (stream, output) in enumerate(zip(streams, outputs, strict=True))
+        ]
+        return JSONResponse(answer.whole(choices, usage_of(streams, body.n)))
+
+    def _submit(self, requests: Sequence[Request]) -> list[Stream]:
+        """Streams of all requests, or of none."""
+        streams: list[Stream] = []
+        try:
+            for request in requests:
+                streams.append(self.engine.submit(request))
+        except Exception:
+            _cancel(streams)
+            raise
+        return streams
+
+
+async def _whole(stream: Stream) -> Piece:
+    """All output of a request as one piece."""
+    pieces = [piece async for piece in stream]
+    logprobs = (
+        None if stream.request.logprobs is None else [entry for piece in pieces for entry in piece.logprobs or ()]
+    )
+    return _unless_cancelled(
+        Piece(
+            text="".join(piece.text for piece in pieces),
+            token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+            logprobs=None if logprobs is None else tuple(logprobs),
+            finish_reason=pieces[-1].finish_reason,
+        )
+    )
+
+
+async def _events(
+    streams: Sequence[Stream], answer: Answer, usage: Callable[[], dict[str, Any]] | None
+) -> AsyncIterator[bytes]:
+    """Server-sent events of a response; `usage` makes the content of the last one.
+
+    The requests end with this generator, whatever ends it: the client that hangs up, too.
+    """
+    try:
+        began = [choice for index in range(len(streams)) if (choice := answer.begin(index)) is not None]
+        if began:
+            yield _event(answer.chunk(began))
+        async for index, piece in _merged(streams):
+            choice = answer.part(index, _unless_cancelled(piece))
+            if piece.finish_reason is not None:
+                choice["seed"] = streams[index].seed
+            yield _event(answer.chunk([choice]))
+        if usage is not None:
+            yield _event(answer.chunk([], usage()))
+    except (EngineError, ApiError) as error:  # the status is sent already
+        yield _event(api_error_of(error).body)
+    finally:
+        _cancel(streams)
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _unless_cancelled(piece: Piece) -> Piece:
+    """The piece; raises ApiError where the engine ended the request because it stops."""
+    if piece.finish_reason == "cancelled":
+        raise ApiError(503, "the server stopped before the request was finished", code="stopping")
+    return piece
+
+
+async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Piece]]:
+    """Pieces of several streams with the number of their stream, as they come."""
+    if len(streams) == 1:
+        async for piece in streams[0]:
+            yield 0, piece
+        return
+    found: asyncio.Queue[tuple[int, Piece | None]] = asyncio.Queue()
+
+    async def forward(index: int, stream: Stream) -> None:
+        try:
+            async for piece in stream:
+                found.put_nowait((index, piece))
+        finally:
+            found.put_nowait((index, None))
+
+    readers = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        ended = 0
+        while ended < len(streams):
+            index, news = await found.get()
+            if news is None:
+                await readers[index]  # raises what ended it
+                ended += 1
+            else:
+                yield index, news
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+@asynccontextmanager
+async def _cancelled_on_hang_up(http: HTTPRequest, streams: Sequence[Stream]) -> AsyncIterator[None]:
+    """Inside, a client that closes its connection ends the requests, and so does any error."""
+
+    async def watch() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        _cancel(streams)
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        _cancel(streams)
+
+
+def _cancel(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        stream.cancel()
+
+
+class _RequireKey:
+    """Refuses requests without the key, before their body is read; `/health` needs none."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app, self.key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer with 401."""
+        if scope["type"] != "http" or scope["path"] == "/health" or self._is_authorized(Headers(scope=scope)):
+            return await self.app(scope, receive, send)
+        error = ApiError(401, "give the server's API key as Authorization: Bearer KEY", code="invalid_api_key")
+        await error.response()(scope, receive, send)
+
+    def _is_authorized(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), self.key)
