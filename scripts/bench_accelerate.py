@@ -4,41 +4,61 @@
     python scripts/bench_accelerate.py --device cpu --small     # a quick try on a CPU
 
 Four layers of each model (three of delta rule and one of softmax attention) with the widths of its configuration's
-defaults, random weights, dense MLPs in place of experts, and a small vocabulary, so that neither routing nor the head
-hides the layers. Measured in eager mode, before and after in turns: a prompt (forward into a new cache), training
-(forward and backward), training on packed documents (transformers' own torch code cannot do that, so there is no
-"before"), and one-token steps after a prompt. Writes a JSON file with the machine, the versions and the commit, after
-every family, and prints its table.
+defaults, random weights, and a small vocabulary, so that the head does not hide the layers. MLPs are dense in place of
+experts where the family can; Qwen3.5 MoE and Qwen4-Exp have 16 experts. Measured before and after in turns:
+
+    prompt           forward into a new cache
+    training         forward and backward
+    packed training  the same on packed documents; transformers' own torch code cannot do that: no "before"
+    step             one forward pass over one token after the prompt, in eager mode
+    generate         `model.generate` of 64 tokens after 128; after: its step is captured, where the family allows it
+    loop             the same by `deltazoo.generate`'s loop, beside transformers' `generate`
+
+Writes a JSON file with the machine, the versions and the commit, after every family, and prints its table.
 """
 
 import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import deltazoo
-from deltazoo.workbench.bench.timing import Timer, timer_for
+from deltazoo.generation import Decoder
 from deltazoo.workbench.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+DENSE = {"mlp_layer_types": ["dense"] * 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3]},
     "qwen3_5_text": {},
+    "qwen3_5_moe_text": {"num_experts": 16},
     "olmo_hybrid": {},
-    "kimi_linear": {"mlp_layer_types": ["dense"] * 4},
+    "kimi_linear": DENSE,
+    "bailing_hybrid": {**DENSE, "num_mtp_layers": 0},
+    "glm5_next": DENSE,
+    "qwen4_exp_text": {
+        "num_experts": 16,
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 16,
+    },
 }
 COMMON = {
     "num_hidden_layers": 4,
@@ -48,7 +68,14 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 SMALL_KDA = {"linear_num_heads": 4, "linear_head_dim": 64, "kv_lora_rank": 64}
 SMALL_GDN = {
     "linear_num_key_heads": 4,
@@ -56,8 +83,24 @@ SMALL_GDN = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+KDA = ("kimi_linear", "bailing_hybrid", "glm5_next")
+FEWER_TOKENS = {"qwen4_exp_text": 256}
+"""Its sparse softmax layer runs a Python loop over the tokens of a prompt."""
+VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
 ROUNDS = 3
-PHASES = ["prompt", "training", "packed training", "step"]
+BUDGET = 0.06
+"""Seconds of repeats per phase and round."""
+PROMPT, NEW_TOKENS = 128, 64
+PHASES = ["prompt", "training", "packed training", "step", "generate", "loop"]
+
+
+class Phase(NamedTuple):
+    """What to call, how many tokens a call takes, and what to call before it is measured."""
+
+    name: str
+    call: Callable[[], object]
+    tokens: int
+    warm_up: Callable[[], object] | None = None
 
 
 def main() -> int:
@@ -67,78 +110,120 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--plain", action="store_true", help="accelerate(model, fused_kernels=False)")
     parser.add_argument("--batch", type=int, default=1, help="rows (default: 1)")
-    parser.add_argument("--tokens", type=int, help="tokens per row (default: 4096, small: 512)")
+    parser.add_argument("--tokens", type=int, help="tokens per row (default: 4096, small: 512, Qwen4-Exp: 256)")
     parser.add_argument("--commit", help="of the code; read from git unless given")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/accelerate_DEVICE[_small][_plain].json")
     args = parser.parse_args()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         print("no NVIDIA GPU here; try --device cpu --small", file=sys.stderr)
         return 1
-    batch, tokens = args.batch, args.tokens or (512 if args.small else 4096)
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     suffix = "_small" * args.small + "_plain" * args.plain
     out = args.out or ROOT / "benchmarks" / "results" / f"accelerate_{args.device}{suffix}.json"
 
     run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
     out.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for family in args.families:
         if family not in CONFIG_MAPPING:
             print(f"transformers {version('transformers')} has no {family}: left out", file=sys.stderr)
             continue
-        config = make_config(family, args.small)
-        rows += measure_family(config, batch, tokens, torch.device(args.device), dtype, False if args.plain else None)
+        tokens = args.tokens or FEWER_TOKENS.get(family, 512 if args.small else 4096)
+        began = time.perf_counter()
+        model = make_model(family, args.small, torch.device(args.device), dtype)
+        rows += measure_family(family, model, args.batch, tokens, False if args.plain else None)
+        del model
         out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        print(f"{family}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
     Console(width=110).print(table(rows))
     print(out)
     return 0
 
 
-def make_config(family: str, small: bool) -> Any:
+def make_model(family: str, small: bool, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of the family with random weights."""
     options = {**COMMON, **FAMILIES[family]}
     if small:
-        options |= SMALL | (SMALL_KDA if family == "kimi_linear" else SMALL_GDN)
-    return AutoConfig.for_model(family, **options)
+        options |= SMALL | (SMALL_KDA if family in KDA else SMALL_GDN)
+    auto_class: Any = AutoModelForCausalLM
+    if family == "glm5_next":  # not without a vision tower
+        auto_class = AutoModelForImageTextToText
+        width = options.get("hidden_size", 4096)
+        options = {"text_config": options, "vision_config": {**VISION, "out_hidden_size": width}}
+    torch.manual_seed(0)
+    with device:  # initialising half a billion weights takes a CPU most of a minute
+        return auto_class.from_config(AutoConfig.for_model(family, **options), dtype=dtype)
 
 
 def measure_family(
-    config: Any, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, fused_kernels: bool | None
+    family: str, model: Any, batch: int, tokens: int, fused_kernels: bool | None
 ) -> list[dict[str, Any]]:
     """One row per phase, with tokens per second before and after."""
-    torch.manual_seed(0)
-    with device:  # initialising half a billion weights takes a CPU most of a minute
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    ids = torch.randint(3, config.vocab_size, (batch, tokens), device=device)
-    timer = timer_for(str(device))
-    sizes = {"model": config.model_type, "hidden_size": config.hidden_size, "batch": batch, "tokens": tokens}
-    sizes |= {"parameters": sum(p.numel() for p in model.parameters()), "dtype": str(dtype).removeprefix("torch.")}
-
-    results = {phase: {"before": [], "after": []} for phase in PHASES}
+    config = model.config.get_text_config()
+    ids = torch.randint(3, config.vocab_size, (batch, tokens), device=model.device)
+    sizes = {"model": family, "hidden_size": config.hidden_size, "batch": batch, "tokens": tokens}
+    sizes |= {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
     sizes |= {"fused_kernels": fused_kernels}
+
+    results: dict[str, dict[str, list[Any]]] = {phase: {"before": [], "after": []} for phase in PHASES}
     report = deltazoo.accelerate(model, fused_kernels=fused_kernels)
     for _ in range(ROUNDS):  # in turns, so that a slow minute of the machine slows both
         deltazoo.restore(model)
-        measure(model, ids, timer, results, "before")
+        measure(model, ids, results, "before")
         deltazoo.accelerate(model, fused_kernels=fused_kernels)
-        measure(model, ids, timer, results, "after")
+        measure(model, ids, results, "after")
+    results["loop"]["before"] = results["generate"]["before"]
+    decoding = deltazoo.report(model.eval()).decoding
     return [
-        {**sizes, "phase": phase, "backend": report.layers[0].backend, **{k: summary(v) for k, v in result.items()}}
+        {
+            **sizes,
+            "phase": phase,
+            "backend": report.layers[0].backend,
+            **({"decoding": decoding} if phase == "generate" else {}),
+            **{when: summary(samples) for when, samples in result.items()},
+        }
         for phase, result in results.items()
     ]
 
 
-def measure(model: Any, ids: torch.Tensor, timer: Timer, results: dict[str, dict[str, list]], when: str) -> None:
+def measure(model: Any, ids: torch.Tensor, results: dict[str, dict[str, list[Any]]], when: str) -> None:
     """Add one sample per phase: tokens per second and peak memory, or why there is none."""
-    for phase, call, tokens in calls(model, ids, packed=when == "after"):
+    for phase in phases(model, ids, accelerated=when == "after"):
         try:
-            sample = {"tokens_per_s": 1000 * tokens / timer.milliseconds(call).median}
-            if ids.is_cuda:
-                sample["peak_mib"] = timer.peak_mib(call)
+            sample = measured(phase, ids.device)
         except torch.OutOfMemoryError as error:
             model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             sample = {"error": f"out of memory: {str(error).splitlines()[0]}"}
-        results[phase][when].append(sample)
+        except (NotImplementedError, ValueError) as error:
+            sample = {"error": f"refused: {error}"}
+        results[phase.name][when].append(sample)
+
+
+def measured(phase: Phase, device: torch.device) -> dict[str, Any]:
+    """Tokens per second of warm calls one after another, and the most memory that a call takes."""
+    (phase.warm_up or phase.call)()
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    sample: dict[str, Any] = {}
+    wait()
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    phase.call()
+    wait()
+    first = time.perf_counter() - began
+    if device.type == "cuda":
+        sample["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+    count = min(max(int(BUDGET / first), 1), 50)
+    began = time.perf_counter()
+    for _ in range(count):
+        phase.call()
+    wait()
+    return {"tokens_per_s": phase.tokens * count / (time.perf_counter() - began), **sample}
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -151,8 +236,8 @@ def summary(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
     return result | ({"peak_mib": samples[-1]["peak_mib"]} if "peak_mib" in samples[-1] else {})
 
 
-def calls(model: Any, ids: torch.Tensor, *, packed: bool) -> Iterator[tuple[str, Callable[[], object], int]]:
-    """Every phase with what to call and how many tokens a call takes."""
+def phases(model: Any, ids: torch.Tensor, *, accelerated: bool) -> Iterator[Phase]:
+    """All that is measured of a model as it is."""
 
     def prompt() -> Any:
         return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
@@ -163,15 +248,39 @@ def calls(model: Any, ids: torch.Tensor, *, packed: bool) -> Iterator[tuple[str,
         model.zero_grad(set_to_none=True)
 
     with inference(model):
-        yield "prompt", prompt, ids.numel()
-    yield "training", train, ids.numel()
-    if packed:
+        yield Phase("prompt", prompt, ids.numel())
+    yield Phase("training", train, ids.numel())
+    if accelerated:
         lengths = document_lengths(ids.numel())
         positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])[None]
-        yield "packed training", lambda: train(position_ids=positions), ids.numel()
+        yield Phase("packed training", partial(train, position_ids=positions), ids.numel())
     with inference(model):
-        cache, token = prompt(), ids[:, :1]
-        yield "step", lambda: model(input_ids=token, past_key_values=cache), ids.shape[0]
+        step = partial(model, input_ids=ids[:, :1], past_key_values=prompt())
+        yield Phase("step", step, ids.shape[0])
+        yield from decoding(model, ids[:, :PROMPT], accelerated=accelerated)
+
+
+def decoding(model: Any, prompt: torch.Tensor, *, accelerated: bool) -> Iterator[Phase]:
+    """Greedy decoding by transformers' loop and, of an accelerated model, by ours."""
+    mask, made = torch.ones_like(prompt), len(prompt) * NEW_TOKENS
+
+    def generate(new_tokens: int) -> None:
+        options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": new_tokens}
+        model.generate(prompt, attention_mask=mask, **options)
+
+    yield Phase("generate", partial(generate, NEW_TOKENS), made, partial(generate, 4))
+    if not accelerated:
+        return
+    decoders: list[Decoder] = []
+
+    def loop(new_tokens: int) -> None:
+        if not decoders:
+            length = prompt.shape[1] + NEW_TOKENS
+            decoders.append(Decoder(model, len(prompt), max_length=length, eos_token_id=[], pad_token_id=0))
+        for _ in decoders[0].stream(prompt, max_new_tokens=new_tokens):
+            pass
+
+    yield Phase("loop", partial(loop, NEW_TOKENS), made, partial(loop, 4))
 
 
 @contextmanager
@@ -204,7 +313,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def figure(result: dict[str, Any] | None) -> float | str:
-    return "" if result is None else result.get("tokens_per_s", "no memory")
+    return "" if result is None else result.get("tokens_per_s", "none")
 
 
 if __name__ == "__main__":

@@ -184,9 +184,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768, help="of the target; of the draft two thirds")
     parser.add_argument("--rows", type=int, default=16, help="of a training step")
     parser.add_argument("--length", type=int, default=2048, help="bytes of a row")
-    parser.add_argument("--seconds", type=float, default=24.0, help="of training of the target; of the draft a third")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of training of the target; of the draft a third")
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=192)
     args = parser.parse_args()
 
     text, prompts = library_bytes(args.prompts)

@@ -130,6 +130,21 @@ def test_generate_captures_its_step(make, options, captures):
     assert "(the last call: captured)" in deltazoo.report(model).decoding
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ACCELERATED)
+def test_accelerated_models_on_a_gpu(family):
+    model, ids = accelerated(family).cuda(), foreign_models.tokens(2, 7).cuda()
+    for mask in (torch.ones_like(ids), PADDED.cuda()):
+        expected = ordinary(model, ids, mask)
+        assert torch.equal(own_loop(model, ids, mask), expected)
+        for _ in range(2):
+            made = model.generate(
+                ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
+            )
+            assert torch.equal(made, expected)
+        assert "(the last call: captured)" in deltazoo.report(model).decoding
+
+
 def test_experts_that_are_chosen_on_the_host_keep_the_ordinary_loop(captures):
     model, ids = swapped("mixtral", "1:1"), tiny_families.tokens(2, 7)
     model.set_experts_implementation("eager")

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltazoo.workbench.bench.timing import CpuTimer
-
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench_accelerate.py"
 
 
@@ -22,7 +20,8 @@ def script(monkeypatch):
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setitem(module.COMMON, "vocab_size", 64)
-    monkeypatch.setattr(module, "timer_for", lambda device: CpuTimer(repeats=1))
+    monkeypatch.setattr(module, "BUDGET", 0)
+    monkeypatch.setattr(module, "NEW_TOKENS", 6)
     return module
 
 
@@ -37,6 +36,7 @@ def test_small_run_on_a_cpu(script, tmp_path, monkeypatch, capsys):
     for row in content["rows"]:
         assert row["after"]["low"] <= row["after"]["tokens_per_s"] <= row["after"]["high"]
         assert (row["before"] is None) == (row["phase"] == "packed training")
+        assert ("decoding" in row) == (row["phase"] == "generate")
     printed = capsys.readouterr().out
     assert all(phase in printed for phase in script.PHASES)
 
