@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo.ops import linear_attention_step as linear_attention_step
     from deltazoo.swap import swap_attention as swap_attention
     from deltazoo.swap import unswap_attention as unswap_attention
+    from deltazoo.workbench.diagnose import DiagnoseCallback as DiagnoseCallback
+    from deltazoo.workbench.diagnose import diagnose as diagnose
 
 __all__ = [
     "EFLA",
@@ -58,6 +60,7 @@ __all__ = [
     "DeltaRuleModel",
     "DeltaRuleOutput",
     "DeltaRuleSpec",
+    "DiagnoseCallback",
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "LayerStates",
@@ -68,6 +71,7 @@ __all__ = [
     "context_parallel",
     "delta_rule",
     "delta_rule_step",
+    "diagnose",
     "generate",
     "get_variant",
     "linear_attention",
@@ -101,6 +105,7 @@ _NAMES = {
     "models": ("DeltaRuleConfig", "DeltaRuleForCausalLM", "DeltaRuleModel"),
     "ops": ("DeltaRuleOutput", "delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step"),
     "swap": ("swap_attention", "unswap_attention"),
+    "workbench.diagnose": ("DiagnoseCallback", "diagnose"),
 }
 """Public names by the subpackage from which each is imported on first access."""
 

@@ -14,14 +14,15 @@ BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = PALETTE = (
 GREY = "#8C8C8C"
 
 
-def new_figure(panels: int, *, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure, sizes in inches, and its panels side by side; it needs no display."""
+def new_figure(panels: int, *, width: float, height: float, columns: int | None = None) -> tuple[Any, list[Any]]:
+    """A figure, sizes in inches, and its panels side by side, `columns` in a row; it needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    columns = columns or panels
+    axes = list(figure.subplots(-(-panels // columns), columns, squeeze=False).flat)
     for axis in axes:
         axis.grid(True, alpha=0.25)
         axis.set_axisbelow(True)

@@ -101,7 +101,7 @@ class AcceleratedMixer:
         if cache_params is not None:
             replay = partial(self._replay, projections.qkv, inputs, sequences)
             record_call(cache_params, self.layer_idx, replay, hidden_states.shape[1])
-        output, new_state = self._run_rule(inputs, before, sequences)
+        output, new_state = self.apply_rule(inputs, before, sequences)
         if cache_params is not None:
             keep_state(cache_params, self.layer_idx, MixerState(window, new_state))
 
@@ -109,9 +109,10 @@ class AcceleratedMixer:
         output = self.get_submodule(self.arrangement.output)(output.flatten(2))
         return sequences.restore(output)
 
-    def _run_rule(
+    def apply_rule(
         self: Any, inputs: RuleInputs, before: MixerState | None, sequences: Sequences = WHOLE_ROWS
     ) -> DeltaRuleOutput:
+        """Call the operator: `[B, T, HV, V]`, and the state after the last token."""
         described = sequences if isinstance(sequences, SharedSequences) else WHOLE_ROWS
         state = None if before is None else before.recurrent
         return run_rule(inputs, state, described, backend=self.deltazoo_backend)
@@ -123,7 +124,7 @@ class AcceleratedMixer:
         sequences = sequences.first(count)
         _, window = self._convolve(qkv[:, :count], before, sequences, None)
         inputs = inputs.first(count).mask_padding(sequences)
-        return MixerState(window, self._run_rule(inputs, before).final_state)
+        return MixerState(window, self.apply_rule(inputs, before).final_state)
 
     def _convolve(
         self: Any, qkv: Tensor, before: MixerState | None, sequences: Sequences, positions: Tensor | None
@@ -154,11 +155,15 @@ class AcceleratedMixer:
         q, k = (l2_normalize(x.unflatten(-1, (-1, key_dim))) for x in (q, k))
         beta = effective_step(
             get_variant(self.arrangement.variant),
-            torch.sigmoid(at_least_float32(projections.step_gate)),
+            self.step_gate(projections),
             k,
             allow_neg_eigval=_doubles_step(self),
         )
         return RuleInputs(q, k, v.unflatten(-1, (-1, value_dim)), beta, projections.log_decay)
+
+    def step_gate(self: Any, projections: Projections) -> Tensor:
+        """The gate that the rule turns into the step size, `[B, T, HV]` float32."""
+        return torch.sigmoid(at_least_float32(projections.step_gate))
 
     def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
         norm = self.get_submodule(self.arrangement.norm)
