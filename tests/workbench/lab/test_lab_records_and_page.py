@@ -414,7 +414,7 @@ from deltazoo.workbench.lab.tasks.parity import Parity
 
 class Faulty(Parity):
     def sample(self, batch_size, length, generator):
-        runner._device_is_lost = lambda device: True  # as after a fault in a kernel
+        runner.device_is_lost = lambda device: True  # as after a fault in a kernel
         raise RuntimeError("illegal address")
 
 faulty = register_task(Faulty(name="faulty"))

@@ -21,7 +21,7 @@ from deltazoo.workbench.lab.fitting import Outcome, run_configuration
 from deltazoo.workbench.lab.lab_records import Record, ResultFile
 from deltazoo.workbench.rule_files import load_rule_file
 
-__all__ = ["Plan", "run_suite"]
+__all__ = ["Plan", "device_is_lost", "run_suite"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,11 +235,11 @@ def _work(run: Run) -> Outcome:
             progress=progress,
         )
     except Exception:  # raised again; whatever it is, it may have cost this process its GPU
-        _worker["lost"] = _device_is_lost(_worker["device"])
+        _worker["lost"] = device_is_lost(_worker["device"])
         raise
 
 
-def _device_is_lost(device: str) -> bool:
+def device_is_lost(device: str) -> bool:
     """Whether a fault in a kernel has left this process without its GPU."""
     if torch.device(device).type != "cuda":
         return False

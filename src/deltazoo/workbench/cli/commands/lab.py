@@ -11,7 +11,8 @@ _EXAMPLE = (
     "Examples: [bold]deltazoo lab[/] (three minutes on two CPU cores), "
     "[bold]deltazoo lab --suite full --device cuda --workers 12[/] (on all GPUs), "
     "[bold]deltazoo lab --suite family --device cuda --workers 16[/] (every rule on the same tasks), "
-    "[bold]deltazoo lab --only parity --variants kda+neg,softmax[/], [bold]deltazoo lab --load my_task.py[/]"
+    "[bold]deltazoo lab --only parity --variants kda+neg,softmax[/], [bold]deltazoo lab --load my_task.py[/], "
+    "[bold]deltazoo lab --suite text --device cuda --out text.jsonl --limit 900[/] (every rule on real text)"
 )
 
 
@@ -21,15 +22,20 @@ def register(app: typer.Typer) -> None:
 
 
 def lab(
-    suite: Annotated[str, typer.Option(help="mini, full or family.")] = "mini",
-    only: Annotated[str, typer.Option(help="Tasks, experiments or claims, comma separated; all unless given.")] = "",
+    suite: Annotated[str, typer.Option(help="mini, full, family or text.")] = "mini",
+    only: Annotated[
+        str, typer.Option(help="Tasks, experiments or claims (text: arms), comma separated; all unless given.")
+    ] = "",
     variants: Annotated[
         str,
         typer.Option(
             help="Configurations instead of each experiment's own: variant[+option...], comma separated, or softmax."
         ),
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder for results and page [default: runs/lab_SUITE].")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results and page [default: runs/lab_SUITE]; text: the result file."),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="cpu; cuda, which spreads the workers over all GPUs; or one of them: cuda:1.")
     ] = "cpu",
@@ -38,12 +44,21 @@ def lab(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train, instead of each recipe's.")] = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(min=1, help="Stop after this many seconds, cheap experiments first; the same command continues."),
+        typer.Option(
+            "--time-limit",
+            "--limit",
+            min=1,
+            help="Stop after this many seconds, cheap experiments first (text: the most important first); the same "
+            "command continues.",
+        ),
     ] = None,
     measure: Annotated[bool, typer.Option(help="Also measure numerics and complexity.")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results in --out.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record; read from git unless given.")] = None,
     show: Annotated[bool, typer.Option("--list", help="List what can be run, and stop.")] = False,
+    corpus: Annotated[
+        Path | None, typer.Option(help="text: the file that scripts/build_python_text.py wrote, if not in the cache.")
+    ] = None,
 ) -> None:
     """Train small models of every variant on tasks on which they differ, and write a page with plots."""
     from rich.console import Console
@@ -51,6 +66,13 @@ def lab(
     from deltazoo.workbench.device import check_device
 
     check_device(device)
+    if suite == "text":
+        idle = {"--variants": variants, "--load": load, "--steps": steps, "--fresh": fresh}
+        if given := [option for option, value in idle.items() if value]:
+            raise typer.BadParameter(f"the suite 'text' has no {', '.join(given)}")
+        return _text_suite(_names(only), out, device, time_limit, commit, corpus, show)
+    if corpus is not None:
+        raise typer.BadParameter("--corpus belongs to the suite 'text'")
 
     from deltazoo.workbench.lab.lab_page import listing, verdict_table, write_page
     from deltazoo.workbench.lab.lab_records import Environment, ResultFile, read_records
@@ -91,6 +113,47 @@ def lab(
     page = write_page(folder / "lab.md", {suite: (selection, records, measured)})
     console.print(verdict_table(selection, records, measured))
     console.print(f"page and pictures: {page}")
+
+
+def _text_suite(
+    only: list[str],
+    out: Path | None,
+    device: str,
+    limit: float | None,
+    commit: str | None,
+    corpus_path: Path | None,
+    show: bool,
+) -> None:
+    """Train the arms that the result file lacks on real text."""
+    from rich.console import Console
+
+    from deltazoo.workbench.lab.lab_records import Environment
+    from deltazoo.workbench.lab.text.suite import missing_jobs, open_results, run_text_suite
+    from deltazoo.workbench.lab.text.text_corpus import TextCorpus, default_corpus_path
+    from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+
+    def report(line: str) -> None:
+        Console().print(line, soft_wrap=True, markup=False, highlight=False)
+
+    recipe, path = TextRecipe(), out or Path("runs") / "lab_text" / "results.jsonl"
+    if path.is_dir():
+        raise typer.BadParameter(f"the suite 'text' writes one file, and {path} is a folder", param_hint="--out")
+    corpus = TextCorpus.load(corpus_path or default_corpus_path())
+    results = open_results(path, recipe, corpus)
+    if show:
+        report("\n".join(job.name for job in missing_jobs(results, recipe, only)))
+        return
+    missing = run_text_suite(
+        results,
+        recipe,
+        corpus,
+        device=device,
+        environment=Environment.here(device, commit),
+        limit=limit,
+        only=only,
+        report=report,
+    )
+    report(f"results in {path}; {len(missing)} trainings are missing" + (": the same command goes on" * bool(missing)))
 
 
 def _names(text: str) -> list[str]:

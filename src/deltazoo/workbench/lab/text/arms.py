@@ -1,0 +1,115 @@
+"""The arms: every rule of the zoo, softmax attention, hybrids of both, and models of them with equal parameters."""
+
+import warnings
+
+import torch
+
+from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
+from deltazoo.spec import list_variants
+from deltazoo.workbench.lab.configurations import SOFTMAX, label_of, parse_configuration
+from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+
+__all__ = ["HYBRID", "TOLERANCE", "arm_label", "base_arms", "build_model", "hybrid_of", "model_config"]
+
+HYBRID = "hybrid:"
+TOLERANCE = 0.02
+"""Of the number of parameters."""
+
+_FIRST = (
+    "gated_deltanet",
+    "kda",
+    SOFTMAX,
+    "delta_net",
+    "mamba2_style",
+    "gla",
+    "neg_gated_deltanet",
+    "neg_delta_net",
+    "efla",
+    "gated_deltanet2",
+    "eda",
+    "gated_deltaproduct",
+    "kda+neg",
+    "linear_attention",
+)
+"""In order of importance; the other rules follow in the zoo's order."""
+
+
+def base_arms() -> list[str]:
+    """All rules and softmax attention, the most important first."""
+    return [*_FIRST, *(name for name in list_variants() if name not in _FIRST)]
+
+
+def hybrid_of(arm: str) -> str:
+    """The hybrid of a rule: softmax attention in every fourth block."""
+    return HYBRID + arm
+
+
+def arm_label(arm: str) -> str:
+    """An arm's name on the page."""
+    name = arm.removeprefix(HYBRID)
+    return label_of(name) if name == arm else f"{label_of(name)}, 3:1 hybrid"
+
+
+def model_config(arm: str, recipe: TextRecipe, vocab_size: int, intermediate_size: int) -> DeltaRuleConfig:
+    """The configuration of an arm's model.
+
+    Raises:
+        ValueError: an unknown arm, or one with options that are no keys of a model's configuration.
+    """
+    name = arm.removeprefix(HYBRID)
+    configuration = parse_configuration(name)
+    every = recipe.softmax_every if name != arm else 1 if name == SOFTMAX else None
+    if name == SOFTMAX and name != arm:
+        raise ValueError(f"arm {arm!r}: a hybrid needs a rule beside softmax attention")
+    if configuration.spec is not None and configuration.spec != parse_configuration(name.partition("+")[0]).spec:
+        raise ValueError(f"arm {arm!r}: this suite has no options that change a rule's spec")
+    types = [
+        "full_attention" if every and index % every == every - 1 else "linear_attention"
+        for index in range(recipe.num_layers)
+    ]
+    return DeltaRuleConfig(
+        mixer="gated_deltanet" if configuration.spec is None else configuration.spec.name,
+        vocab_size=vocab_size,
+        hidden_size=recipe.hidden_size,
+        num_hidden_layers=recipe.num_layers,
+        num_heads=recipe.num_heads,
+        head_dim=recipe.hidden_size // recipe.num_heads,
+        expand_v=1,
+        intermediate_size=intermediate_size,
+        layer_types=types,
+        tie_word_embeddings=True,
+        max_position_embeddings=recipe.scored_lengths[-1],
+        num_attention_heads=recipe.num_heads if every else None,
+        **configuration.options,
+    )
+
+
+def intermediate_size(arm: str, recipe: TextRecipe, vocab_size: int) -> int:
+    """The MLP's width that gives an arm's model the recipe's number of parameters.
+
+    Raises:
+        ValueError: no multiple of the recipe's width gives that number within 2%.
+    """
+    one, two = (_count(arm, recipe, vocab_size, width) for width in (1, 2))
+    width = recipe.width_multiple * round(
+        (1 + (recipe.parameters - one) / (two - one)) / recipe.width_multiple
+    )  # the number of parameters grows by the same with every column
+    found = _count(arm, recipe, vocab_size, width) if width > 0 else one
+    if abs(found - recipe.parameters) > TOLERANCE * recipe.parameters:
+        raise ValueError(
+            f"arm {arm!r} has {found:,} parameters with an MLP of width {max(width, 1)}, not within {TOLERANCE:.0%} of "
+            f"{recipe.parameters:,}"
+        )
+    return width
+
+
+def build_model(arm: str, recipe: TextRecipe, vocab_size: int, **runtime: object) -> DeltaRuleForCausalLM:
+    """An arm's model, its weights drawn from torch's global generator."""
+    config = model_config(arm, recipe, vocab_size, intermediate_size(arm, recipe, vocab_size))
+    return DeltaRuleForCausalLM(config, **runtime)
+
+
+def _count(arm: str, recipe: TextRecipe, vocab_size: int, width: int) -> int:
+    with torch.device("meta"), warnings.catch_warnings():
+        model = DeltaRuleForCausalLM(model_config(arm, recipe, vocab_size, width))
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,50 @@
+"""Decoding speed and state size of a trained model."""
+
+import time
+from typing import Any
+
+import torch
+
+from deltazoo.generation import Decoder, snapshot
+from deltazoo.models import DeltaRuleForCausalLM
+from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+
+__all__ = ["decoding", "state_bytes"]
+
+_WARM_UP = 4
+"""Tokens before the clock starts; the second one captures the step."""
+_PROMPT_TOKENS_AT_ONCE = 2**16
+
+
+@torch.no_grad()
+def state_bytes(model: DeltaRuleForCausalLM, tokens: int) -> int:
+    """Memory of what a row of so many tokens leaves for the next one: states, or keys and values."""
+    output = model(input_ids=torch.zeros(1, tokens, dtype=torch.long, device=model.device), use_cache=True)
+    return snapshot(output.past_key_values).nbytes
+
+
+def decoding(model: DeltaRuleForCausalLM, recipe: TextRecipe, prompt: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """New tokens per second, all rows together, by the batch size; and why there is no figure where there is none.
+
+    Args:
+        model: in evaluation mode, in the dtype that is to be timed.
+        recipe: batches, tokens of context, tokens that are timed.
+        prompt: `[T]` int64 tokens, of which every row reads the first `decode_context`.
+    """
+    speeds: dict[str, dict[str, Any]] = {}
+    for batch in recipe.decode_batches:
+        decoder = Decoder(
+            model,
+            batch,
+            max_length=recipe.decode_context + _WARM_UP + recipe.decode_tokens,
+            prefill_chunk=max(1, _PROMPT_TOKENS_AT_ONCE // batch),
+            eos_token_id=(),
+        )
+        ids = prompt[: recipe.decode_context].expand(batch, -1).contiguous()
+        began = 0.0
+        for made, _ in enumerate(decoder.stream(ids, max_new_tokens=_WARM_UP + recipe.decode_tokens), start=1):
+            if made == _WARM_UP:
+                began = time.perf_counter()
+        seconds = time.perf_counter() - began
+        speeds[str(batch)] = {"tokens_per_second": round(batch * recipe.decode_tokens / seconds, 1)}
+    return speeds

@@ -1,0 +1,192 @@
+"""Result files of the suite: one JSON line per trial of a learning rate and per trained arm."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deltazoo.workbench.lab.lab_records import Environment
+from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+
+__all__ = ["ArmResult", "Job", "TextResults", "Trial"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: a trial of a learning rate, or the training of an arm with the best of them."""
+
+    arm: str
+    kind: str
+    """"trial" or "arm"."""
+    seed: int = 0
+    rate: float | None = None
+    """Of a trial; an arm's follows from its trials."""
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        what = f"trial of learning rate {self.rate:g}" if self.kind == "trial" else f"training, seed {self.seed}"
+        return f"{self.arm}: {what}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A short training that judges a learning rate."""
+
+    arm: str
+    rate: float
+    loss: float
+    """Mean of the last steps, in nats per token."""
+    seconds: float
+    tokens_per_second: float
+    environment: Environment
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmResult:
+    """A trained and scored arm."""
+
+    arm: str
+    seed: int
+    rate: float
+    parameters: int
+    intermediate_size: int
+    curve: list[tuple[int, float]]
+    """(step, mean training loss in nats per token)."""
+    scores: dict[str, dict[str, Any]]
+    """By row length: `LengthScore.as_json()`."""
+    training_seconds: float
+    tokens_per_second: float
+    peak_bytes: int | None
+    decoding: dict[str, dict[str, Any]]
+    """By batch size."""
+    state_bytes: dict[str, int]
+    """By tokens of context."""
+    seconds: float
+    """Of everything."""
+    environment: Environment
+    date: str
+
+
+class TextResults:
+    """The results of one recipe on one corpus, to which trainings are added.
+
+    The first line says which recipe and corpus.
+
+    Args:
+        path: of the JSON lines; need not exist.
+        recipe: as of the trainings to come.
+        corpus_digest: as of their text.
+        file_bytes: scored bytes of the held-out files.
+
+    Raises:
+        ValueError: the file holds results of another recipe or corpus, or something else.
+    """
+
+    def __init__(self, path: Path, recipe: TextRecipe, corpus_digest: str, file_bytes: list[int]) -> None:
+        self.path = path
+        self.header = {
+            "suite": "text",
+            "recipe": json.loads(json.dumps(recipe.as_json())),
+            "corpus": corpus_digest,
+            "file_bytes": file_bytes,
+        }
+        self.trials: dict[tuple[str, float], Trial] = {}
+        self.arms: dict[tuple[str, int], ArmResult] = {}
+        if path.exists() and path.stat().st_size:
+            self._read()
+            for key, theirs in read_header(path).items():
+                if theirs != self.header.get(key):
+                    raise ValueError(
+                        f"{path} holds results of another {key} ({_short(theirs)}, now {_short(self.header.get(key))}),"
+                        " which do not mix: give another --out"
+                    )
+
+    @classmethod
+    def read(cls, path: Path) -> "TextResults":
+        """The results of a file, whatever their recipe.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        results = cls.__new__(cls)
+        results.path, results.header, results.trials, results.arms = path, read_header(path), {}, {}
+        results._read()
+        return results
+
+    def _read(self) -> None:
+        text = self.path.read_text(encoding="utf-8")
+        complete = text[: text.rfind("\n") + 1]  # a killed process may have left a part of a line
+        for number, line in enumerate(complete.splitlines()[1:], start=2):
+            try:
+                content = json.loads(line)
+                kind = content.pop("kind")
+                content["environment"] = Environment(**content["environment"])
+                if kind == "trial":
+                    self._keep(Trial(**content))
+                else:
+                    content["curve"] = [tuple(point) for point in content["curve"]]
+                    self._keep(ArmResult(**content))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{self.path}, line {number} is not a result of this suite: {error}") from error
+
+    def add(self, result: Trial | ArmResult) -> None:
+        """Keep a result; it is on disk when this returns."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        complete = text[: text.rfind("\n") + 1]
+        kind = "trial" if isinstance(result, Trial) else "arm"
+        lines = [] if complete else [self.header]
+        lines.append({"kind": kind, **asdict(result)})
+        with self.path.open("r+" if self.path.exists() else "w", encoding="utf-8") as file:
+            file.truncate(len(complete.encode()))
+            file.seek(0, os.SEEK_END)
+            file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())
+        self._keep(result)
+
+    def _keep(self, result: Trial | ArmResult) -> None:
+        if isinstance(result, Trial):
+            self.trials[result.arm, result.rate] = result
+        else:
+            self.arms[result.arm, result.seed] = result
+
+    def has(self, job: Job) -> bool:
+        """Whether it is done."""
+        if job.kind == "trial":
+            assert job.rate is not None
+            return (job.arm, job.rate) in self.trials
+        return (job.arm, job.seed) in self.arms
+
+    def best_rate(self, arm: str, rates: Iterable[float]) -> float:
+        """The learning rate whose trial of an arm ended with the lowest loss; KeyError if a trial is missing."""
+        return min(rates, key=lambda rate: self.trials[arm, rate].loss)
+
+    def of_arm(self, arm: str) -> list[ArmResult]:
+        """An arm's results, by seed."""
+        return [self.arms[key] for key in sorted(self.arms) if key[0] == arm]
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The first line of a result file: suite, recipe, corpus.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    try:
+        header = json.loads(first)
+        if header["suite"] != "text":
+            raise ValueError(f"it is of the suite {header['suite']!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a result file of the suite 'text': {error}") from error
+    return header
+
+
+def _short(x: object) -> str:
+    text = json.dumps(x)
+    return text if len(text) < 400 else text[:400] + "..."

@@ -1,0 +1,238 @@
+"""The suite: trainings that a result file lacks, the most important first, within a time limit."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from deltazoo.names import unknown
+from deltazoo.workbench.lab.configurations import SOFTMAX
+from deltazoo.workbench.lab.lab_records import Environment
+from deltazoo.workbench.lab.runner import device_is_lost
+from deltazoo.workbench.lab.text.arms import HYBRID, base_arms, hybrid_of, intermediate_size
+from deltazoo.workbench.lab.text.decoding import decoding, state_bytes
+from deltazoo.workbench.lab.text.results import ArmResult, Job, TextResults, Trial
+from deltazoo.workbench.lab.text.scoring import file_bytes, score
+from deltazoo.workbench.lab.text.text_comparison import bits_per_byte
+from deltazoo.workbench.lab.text.text_corpus import TextCorpus
+from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+from deltazoo.workbench.lab.text.training import train
+
+__all__ = ["HYBRIDS", "SECOND_SEEDS", "missing_jobs", "open_results", "run_text_suite"]
+
+HYBRIDS = 4
+"""Rules that are also trained as hybrids: the best ones alone."""
+SECOND_SEEDS = 5
+"""Arms that are trained with a second seed: the best ones."""
+_SCORING_SECONDS = 60.0
+"""Guess of the time from the end of a training to its line in the file, before there is one to go by."""
+
+
+def open_results(path: Path, recipe: TextRecipe, corpus: TextCorpus) -> TextResults:
+    """The result file of a recipe on a corpus; see `TextResults`."""
+    return TextResults(path, recipe, corpus.digest, file_bytes(corpus, recipe).tolist())
+
+
+def missing_jobs(results: TextResults, recipe: TextRecipe, only: Sequence[str] = ()) -> list[Job]:
+    """What is still to be trained, in order.
+
+    First every rule and softmax attention, each with its trials. When all of them are there: the hybrids of the best
+    four rules, then the second seeds of the best five arms.
+
+    Args:
+        results: what is done.
+        recipe: its rates are tried.
+        only: arms, hybrids among them; these alone, with one seed.
+
+    Raises:
+        ValueError: an unknown arm.
+    """
+    known = [*base_arms(), *(hybrid_of(arm) for arm in base_arms() if arm != SOFTMAX)]
+    for arm in only:
+        if arm not in known:
+            raise ValueError(unknown("arm", arm, known))
+    jobs = [job for arm in only or base_arms() for job in _with_trials(arm, recipe)]
+    missing = [job for job in jobs if not results.has(job)]
+    if missing or only:
+        return missing
+    rules = [arm for arm in _best_first(results) if arm != SOFTMAX and not arm.startswith(HYBRID)]
+    jobs = [job for rule in rules[:HYBRIDS] for job in _with_trials(hybrid_of(rule), recipe)]
+    missing = [job for job in jobs if not results.has(job)]
+    if missing:
+        return missing
+    jobs = [Job(arm, "arm", seed=1) for arm in _best_first(results)[:SECOND_SEEDS]]
+    return [job for job in jobs if not results.has(job)]
+
+
+def run_text_suite(
+    results: TextResults,
+    recipe: TextRecipe,
+    corpus: TextCorpus,
+    *,
+    device: str,
+    environment: Environment,
+    limit: float | None = None,
+    only: Sequence[str] = (),
+    report: Callable[[str], None] = print,
+) -> list[Job]:
+    """Train what is missing, each result kept as soon as it is there.
+
+    A training that the limit does not leave time for is not begun, or abandoned once its pace is known, and leaves
+    nothing; shorter ones behind it are tried.
+
+    Args:
+        results: extended in place.
+        recipe, corpus: what they are of.
+        device: "cpu" or one GPU.
+        environment: of this process.
+        limit: seconds.
+        only: as of `missing_jobs`.
+        report: called with a line of progress.
+
+    Returns:
+        What is missing still.
+
+    Raises:
+        ValueError: the file has results of another device.
+        RuntimeError: trainings failed; all others were tried.
+    """
+    devices = {trial.environment.device for trial in results.trials.values()}
+    if others := devices - {environment.device}:
+        raise ValueError(
+            f"{results.path} holds results of {others.pop()}, this is {environment.device}: speeds would not compare"
+        )
+    deadline = None if limit is None else time.monotonic() + limit
+    passed_over: set[Job] = set()
+    failures: list[str] = []
+    while True:
+        job = next((job for job in missing_jobs(results, recipe, only) if job not in passed_over), None)
+        if job is None:
+            break
+        if job.kind == "arm" and any((job.arm, rate) not in results.trials for rate in recipe.rates):
+            passed_over.add(job)  # a trial failed, or there was no time for it
+            continue
+        try:
+            _check_time(deadline, _expected_seconds(job, results, recipe))
+            began = time.monotonic()
+            result = _run(job, results, recipe, corpus, device, environment, deadline)
+        except OutOfTime:
+            passed_over.add(job)
+            report(f"{job.name}: no time left for it")
+        except Exception as error:  # raised at the end, so that it does not end the other trainings
+            passed_over.add(job)
+            failures.append(f"{job.name}: {type(error).__name__}: {error}")
+            report(f"{job.name}: FAILED, {type(error).__name__}: {error}")
+            if device_is_lost(device):
+                break
+        else:
+            results.add(result)
+            report(f"{job.name}: {_figures(result, results)}, {time.monotonic() - began:.0f} s")
+        gc.collect()
+        if torch.device(device).type == "cuda" and not device_is_lost(device):
+            torch.cuda.empty_cache()
+    if failures:
+        raise RuntimeError("; ".join(failures))
+    return missing_jobs(results, recipe, only)
+
+
+class OutOfTime(Exception):
+    """The time limit leaves too little for a training."""
+
+
+def _with_trials(arm: str, recipe: TextRecipe) -> list[Job]:
+    return [*(Job(arm, "trial", rate=rate) for rate in recipe.rates), Job(arm, "arm")]
+
+
+def _best_first(results: TextResults) -> list[str]:
+    """Arms by the bits per byte of their first seed."""
+    first = {arm: result for (arm, seed), result in results.arms.items() if seed == 0}
+    return sorted(first, key=lambda arm: bits_per_byte(first[arm], results))
+
+
+def _run(
+    job: Job,
+    results: TextResults,
+    recipe: TextRecipe,
+    corpus: TextCorpus,
+    device: str,
+    environment: Environment,
+    deadline: float | None,
+) -> Trial | ArmResult:
+    began = time.monotonic()
+    is_trial = job.kind == "trial"
+    rate = job.rate if is_trial else results.best_rate(job.arm, recipe.rates)
+    assert rate is not None
+    later = 0.0 if is_trial else _scoring_seconds(results)
+    trained = train(
+        job.arm,
+        recipe,
+        corpus,
+        rate=rate,
+        steps=recipe.trial_steps if is_trial else recipe.steps,
+        seed=job.seed,
+        device=device,
+        watch=lambda seconds_left: _check_time(deadline, seconds_left + later),
+    )
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    if is_trial:
+        return Trial(
+            arm=job.arm,
+            rate=rate,
+            loss=round(trained.judged(recipe.trial_judged), 5),
+            seconds=round(time.monotonic() - began, 2),
+            tokens_per_second=round(trained.tokens_per_second, 1),
+            environment=environment,
+            date=date,
+        )
+    scores = {str(length): found.as_json() for length, found in score(trained.model, corpus, recipe).items()}
+    model = trained.model
+    if torch.device(device).type == "cuda":
+        model.bfloat16()
+    prompt = torch.from_numpy(corpus.held_out[: recipe.decode_context].astype("int64")).to(device)
+    return ArmResult(
+        arm=job.arm,
+        seed=job.seed,
+        rate=rate,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        intermediate_size=intermediate_size(job.arm, recipe, corpus.vocab_size),
+        curve=trained.curve(),
+        scores=scores,
+        training_seconds=round(trained.seconds, 2),
+        tokens_per_second=round(trained.tokens_per_second, 1),
+        peak_bytes=trained.peak_bytes,
+        decoding=decoding(model, recipe, prompt),
+        state_bytes={str(tokens): state_bytes(model, tokens) for tokens in recipe.scored_lengths[:2]},
+        seconds=round(time.monotonic() - began, 2),
+        environment=environment,
+        date=date,
+    )
+
+
+def _check_time(deadline: float | None, seconds: float) -> None:
+    if deadline is not None and time.monotonic() + seconds > deadline:
+        raise OutOfTime
+
+
+def _expected_seconds(job: Job, results: TextResults, recipe: TextRecipe) -> float:
+    """Of a training, by the speed of the arm's trials; 0 where nothing is known."""
+    speeds = [trial.tokens_per_second for trial in results.trials.values() if trial.arm == job.arm]
+    if not speeds:
+        return 0.0
+    steps = recipe.trial_steps if job.kind == "trial" else recipe.steps
+    later = 0.0 if job.kind == "trial" else _scoring_seconds(results)
+    return steps * recipe.tokens_per_step / max(speeds) + later
+
+
+def _scoring_seconds(results: TextResults) -> float:
+    """From the end of an arm's training to its line in the file."""
+    return max((arm.seconds - arm.training_seconds for arm in results.arms.values()), default=_SCORING_SECONDS)
+
+
+def _figures(result: Trial | ArmResult, results: TextResults) -> str:
+    speed = f"{result.tokens_per_second:,.0f} tokens/s"
+    if isinstance(result, Trial):
+        return f"loss {result.loss:.4f}, {speed}"
+    return f"{bits_per_byte(result, results):.4f} bits per byte, {speed}"

@@ -1,0 +1,313 @@
+"""The page of the suite, made from its result file and the manifest of its text alone."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deltazoo.workbench.lab.configurations import SOFTMAX
+from deltazoo.workbench.lab.text.arms import HYBRID, TOLERANCE, arm_label, base_arms
+from deltazoo.workbench.lab.text.results import ArmResult, TextResults, Trial
+from deltazoo.workbench.lab.text.suite import HYBRIDS, SECOND_SEEDS
+from deltazoo.workbench.lab.text.text_comparison import (
+    LEVEL,
+    RESAMPLES,
+    Interval,
+    compare,
+    interval,
+    length_gain,
+    seed_spread,
+)
+from deltazoo.workbench.lab.text.text_pictures import REFERENCE, draw_all
+from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+from deltazoo.workbench.markdown import picture, table
+
+__all__ = ["write_text_page"]
+
+_LINE = 120
+_CAPTIONS = {
+    "bits": "Bits per byte of every arm",
+    "position": "Bits per byte by position in the row",
+    "recall": "Share of second occurrences completed, by distance",
+    "cost": "Bits per byte beside the speed of training and decoding",
+    "curves": "Loss in training",
+}
+
+
+def write_text_page(page: Path, results: TextResults | None, manifest: dict[str, Any], *, images: Path) -> Path:
+    """Write the page, and pictures below `images`, the folder of pictures beside it.
+
+    Args:
+        page: its file.
+        results: None before the first of them; the page then says so, and shows the design.
+        manifest: of the text.
+        images: where pictures go.
+
+    Raises:
+        ValueError: the results are of another text than the manifest.
+    """
+    if results is not None and results.header["corpus"] != manifest["sha256"]:
+        raise ValueError(f"{results.path} is of another text than the manifest")
+    recipe = TextRecipe() if results is None else TextRecipe(**_tuples(results.header["recipe"]))
+    parts = ["# Every rule on real text\n", _introduction(recipe)]
+    if results is None or not results.arms:
+        parts.append("No arm has been trained yet; what is planned is below.\n")
+    else:
+        ranked = sorted({arm for arm, _ in results.arms}, key=lambda arm: interval(arm, results).value)
+        drawn = draw_all(images, results, ranked)
+        parts += ["## Findings\n", _findings(results, ranked, recipe)]
+        parts += [picture(drawn["bits"], page, _CAPTIONS["bits"]), "## The table\n", _table(results, ranked, recipe)]
+        parts += ["## Pictures\n", *(picture(drawn[key], page, _CAPTIONS[key]) for key in list(_CAPTIONS)[1:])]
+    parts += ["## What is missing\n", _missing(results, recipe), "## Design\n", _design(recipe)]
+    parts += ["## Text\n", _text(manifest, recipe)]
+    if results is not None and results.trials:
+        parts += ["## Learning rates\n", _rates(results, recipe), "## Runs\n", _runs(results)]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(parts), encoding="utf-8")
+    return page
+
+
+def _introduction(recipe: TextRecipe) -> str:
+    return _filled(
+        "Every rule of the zoo, softmax attention and hybrids of both, as causal language models of "
+        f"{recipe.parameters / 1e6:g} M parameters, trained on the same {recipe.tokens / 1e6:.0f} M tokens of Python "
+        "source in the same order. The result file and this page are made by"
+    ) + (
+        "\n\n"
+        "    python scripts/build_python_text.py\n"
+        "    deltazoo lab --suite text --device cuda --out benchmarks/results/text_h200.jsonl --limit 900\n"
+        "    python scripts/render_text.py\n\n"
+        "The second command trains what the file lacks, the most important first, and can be given again and again.\n"
+    )
+
+
+def _findings(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
+    """One sentence each; only what the rule of the design calls is said to differ."""
+    spread = seed_spread(results)
+    lines = []
+    best = ranked[0]
+    lines.append(f"{arm_label(best)} has the fewest bits per byte, {interval(best, results)}.")
+    if spread is None:
+        lines.append("No arm has two seeds yet, so no difference between arms is called.")
+    else:
+        lines.append(f"Two seeds of one arm differ by up to {spread:.4f} bits per byte.")
+        ties = [arm_label(arm) for arm in ranked[1:] if not compare(arm, best, results).called]
+        if ties:
+            lines.append(f"Ties with it: {'; '.join(ties)}.")
+        for other in (REFERENCE, SOFTMAX):
+            if other in ranked:
+                lines += _beside(other, ranked, results)
+    for length in recipe.scored_lengths[1:]:
+        gains = {arm: length_gain(arm, results, length) for arm in ranked}
+        helped = {arm: gain for arm, gain in gains.items() if gain.high < 0}
+        hurt = {arm: gain for arm, gain in gains.items() if gain.low > 0}
+        what = f"The same text in rows of {length:,} tokens instead of {recipe.row_length:,}"
+        if helped:
+            lines.append(f"{what} costs fewer bits per byte: {_listed(helped)}.")
+        if hurt:
+            lines.append(f"{what} costs more: {_listed(hurt)}.")
+    return "\n".join(_filled(line, bullet="* ") for line in lines) + "\n"
+
+
+def _beside(other: str, ranked: Sequence[str], results: TextResults) -> list[str]:
+    differences = {arm: compare(arm, other, results) for arm in ranked if arm != other}
+    better = {arm: d.interval for arm, d in differences.items() if d.called and d.interval.value < 0}
+    worse = {arm: d.interval for arm, d in differences.items() if d.called and d.interval.value > 0}
+    ties = [arm_label(arm) for arm, d in differences.items() if not d.called]
+    lines = []
+    if better:
+        lines.append(f"Better than {arm_label(other)}, in bits per byte: {_listed(better)}.")
+    if worse:
+        lines.append(f"Worse than {arm_label(other)}: {_listed(worse)}.")
+    if ties:
+        lines.append(f"Ties with {arm_label(other)}: {'; '.join(ties)}.")
+    return lines
+
+
+def _listed(intervals: dict[str, Interval]) -> str:
+    return "; ".join(f"{arm_label(arm)} {found}" for arm, found in intervals.items())
+
+
+def _table(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
+    longer = recipe.scored_lengths[1:]
+    header = [
+        "arm",
+        f"bits per byte [{LEVEL:.0%}]",
+        f"minus {arm_label(REFERENCE)}",
+        *(f"in rows of {length:,}" for length in longer),
+        "recall",
+        "training tokens/s",
+        "GiB",
+        *(f"decoding tokens/s, {batch} {'row' if batch == 1 else 'rows'}" for batch in recipe.decode_batches),
+        *(f"state at {length:,}, MiB" for length in recipe.scored_lengths[:2]),
+        "parameters",
+        "seeds",
+    ]
+    note = (
+        "Recall: the share of second occurrences of new identifiers that are completed, in rows of "
+        f"{recipe.row_length:,} tokens. Speeds, memory and recall are those of the first seed. GiB: the most memory "
+        "held in training. A difference in bold is called by the rule below."
+    )
+    rows = (_row(arm, results, recipe, longer) for arm in ranked)
+    return table(header, rows, text_columns=1) + "\n" + _filled(note) + "\n"
+
+
+def _row(arm: str, results: TextResults, recipe: TextRecipe, longer: Sequence[int]) -> list[str]:
+    of_seeds = results.of_arm(arm)
+    first = of_seeds[0]
+    difference = "-"
+    if arm != REFERENCE and results.of_arm(REFERENCE):
+        found = compare(arm, REFERENCE, results)
+        difference = f"**{found.interval.value:+.4f}**" if found.called else f"{found.interval.value:+.4f}"
+    return [
+        arm_label(arm),
+        str(interval(arm, results)),
+        difference,
+        *(f"{interval(arm, results, length).value:.4f}" for length in longer),
+        _recall(first, recipe.row_length),
+        f"{first.tokens_per_second:,.0f}",
+        "-" if first.peak_bytes is None else f"{first.peak_bytes / 2**30:.1f}",
+        *(f"{first.decoding[str(batch)]['tokens_per_second']:,.0f}" for batch in recipe.decode_batches),
+        *(f"{first.state_bytes[str(length)] / 2**20:.1f}" for length in recipe.scored_lengths[:2]),
+        f"{first.parameters:,}",
+        str(len(of_seeds)),
+    ]
+
+
+def _recall(result: ArmResult, length: int) -> str:
+    groups = [counts for key, counts in result.scores[str(length)]["recall"].items() if key != "first"]
+    asked, completed = (sum(counts[place] for counts in groups) for place in (0, 1))
+    return f"{completed / asked:.1%}" if asked else "-"
+
+
+def _missing(results: TextResults | None, recipe: TextRecipe) -> str:
+    done = set() if results is None else {arm for arm, _ in results.arms}
+    arms = [arm_label(arm) for arm in base_arms() if arm not in done]
+    hybrids = sum(arm.startswith(HYBRID) for arm in done)
+    seconds = 0 if results is None else sum(seed > 0 for _, seed in results.arms)
+    lines = [
+        f"Of {len(base_arms())} arms, every rule and softmax attention, {len(arms)} are not trained: {'; '.join(arms)}."
+        if arms
+        else "Every rule and softmax attention is trained.",
+        f"Of {HYBRIDS} hybrids, {HYBRIDS - hybrids} are not trained; of {SECOND_SEEDS} second seeds, "
+        f"{SECOND_SEEDS - seconds}.",
+    ]
+    return "\n".join(_filled(line, bullet="* ") for line in lines) + "\n"
+
+
+def _design(recipe: TextRecipe) -> str:
+    *rates, last_rate = (f"{rate:g}" for rate in recipe.rates)
+    lengths = " and ".join(f"{length:,}" for length in recipe.scored_lengths[1:])
+    points = {
+        "Models": f"{recipe.num_layers} blocks of width {recipe.hidden_size}, {recipe.num_heads} heads of "
+        f"{recipe.hidden_size // recipe.num_heads} channels in queries, keys and values of every rule (papers differ "
+        "here; with equal heads the states have one size), short convolutions and output gates as in each rule's "
+        "paper, SwiGLU, tied embeddings. The width of the MLP makes up for what a mixer has more or less than others: "
+        f"{recipe.parameters / 1e6:g} M parameters within {TOLERANCE:.0%}, embedding included. Softmax attention has "
+        f"rotary positions (base 10,000). In hybrids one of every {recipe.softmax_every} blocks has it, the last of "
+        "them.",
+        "Training": f"{recipe.steps:,} steps of {recipe.rows_per_step} rows of {recipe.row_length:,} tokens, "
+        f"{recipe.tokens / 1e6:.0f} M tokens in all. A row is a piece of the stream of files; it may begin within a "
+        "file and go on into the next, behind a beginning token. The seed decides the initial weights and the order of "
+        f"rows: all arms of a seed see the same rows. AdamW, betas {recipe.betas[0]} and {recipe.betas[1]}, weight "
+        f"decay {recipe.weight_decay}, gradients clipped to norm {recipe.clip:g}; warm-up over {recipe.warmup:.0%} of "
+        f"the steps, then a cosine to {recipe.final_rate:.0%} of the peak. bfloat16 autocast over float32 weights.",
+        "Learning rate": f"{', '.join(rates)} or {last_rate}: trials of {recipe.trial_steps} steps with a schedule of "
+        "their own, seed 0, the same for every arm; the lowest mean training loss over the last "
+        f"{recipe.trial_judged:.0%} of the steps wins. A trial reads no row twice, so its loss is on text that it has "
+        f"not seen. The trials of an arm cost {len(recipe.rates) * recipe.trial_steps / recipe.steps:.0%} of its "
+        "training. A second seed takes the rate of the first.",
+        "Scores": f"The held-out stream is cut into rows of {recipe.row_length:,} tokens, and again of {lengths}, each "
+        "read from an empty state; every token but beginning tokens is scored. Bits per byte: the sum over all "
+        "tokens, divided by their bytes.",
+        "Recall": "An identifier is new if it occurs nowhere in the training part and has at least three tokens. At "
+        "its second occurrence in a row it is completed if each of its tokens after the first is the model's likeliest "
+        "one. First occurrences are counted beside, as what guessing gives.",
+        "Decoding": f"Weights in bfloat16, greedy, captured, {recipe.decode_tokens} tokens after "
+        f"{recipe.decode_context:,}, by the loop of `deltazoo.generate`.",
+        "Intervals": f"{LEVEL:.0%} of {RESAMPLES:,} bootstrap resamples of held-out files, the same ones for all arms, "
+        "so that differences are paired. Files of one package are alike, which resampling files leaves out.",
+        "Calling a difference": "Two arms differ, each by the mean of its seeds, if the interval of the paired "
+        "difference excludes 0 and the difference is larger than any two seeds of one arm differ. Everything else is a "
+        "tie. Until an arm has two seeds, nothing is called.",
+        "Order": f"Every rule and softmax attention with seed 0; then hybrids of the best {HYBRIDS} rules; then seed 1 "
+        f"of the best {SECOND_SEEDS} arms. A training that does not end within the limit of a session leaves nothing.",
+    }
+    bullets = [_filled(f"**{what}.** {text}", bullet="* ") for what, text in points.items()]
+    return "\n".join(["Fixed before the first arm was trained.\n", *bullets]) + "\n"
+
+
+def _filled(text: str, bullet: str = "") -> str:
+    return textwrap.fill(
+        text,
+        _LINE,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _text(manifest: dict[str, Any], recipe: TextRecipe) -> str:
+    parts: dict[str, list[dict[str, Any]]] = {"training": [], "held out": []}
+    for package in manifest["packages"]:
+        parts[package["part"]].append(package)
+    tokens = {part: sum(package.get("tokens", 0) for package in packages) for part, packages in parts.items()}
+    rows = [
+        (
+            package["package"],
+            package["version"],
+            package["part"],
+            *(f"{package.get(key, 0):,}" for key in ("kept_files", "kept_bytes", "tokens", "copies_bytes")),
+        )
+        for part in ("held out", "training")
+        for package in sorted(parts[part], key=lambda package: -package.get("kept_bytes", 0))
+        if part == "held out" or package.get("kept_bytes", 0) >= 1e6
+    ]
+    small = [package for package in parts["training"] if package.get("kept_bytes", 0) < 1e6]
+    size = sum(package.get("kept_bytes", 0) for package in small)
+    return _filled(
+        "The Python sources of the packages that `constraints.txt` pins, split by package. Dropped are near-copies "
+        "(half of a file's runs of three lines occur in files kept before it), tables of data (letters are less than "
+        "40% of the characters) and files of fewer than three lines. The byte-level BPE of "
+        f"{manifest['vocab_size']:,} entries is trained on the training part. That part has "
+        f"{tokens['training']:,} tokens, and a training reads {recipe.tokens / tokens['training']:.2f} times as many; "
+        f"{tokens['held out']:,} are held out. The text itself is not distributed: the script builds it from what is "
+        f"installed. SHA-256 `{manifest['sha256']}`."
+    ) + (
+        "\n\n"
+        + table(
+            ("package", "version", "part", "files", "bytes", "tokens", "bytes of near-copies dropped"),
+            [*rows, (f"{len(small)} smaller ones", "", "training", "", f"{size:,}", "", "")],
+            text_columns=3,
+        )
+    )
+
+
+def _rates(results: TextResults, recipe: TextRecipe) -> str:
+    rows = []
+    for arm in dict.fromkeys(arm for arm, _ in results.trials):
+        losses = {rate: results.trials[arm, rate].loss for rate in recipe.rates if (arm, rate) in results.trials}
+        best = min(losses, key=lambda rate: losses[rate])
+        cells = [
+            "-" if rate not in losses else f"**{losses[rate]:.4f}**" if rate == best else f"{losses[rate]:.4f}"
+            for rate in recipe.rates
+        ]
+        rows.append((arm_label(arm), *cells))
+    header = ("loss of trials, nats per token", *(f"{rate:g}" for rate in recipe.rates))
+    return table(header, rows, text_columns=1)
+
+
+def _runs(results: TextResults) -> str:
+    environments: dict[tuple[str, ...], list[str]] = {}
+    done: list[Trial | ArmResult] = [*results.trials.values(), *results.arms.values()]
+    for result in done:
+        here = result.environment
+        key = (here.device, here.torch, here.triton or "-", here.transformers or "-", f"`{here.commit[:12]}`")
+        environments.setdefault(key, []).append("arm" if isinstance(result, ArmResult) else "trial")
+    rows = [(*key, str(kinds.count("arm")), str(kinds.count("trial"))) for key, kinds in environments.items()]
+    return table(("machine", "torch", "Triton", "transformers", "commit", "arms", "trials"), rows)
+
+
+def _tuples(recipe: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in recipe.items()}

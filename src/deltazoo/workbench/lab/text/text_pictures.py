@@ -1,0 +1,156 @@
+"""Pictures of the suite: the leading arms, softmax attention and the reference in colour, the others in grey."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from deltazoo.workbench.figures import BLACK, GREEN, GREY, PALETTE, new_figure, save_figure
+from deltazoo.workbench.lab.configurations import SOFTMAX
+from deltazoo.workbench.lab.text.arms import HYBRID, arm_label
+from deltazoo.workbench.lab.text.results import ArmResult, TextResults
+from deltazoo.workbench.lab.text.scoring import FIRST_POSITIONS
+from deltazoo.workbench.lab.text.text_comparison import interval
+
+__all__ = ["REFERENCE", "draw_all", "position_bits", "recall_by_distance"]
+
+REFERENCE = "gated_deltanet"
+_COLOURED = 5
+
+
+def draw_all(folder: Path, results: TextResults, ranked: Sequence[str]) -> dict[str, Path]:
+    """Write all pictures of at least one arm, the best first; by their subject."""
+    colours = _colours(ranked)
+    first = {arm: results.of_arm(arm)[0] for arm in ranked}
+    lengths = results.header["recipe"]["scored_lengths"]
+    row_length = results.header["recipe"]["row_length"]
+    return {
+        "bits": _draw_bits(folder / "text_bits.png", results, ranked, colours),
+        "position": _draw_lines(
+            folder / "text_position.png",
+            [(f"rows of {length:,} tokens", _by_position(first, length)) for length in lengths[1:]],
+            colours,
+            x="position in the row (tokens)",
+            y="bits per byte (lower is better)",
+            mark=row_length,
+        ),
+        "recall": _draw_lines(
+            folder / "text_recall.png",
+            [(f"rows of {length:,} tokens", _by_distance(first, length)) for length in lengths[:2]],
+            colours,
+            x="tokens since the first occurrence",
+            y="second occurrences completed",
+            mark=row_length,
+        ),
+        "cost": _draw_costs(folder / "text_cost.png", results, ranked, colours),
+        "curves": _draw_lines(
+            folder / "text_curves.png",
+            [("training", {arm: result.curve for arm, result in first.items()})],
+            colours,
+            x="optimizer steps",
+            y="training loss (nats per token)",
+            log_x=False,
+        ),
+    }
+
+
+def position_bits(result: ArmResult, length: int) -> list[tuple[int, float]]:
+    """(end of a group of positions, bits per byte in it) in rows of a length."""
+    score = result.scores[str(length)]
+    groups = zip(score["position_nats"], score["position_bytes"], strict=True)
+    return [
+        (min(FIRST_POSITIONS * 2**place, length), nats / math.log(2) / size)
+        for place, (nats, size) in enumerate(groups)
+        if size
+    ]
+
+
+def recall_by_distance(result: ArmResult, length: int, fewest: int = 30) -> list[tuple[int, float]]:
+    """(distance that a group does not reach, share completed) for groups of at least so many second occurrences."""
+    groups = {key: counts for key, counts in result.scores[str(length)]["recall"].items() if key != "first"}
+    return [(int(key), counts[1] / counts[0]) for key, counts in groups.items() if counts[0] >= fewest]
+
+
+def _colours(ranked: Sequence[str]) -> dict[str, str]:
+    fixed = {SOFTMAX: BLACK, REFERENCE: GREEN}
+    spare = [colour for colour in PALETTE if colour not in fixed.values()]
+    leading = [arm for arm in ranked if arm not in fixed][:_COLOURED]
+    return {arm: fixed[arm] for arm in ranked if arm in fixed} | dict(zip(leading, spare, strict=False))
+
+
+def _by_position(first: dict[str, ArmResult], length: int) -> dict[str, list[tuple[int, float]]]:
+    return {arm: position_bits(result, length) for arm, result in first.items()}
+
+
+def _by_distance(first: dict[str, ArmResult], length: int) -> dict[str, list[tuple[int, float]]]:
+    return {arm: recall_by_distance(result, length) for arm, result in first.items()}
+
+
+def _draw_bits(path: Path, results: TextResults, ranked: Sequence[str], colours: dict[str, str]) -> Path:
+    figure, (axis,) = new_figure(1, width=8.4, height=1.2 + 0.25 * len(ranked))
+    for place, arm in enumerate(ranked):
+        found, colour = interval(arm, results), colours.get(arm, GREY)
+        axis.plot([found.low, found.high], [place, place], color=colour, lw=2, alpha=0.6)
+        axis.plot(found.value, place, _marker(arm), color=colour)
+    axis.set_yticks(range(len(ranked)), [arm_label(arm) for arm in ranked], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("bits per byte of held-out files, with 95% of bootstrap resamples (lower is better)")
+    return save_figure(figure, path)
+
+
+def _draw_lines(
+    path: Path,
+    panels: Sequence[tuple[str, dict[str, Any]]],
+    colours: dict[str, str],
+    *,
+    x: str,
+    y: str,
+    mark: int | None = None,
+    log_x: bool = True,
+) -> Path:
+    figure, axes = new_figure(len(panels), width=5.2 * len(panels) + 2.2, height=4.0)
+    for axis, (title, lines) in zip(axes, panels, strict=True):
+        for arm in sorted(lines, key=lambda arm: arm in colours):  # grey ones first, below the others
+            if lines[arm]:
+                width, label = (1.8, arm_label(arm)) if arm in colours else (0.8, None)
+                dash = "--" if arm.startswith(HYBRID) else "-"
+                axis.plot(*zip(*lines[arm], strict=True), color=colours.get(arm, GREY), ls=dash, lw=width, label=label)
+        if log_x:
+            axis.set_xscale("log", base=2)
+        if mark is not None:
+            axis.axvline(mark, color=GREY, lw=1, ls=":")
+            axis.annotate("training length", (mark, 1.0), xycoords=("data", "axes fraction"), fontsize=7, ha="right")
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_xlabel(x)
+    axes[0].set_ylabel(y)
+    values = [value for _, lines in panels for line in lines.values() for _, value in line]
+    low, high = min(values), max(values)
+    if log_x and low > 0:
+        high = min(high, 3 * low)  # an arm that fails beyond its training length would flatten all others
+    for axis in axes if high > low else ():
+        axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return save_figure(figure, path)
+
+
+def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours: dict[str, str]) -> Path:
+    batch = str(results.header["recipe"]["decode_batches"][-1])
+    subjects: list[tuple[str, Callable[[ArmResult], float]]] = [
+        ("training, tokens per second", lambda result: result.tokens_per_second),
+        (f"decoding, {batch} rows, tokens per second", lambda result: result.decoding[batch]["tokens_per_second"]),
+    ]
+    figure, axes = new_figure(len(subjects), width=11.6, height=4.0)
+    for axis, (title, speed) in zip(axes, subjects, strict=True):
+        for arm in ranked:
+            value, colour = interval(arm, results).value, colours.get(arm, GREY)
+            place = (speed(results.of_arm(arm)[0]), value)
+            axis.plot(*place, _marker(arm), color=colour, label=arm_label(arm) if arm in colours else None)
+        axis.set_xlabel(title)
+        axis.set_xlim(left=0)
+    axes[0].set_ylabel("bits per byte (lower is better)")
+    axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return save_figure(figure, path)
+
+
+def _marker(arm: str) -> str:
+    return "^" if arm == SOFTMAX else "D" if arm.startswith(HYBRID) else "o"

@@ -1,0 +1,304 @@
+"""The suite on real text in miniature: corpus, equal arms, resuming, limit, scores against a plain loop, page."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deltazoo.workbench.cli import main
+from deltazoo.workbench.lab.lab_records import Environment
+from deltazoo.workbench.lab.text import suite as text_suite
+from deltazoo.workbench.lab.text.arms import base_arms, build_model, hybrid_of, model_config
+from deltazoo.workbench.lab.text.building import SourceFile, build_corpus
+from deltazoo.workbench.lab.text.results import TextResults, Trial
+from deltazoo.workbench.lab.text.rows import TrainingRows
+from deltazoo.workbench.lab.text.scoring import file_bytes, score
+from deltazoo.workbench.lab.text.suite import missing_jobs, open_results, run_text_suite
+from deltazoo.workbench.lab.text.text_comparison import bits_per_byte, compare, interval
+from deltazoo.workbench.lab.text.text_corpus import TextCorpus
+from deltazoo.workbench.lab.text.text_page import write_text_page
+from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+
+HERE = Environment(device="a machine", torch="1", triton=None, version="0", commit="abc", code="123")
+ARMS = ("delta_net", "softmax")
+RECIPE = TextRecipe(
+    parameters=48_000,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    softmax_every=2,
+    width_multiple=1,
+    row_length=64,
+    rows_per_step=2,
+    steps=4,
+    rates=(1e-3, 1e-2),
+    trial_steps=2,
+    scored_lengths=(64, 128, 256),
+    decode_batches=(1, 2),
+    decode_context=16,
+    decode_tokens=2,
+)
+COPY = "import os\n\n\ndef twice(x):\n    return 2 * x\n\n\nprint(twice(os.getpid()))\n"
+
+
+def sources() -> list[SourceFile]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    names = {"kept": "bisect contextlib copy fnmatch functools heapq operator textwrap", "held": "queue sched string"}
+    files = [
+        SourceFile(package, "1", f"{name}.py", (library / f"{name}.py").read_text(encoding="utf-8"))
+        for package, listed in names.items()
+        for name in listed.split()
+    ]
+    files += [SourceFile("kept", "1", f"copy{i}.py", COPY) for i in range(2)]
+    files += [SourceFile("held", "1", "copy.py", COPY), SourceFile("held", "1", "short.py", "x = 1\n")]
+    return [*files, SourceFile("held", "1", "table.py", "TABLE = [\n" + "1, 2, 3, 4,\n" * 20 + "]\n")]
+
+
+@pytest.fixture(scope="module")
+def corpus() -> TextCorpus:
+    return build_corpus(sources(), ["held"], 400)
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: TextCorpus, tmp_path_factory: pytest.TempPathFactory) -> TextResults:
+    results = open_results(tmp_path_factory.mktemp("text") / "text.jsonl", RECIPE, corpus)
+    assert run(results, corpus) == []
+    return results
+
+
+def run(results: TextResults, corpus: TextCorpus, **options) -> list:
+    options = {"only": ARMS, "report": lambda line: None, **options}
+    return run_text_suite(results, RECIPE, corpus, device="cpu", environment=HERE, **options)
+
+
+def test_a_corpus_keeps_no_copies_and_survives_a_file(corpus: TextCorpus, tmp_path: Path) -> None:
+    kept, held = corpus.manifest["packages"]
+    assert (kept["package"], kept["part"], kept["kept_files"], kept["copies_files"]) == ("kept", "training", 9, 1)
+    assert (held["part"], held["kept_files"], held["copies_files"]) == ("held out", 3, 1)
+    assert (held["short_files"], held["tables_files"]) == (1, 1)
+    assert len(corpus.train) == kept["tokens"] and len(corpus.held_out) == held["tokens"]
+    assert int(corpus.token_bytes[corpus.held_out].sum(dtype=np.int64)) == held["kept_bytes"]
+    corpus.save(tmp_path / "text.xz")
+    assert TextCorpus.load(tmp_path / "text.xz").digest == corpus.digest
+    assert build_corpus(sources(), ["held"], 400).digest == corpus.digest
+    assert replace(corpus, held_out=corpus.held_out[::-1]).digest != corpus.digest
+    (tmp_path / "text.xz").write_bytes((tmp_path / "text.xz").read_bytes()[:-9])
+    with pytest.raises(ValueError, match="no corpus of this suite, or damaged"):
+        TextCorpus.load(tmp_path / "text.xz")
+    with pytest.raises(ValueError, match="not among the sources: nowhere"):
+        build_corpus(sources(), ["nowhere"], 400)
+
+
+def test_new_identifiers_are_spelled_by_their_tokens_and_unknown_to_the_training_part(corpus: TextCorpus) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(corpus.tokenizer)
+    training = tokenizer.decode(corpus.train.tolist())
+    spelled: dict[int, str] = {}
+    for first, completing, number in corpus.new_identifiers.tolist():
+        text = tokenizer.decode(corpus.held_out[first : first + completing + 1].tolist())
+        text = re.search(r"\w+$", text)[0]  # its first token may begin with a space or a bracket
+        name = spelled.setdefault(number, text)
+        # A token may end an identifier together with what follows it; that token is left out.
+        assert name.startswith(text) or text.startswith(name)
+        assert completing >= 2 and text.isidentifier(), text
+    assert len(spelled) > 20
+    words = set(re.findall(r"\w+", training))
+    assert sum(name in words for name in spelled.values()) < 0.1 * len(spelled)  # cut names may occur
+
+
+def test_every_arm_has_the_same_number_of_parameters() -> None:
+    recipe, sizes = TextRecipe(), {}
+    with torch.device("meta"):
+        for arm in [*base_arms(), hybrid_of("kda"), hybrid_of("gated_deltanet2")]:
+            sizes[arm] = sum(p.numel() for p in build_model(arm, recipe, 8192).parameters())
+    assert all(abs(size - recipe.parameters) <= 0.02 * recipe.parameters for size in sizes.values()), sizes
+    assert max(sizes.values()) <= 1.02 * min(sizes.values())
+    assert model_config(hybrid_of("kda"), recipe, 8192, 64).layer_types.count("full_attention") == 2
+    with pytest.raises(ValueError, match="not within 2%"):
+        build_model("kda", replace(RECIPE, parameters=9_000), 400)
+    with pytest.raises(ValueError, match="needs a rule beside"):
+        build_model(hybrid_of("softmax"), recipe, 8192)
+
+
+def test_rows_visit_an_epoch_once_and_go_on_in_another_order() -> None:
+    tokens = np.arange(1000, dtype=np.uint16)
+    batches = list(TrainingRows(tokens, 10, 9, 0, "cpu").batches(22))
+    assert all(torch.equal(row + 1, after) for row, after in batches)
+    firsts = [int(row[0]) for rows, _ in batches for row in rows]
+    assert len(set(firsts[:99])) == 99 and len({first % 10 for first in firsts[:99]}) == 1
+    assert set(firsts[99:198]) != set(firsts[:99])
+    again = TrainingRows(tokens, 10, 9, 0, "cpu").batches(22)
+    assert all(torch.equal(rows, same) for (rows, _), (same, _) in zip(batches, again, strict=True))
+    assert not torch.equal(next(TrainingRows(tokens, 10, 9, 1, "cpu").batches(1))[0], batches[0][0])
+    with pytest.raises(ValueError, match="no two rows"):
+        TrainingRows(tokens, 600, 1, 0, "cpu")
+
+
+@pytest.mark.parametrize("arm", ["gated_deltanet", "softmax"])
+def test_scores_are_those_of_a_loop_over_tokens(corpus: TextCorpus, arm: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(arm, RECIPE, corpus.vocab_size).eval()
+    with torch.no_grad():  # so that some tokens are certain
+        model.lm_head.weight.mul_(8)
+    found = score(model, corpus, RECIPE)[128]
+    stream = torch.from_numpy(corpus.held_out.astype(np.int64))
+    count = (len(stream) - 1) // 256 * 256
+    nats, hits = np.zeros(len(stream)), np.zeros(len(stream), dtype=bool)  # of the token at that place
+    with torch.no_grad():
+        for begin in range(0, count, 128):
+            logits = model(input_ids=stream[None, begin : begin + 128], use_cache=False).logits[0].double()
+            after = stream[begin + 1 : begin + 129]
+            nats[begin + 1 : begin + 129] = -logits.log_softmax(-1)[torch.arange(128), after].numpy()
+            hits[begin + 1 : begin + 129] = (logits.argmax(-1) == after).numpy()
+    nats[corpus.token_bytes[corpus.held_out] == 0] = 0
+    ends = [*corpus.file_starts[1:], len(stream)]
+    expected = [nats[a:b].sum() for a, b in zip(corpus.file_starts, ends, strict=True)]
+    np.testing.assert_allclose(found.file_nats, expected, rtol=1e-4, atol=1e-3)
+    assert math.isclose(sum(found.position_nats), sum(expected), rel_tol=1e-4)
+    assert sum(found.position_bytes) == int(file_bytes(corpus, RECIPE).sum())
+    assert len(found.position_bytes) == 2
+
+    seen: dict[tuple[int, int], int] = {}
+    first = second = completed = 0
+    cost = 0.0
+    for begin, completing, name in corpus.new_identifiers.tolist():
+        if begin + completing > count or begin // 128 != (begin + completing - 1) // 128:
+            continue
+        times = seen[begin // 128, name] = seen.get((begin // 128, name), 0) + 1
+        first, second = first + (times == 1), second + (times == 2)
+        if times == 2:
+            completed += bool(hits[begin + 1 : begin + completing + 1].all())
+            cost += nats[begin + 1 : begin + completing + 1].sum()
+    assert found.recall["first"][0] == first > 20
+    later = [counts for key, counts in found.recall.items() if key != "first"]
+    assert sum(counts[0] for counts in later) == second > 10
+    assert sum(counts[1] for counts in later) == completed
+    assert math.isclose(sum(x for key, x in found.recall_nats.items() if key != "first"), cost, rel_tol=1e-4)
+
+
+def test_what_a_file_lacks_is_trained_and_nothing_else(
+    finished: TextResults, corpus: TextCorpus, tmp_path: Path
+) -> None:
+    lines = finished.path.read_text().splitlines(keepends=True)
+    assert [json.loads(line).get("kind") for line in lines[1:]] == ["trial", "trial", "arm"] * 2
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(lines[:-1]) + lines[-1][:100])  # killed while the last line was written
+    results = open_results(path, RECIPE, corpus)
+    assert [job.name for job in missing_jobs(results, RECIPE, ARMS)] == ["softmax: training, seed 0"]
+    reported: list[str] = []
+    assert run(results, corpus, report=reported.append) == [] and len(reported) == 1
+    again = open_results(path, RECIPE, corpus)
+    for key, arm in finished.arms.items():  # the same seed, the same numbers
+        assert again.arms[key].curve == arm.curve and again.arms[key].scores == arm.scores
+    assert again.arms["softmax", 0].rate == min(RECIPE.rates, key=lambda rate: again.trials["softmax", rate].loss)
+    with pytest.raises(ValueError, match="results of another recipe"):
+        open_results(path, replace(RECIPE, steps=5), corpus)
+    with pytest.raises(ValueError, match="results of another corpus"):
+        open_results(path, RECIPE, replace(corpus, train=corpus.train[:-1]))
+    with pytest.raises(ValueError, match="results of a machine, this is another"):
+        run_text_suite(again, RECIPE, corpus, device="cpu", environment=replace(HERE, device="another"))
+
+
+def test_a_training_that_the_limit_cuts_leaves_nothing(corpus: TextCorpus, tmp_path: Path, monkeypatch) -> None:
+    results = open_results(tmp_path / "text.jsonl", RECIPE, corpus)
+    reported: list[str] = []
+    clock = iter(range(10**6))
+    monkeypatch.setattr(text_suite.time, "monotonic", lambda: next(clock))  # a second at every look
+    missing = run(results, corpus, limit=14, report=reported.append)
+    assert [job.kind for job in missing][-1] == "arm" and any("no time left" in line for line in reported)
+    done = len(results.trials) + len(results.arms)
+    assert 0 < done < 6 and not results.arms  # an arm is expected to take a minute beside its training
+    assert len(results.path.read_text().splitlines()) == done + 1
+
+
+def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, finished: TextResults) -> None:
+    results = open_results(Path("unwritten.jsonl"), RECIPE, corpus)
+    example = finished.arms["delta_net", 0]
+    arms = base_arms()
+    for place, arm in enumerate(arms):
+        nats = [round(x * (1 + place / 100), 1) for x in example.scores["64"]["file_nats"]]
+        scores = {**example.scores, "64": {**example.scores["64"], "file_nats": nats}}
+        results.arms[arm, 0] = replace(example, arm=arm, scores=scores)
+        for rate in RECIPE.rates:
+            results.trials[arm, rate] = Trial(
+                arm=arm, rate=rate, loss=1.0, seconds=1.0, tokens_per_second=1.0, environment=HERE, date=""
+            )
+    jobs = missing_jobs(results, RECIPE)
+    assert [job.arm for job in jobs if job.kind == "arm"] == [hybrid_of(x) for x in arms[:5] if x != "softmax"]
+    for job in jobs:
+        if job.kind == "arm":
+            results.arms[job.arm, 0] = replace(results.arms[arms[20], 0], arm=job.arm)
+        else:
+            results.trials[job.arm, job.rate] = replace(results.trials[arms[0], 1e-3], arm=job.arm)
+    assert [(job.arm, job.seed) for job in missing_jobs(results, RECIPE)] == [(arm, 1) for arm in arms[:5]]
+
+    best, next_best = (interval(arm, results) for arm in arms[:2])
+    assert best.low < best.value < best.high and best.value == bits_per_byte(results.arms[arms[0], 0], results)
+    ahead = compare(arms[1], arms[0], results)
+    assert ahead.interval.low > 0 and not ahead.called  # the seeds' spread is not known
+    for seed_factor, called in ((1.001, True), (1.1, False)):
+        nats = [x * seed_factor for x in example.scores["64"]["file_nats"]]
+        scores = {**example.scores, "64": {**example.scores["64"], "file_nats": nats}}
+        results.arms[arms[0], 1] = replace(example, seed=1, scores=scores)
+        assert compare(arms[10], arms[0], results).called is called
+    with pytest.raises(ValueError, match="unknown arm 'kdaa'"):
+        missing_jobs(results, RECIPE, ["kdaa"])
+
+
+def test_the_page_shows_what_there_is_and_says_what_is_missing(
+    finished: TextResults, corpus: TextCorpus, tmp_path: Path
+) -> None:
+    manifest = {**corpus.manifest, "sha256": corpus.digest}
+    images = tmp_path / "images"
+    empty = write_text_page(tmp_path / "empty.md", None, manifest, images=images).read_text()
+    assert "No arm has been trained yet" in empty and "## Findings" not in empty and not images.exists()
+
+    page = write_text_page(tmp_path / "text.md", TextResults.read(finished.path), manifest, images=images).read_text()
+    for arm in ARMS:
+        assert str(interval(arm, finished)) in page
+    assert "no difference between arms is called" in page
+    assert f"{len(base_arms()) - 2} are not trained" in page and "KDA" in page.split("## What is missing")[1]
+    pictures = re.findall(r"!\[.*\]\((.*)\)", page)
+    assert len(pictures) == 5 and all((tmp_path / name).stat().st_size > 5000 for name in pictures)
+    assert page == write_text_page(tmp_path / "text.md", finished, manifest, images=images).read_text()
+    with pytest.raises(ValueError, match="another text than the manifest"):
+        write_text_page(tmp_path / "text.md", finished, {**manifest, "sha256": "0"}, images=images)
+
+
+def test_the_command_line_trains_within_a_limit(corpus: TextCorpus, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("deltazoo.workbench.lab.text.text_recipe.TextRecipe", lambda: RECIPE)
+    corpus.save(tmp_path / "text.xz")
+    command = ["lab", "--suite", "text", "--corpus", str(tmp_path / "text.xz"), "--out", str(tmp_path / "text.jsonl")]
+
+    def status(arguments: list[str]) -> object:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return ended.value.code
+
+    assert status([*command, "--only", "delta_net", "--list"]) == 0
+    assert "delta_net: trial of learning rate 0.01" in capsys.readouterr().out
+    assert status([*command, "--only", "delta_net", "--limit", "600"]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+    assert set(open_results(tmp_path / "text.jsonl", RECIPE, corpus).arms) == {("delta_net", 0)}
+    assert status([*command, "--steps", "3"]) == 1 and "has no --steps" in capsys.readouterr().err
+    assert status(["lab", "--corpus", "x"]) == 1 and "belongs to the suite" in capsys.readouterr().err
+    assert status([*command[:-1], str(tmp_path)]) == 1 and "is a folder" in capsys.readouterr().err
+
+
+def test_the_committed_page_is_what_the_script_renders(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[3]
+    spec = importlib.util.spec_from_file_location("render_text", root / "scripts" / "render_text.py")
+    assert spec is not None and spec.loader is not None
+    render = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(render)
+    assert render.main(tmp_path / "text.md").read_text() == render.PAGE.read_text()
