@@ -1,27 +1,25 @@
 """The HTTP server as an ASGI application: the endpoints of OpenAI's API in front of an engine."""
 
-import asyncio
-import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import anyio
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from jinja2 import TemplateError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deltazoo.workbench.serve.api_errors import ApiError, add_error_handlers, api_error_of
+from deltazoo.workbench.serve.api_errors import ApiError, add_error_handlers
 from deltazoo.workbench.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, usage_of
 from deltazoo.workbench.serve.api_schemas import ChatBody, CompletionBody
 from deltazoo.workbench.serve.metrics_text import METRICS_TYPE, metrics_text
-from deltazoo.workbench.serve.requests import Counters, EngineError, Piece, Request, Stream
+from deltazoo.workbench.serve.requests import Counters, Request, Stream
+from deltazoo.workbench.serve.stream_reading import StreamReader
 from deltazoo.workbench.serve.token_texts import TokenTexts
 
 __all__ = ["RunsRequests", "create_app"]
@@ -75,6 +73,7 @@ class _Endpoints:
     def __init__(self, engine: RunsRequests, model: str) -> None:
         self.engine, self.tokenizer, self.model = engine, engine.tokenizer, model
         self._texts = TokenTexts(engine.tokenizer)
+        self._reader = StreamReader()
         self._created = int(time.time())
         # One text at a time: a tokenizer is not made for several threads, and the event loop must not wait for it.
         self._one_at_a_time = anyio.CapacityLimiter(1)
@@ -161,10 +160,9 @@ class _Endpoints:
         """Run the requests of all choices, and respond at once or in pieces."""
         streams = self._submit(requests)
         if body.stream:
-            events = _events(streams, answer, partial(usage_of, streams, body.n) if body.include_usage else None)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        async with _cancelled_on_hang_up(http, streams):
-            outputs = await asyncio.gather(*(_whole(stream) for stream in streams))
+            usage = partial(usage_of, streams, body.n) if body.include_usage else None
+            return self._reader.event_stream(streams, answer, usage)
+        outputs = await self._reader.whole(streams, http)
         choices = [
             {**answer.choice(index, output), "seed": stream.seed}
             for index, (stream, output) in enumerate(zip(streams, outputs, strict=True))
@@ -178,113 +176,10 @@ class _Endpoints:
             for request in requests:
                 streams.append(self.engine.submit(request))
         except Exception:
-            _cancel(streams)
+            for stream in streams:
+                stream.cancel()
             raise
         return streams
-
-
-async def _whole(stream: Stream) -> Piece:
-    """All output of a request as one piece."""
-    pieces = [piece async for piece in stream]
-    logprobs = (
-        None if stream.request.logprobs is None else [entry for piece in pieces for entry in piece.logprobs or ()]
-    )
-    return _unless_cancelled(
-        Piece(
-            text="".join(piece.text for piece in pieces),
-            token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-            logprobs=None if logprobs is None else tuple(logprobs),
-            finish_reason=pieces[-1].finish_reason,
-        )
-    )
-
-
-async def _events(
-    streams: Sequence[Stream], answer: Answer, usage: Callable[[], dict[str, Any]] | None
-) -> AsyncIterator[bytes]:
-    """Server-sent events of a response; `usage` makes the content of the last one.
-
-    The requests end with this generator, whatever ends it: the client that hangs up, too.
-    """
-    try:
-        began = [choice for index in range(len(streams)) if (choice := answer.begin(index)) is not None]
-        if began:
-            yield _event(answer.chunk(began))
-        async for index, piece in _merged(streams):
-            choice = answer.part(index, _unless_cancelled(piece))
-            if piece.finish_reason is not None:
-                choice["seed"] = streams[index].seed
-            yield _event(answer.chunk([choice]))
-        if usage is not None:
-            yield _event(answer.chunk([], usage()))
-    except (EngineError, ApiError) as error:  # the status is sent already
-        yield _event(api_error_of(error).body)
-    finally:
-        _cancel(streams)
-    yield b"data: [DONE]\n\n"
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _unless_cancelled(piece: Piece) -> Piece:
-    """The piece; raises ApiError where the engine ended the request because it stops."""
-    if piece.finish_reason == "cancelled":
-        raise ApiError(503, "the server stopped before the request was finished", code="stopping")
-    return piece
-
-
-async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Piece]]:
-    """Pieces of several streams with the number of their stream, as they come."""
-    if len(streams) == 1:
-        async for piece in streams[0]:
-            yield 0, piece
-        return
-    found: asyncio.Queue[tuple[int, Piece | None]] = asyncio.Queue()
-
-    async def forward(index: int, stream: Stream) -> None:
-        try:
-            async for piece in stream:
-                found.put_nowait((index, piece))
-        finally:
-            found.put_nowait((index, None))
-
-    readers = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
-    try:
-        ended = 0
-        while ended < len(streams):
-            index, news = await found.get()
-            if news is None:
-                await readers[index]  # raises what ended it
-                ended += 1
-            else:
-                yield index, news
-    finally:
-        for reader in readers:
-            reader.cancel()
-
-
-@asynccontextmanager
-async def _cancelled_on_hang_up(http: HTTPRequest, streams: Sequence[Stream]) -> AsyncIterator[None]:
-    """Inside, a client that closes its connection ends the requests, and so does any error."""
-
-    async def watch() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-        _cancel(streams)
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        _cancel(streams)
-
-
-def _cancel(streams: Sequence[Stream]) -> None:
-    for stream in streams:
-        stream.cancel()
 
 
 class _RequireKey:
