@@ -18,6 +18,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.generation.read_later import read_later
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.generation.step_capture import CapturedStep
@@ -25,7 +26,7 @@ from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.backend_report import RunsDeltaRule
 from deltazoo.ops.fused import fused_kernels_fit
 
-__all__ = ["Decoder", "generate"]
+__all__ = ["Decoder", "check_model", "generate"]
 
 
 class Decoder:
@@ -63,7 +64,7 @@ class Decoder:
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        _check_model(model)
+        check_model(model)
         self.cache = fixed_cache(model, max_length or 1)
         self.has_softmax_layers = any(_length_of(layer) for layer in self.cache.layers)
         if self.has_softmax_layers and max_length is None:
@@ -108,7 +109,7 @@ class Decoder:
         self._prefill(input_ids, attention_mask)
         # A GPU works on the next token while the host reads the last one; a CPU does one thing at a time.
         ahead = 1 if self.token.device.type == "cuda" else 0
-        waiting = deque([self._read()])
+        waiting = deque([read_later(self.token[:, 0])])
         ended = torch.zeros(len(input_ids), dtype=torch.bool)
         ends = self.ends.cpu()
         for made in range(1, max_new_tokens + 1):
@@ -120,7 +121,7 @@ class Decoder:
                     return
             if made < max_new_tokens:
                 self._advance(first=made == 1)
-                waiting.append(self._read())
+                waiting.append(read_later(self.token[:, 0]))
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> None:
         batch_size = len(self.token)
@@ -215,23 +216,6 @@ class Decoder:
             )
         self._captured.replay()
 
-    def _read(self) -> Callable[[], Tensor]:
-        """Start copying the current token to the host; calling the result waits for that copy and for nothing later."""
-        token = self.token[:, 0]
-        if token.device.type != "cuda":
-            token = token.clone()
-            return lambda: token
-        host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
-        host.copy_(token, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(token.device))
-
-        def wait() -> Tensor:
-            arrived.synchronize()
-            return host
-
-        return wait
-
 
 def generate(
     model: Any,
@@ -290,7 +274,8 @@ def generate(
     return torch.cat([input_ids, torch.stack(made, dim=1).to(input_ids.device)], dim=1)
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """ValueError unless decoding loops can run a model: one with our delta-rule layers, in evaluation mode."""
     layers = model.modules() if isinstance(model, nn.Module) and isinstance(model, GenerationMixin) else ()
     if not any(isinstance(layer, CapturedGeneration | DeltaRuleAttention | RunsDeltaRule) for layer in layers):
         raise ValueError(

@@ -24,6 +24,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
@@ -90,7 +91,7 @@ class Snapshot:
 
     def select(self, rows: Sequence[int] | Tensor) -> "Snapshot":
         """The given rows, in that order, with repetitions if there are any; ValueError if there is no such row."""
-        index_on = functools.cache(_row_numbers(rows, self.num_rows).to)
+        index_on = functools.cache(partial(_moved, _row_numbers(rows, self.num_rows)))
         return self._map(lambda x: x.index_select(0, index_on(x.device)))
 
     def fork(self, n: int) -> "Snapshot":
@@ -191,10 +192,12 @@ def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_to
     """
     kinds = tuple(kind_of(layer) for layer in cache.layers)
     held = [tensors_of(layer) for layer in cache.layers]
-    seen = max((tokens_of(layer) for layer in cache.layers), default=0)
+    has_softmax_layers = any("keys" in tensors for tensors in held)
+    seen = 0
+    if num_tokens is None or has_softmax_layers:  # a static cache counts on the device, so this waits for it
+        seen = max((tokens_of(layer) for layer in cache.layers), default=0)
     if num_tokens is None:
         num_tokens = seen
-    has_softmax_layers = any("keys" in tensors for tensors in held)
     if num_tokens < 0 or (has_softmax_layers and num_tokens > seen):
         raise ValueError(f"num_tokens must be between 0 and the {seen} tokens of the cache, got {num_tokens}")
     whole = Snapshot(kinds, tuple(_last_tokens(tensors, num_tokens) for tensors in held), num_tokens)
@@ -239,7 +242,7 @@ def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None =
         for layer, tensors in zip(cache.layers, moved, strict=True):
             fill(layer, tensors, saved.num_tokens, cache.layers)
         return
-    index_on = functools.cache(index.to)
+    index_on = functools.cache(partial(_moved, index))
     for layer, tensors in zip(cache.layers, moved, strict=True):
         if tensors:
             fill_rows(layer, tensors, index_on(next(iter(tensors.values())).device))
@@ -317,6 +320,11 @@ def _row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
     if index.ndim != 1 or not bool(((index >= 0) & (index < count)).all()):
         raise ValueError(f"rows must be a list of numbers from 0 to {count - 1}, got {index.tolist()}")
     return index
+
+
+def _moved(index: Tensor, device: torch.device) -> Tensor:
+    """Row numbers on a device, without waiting for what it does."""
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
 
 
 def _identity(model: PreTrainedModel) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Static caches that a captured step can work on: every tensor stays at its address from one step to the next."""
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,15 @@ from transformers.cache_utils import (
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.layer_contents import fill, tensors_of, tokens_of
 
-__all__ = ["FixedTensors", "bytes_when_fixed", "check_fixed", "describe_layer", "fixed_cache", "move_cache"]
+__all__ = [
+    "FixedTensors",
+    "bytes_when_fixed",
+    "check_fixed",
+    "describe_layer",
+    "fixed_cache",
+    "move_cache",
+    "some_rows",
+]
 
 
 def fixed_cache(model: Any, max_length: int) -> StaticCache:
@@ -77,6 +86,22 @@ def move_cache(source: Cache, target: StaticCache) -> None:
         fill(new, tensors_of(old), tokens_of(old), target.layers)
 
 
+def some_rows(cache: StaticCache, rows: slice) -> StaticCache:
+    """A cache whose tensors are some rows of a filled one's: a step over it changes those rows alone."""
+    narrow = copy(cache)
+    narrow.layers = []
+    for layer in cache.layers:
+        part = copy(layer)
+        for name, value in vars(part).items():
+            if isinstance(value, dict):
+                setattr(part, name, dict(value))
+        for owner, name, x in _tensors_of(part):
+            if x.ndim:  # the others are counts
+                owner[name] = x[rows]
+        narrow.layers.append(part)
+    return narrow
+
+
 class FixedTensors:
     """The tensors of a filled static cache, at the addresses that a captured step uses.
 
@@ -108,4 +133,4 @@ class FixedTensors:
 def _tensors_of(layer: Any) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
     """The tensors of a cache layer (attributes, and dicts of states), each with the dict and the name that hold it."""
     for owner in (vars(layer), *(x for x in vars(layer).values() if isinstance(x, dict))):
-        yield from ((owner, name, x) for name, x in owner.items() if isinstance(x, Tensor))
+        yield from [(owner, name, x) for name, x in owner.items() if isinstance(x, Tensor)]

@@ -6,6 +6,7 @@ The HTTP server needs the extra `serve`; the engine does not.
 from typing import TYPE_CHECKING
 
 from deltazoo._lazy import lazy_names
+from deltazoo.workbench.serve.engine import Engine
 from deltazoo.workbench.serve.requests import (
     Counters,
     EngineError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Counters",
+    "Engine",
     "EngineError",
     "EngineStopped",
     "Piece",

@@ -1,0 +1,233 @@
+"""A table of rows that begin and end on their own: the batch of a server.
+
+    prompt -> PromptRows, piece by piece -> Snapshot -> a row of RowTable -> step -> token -> step -> token ...
+
+Shapes do not depend on what the rows are. A step computes the first rows of the table, as many as the smallest of a few
+widths that holds the running ones; on a GPU a pass over pieces of prompts always has the same rows and tokens. So what
+a row computes does not depend on the others, bit for bit, and each shape is one CUDA graph.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticCache
+
+from deltazoo.generation.decoder import check_model
+from deltazoo.generation.layer_contents import kind_of
+from deltazoo.generation.read_later import read_later
+from deltazoo.generation.row_sampling import RowSampling, Way
+from deltazoo.generation.sampling import Sampling
+from deltazoo.generation.states import Snapshot, restore, snapshot
+from deltazoo.generation.static_cache import fixed_cache, some_rows
+from deltazoo.generation.step_capture import CapturedStep, capture
+
+__all__ = ["PromptRows", "RowTable"]
+
+
+class RowTable:
+    """Rows that continue by one token per step, each with its own past and its own sampling.
+
+    Args:
+        model: as for `Decoder`, without softmax layers. It must not change.
+        widths: numbers of rows that a step can have; the largest is the size of the table.
+
+    Attributes:
+        widths: in ascending order.
+        empty: the states of a row before its first token.
+
+    Raises:
+        ValueError: a model that the table cannot run.
+    """
+
+    def __init__(self, model: Any, widths: Sequence[int]) -> None:
+        check_model(model)
+        self.model = model
+        self.widths = tuple(sorted(set(widths)))
+        rows, device = self.widths[-1], model.device
+        self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.sampling = RowSampling(rows, device)
+        cache = fixed_cache(model, 1)
+        if any(kind_of(layer) == "softmax" for layer in cache.layers):
+            raise ValueError("rows of their own lengths need a model without softmax layers: their keys grow together")
+        with torch.no_grad():
+            _forward(model, self.token, cache, self.position)  # makes the tensors of the cache
+        self.empty = snapshot(cache, rows=[0], num_tokens=0)._map(torch.zeros_like)
+        self._caches = {width: some_rows(cache, slice(width)) for width in self.widths}
+        self._steps: dict[int, CapturedStep] = {}
+        self._draws: dict[tuple[int, Way], Callable[[], object]] = {}
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Prepare the steps of all widths; they are prepared at their first use otherwise."""
+        for width in reversed(self.widths):
+            for way in Way:
+                self._prepare(width, way)
+
+    @torch.no_grad()
+    def put(self, row: int, state: Snapshot, token: int, position: int, sampling: Sampling, seed: int) -> None:
+        """Begin a row.
+
+        Args:
+            row: whose former contents are lost.
+            state: of one row, after the tokens before `token`.
+            token: the last one that is known; the next step continues from it.
+            position: of that token in the row.
+            sampling, seed: how the row's tokens are drawn.
+        """
+        restore(self._caches[self.widths[-1]], state, rows=[row])
+        self.token[row].fill_(token)
+        self.position[row].fill_(position)
+        self.sampling.put(row, sampling, seed)
+
+    @torch.no_grad()
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy some rows to other places."""
+        cache = self._caches[self.widths[-1]]
+        restore(cache, snapshot(cache, rows=sources, num_tokens=0), rows=targets)
+        for x in (self.token, self.position):
+            for source, target in zip(sources, targets, strict=True):
+                x[target].copy_(x[source])
+        self.sampling.move(sources, targets)
+
+    @torch.no_grad()
+    def step(self, width: int, way: Way) -> None:
+        """Compute the next token of the first `width` rows; `way` must be at least that of each row in use."""
+        self._prepare(width, way)
+        self._steps[width].replay()
+        self._draws[width, way]()
+
+    def read_tokens(self, width: int) -> Callable[[], Tensor]:
+        """The tokens `[width]` of the last step; see `read_later`."""
+        return read_later(self.token[:width, 0])
+
+    @torch.no_grad()
+    def read_log_probabilities(self, width: int, rows: Sequence[int], count: int) -> Callable[[], tuple[Tensor, ...]]:
+        """Of the last step's tokens, before temperature and filters.
+
+        Args:
+            width: of the step.
+            rows: M of them.
+            count: how many of the likeliest tokens to read.
+
+        Returns:
+            A function that waits for log-probabilities `[M]` of the chosen tokens, `[M, count]` of the likeliest ones
+            and their numbers `[M, count]`.
+        """
+        logits = torch.stack([self._logits(width)[row] for row in rows])
+        chosen = torch.stack([self.token[row] for row in rows])
+        values = logits.float().log_softmax(-1)
+        likeliest = values.topk(min(count, values.shape[-1]), dim=-1)
+        readers = [read_later(x) for x in (values.gather(-1, chosen)[:, 0], likeliest.values, likeliest.indices)]
+        return lambda: tuple(read() for read in readers)
+
+    def _prepare(self, width: int, way: Way) -> None:
+        if width not in self._steps:
+            cache = self._caches[width]
+            self._steps[width] = CapturedStep(
+                self.model, partial(self._advance, width, cache), cache, [self.position[:width]]
+            )
+        if (width, way) not in self._draws:
+            self._draws[width, way] = capture(partial(self._draw, width, way), [self.token[:width]])
+
+    def _advance(self, width: int, cache: StaticCache) -> Tensor:
+        logits = _forward(self.model, self.token[:width], cache, self.position[:width])
+        self.position[:width].add_(1)
+        return logits
+
+    def _draw(self, width: int, way: Way) -> None:
+        self.sampling.choose(self._logits(width), self.position[:width], way, self.token[:width])
+
+    def _logits(self, width: int) -> Tensor:
+        return self._steps[width].output
+
+
+class PromptRows:
+    """A few rows in which prompts run piece by piece; the states after a piece are taken out as snapshots.
+
+    Args:
+        model: as for `RowTable`.
+        rows: that run in one pass.
+        piece: most tokens of a row in one pass.
+        empty: `RowTable.empty`.
+        padded: every pass has `rows` rows of `piece` tokens, with padding where a row has fewer, and is one CUDA graph
+            on a GPU. Only for our own models. Otherwise the rows of a pass run one by one, without padding.
+    """
+
+    def __init__(self, model: Any, rows: int, piece: int, empty: Snapshot, *, padded: bool) -> None:
+        self.model = model
+        self.rows = rows
+        self.piece = piece
+        self.empty = empty
+        self.padded = padded
+        self._cache = fixed_cache(model, 1)
+        restore(self._cache, empty.fork(rows))
+        self._single = [some_rows(self._cache, slice(row, row + 1)) for row in range(rows)]
+        self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
+        self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
+        self._columns = torch.arange(piece, device=model.device)
+        self._pass: CapturedStep | None = None
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Prepare the pass; it is prepared at its first use otherwise."""
+        if self.padded and self._pass is None:
+            self._pass = CapturedStep(self.model, self._run_padded, self._cache)
+
+    @torch.no_grad()
+    def load(self, row: int, state: Snapshot | None) -> None:
+        """Continue a row from a state; None: from the beginning."""
+        restore(self._cache, self.empty if state is None else state, rows=[row])
+
+    @torch.no_grad()
+    def take(self, row: int, num_tokens: int) -> Snapshot:
+        """The state of a row, which has had `num_tokens` tokens."""
+        return snapshot(self._cache, rows=[row], num_tokens=num_tokens)
+
+    @torch.no_grad()
+    def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+        """Advance some rows.
+
+        Args:
+            pieces: by row: how many tokens the row has had, and at most `piece` further ones.
+        """
+        if not self.padded:
+            for row, (start, tokens) in pieces.items():
+                ids = self._on_device([tokens])
+                positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
+                _forward(self.model, ids, self._single[row], positions)
+            return
+        self.capture()
+        assert self._pass is not None
+        given = [pieces.get(row, (0, ()))[1] for row in range(self.rows)]
+        self._tokens.copy_(self._on_device([[*tokens, *[0] * (self.piece - len(tokens))] for tokens in given]))
+        self._lengths.copy_(self._on_device([[len(tokens)] for tokens in given]))
+        self._pass.replay()
+
+    def _run_padded(self) -> Tensor:
+        real = self._columns < self._lengths
+        return _forward(self.model, self._tokens, self._cache, mask={"linear_attention": real})
+
+    def _on_device(self, numbers: Sequence[Sequence[int]]) -> Tensor:
+        device = self._tokens.device
+        on_host = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
+        return on_host.to(device, non_blocking=True)
+
+
+def _forward(
+    model: Any, tokens: Tensor, cache: StaticCache, positions: Tensor | None = None, mask: Any = None
+) -> Tensor:
+    """Logits `[N, vocabulary]` after the last token of each row."""
+    options = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    output = model(
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        **options,
+    )
+    return output.logits[:, -1]

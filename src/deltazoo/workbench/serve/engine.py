@@ -1,0 +1,548 @@
+"""The serving engine: one thread that runs one model for many requests at once.
+
+A request waits in a queue until a place is free. Then its prompt, all but the last token, runs in pieces; the state
+after them becomes a row of the table (`deltazoo.generation.row_table`), and every step adds a token to all rows. One
+turn of the loop is
+
+    admit requests | one pass over pieces of prompts | start a step | hand out the tokens of the step before
+
+so a step never waits for more than one pass, and a GPU works on a step while the host handles the one before it.
+
+What is promised. Every shape is fixed: passes over prompts always have the same division into pieces, and steps one of
+a few widths. So the tokens of a request at one width do not depend on the other requests, bit for bit, nor on what the
+prefix cache knows. Between widths logits differ by rounding. Where tokens must be the same at any load, give the engine
+one width.
+"""
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from deltazoo.generation import Sampling, Snapshot
+from deltazoo.generation.row_sampling import Way
+from deltazoo.generation.row_table import PromptRows, RowTable
+from deltazoo.models import DeltaRuleForCausalLM
+from deltazoo.workbench.serve.prefix_cache import PrefixCache, prefix_keys
+from deltazoo.workbench.serve.requests import (
+    Counters,
+    EngineStopped,
+    FinishReason,
+    Piece,
+    QueueFull,
+    Request,
+    RequestError,
+    Stream,
+    TokenLogprob,
+)
+from deltazoo.workbench.serve.text_assembly import TextAssembly, decoder_of
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger(__name__)
+
+_FAILURES = 3
+"""Turns that fail one after another before the engine gives up."""
+
+
+class _Task:
+    """A request on its way through the engine."""
+
+    def __init__(self, request: Request, stream: Stream, text: TextAssembly, keys: dict[int, bytes], end: int) -> None:
+        self.request = request
+        self.stream = stream
+        self.text = text
+        self.sampling = _sampling_of(request)
+        self.way = Way.of(self.sampling)
+        self.keys = keys
+        """Of the places in the prompt where its state can be found (`prefix_keys`)."""
+        self.end = end
+        """New tokens after which the request ends; 0: no limit."""
+        self.done = 0
+        """Tokens of the prompt that have been run."""
+        self.state: Snapshot | None = None
+        """After them."""
+        self.steps = 0
+        """Steps that have been started with its row."""
+        self.arrived = time.monotonic()
+
+    @property
+    def to_run(self) -> tuple[int, ...]:
+        """What of the prompt the passes run; the first step takes the last token."""
+        return self.request.prompt[:-1]
+
+
+@dataclass(frozen=True)
+class _StartedStep:
+    """A step whose tokens have not been read."""
+
+    rows: dict[int, _Task]
+    tokens: Callable[[], Any]
+    log_probabilities: Callable[[], tuple[Any, ...]] | None
+    reporting: list[int]
+    """Rows whose log-probabilities were asked for."""
+    began: float
+
+
+class Engine:
+    """Continues prompts for many clients with one model.
+
+    Args:
+        model: a causal language model with delta-rule layers, in evaluation mode, on the device where it stays. It must
+            not change while the engine runs.
+        tokenizer: of the model.
+        widths: numbers of rows that a step can have; the largest is the most requests that run at once.
+        prompt_piece: most tokens of a prompt in one pass, and the distance of the places where prefixes are found.
+        prompt_rows: prompts in one pass; default: 4 on a GPU for our own models, else 1.
+        max_queue: most requests that wait for a place.
+        context_limit: most tokens of prompt and answer; default: the configuration's `max_position_embeddings` for
+            models with softmax layers, none for others.
+        prefix_memory: most bytes of states that the prefix cache keeps on the model's device; 0: none.
+        eos_token_id: tokens that end an answer; default: the model's, else the tokenizer's.
+
+    Raises:
+        ValueError: a model that the engine cannot run, or an option out of its range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        widths: Sequence[int] = (1, 8, 32, 64),
+        prompt_piece: int = 512,
+        prompt_rows: int | None = None,
+        max_queue: int = 256,
+        context_limit: int | None = None,
+        prefix_memory: int = 2**30,
+        eos_token_id: int | Sequence[int] | None = None,
+    ) -> None:
+        _check_options(widths=min(widths, default=0), prompt_piece=prompt_piece, max_queue=max_queue)
+        _check_options(prompt_rows=1 if prompt_rows is None else prompt_rows)
+        if prefix_memory < 0:
+            raise ValueError(f"prefix_memory must be at least 0 bytes, got {prefix_memory}")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.context_limit = context_limit
+        self.max_queue = max_queue
+        self.table = RowTable(model, widths)
+        padded = model.device.type == "cuda" and isinstance(model, DeltaRuleForCausalLM)
+        self.prompts = PromptRows(
+            model, prompt_rows or (4 if padded else 1), prompt_piece, self.table.empty, padded=padded
+        )
+        self.prefixes = PrefixCache(prefix_memory)
+        self._ends = _end_tokens(model, tokenizer, eos_token_id)
+        self._decode = decoder_of(tokenizer)
+        self._vocabulary = model.get_input_embeddings().num_embeddings
+
+        self._mutex = threading.Condition()
+        """Guards what clients and the engine's thread share: the attributes below."""
+        self._waiting: deque[_Task] = deque()
+        self._cancelled: set[Stream] = set()
+        self._counters = Counters()
+        self._stopping = False
+        self._cancel_all = False
+        self._refusal: str | None = "the engine has not been started"
+        self._thread: threading.Thread | None = None
+
+        # Of the engine's thread alone:
+        self._prefilling: list[_Task] = []
+        self._loaded: list[_Task | None] = [None] * self.prompts.rows
+        self._running: dict[int, _Task] = {}
+        self._started: deque[_StartedStep] = deque()
+        self._ahead = 1 if model.device.type == "cuda" else 0  # a CPU does one thing at a time
+        self._turns = itertools.count()
+        self._failures = 0
+
+    # What clients call.
+
+    def start(self) -> None:
+        """Start the thread, and return once it has captured its steps.
+
+        Raises:
+            Exception: what the model raised meanwhile. RuntimeError: the engine has been started before.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the engine has been started before: make another one")
+        ready: deque[BaseException | None] = deque()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="deltazoo engine", daemon=True)
+        self._thread.start()
+        with self._mutex:
+            self._mutex.wait_for(lambda: bool(ready))
+        error = ready.pop()
+        if error is not None:
+            self._thread.join()
+            raise error
+
+    def submit(self, request: Request) -> Stream:
+        """Queue a request; the stream yields its output.
+
+        Raises:
+            RequestError: it does not fit the model. QueueFull: too many wait. EngineStopped: the engine does not run.
+        """
+        end = self._check(request)
+        seed = random.getrandbits(63) if request.seed is None else request.seed
+        stream = Stream(request, seed, self._cancel)
+        text = TextAssembly(self._decode, request.prompt, request.stop)
+        task = _Task(request, stream, text, prefix_keys(request.prompt[:-1], self.prompts.piece), end)
+        with self._mutex:
+            if self._refusal is not None:
+                raise EngineStopped(self._refusal)
+            if len(self._waiting) >= self.max_queue:
+                self._counters = replace(self._counters, rejected=self._counters.rejected + 1)
+                raise QueueFull(len(self._waiting), self._retry_after())
+            self._waiting.append(task)
+            self._mutex.notify_all()
+        return stream
+
+    def counters(self) -> Counters:
+        """What the engine has done, and does now."""
+        with self._mutex:
+            return replace(self._counters, waiting=len(self._waiting))
+
+    def stop(self, *, timeout: float | None = None) -> None:
+        """Refuse new requests, finish all accepted ones, and end the thread.
+
+        Args:
+            timeout: seconds after which the requests that are left are cancelled; None: wait for all.
+        """
+        with self._mutex:
+            self._stopping, self._refusal = True, self._refusal or "the engine is stopping"
+            self._mutex.notify_all()
+        if self._thread is None:
+            return
+        self._thread.join(timeout)
+        with self._mutex:
+            self._cancel_all = True
+        self._thread.join()
+
+    def _cancel(self, stream: Stream) -> None:
+        with self._mutex:
+            self._cancelled.add(stream)
+            self._mutex.notify_all()
+
+    def _check(self, request: Request) -> int:
+        """The number of new tokens after which a request ends, 0 for none; RequestError if it does not fit."""
+        length, limit = len(request.prompt), self.context_limit
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self._vocabulary:
+            raise RequestError(f"the prompt has token numbers outside the model's vocabulary of {self._vocabulary}")
+        if limit is None:
+            if request.max_tokens is None:
+                raise RequestError("max_tokens is needed, since this model has no context limit")
+            return request.max_tokens
+        wanted = request.max_tokens or 1
+        if length + wanted > limit:
+            raise RequestError(
+                f"the prompt has {length} tokens and at least {wanted} are to follow, which is more than the context "
+                f"limit of {limit}"
+            )
+        return request.max_tokens or limit - length
+
+    def _retry_after(self) -> int:
+        """Seconds in which the queue may get shorter, from the time that requests take."""
+        took = self._counters.request_seconds
+        mean = took.total / took.count if took.count else 1.0
+        return max(1, min(60, round(mean * len(self._waiting) / self.table.widths[-1])))
+
+    # The engine's thread.
+
+    def _run(self, ready: deque[BaseException | None]) -> None:
+        try:
+            if self.model.device.type == "cuda":
+                torch.cuda.set_device(self.model.device)
+            self.table.capture()
+            self.prompts.capture()
+        except BaseException as error:
+            self._tell(ready, error)
+            return
+        with self._mutex:
+            self._refusal = "the engine is stopping" if self._stopping else None
+        self._tell(ready, None)
+        try:
+            while self._wait_for_work():
+                self._turn()
+        except Exception as error:
+            _log.exception("the engine stops: %s", error)
+            self._give_up(error)
+
+    def _tell(self, ready: deque[BaseException | None], error: BaseException | None) -> None:
+        with self._mutex:
+            ready.append(error)
+            self._mutex.notify_all()
+
+    def _wait_for_work(self) -> bool:
+        """Return once there is something to do; False: the engine is to stop, and nothing is left."""
+        with self._mutex:
+            self._mutex.wait_for(lambda: self._has_work() or self._stopping)
+            return self._has_work()
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._prefilling or self._running or self._started or self._cancelled)
+
+    def _turn(self) -> None:
+        """Take in what clients want, run prompts one piece further, start a step, hand out the tokens of the last."""
+        self._end_cancelled()
+        self._admit()
+        self._run_pieces()
+        self._start_step()
+        while len(self._started) > (self._ahead if self._running else 0):
+            self._hand_out(self._started.popleft())
+        with self._mutex:
+            self._counters = replace(
+                self._counters,
+                running=len(self._running),
+                prefilling=len(self._prefilling),
+                prefix_bytes=self.prefixes.nbytes,
+                prefix_entries=len(self.prefixes),
+            )
+
+    def _end_cancelled(self) -> None:
+        with self._mutex:
+            streams, self._cancelled = self._cancelled, set()
+            if not (streams or self._cancel_all):
+                return
+            tasks = [*self._waiting, *self._prefilling, *self._running.values()]
+            leaving = [task for task in tasks if self._cancel_all or task.stream in streams]
+            self._waiting = deque(task for task in self._waiting if task not in leaving)
+        for task in leaving:
+            self._finish(task, Piece(finish_reason="cancelled"))
+        Stream.wake(task.stream for task in leaving)
+
+    def _admit(self) -> None:
+        """Give waiting requests places, and find what the prefix cache knows of their prompts."""
+        while len(self._prefilling) + len(self._running) < self.table.widths[-1]:
+            with self._mutex:
+                if not self._waiting:
+                    return
+                task = self._waiting.popleft()
+            task.done, task.state = self.prefixes.find(task.keys)
+            task.stream.cached_tokens = task.done
+            self._prefilling.append(task)
+            self._count(
+                prompt_tokens=len(task.request.prompt),
+                prefix_hits=int(task.done > 0),
+                prefix_misses=int(task.done == 0),
+                prefix_tokens=task.done,
+            )
+
+    def _run_pieces(self) -> None:
+        """One pass over pieces of a few prompts; prompts that are through begin to take part in the steps."""
+        chosen = self._next_prompts()
+        if chosen:
+            try:
+                self._run_pass(chosen)
+            except Exception as error:
+                self._loaded = [None] * self.prompts.rows
+                self._fail(chosen, error)
+        for task in [task for task in self._prefilling if task.done == len(task.to_run)]:
+            self._begin_row(task)
+
+    def _next_prompts(self) -> list[_Task]:
+        """The prompts of the next pass: in turn the oldest and those with the fewest tokens left come first.
+
+        So a short prompt does not wait for a long one, and a long one is not overtaken for ever.
+        """
+        unfinished = [task for task in self._prefilling if task.done < len(task.to_run)]
+        if next(self._turns) % 2:
+            unfinished.sort(key=lambda task: len(task.to_run) - task.done)
+        return unfinished[: self.prompts.rows]
+
+    def _run_pass(self, chosen: Sequence[_Task]) -> None:
+        self._loaded = [task if task in chosen else None for task in self._loaded]
+        free = [row for row, task in enumerate(self._loaded) if task is None]
+        pieces = {}
+        for task in chosen:
+            if task not in self._loaded:
+                row = free.pop()
+                self.prompts.load(row, task.state)
+                self._loaded[row] = task
+            pieces[self._loaded.index(task)] = task.done, task.to_run[task.done : task.done + self.prompts.piece]
+        self.prompts.run(pieces)
+        for task in chosen:
+            row = self._loaded.index(task)
+            task.done += len(pieces[row][1])
+            task.state = self.prompts.take(row, task.done)
+            self.prefixes.put(task.keys[task.done], task.state)
+        self._count(pieces=len(pieces))
+
+    def _begin_row(self, task: _Task) -> None:
+        """Let a request whose prompt has been run take part in the steps."""
+        row = next(row for row in range(self.table.widths[-1]) if row not in self._running)
+        self._prefilling.remove(task)
+        state = self.table.empty if task.state is None else task.state
+        prompt = task.request.prompt
+        try:
+            self.table.put(row, state, prompt[-1], len(prompt) - 1, task.sampling, task.stream.seed)
+        except Exception as error:
+            return self._fail([task], error)
+        task.state = None
+        self._running[row] = task
+
+    def _start_step(self) -> None:
+        """Start the next token of all running rows, at the smallest width that holds them."""
+        if not self._running:
+            return
+        began = time.monotonic()
+        try:
+            width = self._move_together()
+            self.table.step(width, max(task.way for task in self._running.values()))
+            reporting = [row for row, task in self._running.items() if task.request.logprobs is not None]
+            most = max((self._running[row].request.logprobs or 0 for row in reporting), default=0)
+            self._started.append(
+                _StartedStep(
+                    rows=dict(self._running),
+                    tokens=self.table.read_tokens(width),
+                    log_probabilities=(
+                        self.table.read_log_probabilities(width, reporting, most) if reporting else None
+                    ),
+                    reporting=reporting,
+                    began=began,
+                )
+            )
+        except Exception as error:
+            return self._fail_step(self._running.values(), error)
+        for row, task in list(self._running.items()):
+            task.steps += 1
+            if task.steps == task.end:  # its last token is on its way
+                del self._running[row]
+        self._count(steps=1)
+        with self._mutex:
+            self._counters = replace(self._counters, width=width)
+
+    def _move_together(self) -> int:
+        """Move rows beyond the smallest possible width to free places within; returns that width."""
+        width = next(width for width in self.table.widths if width >= len(self._running))
+        beyond = [row for row in self._running if row >= width]
+        if beyond:
+            free = [row for row in range(width) if row not in self._running][: len(beyond)]
+            self.table.move(beyond, free)
+            for source, target in zip(beyond, free, strict=True):
+                self._running[target] = self._running.pop(source)
+        return width
+
+    def _hand_out(self, step: _StartedStep) -> None:
+        """Wait for the tokens of a step, and pass them to their streams."""
+        try:
+            tokens = step.tokens().tolist()
+            logprobs = _logprobs_of(step, tokens)
+        except Exception as error:
+            return self._fail_step(step.rows.values(), error)
+        self._failures = 0
+        now = time.monotonic()
+        tasks = [(row, task) for row, task in step.rows.items() if not task.stream.ended]
+        for row, task in tasks:
+            self._add_token(task, tokens[row], logprobs.get(row), now)
+        Stream.wake(task.stream for _, task in tasks)
+        self._count(completion_tokens=len(tasks), step_seconds=now - step.began)
+
+    def _add_token(self, task: _Task, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        stream = task.stream
+        if stream.completion_tokens == 0:
+            with self._mutex:
+                histogram = self._counters.time_to_first_token.with_value(now - task.arrived)
+                self._counters = replace(self._counters, time_to_first_token=histogram)
+        reason: FinishReason | None = None
+        if token in self._ends and not task.request.ignore_eos:
+            text, reason = "", "stop"
+        else:
+            text = task.text.add(token)
+            if task.text.stopped:
+                reason = "stop"
+        if reason is None and stream.completion_tokens + 1 == task.end:
+            reason = "length"
+        logprobs = None if logprob is None else (logprob,)
+        piece = Piece(text=text, token_ids=(token,), logprobs=logprobs, finish_reason=reason)
+        if reason is None:
+            stream.put(piece)
+        else:
+            self._finish(task, piece)
+
+    def _finish(self, task: _Task, last: Piece) -> None:
+        """End a request; its place is free for the next step."""
+        assert last.finish_reason is not None
+        self._leave(task)
+        self._count_end(task, last.finish_reason)
+        task.stream.put(replace(last, text=last.text + task.text.finish()))
+
+    def _fail(self, tasks: Iterable[_Task], error: Exception) -> None:
+        """End requests with the model's error."""
+        tasks = [task for task in tasks if not task.stream.ended]
+        _log.error("the model failed on %d requests: %s", len(tasks), error, exc_info=error)
+        for task in tasks:
+            self._leave(task)
+            self._count_end(task, "error")
+            task.stream.fail(error)
+        Stream.wake(task.stream for task in tasks)
+
+    def _fail_step(self, tasks: Iterable[_Task], error: Exception) -> None:
+        """End the requests of a step; after some such steps in a row the device is taken to be lost."""
+        self._fail([*tasks], error)
+        self._failures += 1
+        if self._failures == _FAILURES:
+            raise error
+
+    def _leave(self, task: _Task) -> None:
+        if task in self._prefilling:
+            self._prefilling.remove(task)
+        for row in [row for row, other in self._running.items() if other is task]:
+            del self._running[row]
+
+    def _give_up(self, error: Exception) -> None:
+        with self._mutex:
+            self._refusal = f"the engine has failed: {error}"
+            waiting, self._waiting = [*self._waiting], deque()
+        started = [task for step in self._started for task in step.rows.values()]
+        self._started.clear()
+        self._fail({*waiting, *self._prefilling, *self._running.values(), *started}, error)
+
+    def _count_end(self, task: _Task, reason: str) -> None:
+        with self._mutex:
+            finished = Counter(self._counters.finished)
+            finished[reason] += 1
+            seconds = self._counters.request_seconds.with_value(time.monotonic() - task.arrived)
+            self._counters = replace(self._counters, finished=dict(finished), request_seconds=seconds)
+
+    def _count(self, **amounts: float) -> None:
+        """Add to some counters."""
+        with self._mutex:
+            sums: dict[str, Any] = {name: getattr(self._counters, name) + amount for name, amount in amounts.items()}
+            self._counters = replace(self._counters, **sums)
+
+
+def _check_options(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _sampling_of(request: Request) -> Sampling:
+    if request.temperature == 0:
+        return Sampling()
+    return Sampling(request.temperature, request.top_k, request.top_p if request.top_p < 1 else None)
+
+
+def _end_tokens(model: Any, tokenizer: Any, given: int | Sequence[int] | None) -> frozenset[int]:
+    for ends in (given, model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        if ends is not None:
+            return frozenset([ends] if isinstance(ends, int) else ends)
+    return frozenset()
+
+
+def _logprobs_of(step: _StartedStep, tokens: Sequence[int]) -> dict[int, TokenLogprob]:
+    """By row, for the rows that asked."""
+    if step.log_probabilities is None:
+        return {}
+    chosen, values, indices = (x.tolist() for x in step.log_probabilities())
+    found = {}
+    for place, row in enumerate(step.reporting):
+        count = step.rows[row].request.logprobs or 0
+        top = tuple(zip(indices[place][:count], values[place][:count], strict=True))
+        found[row] = TokenLogprob(token_id=tokens[row], logprob=chosen[place], top=top)
+    return found

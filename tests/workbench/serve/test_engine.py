@@ -1,0 +1,405 @@
+"""The engine: what a request gets does not depend on others, nobody waits for a long one, nothing is lost or kept."""
+
+import gc
+import random
+import threading
+import time
+
+import pytest
+import torch
+from tiny_serving import byte_tokenizer, tiny
+
+import deltazoo
+from deltazoo.workbench.serve import EngineError, EngineStopped, QueueFull, Request, RequestError
+
+
+def prompt_of(length, text=0):
+    return tuple(random.Random(f"{text} {length}").choices(range(2, 258), k=length))
+
+
+def request(length=5, text=0, **options):
+    """A greedy request of 6 tokens unless told otherwise."""
+    return Request(prompt=prompt_of(length, text), **{"max_tokens": 6, "temperature": 0.0, **options})
+
+
+def tokens_of(stream):
+    return [token for piece in stream for token in piece.token_ids]
+
+
+def result_of(stream):
+    """Everything that a client sees, the log-probabilities to the last bit."""
+    pieces = list(stream)
+    logprobs = [one for piece in pieces for one in piece.logprobs or ()]
+    return "".join(piece.text for piece in pieces), tokens_of(pieces), logprobs, pieces[-1].finish_reason
+
+
+def all_at_once(engine, *requests):
+    """The streams of requests that have all arrived when the engine starts."""
+    engine._refusal = None
+    streams = [engine.submit(one) for one in requests]
+    engine.start()
+    return streams
+
+
+def recorded(engine, monkeypatch):
+    """The order of passes and steps: ("pass", starts of the pieces) and ("step", width)."""
+    calls = []
+    run, step = engine.prompts.run, engine.table.step
+    monkeypatch.setattr(
+        engine.prompts, "run", lambda pieces: (calls.append(("pass", [x for x, _ in pieces.values()])), run(pieces))
+    )
+    monkeypatch.setattr(engine.table, "step", lambda width, way: (calls.append(("step", width)), step(width, way)))
+    return calls
+
+
+MIXED = [
+    request(1, max_tokens=9),
+    request(30, temperature=1.0, seed=1, logprobs=2),
+    request(8, temperature=0.7, top_p=0.9, seed=-5),
+    request(9, temperature=1.3, top_k=20, top_p=0.8, seed=7, logprobs=0),
+    request(17, max_tokens=1),
+    request(3, max_tokens=20, logprobs=5),
+]
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv", "tied"])
+def test_greedy_tokens_are_those_of_generate(case, engine_of):
+    engine = engine_of(tiny(case), widths=(1, 2, 4))
+    streams = [engine.submit(request(length, max_tokens=12)) for length in (1, 7, 8, 9, 40)]
+    for stream in streams:
+        prompt = torch.tensor([stream.request.prompt])
+        expected = deltazoo.generate(engine.model, prompt, max_new_tokens=12, eos_token_id=[])
+        assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_crowd_changes_no_bit(case, ahead, engine_of):
+    """At one width: each request alone in a fresh engine, then all of them among others that come and go."""
+    alone = []
+    for one in MIXED:
+        engine = engine_of(tiny(case), prompt_rows=1)
+        alone.append(result_of(engine.submit(one)))
+    crowd = engine_of(tiny(case), prompt_rows=2, start=False)
+    crowd._ahead = ahead  # as on a GPU, where the host is a step behind
+    crowd.start()
+    others = [crowd.submit(request(length, 9, temperature=1.0, max_tokens=length)) for length in (2, 40, 5, 11)]
+    streams = [crowd.submit(one) for one in (*MIXED, *MIXED[::-1])]
+    assert [result_of(stream) for stream in streams] == alone + alone[::-1]
+    assert [len(tokens_of(stream)) for stream in others] == [2, 40, 5, 11]
+
+
+def test_widths_follow_the_rows_in_use(engine_of, monkeypatch):
+    engine = engine_of(widths=(1, 2, 4), start=False)
+    calls, moves = recorded(engine, monkeypatch), []
+    move = engine.table.move
+    monkeypatch.setattr(engine.table, "move", lambda *rows: (moves.append(rows), move(*rows)))
+    counts = enumerate((3, 3, 3, 12))
+    streams = all_at_once(engine, *(request(1, seed, max_tokens=count) for seed, count in counts))
+    results = [tokens_of(stream) for stream in streams]
+    engine.stop()
+    widths = [width for name, width in calls if name == "step"]
+    assert widths == [4] * 3 + [1] * 9 and moves == [([3], [0])]
+    alone = engine_of(widths=(1,))
+    assert results == [tokens_of(alone.submit(stream.request)) for stream in streams]
+
+
+def test_a_long_prompt_holds_nobody_up(engine_of, monkeypatch):
+    engine = engine_of(start=False)
+    calls = recorded(engine, monkeypatch)
+    for stream in all_at_once(engine, request(1, max_tokens=30), request(160, max_tokens=1), request(5, max_tokens=2)):
+        list(stream)
+    engine.stop()
+    names = [name for name, _ in calls]
+    passes = [starts for name, starts in calls if name == "pass"]
+    assert names[:40] == ["pass", "step"] * 20, "a step comes between two passes while there are rows"
+    assert [0] in passes[1:3], "the short prompt runs among the first pieces of the long one"
+    assert [starts for starts in passes if starts != [0]] == [[start] for start in range(8, 160, 8)]
+
+
+def test_the_oldest_prompt_is_not_overtaken_for_ever(engine_of, monkeypatch):
+    engine = engine_of(start=False)
+    calls = recorded(engine, monkeypatch)
+    others = [request(17, seed, max_tokens=1) for seed in range(3)]
+    for stream in all_at_once(engine, request(80, max_tokens=1), *others):
+        list(stream)
+    engine.stop()
+    starts = [starts[0] for name, starts in calls if name == "pass"]
+    assert starts[:6:2] == [0, 8, 16]
+
+
+class TestPrefixes:
+    def test_a_hit_gives_the_bits_of_a_miss(self, engine_of):
+        """Three turns of a conversation, and the second answer once more."""
+        with_cache, without = engine_of(), engine_of(prefix_memory=0)
+        options = {"temperature": 1.0, "seed": 3, "logprobs": 3, "max_tokens": 11}
+        prompt, cached = prompt_of(21), []
+        for turn in range(3):
+            one = Request(prompt=prompt, **options)
+            answer = result_of(without.submit(one))
+            for _ in range(2):
+                stream = with_cache.submit(one)
+                assert result_of(stream) == answer
+                cached.append(stream.cached_tokens)
+            prompt = (*prompt, *answer[1], *prompt_of(6, turn))
+        # Multiples of 8 within the former prompt; all but its last token the second time.
+        assert cached == [0, 20, 16, 37, 32, 54]
+        counters = with_cache.counters()
+        assert (counters.prefix_hits, counters.prefix_misses) == (5, 1)
+        assert counters.prefix_tokens == sum(cached)
+        assert counters.prefix_bytes == with_cache.prefixes.nbytes > 0 == without.counters().prefix_bytes
+
+    def test_samples_of_one_prompt_run_it_once(self, engine_of):
+        engine = engine_of()
+        first = result_of(engine.submit(request(30, temperature=1.0, seed=1)))
+        passes = engine.counters().pieces
+        more = [engine.submit(request(30, temperature=1.0, seed=seed)) for seed in range(1, 5)]
+        results = [result_of(stream) for stream in more]
+        assert passes == 4 == engine.counters().pieces
+        assert results[0] == first and len({tuple(result[1]) for result in results}) == 4
+
+    def test_memory_stays_within_its_bounds(self, engine_of):
+        state = engine_of(start=False).table.empty.nbytes
+        engine = engine_of(prefix_memory=3 * state + 1)
+        for seed in range(5):
+            list(engine.submit(request(20, seed)))
+        assert len(engine.prefixes) == 3 and engine.prefixes.nbytes == 3 * state
+
+
+class TestSampling:
+    def test_seeds(self, engine_of):
+        engine = engine_of()
+        seeds = [1, 1, 2, None, None]
+        streams = [engine.submit(request(temperature=2.0, seed=seed, max_tokens=20)) for seed in seeds]
+        made = [tuple(tokens_of(stream)) for stream in streams]
+        assert made[0] == made[1] and len(set(made)) == 4
+        assert streams[0].seed == 1
+        assert tuple(tokens_of(engine.submit(request(temperature=2.0, seed=streams[3].seed, max_tokens=20)))) == made[3]
+
+    def test_logprobs(self, engine_of):
+        engine = engine_of()
+        stream = engine.submit(request(9, logprobs=3, max_tokens=4))
+        _, tokens, logprobs, _ = result_of(stream)
+        with torch.no_grad():
+            logits = engine.model(torch.tensor([[*stream.request.prompt, *tokens[:-1]]])).logits[0, 8:]
+        expected = logits.log_softmax(-1)
+        for token, one, row in zip(tokens, logprobs, expected, strict=True):
+            assert one.token_id == token == one.top[0][0] and len(one.top) == 3
+            assert one.logprob == one.top[0][1] == pytest.approx(row[token].item(), abs=1e-4)
+            assert [x for _, x in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+
+
+class TestEnds:
+    def test_an_end_token(self, engine_of):
+        made = tokens_of(engine_of().submit(request(max_tokens=8)))
+        end = made[4]
+        count = made.index(end) + 1
+        engine = engine_of(eos_token_id=end)
+        text, tokens, _, reason = result_of(engine.submit(request(max_tokens=8)))
+        assert (tokens, reason) == (made[:count], "stop")
+        assert text == byte_tokenizer().decode(made[: count - 1])
+        assert tokens_of(engine.submit(request(max_tokens=8, ignore_eos=True))) == made
+
+    def test_a_stop_string_over_several_tokens(self, engine_of):
+        engine = engine_of()
+        options = {"temperature": 3.0, "seed": 1, "max_tokens": 60}
+        whole, made, *_ = result_of(engine.submit(request(**options)))
+        place = next(i for i in range(5, len(whole)) if whole[i : i + 2].isascii())
+        stop = whole[place : place + 2]
+        stream = engine.submit(request(**options, stop=("never there", stop)))
+        text, tokens, _, reason = result_of(stream)
+        assert (text, reason) == (whole[:place], "stop")
+        assert tokens == made[: len(tokens)] and stop in byte_tokenizer().decode(tokens)
+        assert stop not in byte_tokenizer().decode(tokens[:-1])
+        assert stream.completion_tokens == len(tokens)
+
+    def test_the_context_limit(self, engine_of):
+        engine = engine_of(context_limit=20)
+        stream = engine.submit(Request(prompt=prompt_of(13), temperature=0))
+        assert len(tokens_of(stream)) == 7
+        with pytest.raises(RequestError, match="20 tokens and at least 1 are to follow, .* limit of 20"):
+            engine.submit(request(20, max_tokens=None))
+        with pytest.raises(RequestError, match="13 tokens and at least 8"):
+            engine.submit(request(13, max_tokens=8))
+
+    def test_requests_that_do_not_fit(self, engine_of):
+        engine = engine_of()
+        with pytest.raises(RequestError, match="max_tokens is needed"):
+            engine.submit(Request(prompt=(1,)))
+        for token in (-1, 258):
+            with pytest.raises(RequestError, match="outside the model's vocabulary of 258"):
+                engine.submit(Request(prompt=(token,), max_tokens=1))
+
+    @pytest.mark.parametrize("ahead", [0, 1])
+    def test_cancelling_frees_the_place(self, ahead, engine_of):
+        engine = engine_of(widths=(1,), start=False)
+        engine._ahead = ahead
+        engine.start()
+        endless = engine.submit(request(max_tokens=10**9))
+        pieces = iter(endless)
+        next(pieces)
+        prefilling, waiting = (engine.submit(request(length, max_tokens=3)) for length in (300, 5))
+        waiting.cancel()
+        assert result_of(waiting)[1:] == ([], [], "cancelled")
+        endless.cancel()
+        assert list(pieces)[-1].finish_reason == "cancelled"
+        prefilling.cancel()
+        assert result_of(prefilling)[3] == "cancelled"
+        assert len(tokens_of(engine.submit(request()))) == 6
+        engine.stop()
+        assert engine.counters().finished == {"cancelled": 3, "length": 1}
+        assert engine.counters().running == engine.counters().prefilling == engine.counters().waiting == 0
+
+
+class TestLimits:
+    def test_the_queue(self, engine_of):
+        engine = engine_of(widths=(1,), max_queue=2)
+        first = engine.submit(request(max_tokens=10**9))
+        next(iter(first))
+        others = [engine.submit(request()) for _ in range(2)]
+        with pytest.raises(QueueFull, match="2 requests are waiting") as caught:
+            engine.submit(request())
+        assert 1 <= caught.value.retry_after <= 60 and engine.counters().rejected == 1
+        assert engine.counters().waiting == 2
+        first.cancel()
+        assert [len(tokens_of(stream)) for stream in others] == [6, 6]
+
+    def test_stopping_finishes_what_was_accepted(self, engine_of):
+        engine = engine_of(widths=(2,))
+        streams = [engine.submit(request(20, seed, max_tokens=20)) for seed in range(6)]
+        engine.stop()
+        assert [len(tokens_of(stream)) for stream in streams] == [20] * 6
+        with pytest.raises(EngineStopped, match="stopping"):
+            engine.submit(request())
+        engine.stop()
+
+    def test_after_a_while_stopping_cancels(self, engine_of):
+        engine = engine_of(widths=(2,))
+        streams = [engine.submit(request(max_tokens=10**9)) for _ in range(4)]
+        began = time.monotonic()
+        engine.stop(timeout=0.1)
+        assert time.monotonic() - began < 5
+        assert [list(stream)[-1].finish_reason for stream in streams] == ["cancelled"] * 4
+
+    def test_before_and_after(self, engine_of):
+        engine = engine_of()
+        with pytest.raises(RuntimeError, match="started before"):
+            engine.start()
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"widths": ()}, "widths must be at least 1"),
+            ({"prompt_piece": 0}, "prompt_piece must be at least 1, got 0"),
+            ({"max_queue": 0}, "max_queue must be at least 1"),
+            ({"prefix_memory": -1}, "prefix_memory must be at least 0"),
+        ],
+    )
+    def test_options(self, options, message, engine_of):
+        with pytest.raises(ValueError, match=message):
+            engine_of(start=False, **options)
+
+
+class TestFailures:
+    def test_an_error_in_a_prompt_ends_that_request(self, engine_of, monkeypatch):
+        engine = engine_of()
+        other = engine.submit(request(max_tokens=40))
+        next(iter(other))
+        run = engine.prompts.run
+
+        def fail_on_long_ones(pieces):
+            if any(start >= 16 for start, _ in pieces.values()):
+                raise RuntimeError("out of memory")
+            run(pieces)
+
+        monkeypatch.setattr(engine.prompts, "run", fail_on_long_ones)
+        with pytest.raises(EngineError, match="the model failed: out of memory"):
+            list(engine.submit(request(30)))
+        assert len(tokens_of(other)) >= 1
+        assert len(tokens_of(engine.submit(request(10)))) == 6
+        assert engine.counters().finished["error"] == 1
+
+    def test_an_error_in_a_step_ends_those_that_run(self, engine_of, monkeypatch):
+        engine = engine_of()
+        step, failing = engine.table.step, [True]
+
+        def fail_once(width, way):
+            if failing and failing.pop():
+                raise RuntimeError("no")
+            step(width, way)
+
+        monkeypatch.setattr(engine.table, "step", fail_once)
+        with pytest.raises(EngineError, match="the model failed: no"):
+            list(engine.submit(request()))
+        assert len(tokens_of(engine.submit(request()))) == 6
+
+    def test_a_lost_device_ends_everything(self, engine_of, monkeypatch):
+        engine = engine_of(widths=(1,), start=False)
+
+        def fail(width, way):
+            raise RuntimeError("the device is lost")
+
+        monkeypatch.setattr(engine.table, "step", fail)
+        engine.start()
+        streams = []
+        with pytest.raises(EngineStopped, match="the engine has failed: the device is lost"):
+            while True:
+                streams.append(engine.submit(request()))
+                time.sleep(0.001)
+        for stream in streams:
+            with pytest.raises(EngineError, match="lost"):
+                list(stream)
+        engine.stop()
+
+    def test_a_step_that_cannot_be_captured(self, engine_of, monkeypatch):
+        engine = engine_of(start=False)
+
+        def fail():
+            raise RuntimeError("_local_scalar_dense waits for the device")
+
+        monkeypatch.setattr(engine.table, "capture", fail)
+        with pytest.raises(RuntimeError, match="waits for the device"):
+            engine.start()
+        with pytest.raises(EngineStopped, match="not been started"):
+            engine.submit(request())
+
+
+def test_many_clients_in_threads(engine_of):
+    """None is lost, none gets another's tokens, some hang up."""
+    engine, wrong = engine_of(widths=(2, 8)), []
+    expected = {
+        seed: tokens_of(engine.submit(request(seed + 1, seed, temperature=1.0, seed=seed))) for seed in range(12)
+    }
+
+    def client(number):
+        for turn in range(4):
+            seed = (number + turn) % 12
+            stream = engine.submit(request(seed + 1, seed, temperature=1.0, seed=seed))
+            if (number + turn) % 10 == 0:
+                next(iter(stream))
+                stream.cancel()
+                list(stream)
+            elif tokens_of(stream) != expected[seed]:
+                wrong.append((number, seed))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.stop()
+    assert not wrong and sum(engine.counters().finished.values()) == 12 + 24 * 4
+
+
+def test_nothing_is_kept_of_requests(engine_of):
+    engine = engine_of(tiny(num_hidden_layers=1), widths=(32,), prefix_memory=10_000, max_queue=3000)
+    counts = []
+    for _ in range(3):
+        streams = [engine.submit(request(1 + (number % 10 == 0), number, max_tokens=2)) for number in range(700)]
+        assert all(len(tokens_of(stream)) == 2 for stream in streams)
+        del streams
+        while engine.counters().running:
+            time.sleep(0.01)
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert max(counts) - min(counts) < 300, counts

@@ -1,0 +1,83 @@
+"""Text comes as soon as it is certain, and all pieces together are what the tokenizer makes of all tokens."""
+
+import random
+
+import pytest
+from tiny_serving import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from deltazoo.workbench.serve.text_assembly import TextAssembly, decoder_of
+
+TEXT = "Ein Maß für 👩‍🚀 und 日本, 1 € – é́!"
+
+
+def of_bytes(text):
+    return byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def assembled(tokens, prompt=(), stop=()):
+    text = TextAssembly(decoder_of(byte_tokenizer()), prompt, stop)
+    pieces = []
+    for token in tokens:
+        if not text.stopped:
+            pieces.append(text.add(token))
+    return pieces, text
+
+
+def test_characters_come_whole():
+    pieces, text = assembled(of_bytes(TEXT))
+    assert "".join(pieces) == TEXT and text.finish() == ""
+    assert [piece for piece in pieces if piece] == list(TEXT)
+
+
+def test_bytes_that_are_no_text():
+    tokens = random.Random(0).choices(range(2, 258), k=400)
+    pieces, text = assembled(tokens)
+    assert "".join(pieces) + text.finish() == byte_tokenizer().decode(tokens)
+    assert text.finish() == ""
+    pieces, text = assembled(of_bytes("a€")[:-1])
+    assert pieces == ["a", "", ""] and text.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "before"),
+    [
+        ("one two three", ("two",), "one "),
+        ("aaab", ("aab",), "a"),
+        ("abcabd", ("abd", "xyz"), "abc"),
+        ("x€y", ("€",), "x"),
+        ("stop", ("s", "stop"), ""),
+        ("abcd", ("bcd", "cd"), "a"),
+    ],
+)
+def test_stop_strings(text, stop, before):
+    pieces, assembly = assembled(of_bytes(text), stop=stop)
+    assert "".join(pieces) == before and assembly.stopped and assembly.finish() == ""
+    assert not any(x in "".join(pieces) for x in stop)
+
+
+def test_what_only_began_a_stop_string_is_text():
+    pieces, text = assembled(of_bytes("end ab"), stop=("abc",))
+    assert "".join(pieces) == "end " and text.finish() == "ab"
+    pieces, text = assembled(of_bytes("ab ab abd"), stop=("abc",))
+    assert "".join(pieces) == "ab ab abd" and not text.stopped
+
+
+def test_a_space_between_prompt_and_answer_stays():
+    vocabulary = {"▁Hello": 0, "▁wide": 1, "▁world": 2, "</s>": 3}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    text = TextAssembly(decoder_of(tokenizer), [0])
+    assert [text.add(token) for token in (1, 3, 2) * 9] == [" wide", "", " world"] * 9
+
+
+def test_tokenizers_without_a_backend():
+    class Plain:
+        def decode(self, tokens, skip_special_tokens):
+            assert skip_special_tokens
+            return "".join(chr(token) for token in tokens)
+
+    assert TextAssembly(decoder_of(Plain()), [65]).add(66) == "B"
