@@ -6,7 +6,6 @@ The HTTP server needs the extra `serve`; the engine does not.
 from typing import TYPE_CHECKING
 
 from deltazoo._lazy import lazy_names
-from deltazoo.workbench.serve.engine import Engine
 from deltazoo.workbench.serve.requests import (
     Counters,
     EngineError,
@@ -20,6 +19,7 @@ from deltazoo.workbench.serve.requests import (
 )
 
 if TYPE_CHECKING:
+    from deltazoo.workbench.serve.engine import Engine
     from deltazoo.workbench.serve.http_app import create_app
     from deltazoo.workbench.serve.http_server import background_server
 
@@ -38,4 +38,6 @@ __all__ = [
     "create_app",
 ]
 
-__getattr__ = lazy_names(__name__, {"http_app": ("create_app",), "http_server": ("background_server",)})
+__getattr__ = lazy_names(
+    __name__, {"engine": ("Engine",), "http_app": ("create_app",), "http_server": ("background_server",)}
+)
