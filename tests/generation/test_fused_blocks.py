@@ -18,9 +18,10 @@ from deltazoo.generation import fused_blocks
 from deltazoo.generation.fused_blocks import FusedBlocks, why_not_fused
 from deltazoo.generation.merged_projections import MergedProjections
 
-FUSED = ("delta_net", "gated_deltanet", "neg_delta_net", "neg_gated_deltanet", "grouped_values", "tied", "hybrid")
-INTERPRETED = ("delta_net", "gated_deltanet", "neg_gated_deltanet", "grouped_values", "hybrid")
-ORDINARY = ("kda", "erase_only", "without_conv", "micro_steps", "longhorn", "comba")
+NEGATIVE = ("neg_delta_net", "neg_gated_deltanet", "neg_kda")
+FUSED = ("delta_net", "gated_deltanet", "kda", *NEGATIVE, "grouped_values", "tied", "hybrid")
+INTERPRETED = ("delta_net", "gated_deltanet", "neg_gated_deltanet", "grouped_values", "hybrid", "kda")
+ORDINARY = ("gla", "erase_only", "without_conv", "micro_steps", "longhorn", "comba")
 CHILD = """
 import sys; sys.path[:0] = sys.argv[1:3]
 import test_fused_blocks as tests
@@ -90,7 +91,7 @@ def last_logits(model, ids, *, fused):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch_size", [1, 2, 16, 50, 64, 65])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["delta_net", "gated_deltanet"])
+@pytest.mark.parametrize("case", ["delta_net", "gated_deltanet", "kda"])
 def test_logits_on_a_gpu(case, dtype, batch_size):
     sizes = {"hidden_size": 192, "num_heads": 3, "head_dim": 64, "intermediate_size": 344, "initializer_range": 0.02}
     model, ids = tiny_model(case, **sizes).to("cuda", dtype), tokens(batch_size, 70).to("cuda")

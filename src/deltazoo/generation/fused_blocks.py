@@ -5,6 +5,8 @@
     more rows:  norm | q/k/v and gates | short convolutions | rule | output norm | o | residual, norm | gate/up |
                 SwiGLU | down | residual, norm of the next block
 
+Gates of low rank, as KDA has them, take one launch more, before the rule.
+
 A block's own forward pass remains the definition. It runs wherever `why_not_fused` has an objection to the block, or
 `_FusedBlock` to a call. Results differ from the block's own by rounding, of which there is less: gates, queries, keys
 and values stay in float32 between the launches.
@@ -22,6 +24,7 @@ from transformers.cache_utils import Cache, StaticCache
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
 from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers.linear_maps import is_plain_sequence
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GATE_ACTIVATIONS, GatedRMSNorm, RMSNorm
 from deltazoo.layers.short_convolution import ShortConvolution
@@ -105,18 +108,16 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
 
 
 def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
-    """The rules that `token_rule` computes: DeltaNet and Gated DeltaNet, with positive or negative eigenvalues."""
+    """The rules that `token_rule` computes: DeltaNet, Gated DeltaNet and KDA, with positive or negative eigenvalues."""
     spec = mixer.spec
     served = (
         spec.step_size == "euler"
         and spec.erase_key == "tied"
         and mixer.num_micro_steps == 1
-        and spec.decay in ("none", "scalar")
         and (spec.decay == "none" or (spec.decay_gate == "softplus" and spec.erase_reads == "decayed"))
         and mixer.decay_lower_bound is None
         and spec.normalize_k
         and (mixer.neg_eigval == "both" or not mixer.allow_neg_eigval)
-        and spec.output_gate in ("none", "full")
         and (spec.output_gate == "none" or spec.gate_activation in GATE_ACTIVATIONS)
     )
     if not served:
@@ -124,12 +125,24 @@ def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
     convolutions = [getattr(mixer, f"{name}_conv1d", None) for name in "qkv"]
     if mixer.conv_size < 2 or mixer.activation != "silu" or any(type(x) is not ShortConvolution for x in convolutions):
         return "queries, keys and values do not pass a short convolution and SiLU"
+    low_rank: list[Any] = [gate for gate in _gates(mixer) if isinstance(gate, nn.Sequential)]
+    if not all(is_plain_sequence(x) and len(x) == 2 and all(map(is_plain, x)) for x in low_rank):
+        return "a gate of low rank is not two plain linear maps"
+    if any(x[1].in_features > 512 for x in low_rank):
+        return "a gate has a higher rank than the kernels hold"
+    if spec.decay == "channel" and low_rank[-1][1].bias is not None:
+        return "the decay's map has a bias"
     return None
 
 
+def _gates(mixer: DeltaRuleAttention) -> list[Any]:
+    """The modules that make output gate and decay of the layer's input, in this order."""
+    decay = {"scalar": ["a_proj"], "channel": ["f_proj"]}.get(mixer.spec.decay, [])
+    return [getattr(mixer, name) for name in ["g_proj"] * (mixer.spec.output_gate != "none") + decay]
+
+
 def _gate_maps(mixer: DeltaRuleAttention) -> list[nn.Module]:
-    names = ["g_proj"] * (mixer.spec.output_gate == "full") + ["a_proj"] * (mixer.spec.decay == "scalar")
-    return [getattr(mixer, name) for name in names]
+    return [gate[0] if isinstance(gate, nn.Sequential) else gate for gate in _gates(mixer)]
 
 
 class _FusedBlock:
@@ -233,15 +246,27 @@ class _FusedBlock:
         return Convolution((q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0]), state.conv)
 
     def _rule(self, mixed: Tensor, state: MixerState) -> tuple[Tensor, Any]:
+        from deltazoo.ops.fused.kernels.token_gates import low_rank_gates
         from deltazoo.ops.fused.kernels.token_norms import HeadNorm
         from deltazoo.ops.fused.kernels.token_rule import RuleShape, token_rule
 
         mixer, spec = self._mixer, self._mixer.spec
         shape = RuleShape(
             mixer.num_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, spec.normalize_q,
-            mixer.allow_neg_eigval, spec.decay == "scalar",
-            "none" if spec.output_gate == "none" else spec.gate_activation,
+            mixer.allow_neg_eigval, spec.decay, "none" if spec.output_gate == "none" else spec.gate_activation,
+            spec.output_gate == "low_rank",
         )  # fmt: skip
-        A_log, dt_bias = (mixer.A_log, mixer.dt_bias) if shape.decays else (None, None)
-        z, squares = token_rule(mixed, state.recurrent, A_log, dt_bias, mixer.o_norm.weight, shape)
+        gates = None
+        if shape.low_rank_gate or shape.decay == "channel":
+            first = 2 * shape.H * shape.K + shape.HV * shape.V * (1 + (spec.output_gate == "full"))
+            maps = (mixer.g_proj if shape.low_rank_gate else None, mixer.f_proj if shape.decay == "channel" else None)
+            gates = low_rank_gates(mixed, first, *map(_second_map, maps))
+        A_log, dt_bias = (mixer.A_log, mixer.dt_bias) if shape.decay != "none" else (None, None)
+        z, squares = token_rule(mixed, gates, state.recurrent, A_log, dt_bias, mixer.o_norm.weight, shape)
         return z, HeadNorm(squares, mixer.head_v_dim, mixer.o_norm.eps)
+
+
+def _second_map(gate: Any) -> Any:
+    from deltazoo.ops.fused.kernels.token_gates import LowRankGate
+
+    return None if gate is None else LowRankGate(gate[1].weight, gate[1].bias)

@@ -36,6 +36,7 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     softplus_decay,
     swiglu,
     token_convolution,
+    token_gates,
     token_norms,
     token_product,
     token_rule,
@@ -54,7 +55,7 @@ TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
-LAUNCHED_AHEAD = (row_product, token_convolution, token_norms, token_product, token_rule)
+LAUNCHED_AHEAD = (row_product, token_convolution, token_gates, token_norms, token_product, token_rule)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -146,11 +147,22 @@ def token_of(part: str) -> None:
 
 
 def apply_rule(rows: int, gate: str, V: int) -> None:
-    shape = token_rule.RuleShape(8, 8, 128, V, True, False, gate != "none", gate)
+    shape = token_rule.RuleShape(8, 8, 128, V, True, False, "none" if gate == "none" else "scalar", gate)
     wide = torch.float32
     per_head = empty(8, dtype=wide)
     mixed = empty(rows, 2 * 1024 + 8 * V * 2 + 16, dtype=wide)
-    token_rule.token_rule(mixed, empty(rows, 8, 128, V, dtype=wide), per_head, per_head, empty(V), shape)
+    token_rule.token_rule(mixed, None, empty(rows, 8, 128, V, dtype=wide), per_head, per_head, empty(V), shape)
+
+
+def apply_channel_rule(rows: int) -> None:
+    """The step of KDA from its gates of low rank on."""
+    shape = token_rule.RuleShape(8, 8, 128, 128, True, False, "channel", "sigmoid", True)
+    wide = torch.float32
+    mixed, weight = empty(rows, 3 * 1024 + 256 + 8, dtype=wide), empty(1024, 128)
+    gate, decay = token_gates.LowRankGate(weight, empty(1024)), token_gates.LowRankGate(weight)
+    gates = token_gates.low_rank_gates(mixed, 3 * 1024, gate, decay)
+    state, A_log, dt_bias = (empty(*shape, dtype=wide) for shape in ((rows, 8, 128, 128), (8,), (1024,)))
+    token_rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(128), shape)
 
 
 def add(parts: int) -> None:
@@ -197,6 +209,7 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         f"step_rule_{gate}_{rows}_{V}": (2, partial(apply_rule, rows, gate, V))
         for gate, rows, V in (("none", 1, 128), ("silu", 1, 256), ("silu", 64, 128))
     },
+    **{f"step_rule_channel_{rows}": (2, partial(apply_channel_rule, rows)) for rows in (1, 64)},
     **{
         f"step_rows_{rows}_{N}_{K}": (2, partial(row_product.row_product, empty(rows, K), empty(N, K)))
         for rows in (2, 64)
@@ -221,6 +234,8 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 def launches_of(name: str) -> int:
     """Forward and backward, and the sum of parts of a weight's gradient."""
+    if name.startswith("step_rule_channel"):
+        return 2  # its gates first
     if name.startswith(("step", "loss")):
         return 1
     return 3 if name.startswith(("conv", "plain_norm", "decay")) else 2

@@ -26,6 +26,7 @@ from deltazoo.ops.fused.kernels import token_product, token_rule  # noqa: E402
 from deltazoo.ops.fused.kernels.greedy_token import greedy_token  # noqa: E402
 from deltazoo.ops.fused.kernels.row_product import row_product  # noqa: E402
 from deltazoo.ops.fused.kernels.token_convolution import Convolution, convolve_parts  # noqa: E402
+from deltazoo.ops.fused.kernels.token_gates import LowRankGate, low_rank_gates  # noqa: E402
 from deltazoo.ops.fused.kernels.token_norms import HeadNorm, add_parts, norm_heads, swiglu_parts  # noqa: E402
 from deltazoo.ops.fused.kernels.token_rule import RuleShape  # noqa: E402
 
@@ -150,21 +151,43 @@ class Rule:
     def inputs(self, device: str) -> Results:
         generator = torch.Generator().manual_seed(0)
         s = self.shape
-        width = 2 * s.H * s.K + s.HV * s.V * (1 if s.gate == "none" else 2) + s.HV * (2 if s.decays else 1)
-        shapes = {"mixed": (self.B, width), "state": (self.B, s.HV, s.K, s.V), "A_log": (s.HV,), "dt_bias": (s.HV,)}
-        drawn = {name: torch.randn(shape, generator=generator).to(device) for name, shape in shapes.items()}
-        return drawn | {"norm_weight": torch.randn(s.V, generator=generator).to(device)}
+        channels = s.HV * s.K if s.decay == "channel" else s.HV
+        shapes = {
+            "mixed": (self.B, 2 * s.H * s.K + s.HV * s.V + sum(self.gate_sizes) + s.HV),
+            "gates": (self.B, sum(self.low_rank_sizes)),
+            "state": (self.B, s.HV, s.K, s.V),
+            "A_log": (s.HV,),
+            "dt_bias": (channels,),
+            "norm_weight": (s.V,),
+        }
+        return {name: torch.randn(shape, generator=generator).to(device) for name, shape in shapes.items()}
+
+    @property
+    def gate_sizes(self) -> tuple[int, int]:
+        """Columns of `mixed` for output gate and decay gate; of low rank, 3 or 5 that the rule does not read."""
+        s = self.shape
+        gate = 0 if s.gate == "none" else 3 if s.low_rank_gate else s.HV * s.V
+        return gate, {"none": 0, "scalar": s.HV, "channel": 5}[s.decay]
+
+    @property
+    def low_rank_sizes(self) -> tuple[int, int]:
+        """Columns of `gates`."""
+        s = self.shape
+        return s.HV * s.V * s.low_rank_gate, s.HV * s.K * (s.decay == "channel")
 
     def run(self, device: str) -> Results:
         x = self.inputs(device)
-        decay = (x["A_log"], x["dt_bias"]) if self.shape.decays else (None, None)
-        z, squares = token_rule.token_rule(x["mixed"], x["state"], *decay, x["norm_weight"], self.shape)
+        decay = (x["A_log"], x["dt_bias"]) if self.shape.decay != "none" else (None, None)
+        gates = x["gates"] if sum(self.low_rank_sizes) else None
+        z, squares = token_rule.token_rule(x["mixed"], gates, x["state"], *decay, x["norm_weight"], self.shape)
         return {"z": z, "squares": squares.sum(-1), "state": x["state"]}
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
         s, x = self.shape, {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
-        sizes = [s.H * s.K, s.H * s.K, s.HV * s.V, s.HV * s.V * (s.gate != "none"), s.HV * s.decays, s.HV]
+        sizes = [s.H * s.K, s.H * s.K, s.HV * s.V, *self.gate_sizes, s.HV]
         q, k, v, g, a, b = x["mixed"].split(sizes, dim=1)
+        low_rank_g, low_rank_a = x["gates"].split(self.low_rank_sizes, dim=1)
+        g = low_rank_g if s.low_rank_gate else g
         q, k = (y.unflatten(1, (s.H, s.K)) for y in (q, k))
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
         q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) if s.normalize_q else q
@@ -172,9 +195,12 @@ class Rule:
         beta, state = b.sigmoid(), x["state"]
         if s.doubled_step:
             beta = torch.minimum(2 * beta, 2 / k.square().sum(-1))
-        if s.decays:
+        if s.decay == "scalar":
             log_decay = -x["A_log"].exp() * F.softplus(a + x["dt_bias"])
             state = state * log_decay.exp()[..., None, None]
+        elif s.decay == "channel":
+            a = (low_rank_a + x["dt_bias"]).unflatten(1, (s.HV, s.K))
+            state = state * (-x["A_log"].exp()[:, None] * F.softplus(a)).exp()[..., None]
         u = beta[..., None] * (v.unflatten(1, (s.HV, s.V)) - torch.einsum("bhkv,bhk->bhv", state, k))
         state = state + k[..., None] * u[..., None, :]
         o = s.K**-0.5 * torch.einsum("bhkv,bhk->bhv", state, q)
@@ -185,9 +211,44 @@ class Rule:
         return {"z": z.flatten(1), "squares": o.square().sum(-1), "state": state}
 
 
+@dataclass(frozen=True)
+class Gates:
+    """The second maps of low-rank gates."""
+
+    name: str
+    R: int
+    N_G: int = 40
+    N_A: int = 24
+    rank_g: int = 20
+    rank_a: int = 12
+    dtype: torch.dtype = torch.float32
+
+    def inputs(self, device: str) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        shapes = {
+            "mixed": (self.R, 7 + self.rank_g + self.rank_a + 3),
+            "gate": (self.N_G, self.rank_g),
+            "bias": (self.N_G,),
+            "decay": (self.N_A, self.rank_a),
+        }
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return {name: x.to(device, torch.float32 if name == "mixed" else self.dtype) for name, x in drawn.items()}
+
+    def run(self, device: str) -> Results:
+        x = self.inputs(device)
+        gate = LowRankGate(x["gate"], x["bias"]) if self.N_G else None
+        decay = LowRankGate(x["decay"]) if self.N_A else None
+        return {"gates": low_rank_gates(x["mixed"], 7, gate, decay)}
+
+    def plain(self, device: str, dtype: torch.dtype) -> Results:
+        x = {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
+        first, second = x["mixed"][:, 7:-3].split([self.rank_g, self.rank_a], dim=1)
+        return {"gates": torch.cat([F.linear(first, x["gate"], x["bias"]), F.linear(second, x["decay"])], 1)}
+
+
 HALF = torch.float16
 ENDS = [("", "residual"), ("norm", "convolution"), ("norm", "glu"), ("heads", "residual")]
-CASES: list[Product | Rule] = [
+CASES: list[Product | Rule | Gates] = [
     *(
         Product(f"{before}-{after}-{R}-{str(dtype)[6:]}", R, before=before, after=after, dtype=dtype, in_parts=R > 2)
         for (before, after), R, dtype in itertools.product(ENDS, (1, 2, 3, 33, 65), (torch.float32, HALF))
@@ -205,17 +266,27 @@ CASES: list[Product | Rule] = [
         for R in (1, 4)
     ),
     *(
-        Rule(f"rule-{gate}-{int(decays)}-{int(doubled)}", RuleShape(2, 4, 12, 20, True, doubled, decays, gate))
-        for gate in ("none", "silu", "sigmoid")
-        for decays in (False, True)
+        Rule(
+            f"rule-{gate}{'-low-rank' * low_rank}-{decay}-{int(doubled)}",
+            RuleShape(2, 4, 12, 20, True, doubled, decay, gate, low_rank),
+        )
+        for gate, low_rank in (("none", False), ("silu", False), ("sigmoid", False), ("sigmoid", True))
+        for decay in ("none", "scalar", "channel")
         for doubled in (False, True)
     ),
-    Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, False, "none"), B=1),
-    Rule("rule-one-channel", RuleShape(1, 2, 1, 1, False, False, True, "none")),
+    Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, "none", "none"), B=1),
+    Rule("rule-one-channel", RuleShape(1, 2, 1, 1, False, False, "scalar", "none")),
+    *(
+        Gates(f"gates-{R}-{str(dtype)[6:]}", R, dtype=dtype)
+        for R, dtype in itertools.product((1, 2, 33, 65), (torch.float32, HALF))
+    ),
+    Gates("gates-decay-alone", 3, N_G=0, rank_g=0),
+    Gates("gates-output-alone", 1, N_A=0, rank_a=0),
+    Gates("gates-wide", 2, N_G=130, N_A=100, rank_g=512, rank_a=1),
 ]  # fmt: skip
 
 
-def judge(case: Product | Rule, results: Results, device: str) -> None:
+def judge(case: Product | Rule | Gates, results: Results, device: str) -> None:
     """Every result errs at most twice as much as plain torch in the same dtype, plus its rounding."""
     exact, plain = case.plain("cpu", WIDE), case.plain(device, case.dtype)
     for name, actual in results.items():
@@ -240,13 +311,13 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_interpreted(case: Product | Rule, interpreted: dict[str, Results]) -> None:
+def test_interpreted(case: Product | Rule | Gates, interpreted: dict[str, Results]) -> None:
     judge(case, interpreted[case.name], "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_on_the_gpu(case: Product | Rule) -> None:
+def test_on_the_gpu(case: Product | Rule | Gates) -> None:
     judge(case, case.run("cuda"), "cuda")
 
 

@@ -3,8 +3,8 @@
     q, k by their L2 norms      beta = sigmoid(b)      log_decay = -exp(A_log) softplus(a + dt_bias)
     S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum of o^2
 
-What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here. The
-rule is computed as in `deltazoo.ops.triton.decode`.
+The decay is per head, or per key channel. What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a
+head is divided among programs here. The rule is computed as in `deltazoo.ops.triton.decode`.
 """
 
 from functools import lru_cache
@@ -31,9 +31,12 @@ class RuleShape(NamedTuple):
     normalize_q: bool
     doubled_step: bool
     """The step size is `min(2 sigmoid(b), 2 / |k|^2)`."""
-    decays: bool
+    decay: str
+    """"none", "scalar" or "channel"."""
     gate: str
     """Of the output: "none", "silu" or "sigmoid"."""
+    low_rank_gate: bool = False
+    """The output gate comes from `low_rank_gates`, as a decay per channel always does."""
 
 
 @triton.jit
@@ -52,10 +55,11 @@ def _softplus(x):
 
 @triton.jit(do_not_specialize=["scale"])
 def token_rule_kernel(
-    mixed,  # [B, M] float32: q, k, v after SiLU; then gate g if there is one, a if it decays, b
+    mixed,  # [B, M] float32: q, k, v after SiLU; then what makes the gates; b last
+    gates,  # [B, N] float32: g if it is of low rank, then a if it is per channel; or None
     state,  # [B, HV, K, V] float32, advanced in place
     A_log,  # [HV] float32, or None
-    dt_bias,
+    dt_bias,  # [HV], or [HV, K]
     norm_weight,  # [V]
     z,  # [B, HV, V] float32
     squares,  # [B, HV, BLOCKS] float32
@@ -67,16 +71,16 @@ def token_rule_kernel(
     V: tl.constexpr,
     NORMALIZE_Q: tl.constexpr,
     DOUBLED: tl.constexpr,
-    DECAYS: tl.constexpr,
+    DECAY: tl.constexpr,
     GATE: tl.constexpr,
+    LOW_RANK: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     GATE_AT: tl.constexpr = 2 * H * K + HV * V
-    A_AT: tl.constexpr = GATE_AT + (HV * V if GATE != "none" else 0)
-    B_AT: tl.constexpr = A_AT + (HV if DECAYS else 0)
+    GATES: tl.constexpr = (HV * V if LOW_RANK else 0) + (HV * K if DECAY == "channel" else 0)
     block = tl.program_id(0) % BLOCKS
     matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = matrix % HV
@@ -90,20 +94,28 @@ def token_rule_kernel(
     tile_mask = key_mask[:, None] & column_mask[None, :]
     S = tl.load(state + tile, mask=tile_mask, other=0.0)
     norm = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)
-    if DECAYS:
+    if DECAY != "none":
         rate = tl.exp(tl.load(A_log + head))
+    if DECAY == "scalar":
         bias = tl.load(dt_bias + head)
+    if DECAY == "channel":
+        channel_bias = tl.load(dt_bias + head * K + keys, mask=key_mask, other=0.0)
     wait_for_inputs(AHEAD)
 
     mixed += (matrix // HV) * M
+    if GATES > 0:
+        gates += (matrix // HV) * GATES
     q = tl.load(mixed + head // (HV // H) * K + keys, mask=key_mask, other=0.0)
     k = tl.load(mixed + H * K + head // (HV // H) * K + keys, mask=key_mask, other=0.0)
     v = tl.load(mixed + 2 * H * K + head * V + columns, mask=column_mask, other=0.0)
-    b = tl.load(mixed + B_AT + head)
+    b = tl.load(mixed + (M - HV) + head)
     if GATE != "none":
-        g = tl.load(mixed + GATE_AT + head * V + columns, mask=column_mask, other=0.0)
-    if DECAYS:
-        S *= tl.exp(-rate * _softplus(tl.load(mixed + A_AT + head) + bias))
+        g = tl.load((gates if LOW_RANK else mixed + GATE_AT) + head * V + columns, mask=column_mask, other=0.0)
+    if DECAY == "scalar":
+        S *= tl.exp(-rate * _softplus(tl.load(mixed + (M - 2 * HV) + head) + bias))
+    if DECAY == "channel":
+        a = tl.load(gates + (GATES - HV * K) + head * K + keys, mask=key_mask, other=0.0)
+        S *= tl.exp(-rate * _softplus(a + channel_bias))[:, None]
     q = _unit_head(q, NORMALIZE_Q)
     k = _unit_head(k, True)
     beta = tl.sigmoid(b)
@@ -139,6 +151,7 @@ def choose_tile(matrices: int, K: int, V: int) -> Tile:
 
 def token_rule(
     mixed: Tensor,
+    gates: Tensor | None,
     state: Tensor,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
@@ -149,9 +162,12 @@ def token_rule(
 
     Args:
         mixed: `[B, M]` float32: per row q `[H, K]`, k `[H, K]`, v `[HV, V]`, all convolved and activated; then, as far
-            as the shape has them, output gate `[HV, V]`, decay gate a `[HV]`, step gate b `[HV]`.
+            as the shape has them, output gate `[HV, V]` and decay gate a `[HV]`, or what gates of low rank are made of;
+            the step gate b `[HV]` last.
+        gates: of low rank, as `low_rank_gates` returns them: output gate `[HV, V]`, decay gate `[HV, K]`; None if there
+            are none.
         state: `[B, HV, K, V]` float32, contiguous; advanced in place.
-        A_log, dt_bias: `[HV]` float32, if it decays.
+        A_log: `[HV]` float32, if it decays. dt_bias: the same, or `[HV * K]` for a decay per channel.
         norm_weight: `[V]` of the output norm.
         shape: of the layer.
 
@@ -165,7 +181,7 @@ def token_rule(
     squares = mixed.new_empty(B, shape.HV, -(-shape.V // tile.columns))
     constants = _constants(B, M, shape, tile, launches_ahead(mixed.device))
     with torch.cuda.device_of(mixed):
-        launch(token_rule_kernel, constants, mixed, state, A_log, dt_bias, norm_weight, z, squares)
+        launch(token_rule_kernel, constants, mixed, gates, state, A_log, dt_bias, norm_weight, z, squares)
     return z, squares
 
 
@@ -173,7 +189,7 @@ def token_rule(
 def _constants(B: int, M: int, shape: RuleShape, tile: Tile, ahead: bool) -> Constants:
     return Constants(
         B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
-        V=shape.V, NORMALIZE_Q=shape.normalize_q, DOUBLED=shape.doubled_step,
-        DECAYS=shape.decays, GATE=shape.gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
+        V=shape.V, NORMALIZE_Q=shape.normalize_q, DOUBLED=shape.doubled_step, DECAY=shape.decay, GATE=shape.gate,
+        LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
         num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip
