@@ -12,6 +12,8 @@ from tiny_serving import byte_tokenizer, tiny
 import deltazoo
 from deltazoo.workbench.serve import EngineError, EngineStopped, QueueFull, Request, RequestError
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
 
 def prompt_of(length, text=0):
     return tuple(random.Random(f"{text} {length}").choices(range(2, 258), k=length))
@@ -72,15 +74,15 @@ def test_greedy_tokens_are_those_of_generate(case, engine_of):
         assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv"])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_crowd_changes_no_bit(case, ahead, engine_of):
+def test_a_crowd_changes_no_bit(case, ahead, device, engine_of):
     """At one width: each request alone in a fresh engine, then all of them among others that come and go."""
     alone = []
     for one in MIXED:
-        engine = engine_of(tiny(case), prompt_rows=1)
-        alone.append(result_of(engine.submit(one)))
-    crowd = engine_of(tiny(case), prompt_rows=2, start=False)
+        alone.append(result_of(engine_of(tiny(case).to(device), prompt_rows=2).submit(one)))
+    crowd = engine_of(tiny(case).to(device), prompt_rows=2, start=False)
     crowd._ahead = ahead  # as on a GPU, where the host is a step behind
     crowd.start()
     others = [crowd.submit(request(length, 9, temperature=1.0, max_tokens=length)) for length in (2, 40, 5, 11)]
@@ -89,8 +91,26 @@ def test_a_crowd_changes_no_bit(case, ahead, engine_of):
     assert [len(tokens_of(stream)) for stream in others] == [2, 40, 5, 11]
 
 
-def test_widths_follow_the_rows_in_use(engine_of, monkeypatch):
-    engine = engine_of(widths=(1, 2, 4), start=False)
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", ["delta_net", "gated_deltanet"])
+def test_a_crowd_changes_no_bit_at_usual_sizes(mixer, engine_of):
+    """Heads of 128 and wide matrices in bfloat16 take other kernels than tiny models."""
+    sizes = {"hidden_size": 1024, "num_heads": 8, "head_dim": 128, "intermediate_size": 2816}
+    model = tiny("gated_deltanet", mixer=mixer, initializer_range=0.05, **sizes).to("cuda", torch.bfloat16)
+    engine = engine_of(model, widths=(32,), prompt_piece=128)
+    kinds = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "seed": 4}]
+    requests = [request(length, max_tokens=20, logprobs=1, **kind) for length in (1, 129, 300) for kind in kinds]
+    alone = [result_of(engine_of(model, widths=(32,), prompt_piece=128).submit(one)) for one in requests]
+    others = [engine.submit(request(10 * n, n, temperature=1.0, max_tokens=n)) for n in range(1, 30)]
+    assert [result_of(engine.submit(one)) for one in requests] == alone
+    streams = [engine.submit(one) for one in requests]
+    assert [result_of(stream) for stream in streams] == alone
+    assert [len(tokens_of(stream)) for stream in others] == [*range(1, 30)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_widths_follow_the_rows_in_use(device, engine_of, monkeypatch):
+    engine = engine_of(tiny().to(device), widths=(1, 2, 4), start=False)
     calls, moves = recorded(engine, monkeypatch), []
     move = engine.table.move
     monkeypatch.setattr(engine.table, "move", lambda *rows: (moves.append(rows), move(*rows)))
@@ -100,7 +120,7 @@ def test_widths_follow_the_rows_in_use(engine_of, monkeypatch):
     engine.stop()
     widths = [width for name, width in calls if name == "step"]
     assert widths == [4] * 3 + [1] * 9 and moves == [([3], [0])]
-    alone = engine_of(widths=(1,))
+    alone = engine_of(tiny().to(device), widths=(1,))
     assert results == [tokens_of(alone.submit(stream.request)) for stream in streams]
 
 
@@ -129,9 +149,11 @@ def test_the_oldest_prompt_is_not_overtaken_for_ever(engine_of, monkeypatch):
 
 
 class TestPrefixes:
-    def test_a_hit_gives_the_bits_of_a_miss(self, engine_of):
-        """Three turns of a conversation, and the second answer once more."""
-        with_cache, without = engine_of(), engine_of(prefix_memory=0)
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_a_hit_gives_the_bits_of_a_miss(self, device, engine_of):
+        """Three turns of a conversation, and each once more."""
+        model = tiny().to(device)
+        with_cache, without = engine_of(model), engine_of(model, prefix_memory=0)
         options = {"temperature": 1.0, "seed": 3, "logprobs": 3, "max_tokens": 11}
         prompt, cached = prompt_of(21), []
         for turn in range(3):
