@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import deltazoo
 from deltazoo.generation import Decoder
+from deltazoo.generation.merged_projections import MergedProjections
 
 PADDED = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
 SWAPPED = [
@@ -53,6 +54,14 @@ def ordinary(model, ids, mask=None, **options):
 
 def own_loop(model, ids, mask=None, **options):
     return deltazoo.generate(model, ids, mask, max_new_tokens=12, eos_token_id=[], pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("family", foreign_models.FUSED)
+def test_maps_of_an_accelerated_layers_input_are_merged(family):
+    model = accelerated(family)
+    mixer = foreign_models.mixer_of(model)
+    merged = [x for product in MergedProjections(model).products for x in product.linears]
+    assert [getattr(mixer, name) for name in mixer.input_projections] == merged
 
 
 def check_own_loop(model, ids, captures):

@@ -10,6 +10,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from helpers import run_python
 from transformers import DynamicCache
 
 import deltazoo
+from deltazoo.interop.acceleration import transformers_layers
+from deltazoo.interop.acceleration.layer_states import stored_state
+from deltazoo.ops.decay import softplus_decay
 
 CHILD = "import sys; sys.path[:0] = sys.argv[1:3]; import test_fused_kernels as t; t.compare(sys.argv[3:], 'cpu')"
 
@@ -30,7 +34,7 @@ def results(model, x):
     output = layer(inputs)
     output.square().sum().backward()
     with torch.no_grad():
-        pieces = [layer(piece, cache_params=cache) for piece in x.split([7, 1, 4], dim=1)]
+        pieces = [layer(piece, cache_params=cache) for piece in x.split([6, 1, 1, 4], dim=1)]
     gradients = {name: p.grad for name, p in layer.named_parameters()}
     return {"output": output.detach(), "input": inputs.grad, "pieces": torch.cat(pieces, dim=1), **gradients}
 
@@ -42,7 +46,11 @@ def compare(families, device):
         deltazoo.accelerate(plain, backend="chunkwise", fused_kernels=False)
         deltazoo.accelerate(fused, backend="chunkwise", fused_kernels=True)
         x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0)).to(device)
-        assert_equal_but_for_rounding(partial(results, x=x), plain, results(fused, x))
+        layer = mixer_of(fused)
+        with mock.patch.object(layer, "_step", wraps=layer._step) as steps:
+            actual = results(fused, x)
+        assert steps.call_count == 2
+        assert_equal_but_for_rounding(partial(results, x=x), plain, actual)
 
 
 def test_interpreted(monkeypatch):
@@ -65,7 +73,7 @@ def test_refused_where_they_cannot_run():
     assert type(mixer_of(model)).__name__ == "Qwen3NextGatedDeltaNet"
 
 
-def test_padded_and_packed_rows_take_plain_torch(monkeypatch):
+def test_convolutions_of_padded_and_packed_rows_take_plain_torch(monkeypatch):
     model = foreign_model("qwen3_next")
     deltazoo.accelerate(model)
     layer, x, mask = mixer_of(model), torch.randn(1, 6, 32), torch.tensor([[0, 0, 1, 1, 1, 1]])
@@ -73,10 +81,29 @@ def test_padded_and_packed_rows_take_plain_torch(monkeypatch):
     layer.deltazoo_fused_kernels = True  # accelerate() would refuse it here
     mixer = sys.modules["deltazoo.interop.acceleration.mixer"]
     monkeypatch.setattr(mixer, "fused_gated_rms_norm", lambda x, gate, weight, eps, activation: layer.norm(x, gate))
+    monkeypatch.setattr(transformers_layers, "fused_softplus_decay", softplus_decay)
     torch.testing.assert_close(layer(x, attention_mask=mask), expected)
     torch.testing.assert_close(layer(x[:, 2:], deltazoo_positions=torch.arange(4)[None]), expected[:, 2:])
     with pytest.raises(NotImplementedError, match="fused kernels run on NVIDIA GPUs"):
         layer(x)
+
+
+def test_a_cache_that_records_keeps_its_states(monkeypatch):
+    """A step in place would overwrite what `rollback` goes back to."""
+    model = foreign_model("qwen3_next")
+    deltazoo.accelerate(model)
+    layer, cache = mixer_of(model), DynamicCache(config=model.config)
+    monkeypatch.setattr(type(layer), "fuses", lambda *arguments: True)
+    qkv = torch.randn(1, 1, layer.conv1d.weight.shape[0])
+    with torch.no_grad():
+        cache.update_conv_state(torch.randn(1, qkv.shape[2], 4), 0, conv_kernel_size=4)
+        cache.update_recurrent_state(torch.randn(1, 4, 8, 16), 0)
+        before = stored_state(cache, 0, 4)
+        assert layer._may_overwrite(before, qkv, cache)
+        assert not layer._may_overwrite(before, qkv.bfloat16(), cache)
+        assert not layer._may_overwrite(before, qkv.expand(1, 2, -1), cache)
+        cache.activate_past_recording()
+        assert not layer._may_overwrite(before, qkv, cache)
 
 
 def test_a_norm_that_does_more_than_the_kernel_runs_by_itself(monkeypatch):

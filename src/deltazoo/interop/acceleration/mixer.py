@@ -28,14 +28,14 @@ from deltazoo.interop.acceleration.transformers_layers import (
     arrangement_of,
 )
 from deltazoo.layers.backend_report import RuleDescription, describe_update
-from deltazoo.layers.norm import at_least_float32, l2_normalize
+from deltazoo.layers.norm import at_least_float32, l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.short_convolution import depthwise_sum
-from deltazoo.layers.state import MixerState
+from deltazoo.layers.state import MixerState, is_decoding_step
 from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.context.token_exchange import tokens_before
-from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv
+from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv, fused_short_conv_step
 from deltazoo.spec import get_variant
 
 __all__ = ["AcceleratedMixer", "accelerated_class", "rule_of"]
@@ -49,10 +49,12 @@ class AcceleratedMixer:
     original: ClassVar[type[nn.Module]]
     """The class of transformers."""
     arrangement: ClassVar[LayerArrangement]
+    input_projections: ClassVar[tuple[str, ...]]
+    """The linear maps of the layer's input, which captured steps merge."""
     deltazoo_backend: str | None = None
     """Of the operator: None, "triton", "chunkwise" or "reference"."""
     deltazoo_fused_kernels: bool | None = None
-    """One Triton kernel for the convolution, one for the gated norm."""
+    """Triton kernels for the convolution, the decay gate and the gated norm."""
 
     @force_accelerate_hooks("conv1d")
     def forward(
@@ -94,28 +96,66 @@ class AcceleratedMixer:
 
         projections = self.arrangement.project(self, hidden_states)
         before = stored_state(cache_params, self.layer_idx, self.conv_kernel_size)
-        qkv, window = self._convolve(projections.qkv, before, sequences, positions)
-        inputs = self._rule_inputs(qkv, projections).mask_padding(sequences)
-        if positions is not None and not isinstance(sequences, SharedSequences):
-            inputs = _forget_at_starts(inputs, positions)
-        if cache_params is not None:
-            replay = partial(self._replay, projections.qkv, inputs, sequences)
-            record_call(cache_params, self.layer_idx, replay, hidden_states.shape[1])
-        output, new_state = self.apply_rule(inputs, before, sequences)
-        if cache_params is not None:
-            keep_state(cache_params, self.layer_idx, MixerState(window, new_state))
-
+        if positions is None and sequences.whole_rows and self._may_overwrite(before, projections.qkv, cache_params):
+            output = self._step(projections, before)
+        else:
+            output = self._mix(projections, before, sequences, positions, cache_params)
         output = self._norm_and_gate(output, projections.output_gate)
         output = self.get_submodule(self.arrangement.output)(output.flatten(2))
         return sequences.restore(output)
 
+    def _mix(
+        self: Any,
+        projections: Projections,
+        before: MixerState | None,
+        sequences: Sequences,
+        positions: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor:
+        """The rule's output `[B, T, HV, V]`; the state after the last token goes to the cache."""
+        qkv, window = self._convolve(projections.qkv, before, sequences, positions)
+        q, k, v = self._heads(qkv, projections)
+        inputs = self._rule_inputs(*l2_normalize_both(q, k), v, projections).mask_padding(sequences)
+        if positions is not None and not isinstance(sequences, SharedSequences):
+            inputs = _forget_at_starts(inputs, positions)
+        if cache is not None:
+            replay = partial(self._replay, projections.qkv, inputs, sequences)
+            record_call(cache, self.layer_idx, replay, qkv.shape[1])
+        output, new_state = self.apply_rule(inputs, before, sequences)
+        if cache is not None:
+            keep_state(cache, self.layer_idx, MixerState(window, new_state))
+        return output
+
+    def _may_overwrite(self: Any, before: MixerState | None, qkv: Tensor, cache: Any) -> bool:
+        """Whether a call is one token per row, whose kernels may write over the states in the cache."""
+        if before is None or not is_decoding_step(qkv) or cache.layers[self.layer_idx].record_past:
+            return False
+        conv: Any = before.conv
+        if conv.dtype != qkv.dtype or before.recurrent.dtype != torch.float32:
+            return False
+        return conv.is_contiguous() and before.recurrent.is_contiguous() and self.fuses(qkv, conv)
+
+    def _step(self: Any, projections: Projections, state: MixerState) -> Tensor:
+        """As `_mix` for one token per row, in fewer launches; overwrites the state."""
+        widths, heads, window = _widths(projections), _head_dims(self)[:1] * 2, state.conv
+        parts, weights = projections.qkv.split(widths, dim=-1), self.conv1d.weight[:, 0].split(widths)
+        assert window is not None
+        qkv, _ = fused_short_conv_step(parts, weights, window, head_dims=heads, inplace=True)
+        inputs = self._rule_inputs(*self._heads(qkv, projections), projections)
+        return self.apply_rule(inputs, state, in_place=True).output
+
     def apply_rule(
-        self: Any, inputs: RuleInputs, before: MixerState | None, sequences: Sequences = WHOLE_ROWS
+        self: Any,
+        inputs: RuleInputs,
+        before: MixerState | None,
+        sequences: Sequences = WHOLE_ROWS,
+        *,
+        in_place: bool = False,
     ) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""
         described = sequences if isinstance(sequences, SharedSequences) else WHOLE_ROWS
         state = None if before is None else before.recurrent
-        return run_rule(inputs, state, described, backend=self.deltazoo_backend)
+        return run_rule(inputs, state, described, in_place=in_place, backend=self.deltazoo_backend)
 
     def _replay(
         self: Any, qkv: Tensor, inputs: RuleInputs, sequences: Sequences, before: MixerState | None, count: int
@@ -134,7 +174,7 @@ class AcceleratedMixer:
         past = qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2]) if state is None else state.transpose(1, 2).to(qkv.dtype)
         if isinstance(sequences, SharedSequences):
             (past,) = tokens_before((qkv,), taps, sequences.context)
-        if sequences.whole_rows and positions is None and self._fuses(qkv, state):
+        if sequences.whole_rows and positions is None and self.fuses(qkv, state):
             older = None if state is None else past[:, 1:].transpose(1, 2)
             window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
             return fused_short_conv(qkv, self.conv1d.weight[:, 0], older), window.transpose(1, 2)
@@ -147,19 +187,20 @@ class AcceleratedMixer:
         convolved = F.silu(depthwise_sum(history[:, 1:], self.conv1d.weight, positions)).to(qkv.dtype)
         return convolved, window.transpose(1, 2)
 
-    def _rule_inputs(self: Any, qkv: Tensor, projections: Projections) -> RuleInputs:
+    def _heads(self: Any, qkv: Tensor, projections: Projections) -> list[Tensor]:
+        """q, k and v of the convolved `[B, T, C]`, each `[B, T, heads, head dimension]`."""
         key_dim, value_dim = _head_dims(self)
-        value_width = projections.output_gate.shape[2] * value_dim
-        key_width = (qkv.shape[-1] - value_width) // 2
-        q, k, v = qkv.split([key_width, key_width, value_width], dim=-1)
-        q, k = (l2_normalize(x.unflatten(-1, (-1, key_dim))) for x in (q, k))
+        parts = qkv.split(_widths(projections), dim=-1)
+        return [x.unflatten(-1, (-1, dim)) for x, dim in zip(parts, (key_dim, key_dim, value_dim), strict=True)]
+
+    def _rule_inputs(self: Any, q: Tensor, k: Tensor, v: Tensor, projections: Projections) -> RuleInputs:
         beta = effective_step(
             get_variant(self.arrangement.variant),
             self.step_gate(projections),
             k,
             allow_neg_eigval=_doubles_step(self),
         )
-        return RuleInputs(q, k, v.unflatten(-1, (-1, value_dim)), beta, projections.log_decay)
+        return RuleInputs(q, k, v, beta, projections.log_decay)
 
     def step_gate(self: Any, projections: Projections) -> Tensor:
         """The gate that the rule turns into the step size, `[B, T, HV]` float32."""
@@ -168,11 +209,12 @@ class AcceleratedMixer:
     def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
         norm = self.get_submodule(self.arrangement.norm)
         activation = getattr(norm, "activation", "silu")  # older versions know no other
-        if not (self._fuses(output) and activation in ("silu", "sigmoid") and _is_plain(norm, self.original)):
+        if not (self.fuses(output) and activation in ("silu", "sigmoid") and _is_plain(norm, self.original)):
             return norm(output, gate)
         return fused_gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation)
 
-    def _fuses(self: Any, x: Tensor, state: Tensor | None = None) -> bool:
+    def fuses(self: Any, x: Tensor, state: Tensor | None = None) -> bool:
+        """Whether fused kernels compute on a tensor, after the convolution's state if there is one."""
         wanted = self.deltazoo_fused_kernels
         return fused_kernels_fit(x, state) if wanted is None else wanted
 
@@ -205,6 +247,13 @@ def _head_dims(layer: Any) -> tuple[int, int]:
     return layer.head_dim, layer.head_dim
 
 
+def _widths(projections: Projections) -> list[int]:
+    """Channels of q, k and v."""
+    values = projections.output_gate.shape[2:].numel()
+    keys = (projections.qkv.shape[-1] - values) // 2
+    return [keys, keys, values]
+
+
 def _doubles_step(layer: Any) -> bool:
     return getattr(layer, "allow_neg_eigval", False)
 
@@ -220,7 +269,9 @@ def accelerated_class(original: type[nn.Module]) -> type[nn.Module]:
     """The accelerated subclass of a layer class in `LAYER_ARRANGEMENTS`, made once."""
     name = _PREFIX + original.__name__
     if name not in globals():
-        members = {"__module__": __name__, "original": original, "arrangement": arrangement_of(original)}
+        arrangement: Any = arrangement_of(original)
+        members = {"__module__": __name__, "original": original, "arrangement": arrangement}
+        members["input_projections"] = arrangement.inputs
         globals()[name] = type(name, (AcceleratedMixer, original), members)
     return globals()[name]
 

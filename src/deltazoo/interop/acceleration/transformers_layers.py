@@ -4,13 +4,14 @@ The functions call the model's own modules, so adapters, quantised weights and h
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from deltazoo.ops.decay import softplus_decay
+from deltazoo.ops.fused import fused_softplus_decay
 
 __all__ = ["LAYER_ARRANGEMENTS", "LayerArrangement", "Projections", "arrangement_of"]
 
@@ -37,6 +38,8 @@ class LayerArrangement:
     variant: str
     """The registered variant whose rule it computes."""
     project: Callable[[Any, Tensor], Projections]
+    inputs: tuple[str, ...]
+    """Names of the linear maps of the layer's input."""
     norm: str = "o_norm"
     """The gated norm's name in the layer."""
     output: str = "o_proj"
@@ -45,21 +48,23 @@ class LayerArrangement:
 
 def _separate(layer: Any, x: Tensor) -> Projections:
     qkv = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], dim=-1)
-    log_decay = softplus_decay(layer.a_proj(x), layer.A_log, layer.dt_bias)
-    return Projections(qkv, layer.b_proj(x), log_decay, _heads(layer.g_proj(x), layer.head_v_dim))
+    return Projections(qkv, layer.b_proj(x), _decay(layer, layer.a_proj(x)), _heads(layer.g_proj(x), layer.head_v_dim))
 
 
 def _fused_by_key_head(layer: Any, x: Tensor) -> Projections:
     parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
     q, k, v, output_gate, step_gate, a = parts
     qkv = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], dim=-1)
-    return Projections(qkv, step_gate, softplus_decay(a, layer.A_log, layer.dt_bias), output_gate)
+    return Projections(qkv, step_gate, _decay(layer, a), output_gate)
 
 
 def _fused_qkv(layer: Any, x: Tensor) -> Projections:
-    log_decay = softplus_decay(layer.in_proj_a(x), layer.A_log, layer.dt_bias)
     output_gate = _heads(layer.in_proj_z(x), layer.head_v_dim)
-    return Projections(layer.in_proj_qkv(x), layer.in_proj_b(x), log_decay, output_gate)
+    return Projections(layer.in_proj_qkv(x), layer.in_proj_b(x), _decay(layer, layer.in_proj_a(x)), output_gate)
+
+
+def _decay(layer: Any, a: Tensor) -> Tensor:
+    return (fused_softplus_decay if layer.fuses(a) else softplus_decay)(a, layer.A_log, layer.dt_bias)
 
 
 def _kda(layer: Any, x: Tensor) -> Projections:
@@ -79,17 +84,34 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim))
 
 
-_QWEN = {"norm": "norm", "output": "out_proj"}
+_FUSED_QKV = LayerArrangement(
+    "qwen3_5",
+    "gated_deltanet",
+    _fused_qkv,
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    norm="norm",
+    output="out_proj",
+)
+_KDA = LayerArrangement("kimi_linear", "kda", _kda, ("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj"))
 
 LAYER_ARRANGEMENTS: Mapping[str, LayerArrangement] = {
-    "Qwen3NextGatedDeltaNet": LayerArrangement("qwen3_next", "gated_deltanet", _fused_by_key_head, **_QWEN),
-    "Qwen3_5GatedDeltaNet": LayerArrangement("qwen3_5", "gated_deltanet", _fused_qkv, **_QWEN),
-    "Qwen3_5MoeGatedDeltaNet": LayerArrangement("qwen3_5_moe", "gated_deltanet", _fused_qkv, **_QWEN),
-    "Qwen4ExpTextGatedDeltaNet": LayerArrangement("qwen4_exp", "gated_deltanet", _fused_qkv, **_QWEN),
-    "OlmoHybridGatedDeltaNet": LayerArrangement("olmo_hybrid", "gated_deltanet", _separate),
-    "KimiLinearDeltaAttention": LayerArrangement("kimi_linear", "kda", _kda),
-    "Glm5NextTextLinearAttention": LayerArrangement("glm5_next", "kda", _kda),
-    "BailingHybridDeltaAttention": LayerArrangement("bailing_hybrid", "kda", _kda_with_full_gate),
+    "Qwen3NextGatedDeltaNet": replace(
+        _FUSED_QKV, family="qwen3_next", project=_fused_by_key_head, inputs=("in_proj_qkvz", "in_proj_ba")
+    ),
+    "Qwen3_5GatedDeltaNet": _FUSED_QKV,
+    "Qwen3_5MoeGatedDeltaNet": replace(_FUSED_QKV, family="qwen3_5_moe"),
+    "Qwen4ExpTextGatedDeltaNet": replace(_FUSED_QKV, family="qwen4_exp"),
+    "OlmoHybridGatedDeltaNet": LayerArrangement(
+        "olmo_hybrid", "gated_deltanet", _separate, ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")
+    ),
+    "KimiLinearDeltaAttention": _KDA,
+    "Glm5NextTextLinearAttention": replace(_KDA, family="glm5_next"),
+    "BailingHybridDeltaAttention": replace(
+        _KDA,
+        family="bailing_hybrid",
+        project=_kda_with_full_gate,
+        inputs=("q_proj", "k_proj", "v_proj", "b_proj", "g_proj"),
+    ),
 }
 """By class name: the delta-rule layers of transformers, whichever of them the installed version has."""
 

@@ -125,7 +125,8 @@ def fused_short_conv_step(
     Args:
         inputs: three `[B, 1, C_i]` float32, bfloat16 or float16.
         weights: three `[C_i, W]`.
-        window: `[B, C, W - 1]`, the inputs before the token, concatenated, C the sum of the C_i; oldest first.
+        window: `[B, C, S]`, the last S inputs before the token, S at least W - 1; concatenated, C the sum of the C_i;
+            oldest first.
         head_dims: channels per head of the first and of the second input, each head divided by `sqrt(|y|^2 + eps)`; 0:
             no norm. Heads of both have one size.
         eps: see `head_dims`.
@@ -136,9 +137,15 @@ def fused_short_conv_step(
 
     Raises:
         NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: a window that cannot be written in place, heads of two sizes, or tensors on several devices.
+        ValueError: a window that is too short or cannot be written in place, heads of two sizes, or tensors on several
+            devices.
     """
     _require_triton(*inputs, *weights, window)
+    if window.shape[-1] < weights[0].shape[-1] - 1:
+        raise ValueError(
+            f"{weights[0].shape[-1]} taps need a window of {weights[0].shape[-1] - 1} inputs before the token, got "
+            f"{window.shape[-1]}"
+        )
     if inplace and (window.dtype != inputs[0].dtype or not window.is_contiguous()):
         raise ValueError(
             f"a window updated in place must be contiguous and {inputs[0].dtype}, got {window.dtype} with strides "

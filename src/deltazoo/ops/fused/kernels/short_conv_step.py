@@ -42,7 +42,7 @@ def short_conv_step_kernel(
     q_weight,  # [CQ, W], k_weight: [CK, W], v_weight: [CV, W]
     k_weight,
     v_weight,
-    window,  # [B, C, W - 1], oldest first; C = CQ + CK + CV
+    window,  # [B, C, KEPT], oldest first; C = CQ + CK + CV, KEPT at least W - 1
     new_window,  # the same shape, or the same memory
     y,  # [B, C]
     q_row,  # strides of q, k and v along B
@@ -53,6 +53,7 @@ def short_conv_step_kernel(
     CK: tl.constexpr,
     CV: tl.constexpr,
     W: tl.constexpr,
+    KEPT: tl.constexpr,
     WIDTH: tl.constexpr,  # channels of a program: those of a head where one of the norms is wanted
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
@@ -75,11 +76,12 @@ def short_conv_step_kernel(
     taps = _of_block(block, q_weight, k_weight, v_weight, Q_BLOCKS, K_BLOCKS) + columns * W
     value = tl.load(x + columns, mask=mask, other=0.0)
     z = value.to(tl.float32) * tl.load(taps + (W - 1), mask=mask, other=0.0).to(tl.float32)
-    offsets = (row * (CQ + CK + CV) + before + columns) * (W - 1)
-    for i in tl.static_range(1, W):  # from the newest to the oldest; each moves one step back
-        slot = offsets + (W - 1 - i)
+    offsets = (row * (CQ + CK + CV) + before + columns) * KEPT
+    for i in tl.static_range(1, KEPT + 1):  # from the newest to the oldest; each moves one step back
+        slot = offsets + (KEPT - i)
         older = tl.load(window + slot, mask=mask, other=0.0)
-        z += older.to(tl.float32) * tl.load(taps + (W - 1 - i), mask=mask, other=0.0).to(tl.float32)
+        if i < W:
+            z += older.to(tl.float32) * tl.load(taps + (W - 1 - i), mask=mask, other=0.0).to(tl.float32)
         tl.debug_barrier()  # in place, no thread may write what another has yet to read
         tl.store(new_window + slot, value, mask=mask)
         value = older
@@ -95,7 +97,7 @@ def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_he
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     q_weight, k_weight, v_weight = (x.contiguous() for x in (q_weight, k_weight, v_weight))
     B, channels, rows = q.shape[0], (q.shape[-1], k.shape[-1], v.shape[-1]), (q.stride(0), k.stride(0), v.stride(0))
-    constants = _constants(B, channels, rows, q_weight.shape[-1], q_head, k_head, eps)
+    constants = _constants(B, channels, rows, q_weight.shape[-1], window.shape[-1], q_head, k_head, eps)
     y = q.new_empty(B, 1, sum(channels))
     with torch.cuda.device_of(q):
         launch(short_conv_step_kernel, constants, q, k, v, q_weight, k_weight, v_weight, window, new_window, y)
@@ -104,14 +106,21 @@ def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_he
 
 @lru_cache(maxsize=1024)
 def _constants(
-    B: int, channels: tuple[int, int, int], rows: tuple[int, int, int], W: int, q_head: int, k_head: int, eps: float
+    B: int,
+    channels: tuple[int, int, int],
+    rows: tuple[int, int, int],
+    W: int,
+    kept: int,
+    q_head: int,
+    k_head: int,
+    eps: float,
 ) -> Constants:
     (CQ, CK, CV), (q_row, k_row, v_row) = channels, rows
     width = q_head or k_head or min(_CHANNELS, CQ + CK + CV)
     block = 1 << (width - 1).bit_length()
     return Constants(
         B * sum(-(-x // width) for x in channels), q_row=q_row, k_row=k_row, v_row=v_row, eps=eps, CQ=CQ, CK=CK, CV=CV,
-        W=W, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block, num_warps=max(1, block // 128),
+        W=W, KEPT=kept, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block, num_warps=max(1, block // 128),
     )  # fmt: skip
 
 
