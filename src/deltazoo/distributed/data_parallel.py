@@ -1,11 +1,13 @@
-"""FSDP2 for our models, whose parameters have two dtypes."""
+"""FSDP2 for models with delta-rule layers, whose parameters have two dtypes."""
 
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers.backend_report import RunsDeltaRule
 
 __all__ = ["fully_shard_model"]
 
@@ -17,8 +19,10 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     parameters that a layer keeps in float32 (`A_log`, `dt_bias`) form a group of their own that is never cast.
     accelerate and Trainer would put a whole block into one group; they do not shard a model that is sharded already.
 
+    In accelerated layers of transformers all parameters but those of linear maps stay float32.
+
     Args:
-        model: one of ours or a swapped one; changed in place.
+        model: one of ours, a swapped or an accelerated one; changed in place.
         options: of `fully_shard`, such as `mesh`, `mp_policy` and `offload_policy`.
 
     Returns:
@@ -30,6 +34,9 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
         if layer.kept_in_float32():
             fully_shard(list(layer.children()), **options)
             fully_shard(layer, **gate_options)
+    for foreign in [module for module in model.modules() if isinstance(module, RunsDeltaRule)]:
+        fully_shard([module for module in foreign.modules() if isinstance(module, nn.Linear)], **options)
+        fully_shard(foreign, **gate_options)
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+_DECAY_GATES = ("A_log", "dt_bias")
+"""Their names in transformers' models, where `A_log` may have several dimensions."""
+
 __all__ = ["NameForTrainer", "mark_undecayed", "parameter_groups", "parameters_without_decay"]
 
 
@@ -25,7 +28,7 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
         for name, parameter in module.named_parameters(recurse=False):
             one_dimension = parameter.ndim <= 1 or name == "bias"
             marked = getattr(parameter, "_no_weight_decay", False)
-            if name in declared or marked or is_norm or one_dimension:
+            if name in declared or name in _DECAY_GATES or marked or is_norm or one_dimension:
                 names.add(f"{prefix}.{name}" if prefix else name)
     return names
 

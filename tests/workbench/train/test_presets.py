@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import deltazoo
 import deltazoo.models  # noqa: F401
 from deltazoo.workbench.convert.conversion_config import STAGES, load_conversion
-from deltazoo.workbench.train import load_config
+from deltazoo.workbench.train import TokenizerConfig, load_config
+from deltazoo.workbench.train.model import build_model
+from deltazoo.workbench.train.tokenizer import build_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs"
 CONVERSIONS = sorted(FOLDER.glob("swap_*.yaml"))  # tests/workbench/convert/test_conversion_config.py
 FILES = sorted(set(FOLDER.glob("*.yaml")) - set(CONVERSIONS))
-OTHERS = {"quickstart_cpu", "quickstart_gpu"}
+NATIVE = {"qwen3_5_text_340m", "olmo_hybrid_340m"}
+OTHERS = {"quickstart_cpu", "quickstart_gpu"} | NATIVE
 IN_PRODUCTION = ("gated_deltanet", "neg_gated_deltanet", "kda", "neg_kda", "mamba2_style", "lightning_attention")
 """Rules of published models, which are hybrids of them."""
 SIZES = {"340m": (340e6, 400e6), "1.3b": (1.3e9, 1.4e9)}
@@ -51,7 +55,23 @@ def test_every_preset_can_be_shortened_to_a_few_steps() -> None:
         load_conversion(path, [f"{stage}.steps=5" for stage in STAGES])
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", sorted(NATIVE))
+def test_a_preset_of_a_native_architecture_is_a_model_of_its_size(name: str) -> None:
+    config = load_config(FOLDER / f"{name}.yaml")
+    assert name == f"{config.architecture}_340m"
+    byte = build_tokenizer(TokenizerConfig("byte"), [])
+    with torch.device("meta"):
+        model = build_model(config.model, byte, config.runtime)
+    smallest, largest = SIZES["340m"]
+    assert smallest < model.num_parameters() + 2 * model.config.hidden_size * (32_000 - len(byte)) < largest
+    softmax = [number for number, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
+    assert softmax == list(range(3, model.config.num_hidden_layers, 4))
+    ours = load_config(FOLDER / "gated_deltanet_hybrid_340m.yaml")
+    one_pass = replace(ours.training, rows_per_batch=config.training.rows_per_batch)
+    assert config.training == one_pass and config.data == ours.data and config.tokenizer == ours.tokenizer
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem not in NATIVE], ids=lambda path: path.stem)
 def test_a_preset_is_the_model_of_its_name(path: Path) -> None:
     config = load_config(path)
     section = dict(config.model)

@@ -166,16 +166,15 @@ def _fills_cache(model: nn.Module, call: Mapping[str, Any]) -> bool:
     return bool(use_cache) or call.get("past_key_values") is not None
 
 
-def layers_over_neighbours(model: nn.Module) -> str | None:
-    """Which layers of a base model, besides the linear ones, compute from neighbouring tokens; None if none do."""
-    config: Any = model.config
+def layers_over_neighbours(config: Any) -> str | None:
+    """Which layers of a model, besides the linear ones, compute from neighbouring tokens; None if none do."""
     if SPARSE_LAYER_TYPES.intersection(config.layer_types):
         return "sparse softmax layers, which pool neighbouring tokens,"
     return "n-gram layers" if getattr(config, "ple_layer_ids", None) else None
 
 
 def _check_layers(model: nn.Module) -> None:
-    layers = layers_over_neighbours(model)
+    layers = layers_over_neighbours(model.config)
     if layers is None:
         return
     raise NotImplementedError(

@@ -17,7 +17,7 @@ from deltazoo.interop.acceleration.transformers_layers import LAYER_ARRANGEMENTS
 from deltazoo.layers.backend_report import ModelReport, RuleDescription, report
 from deltazoo.ops import resolve_backend
 
-__all__ = ["accelerate", "restore"]
+__all__ = ["accelerate", "has_known_layers", "keeps_documents_apart", "restore"]
 
 
 def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: bool | None = None) -> ModelReport:
@@ -65,7 +65,7 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     for base in bases:
         if describe_documents not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)
-    can_go_back = all(layers_over_neighbours(base) is None for base in bases)
+    can_go_back = all(layers_over_neighbours(base.config) is None for base in bases)
     for around in _models_around(model):
         if can_go_back:
             around._is_stateful = False  # assisted decoding asks for it
@@ -100,6 +100,17 @@ def restore(model: nn.Module) -> None:
             if hook is describe_documents:
                 del base._forward_pre_hooks[key]
                 del base._forward_pre_hooks_with_kwargs[key]
+
+
+def has_known_layers(model: nn.Module) -> bool:
+    """Whether a model has delta-rule layers of transformers that `accelerate` knows, accelerated or not."""
+    return any(_arrangement(module) is not None for module in model.modules())
+
+
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Whether a causal language model is accelerated and takes packed documents."""
+    accelerated = any(isinstance(module, AcceleratedMixer) for module in model.modules())
+    return accelerated and layers_over_neighbours(model.base_model.config) is None
 
 
 def _arrangement(module: nn.Module) -> LayerArrangement | None:

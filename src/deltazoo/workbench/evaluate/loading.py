@@ -5,6 +5,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
+from deltazoo.interop.acceleration import accelerate, has_known_layers
+from deltazoo.workbench.console import say
 from deltazoo.workbench.device import check_device
 from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
 from deltazoo.workbench.evaluate.score import check_vocabulary
@@ -13,7 +15,7 @@ from deltazoo.workbench.evaluate.score import check_vocabulary
 def load_checkpoint(
     path: str, device: str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, ready for inference, and its tokenizer.
+    """Load a model, ready for inference, and its tokenizer; one of transformers' delta-rule models is accelerated.
 
     Args:
         path: see `resolve_checkpoint`.
@@ -43,4 +45,9 @@ def load_model(path: str, device: str | None = None, dtype: torch.dtype | None =
     except SafetensorError as error:
         raise ValueError(f"the weights in {path} are damaged or incomplete: {error}") from error
     model.to(torch.device(device))  # type: ignore[arg-type]
+    if has_known_layers(model):
+        try:
+            accelerate(model)
+        except ValueError as error:
+            say(f"transformers' own code runs the delta-rule layers: {error}")
     return model.eval()

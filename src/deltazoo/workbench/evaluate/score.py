@@ -99,9 +99,10 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 def packs_documents(model: PreTrainedModel) -> bool:
     """Whether the model keeps packed documents apart, given ``cu_seqlens``."""
+    from deltazoo.interop.acceleration import keeps_documents_apart
     from deltazoo.models import DeltaRuleConfig
 
-    return isinstance(model.config, DeltaRuleConfig)
+    return isinstance(model.config, DeltaRuleConfig) or keeps_documents_apart(model)
 
 
 def _groups(encoded: Sequence[np.ndarray], tokens_at_once: int) -> list[list[np.ndarray]]:

@@ -14,6 +14,7 @@ from deltazoo.workbench.train.yaml_config import from_mapping
 
 STDLIB = "python_stdlib"
 RUN_CONFIG = "config.yaml"  # in the folder of a run: the configuration that it began with
+NATIVE_RUNTIME_OPTIONS = ("backend", "fused_kernels")  # those that act on models of transformers
 MODEL_CONFIG = "training.yaml"  # in the folder of a model: the configuration that it was trained with
 
 T = TypeVar("T")
@@ -203,10 +204,12 @@ class RunConfig:
 
     Attributes:
         output: folder of the run: checkpoints, the finished model, the loss curve, the resolved configuration.
-        model: ``mixer`` (a variant) and keys of its model configuration, without the vocabulary size.
+        model: ``mixer`` (a variant) and keys of its model configuration, or ``architecture`` (a model type of
+            transformers) and fields of that type's own configuration; without the vocabulary size.
         training: see `OptimizationConfig`.
         data: see `DataConfig`.
-        runtime: how the model runs, see `RuntimeOptions`; not saved with the model.
+        runtime: how the model runs, see `RuntimeOptions`; not saved with the model. With ``architecture``, ``backend``
+            and ``fused_kernels`` alone.
         tokenizer: see `TokenizerConfig`.
         seed: of the initial weights and the order of the documents.
     """
@@ -224,10 +227,39 @@ class RunConfig:
         for key in RUNTIME_OPTIONS:
             if key in self.model:
                 raise ValueError(f"model.{key} says how the model runs, not what it is: give runtime.{key} instead")
-        if "mixer" not in self.model:
-            raise ValueError("model.mixer is missing: name one of the variants, for example gated_deltanet")
+        if self.architecture is not None:
+            self._check_architecture()
+        elif "mixer" not in self.model:
+            raise ValueError(
+                "model.mixer is missing: name one of the variants, for example gated_deltanet, or a model type of "
+                "transformers as model.architecture, for example qwen3_next"
+            )
         if "vocab_size" in self.model:
             raise ValueError("model.vocab_size is set by the tokenizer: give tokenizer.vocab_size instead")
+
+    @property
+    def architecture(self) -> str | None:
+        """The model type of transformers whose own class is trained; None for our models."""
+        return self.model.get("architecture")
+
+    @property
+    def model_name(self) -> str:
+        """The variant or the model type of transformers."""
+        return self.architecture or self.model["mixer"]
+
+    def _check_architecture(self) -> None:
+        if "mixer" in self.model:
+            raise ValueError(
+                f"model.mixer={self.model['mixer']} and model.architecture={self.architecture} name two models: a "
+                "mixer is one of our models, an architecture a model of transformers; give one of them"
+            )
+        for name in self.runtime.given():
+            if name not in NATIVE_RUNTIME_OPTIONS:
+                other = "; training.gradient_checkpointing recomputes its blocks" if name == "recompute" else ""
+                raise ValueError(
+                    f"runtime.{name} acts on our own models, not on transformers' {self.architecture}, of which "
+                    f"runtime.{' and runtime.'.join(NATIVE_RUNTIME_OPTIONS)} are known{other}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain lists and dictionaries, defaults included."""

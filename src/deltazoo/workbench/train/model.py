@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_variant
+from deltazoo.workbench.train.native_model import build_native_model
 from deltazoo.workbench.train.tokenizer import begin_id
 
 
@@ -18,13 +19,16 @@ def build_model(
 
     Args:
         section: ``mixer`` and keys of ``DeltaRuleConfig``. A variant with a Hub type of its own gets it, any other
-            the model type ``delta_rule``.
+            the model type ``delta_rule``. With ``architecture`` instead, see `build_native_model`.
         tokenizer: gives the vocabulary size and the ids of the special tokens.
         runtime: how the model runs; by default the model decides.
 
     Raises:
         ValueError: an unknown variant or key, a value of the wrong type, or sizes that do not fit together.
     """
+    runtime = runtime or RuntimeOptions()
+    if "architecture" in section:
+        return build_native_model(section, tokenizer, runtime)
     keys = dict(section)
     spec = get_variant(keys.pop("mixer"))
     if spec.hub_model_type is None:
@@ -40,4 +44,4 @@ def build_model(
         )
     except StrictDataclassError as error:  # a value of the wrong type
         raise ValueError(f"model: {str(error).splitlines()[-1].strip()}") from error
-    return AutoModelForCausalLM.from_config(config, **(runtime or RuntimeOptions()).given())
+    return AutoModelForCausalLM.from_config(config, **runtime.given())

@@ -22,6 +22,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
 
 from deltazoo.distributed import ContextParallelTrainer, fully_shard_model
+from deltazoo.interop.acceleration import has_known_layers
 from deltazoo.layers import parameter_groups
 from deltazoo.workbench.train.checkpoint_files import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.workbench.train.config import RunConfig
@@ -126,7 +127,7 @@ class PackedTrainer(ContextParallelTrainer):
             reached = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             if reached.global_step >= self._settings.steps:  # the Trainer's loop would go on with a stream
                 self.state = reached
-                self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
+                self._load_whole(checkpoint)
                 return None
             if isinstance(self.train_dataset, StreamedRows):
                 self.train_dataset.go_to(json.loads((checkpoint / _STREAM_POSITION).read_text(encoding="utf-8")))
@@ -139,6 +140,31 @@ class PackedTrainer(ContextParallelTrainer):
             saved = Path(self._output) / f"checkpoint-{self.state.global_step}"
             raise TrainingInterrupted(self._stop.signal, saved)
         return output
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As Trainer, which expects files with the names of the parameters; transformers' models save others."""
+        if has_known_layers(self._model):
+            self._load_whole(Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_whole(self, checkpoint: Path) -> None:
+        self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Trainer's loss, with the load balancing loss of experts as a mean over the forward passes of a step.
+
+        Cross-entropies are sums over all tokens of a step, divided by their number. A model that adds its load
+        balancing loss to each would have it as often as there are forward passes.
+        """
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        balancing = outputs.get("aux_loss")
+        if balancing is not None and num_items_in_batch is not None:
+            too_much = self.accelerator.num_processes - 1 / self._division.accumulation
+            loss = loss - too_much * self._model.router_aux_loss_coef * balancing
+        return (loss, outputs) if return_outputs else loss
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -187,12 +213,16 @@ class PackedTrainer(ContextParallelTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model, as safetensors; every process must call this."""
-        if not self._shards:
-            super().save_model(output_dir, _internal_call)
-            return
-        state = whole_model(self._model)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state)
+        self._model.config.use_cache = True  # Trainer has turned it off, for training
+        try:
+            if not self._shards:
+                super().save_model(output_dir, _internal_call)
+                return
+            state = whole_model(self._model)
+            if self.args.should_save:
+                self._save(output_dir, state_dict=state)
+        finally:
+            self._model.config.use_cache = self.args.use_cache
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._shards:

@@ -22,7 +22,8 @@ from deltazoo.workbench.train.config import (
 )
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, Corpus, read_corpus
 from deltazoo.workbench.train.model import build_model
-from deltazoo.workbench.train.packed_rows import PackedRows, pack_in_order, spread
+from deltazoo.workbench.train.native_model import refuse_replaced_tokenizer
+from deltazoo.workbench.train.packed_rows import PackedRows, collate, collate_side_by_side, pack_in_order, spread
 from deltazoo.workbench.train.run_folder import RESULT, begin_run, check_run, latest_checkpoint, refuse_other_text
 from deltazoo.workbench.train.streamed_rows import StreamedRows
 from deltazoo.workbench.train.text import Records, TextFiles, open_text
@@ -161,7 +162,11 @@ def _trainer(
     set_seed(config.seed)
     model = build_model(config.model, tokenizer, config.runtime)
     tokens_per_step = settings.row_length * settings.rows_of_a_step
-    model.config.training_data = f"{corpus.description}; {settings.steps:,} steps of {tokens_per_step:,} tokens."
+    native = config.architecture is not None
+    if native:
+        refuse_replaced_tokenizer(model, tokenizer)
+    else:
+        model.config.training_data = f"{corpus.description}; {settings.steps:,} steps of {tokens_per_step:,} tokens."
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     validation_rows = pack_in_order(validation, settings.row_length)
@@ -175,6 +180,8 @@ def _trainer(
         train_rows=train_rows,
         validation_rows=spread(validation_rows, settings.evaluation_rows),
         bytes_per_token=corpus.validation_bytes / sum(len(ids) - 1 for ids in validation),
+        # transformers' softmax layers would compare each token with those of all rows in one packed sequence.
+        collate_rows=collate_side_by_side if native and settings.context_parallel == 1 else collate,
     )
 
 

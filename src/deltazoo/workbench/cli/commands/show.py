@@ -27,7 +27,7 @@ def show(
     from deltazoo.workbench.train.config import load_config
 
     spec = get_variant(variant)
-    trained_by = [name for name, path in presets().items() if load_config(path).model["mixer"] == spec.name]
+    trained_by = [name for name, path in presets().items() if load_config(path).model.get("mixer") == spec.name]
     value_heads = f"{spec.head_dim} for keys, {spec.expand_v:g} times that for values"
     facts = {
         "variant": spec.name,

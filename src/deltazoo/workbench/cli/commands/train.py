@@ -155,7 +155,7 @@ def _show(run: "RunConfig", result: "TrainingResult") -> None:
     from deltazoo.workbench.cli.tables import facts_table
     from deltazoo.workbench.evaluate.loss_curve import draw_loss_curve
 
-    title = f"{run.model['mixer']}, {result.num_parameters / 1e6:.1f} M parameters, {result.corpus.description}"
+    title = f"{run.model_name}, {result.num_parameters / 1e6:.1f} M parameters, {result.corpus.description}"
     picture = draw_loss_curve(result.log_history, Path(run.output) / "loss.png", title, result.tokens_per_step)
     last = [entry for entry in result.log_history if "eval_loss" in entry][-1]
     facts = {
