@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import string
 import threading
 from typing import Any
 
+import tiny_serving
+
 from deltazoo.workbench.serve import Counters, EngineStopped, Piece, QueueFull, Request, RequestError, Stream
 from deltazoo.workbench.serve.requests import TokenLogprob
-from deltazoo.workbench.train.config import TokenizerConfig
-from deltazoo.workbench.train.tokenizer import build_tokenizer
 
 CONTEXT = 5000
 
 
 def byte_tokenizer(chat_template: str | None = None) -> Any:
-    tokenizer = build_tokenizer(TokenizerConfig(kind="byte", vocab_size=None), [])
+    tokenizer = copy.deepcopy(tiny_serving.byte_tokenizer())
     tokenizer.chat_template = chat_template
     return tokenizer
 

@@ -23,7 +23,8 @@ from deltazoo.workbench.presets import find_config, presets
 from deltazoo.workbench.train import load_config, save_config
 from deltazoo.workbench.train.interruption import TrainingInterrupted
 
-COMMANDS = ["list", "show", "check", "train", "generate", "eval", "swap", "lab", "bench", "bench ops", "bench model"]
+COMMANDS = ["list", "show", "check", "train", "generate", "serve", "eval", "swap", "lab", "bench", "bench ops"]
+COMMANDS += ["bench model"]
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,8 @@ class _StartedStep:
 class Engine:
     """Continues prompts for many clients with one model.
 
+    `with Engine(...) as engine` starts it, and at the end cancels what still runs.
+
     Args:
         model: a causal language model with delta-rule layers, in evaluation mode, on the device where it stays. It must
             not change while the engine runs.
@@ -180,6 +182,19 @@ class Engine:
         if error is not None:
             self._thread.join()
             raise error
+
+    def __enter__(self) -> "Engine":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop(timeout=0)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted."""
+        with self._mutex:
+            return self._refusal is None
 
     def submit(self, request: Request) -> Stream:
         """Queue a request; the stream yields its output.

@@ -1,0 +1,92 @@
+"""``deltazoo serve PATH``: a model behind OpenAI's HTTP API."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from deltazoo.workbench.rule_files import LoadOption
+
+_EXAMPLE = "Example: [bold]deltazoo serve runs/quickstart --port 8000[/]"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("serve", epilog=_EXAMPLE)(serve)
+
+
+def serve(
+    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; default: its folder's.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="DELTAZOO_API_KEY", show_envvar=True, help="Key that clients must send."),
+    ] = None,
+    context_limit: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt and its answer.")] = 32_768,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get status 429.")] = 256,
+    widths: Annotated[
+        str, typer.Option(help="Rows that a step can have; one number: equal tokens at any load, bit for bit.")
+    ] = "1,8,32,64",
+    prefix_memory: Annotated[
+        float, typer.Option(min=0.0, help="GiB for states of prompts and turns that may come again.")
+    ] = 1.0,
+    stop_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that requests may take to finish after Ctrl-C or SIGTERM.")
+    ] = 30.0,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights; default: as saved.")
+    ] = None,
+    load: LoadOption = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+) -> None:
+    """Serve a model of ours, swapped, or of transformers (accelerated) over HTTP until Ctrl-C or SIGTERM."""
+    import ipaddress
+    import re
+    from pathlib import Path
+
+    from deltazoo.workbench.console import say
+    from deltazoo.workbench.device import check_device
+    from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
+
+    if device is not None:
+        check_device(device)
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", widths):
+        raise ValueError(f"--widths takes numbers from 1 on, such as 1,8,64, got {widths!r}")
+    rows = sorted({int(width) for width in widths.split(",")})
+    folder = Path(resolve_checkpoint(path))
+    name = name or (folder.parent.name if folder.name == "model" else folder.name)
+
+    from deltazoo.workbench.serve.http_app import create_app
+    from deltazoo.workbench.serve.http_server import bind, run_server, url_of
+
+    address = bind(host, port)
+    import torch
+
+    from deltazoo.workbench.console import console
+    from deltazoo.workbench.serve.engine import Engine
+    from deltazoo.workbench.serve.model_loading import load_for_serving
+
+    with console.status(f"loading {path}"):
+        model, tokenizer = load_for_serving(str(folder), device, None if dtype is None else getattr(torch, dtype))
+        engine = Engine(
+            model,
+            tokenizer,
+            widths=rows,
+            max_queue=max_queue,
+            context_limit=context_limit,
+            prefix_memory=int(prefix_memory * 2**30),
+        )
+        engine.start()
+    if api_key is None and not ipaddress.ip_address(address.getsockname()[0]).is_loopback:
+        say("Without --api-key everyone who reaches this machine can use the server.")
+
+    def ready() -> None:
+        header = "" if api_key is None else ' -H "Authorization: Bearer $DELTAZOO_API_KEY"'
+        typer.echo(f"{name} at {url_of(address)}/v1, for example:")
+        typer.echo(
+            f"curl {url_of(address)}/v1/completions{header} -H 'Content-Type: application/json' "
+            f'-d \'{{"model": "{name}", "prompt": "def read(self", "max_tokens": 64}}\''
+        )
+
+    run_server(create_app(engine, model=name, api_key=api_key), engine, address, stop_timeout=stop_timeout, ready=ready)
