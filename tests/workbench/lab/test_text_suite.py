@@ -221,6 +221,33 @@ def test_a_training_that_the_limit_cuts_leaves_nothing(corpus: TextCorpus, tmp_p
     assert len(results.path.read_text().splitlines()) == done + 1
 
 
+def test_a_rate_at_which_the_loss_is_not_finite_is_not_taken(corpus: TextCorpus, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, rates=(1e30, 1e-3), trial_steps=8)
+    results = open_results(tmp_path / "text.jsonl", recipe, corpus)
+    options = {"device": "cpu", "environment": HERE, "only": ["linear_attention"], "report": lambda line: None}
+    assert run_text_suite(results, recipe, corpus, **options) == []
+    again = open_results(results.path, recipe, corpus)
+    assert again.trials["linear_attention", 1e30].loss == math.inf
+    assert again.arms["linear_attention", 0].rate == 1e-3
+    recipe = replace(recipe, rates=(1e30,))
+    results = open_results(tmp_path / "other.jsonl", recipe, corpus)
+    with pytest.raises(RuntimeError, match="no learning rate had a finite loss"):
+        run_text_suite(results, recipe, corpus, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arm", ["gated_deltanet", "gated_deltanet2", "softmax", hybrid_of("kda")])
+def test_a_gpu_trains_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, arm: str) -> None:
+    recipe = replace(RECIPE, parameters=200_000, hidden_size=64, width_multiple=8)
+    results = open_results(tmp_path / "text.jsonl", recipe, corpus)
+    assert run_text_suite(results, recipe, corpus, device="cuda:0", environment=HERE, only=[arm]) == []
+    found = results.arms[arm, 0]
+    assert found.peak_bytes is not None and found.peak_bytes > 16 * found.parameters  # weights, gradients, two moments
+    assert 0 < bits_per_byte(found, results) < 10 and all(
+        speed["tokens_per_second"] for speed in found.decoding.values()
+    )
+
+
 def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, finished: TextResults) -> None:
     results = open_results(Path("unwritten.jsonl"), RECIPE, corpus)
     example = finished.arms["delta_net", 0]
@@ -290,7 +317,10 @@ def test_the_command_line_trains_within_a_limit(corpus: TextCorpus, tmp_path: Pa
     assert status([*command, "--only", "delta_net", "--limit", "600"]) == 0
     assert "bits per byte" in capsys.readouterr().out
     assert set(open_results(tmp_path / "text.jsonl", RECIPE, corpus).arms) == {("delta_net", 0)}
-    assert status([*command, "--steps", "3"]) == 1 and "has no --steps" in capsys.readouterr().err
+    assert (
+        status([*command, "--steps", "3", "--no-measure"]) == 1
+        and "has no --steps, --measure" in capsys.readouterr().err
+    )
     assert status(["lab", "--corpus", "x"]) == 1 and "belongs to the suite" in capsys.readouterr().err
     assert status([*command[:-1], str(tmp_path)]) == 1 and "is a folder" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ _EXAMPLE = (
     "[bold]deltazoo lab --only parity --variants kda+neg,softmax[/], [bold]deltazoo lab --load my_task.py[/], "
     "[bold]deltazoo lab --suite text --device cuda --out text.jsonl --limit 900[/] (every rule on real text)"
 )
+_NOT_OF_TEXT = ("variants", "workers", "load", "steps", "measure", "fresh")
 
 
 def register(app: typer.Typer) -> None:
@@ -22,6 +23,7 @@ def register(app: typer.Typer) -> None:
 
 
 def lab(
+    context: typer.Context,
     suite: Annotated[str, typer.Option(help="mini, full, family or text.")] = "mini",
     only: Annotated[
         str, typer.Option(help="Tasks, experiments or claims (text: arms), comma separated; all unless given.")
@@ -67,8 +69,7 @@ def lab(
 
     check_device(device)
     if suite == "text":
-        idle = {"--variants": variants, "--load": load, "--steps": steps, "--fresh": fresh}
-        if given := [option for option, value in idle.items() if value]:
+        if given := [f"--{name}" for name in _NOT_OF_TEXT if _is_given(context, name)]:
             raise typer.BadParameter(f"the suite 'text' has no {', '.join(given)}")
         return _text_suite(_names(only), out, device, time_limit, commit, corpus, show)
     if corpus is not None:
@@ -113,6 +114,12 @@ def lab(
     page = write_page(folder / "lab.md", {suite: (selection, records, measured)})
     console.print(verdict_table(selection, records, measured))
     console.print(f"page and pictures: {page}")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was named; newer versions of typer bring a click of their own, with its own constants."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _text_suite(

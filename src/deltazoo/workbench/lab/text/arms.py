@@ -1,6 +1,6 @@
 """The arms: every rule of the zoo, softmax attention, hybrids of both, and models of them with equal parameters."""
 
-import warnings
+from functools import cache
 
 import torch
 
@@ -9,7 +9,16 @@ from deltazoo.spec import list_variants
 from deltazoo.workbench.lab.configurations import SOFTMAX, label_of, parse_configuration
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 
-__all__ = ["HYBRID", "TOLERANCE", "arm_label", "base_arms", "build_model", "hybrid_of", "model_config"]
+__all__ = [
+    "HYBRID",
+    "TOLERANCE",
+    "arm_label",
+    "base_arms",
+    "build_model",
+    "hybrid_of",
+    "intermediate_size",
+    "model_config",
+]
 
 HYBRID = "hybrid:"
 TOLERANCE = 0.02
@@ -84,6 +93,7 @@ def model_config(arm: str, recipe: TextRecipe, vocab_size: int, intermediate_siz
     )
 
 
+@cache
 def intermediate_size(arm: str, recipe: TextRecipe, vocab_size: int) -> int:
     """The MLP's width that gives an arm's model the recipe's number of parameters.
 
@@ -91,25 +101,34 @@ def intermediate_size(arm: str, recipe: TextRecipe, vocab_size: int) -> int:
         ValueError: no multiple of the recipe's width gives that number within 2%.
     """
     one, two = (_count(arm, recipe, vocab_size, width) for width in (1, 2))
-    width = recipe.width_multiple * round(
-        (1 + (recipe.parameters - one) / (two - one)) / recipe.width_multiple
-    )  # the number of parameters grows by the same with every column
-    found = _count(arm, recipe, vocab_size, width) if width > 0 else one
+    columns = 1 + (recipe.parameters - one) / (two - one)  # each column adds as many parameters as the second
+    width = max(1, recipe.width_multiple * round(columns / recipe.width_multiple))
+    found = one + (width - 1) * (two - one)
     if abs(found - recipe.parameters) > TOLERANCE * recipe.parameters:
         raise ValueError(
-            f"arm {arm!r} has {found:,} parameters with an MLP of width {max(width, 1)}, not within {TOLERANCE:.0%} of "
+            f"arm {arm!r} has {found:,} parameters with an MLP of width {width}, not within {TOLERANCE:.0%} of "
             f"{recipe.parameters:,}"
         )
     return width
 
 
-def build_model(arm: str, recipe: TextRecipe, vocab_size: int, **runtime: object) -> DeltaRuleForCausalLM:
-    """An arm's model, its weights drawn from torch's global generator."""
+def build_model(
+    arm: str, recipe: TextRecipe, vocab_size: int, *, seed: int | None = None, **runtime: object
+) -> DeltaRuleForCausalLM:
+    """An arm's model.
+
+    Args:
+        arm, recipe, vocab_size: what is built.
+        seed: of its weights and of all that torch draws afterwards; None: torch's generators go on as they are.
+        runtime: runtime options of the model.
+    """
     config = model_config(arm, recipe, vocab_size, intermediate_size(arm, recipe, vocab_size))
+    if seed is not None:
+        torch.manual_seed(seed)  # after the models that were counted
     return DeltaRuleForCausalLM(config, **runtime)
 
 
 def _count(arm: str, recipe: TextRecipe, vocab_size: int, width: int) -> int:
-    with torch.device("meta"), warnings.catch_warnings():
+    with torch.device("meta"):
         model = DeltaRuleForCausalLM(model_config(arm, recipe, vocab_size, width))
     return sum(parameter.numel() for parameter in model.parameters())

@@ -7,6 +7,7 @@ import torch
 
 from deltazoo.generation import Decoder, snapshot
 from deltazoo.models import DeltaRuleForCausalLM
+from deltazoo.workbench.bench.result_files import one_line
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 
 __all__ = ["decoding", "state_bytes"]
@@ -24,15 +25,18 @@ def state_bytes(model: DeltaRuleForCausalLM, tokens: int) -> int:
 
 
 def decoding(model: DeltaRuleForCausalLM, recipe: TextRecipe, prompt: torch.Tensor) -> dict[str, dict[str, Any]]:
-    """New tokens per second, all rows together, by the batch size; and why there is no figure where there is none.
+    """By batch size `tokens_per_second`, new tokens of all rows together, or `error`, why there is no figure.
 
     Args:
         model: in evaluation mode, in the dtype that is to be timed.
         recipe: batches, tokens of context, tokens that are timed.
         prompt: `[T]` int64 tokens, of which every row reads the first `decode_context`.
     """
-    speeds: dict[str, dict[str, Any]] = {}
-    for batch in recipe.decode_batches:
+    return {str(batch): _speed(model, recipe, prompt, batch) for batch in recipe.decode_batches}
+
+
+def _speed(model: DeltaRuleForCausalLM, recipe: TextRecipe, prompt: torch.Tensor, batch: int) -> dict[str, Any]:
+    try:
         decoder = Decoder(
             model,
             batch,
@@ -46,5 +50,6 @@ def decoding(model: DeltaRuleForCausalLM, recipe: TextRecipe, prompt: torch.Tens
             if made == _WARM_UP:
                 began = time.perf_counter()
         seconds = time.perf_counter() - began
-        speeds[str(batch)] = {"tokens_per_second": round(batch * recipe.decode_tokens / seconds, 1)}
-    return speeds
+    except Exception as error:  # a training of minutes must not be lost for a speed
+        return {"error": one_line(error)}
+    return {"tokens_per_second": round(batch * recipe.decode_tokens / seconds, 1)}

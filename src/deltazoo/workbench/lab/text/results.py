@@ -1,6 +1,7 @@
 """Result files of the suite: one JSON line per trial of a learning rate and per trained arm."""
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -38,7 +39,7 @@ class Trial:
     arm: str
     rate: float
     loss: float
-    """Mean of the last steps, in nats per token."""
+    """Mean of the last steps, in nats per token; infinite if the loss became infinite or not a number on the way."""
     seconds: float
     tokens_per_second: float
     environment: Environment
@@ -61,10 +62,10 @@ class ArmResult:
     training_seconds: float
     tokens_per_second: float
     peak_bytes: int | None
-    decoding: dict[str, dict[str, Any]]
-    """By batch size."""
     state_bytes: dict[str, int]
     """By tokens of context."""
+    decoding: dict[str, dict[str, Any]]
+    """As `deltazoo.workbench.lab.text.decoding.decoding`."""
     seconds: float
     """Of everything."""
     environment: Environment
@@ -163,8 +164,16 @@ class TextResults:
         return (job.arm, job.seed) in self.arms
 
     def best_rate(self, arm: str, rates: Iterable[float]) -> float:
-        """The learning rate whose trial of an arm ended with the lowest loss; KeyError if a trial is missing."""
-        return min(rates, key=lambda rate: self.trials[arm, rate].loss)
+        """The learning rate whose trial of an arm ended with the lowest loss.
+
+        Raises:
+            KeyError: a trial is missing.
+            ArithmeticError: no trial had a finite loss.
+        """
+        best = min(rates, key=lambda rate: self.trials[arm, rate].loss)
+        if not math.isfinite(self.trials[arm, best].loss):
+            raise ArithmeticError(f"{arm}: no learning rate had a finite loss")
+        return best
 
     def of_arm(self, arm: str) -> list[ArmResult]:
         """An arm's results, by seed."""

@@ -176,7 +176,6 @@ def _run(
         device=device,
         watch=lambda seconds_left: _check_time(deadline, seconds_left + later),
     )
-    date = datetime.now(UTC).isoformat(timespec="seconds")
     if is_trial:
         return Trial(
             arm=job.arm,
@@ -185,8 +184,10 @@ def _run(
             seconds=round(time.monotonic() - began, 2),
             tokens_per_second=round(trained.tokens_per_second, 1),
             environment=environment,
-            date=date,
+            date=_now(),
         )
+    if not trained.is_finite:
+        raise ArithmeticError(f"the loss is not finite after {len(trained.losses)} steps at learning rate {rate:g}")
     scores = {str(length): found.as_json() for length, found in score(trained.model, corpus, recipe).items()}
     model = trained.model
     if torch.device(device).type == "cuda":
@@ -203,12 +204,16 @@ def _run(
         training_seconds=round(trained.seconds, 2),
         tokens_per_second=round(trained.tokens_per_second, 1),
         peak_bytes=trained.peak_bytes,
-        decoding=decoding(model, recipe, prompt),
         state_bytes={str(tokens): state_bytes(model, tokens) for tokens in recipe.scored_lengths[:2]},
+        decoding=decoding(model, recipe, prompt),
         seconds=round(time.monotonic() - began, 2),
         environment=environment,
-        date=date,
+        date=_now(),
     )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _check_time(deadline: float | None, seconds: float) -> None:

@@ -122,4 +122,4 @@ def _bootstrap(bits: np.ndarray, size: np.ndarray) -> Interval:
 @lru_cache(maxsize=2)
 def _resamples(files: int) -> np.ndarray:
     """`[resamples, files]`: how often each file is drawn."""
-    return np.random.default_rng(_SEED).multinomial(files, np.full(files, 1 / files), size=RESAMPLES).astype(np.float32)
+    return np.random.default_rng(_SEED).multinomial(files, np.full(files, 1 / files), size=RESAMPLES).astype(np.float64)

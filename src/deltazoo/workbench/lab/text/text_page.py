@@ -1,5 +1,6 @@
 """The page of the suite, made from its result file and the manifest of its text alone."""
 
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,8 +57,10 @@ def write_text_page(page: Path, results: TextResults | None, manifest: dict[str,
         ranked = sorted({arm for arm, _ in results.arms}, key=lambda arm: interval(arm, results).value)
         drawn = draw_all(images, results, ranked)
         parts += ["## Findings\n", _findings(results, ranked, recipe)]
-        parts += [picture(drawn["bits"], page, _CAPTIONS["bits"]), "## The table\n", _table(results, ranked, recipe)]
-        parts += ["## Pictures\n", *(picture(drawn[key], page, _CAPTIONS[key]) for key in list(_CAPTIONS)[1:])]
+        shown = {key: picture(drawn[key], page, caption) for key, caption in _CAPTIONS.items()}
+        parts += [shown["bits"], "## Bits per byte\n", _quality(results, ranked, recipe), shown["curves"]]
+        parts += ["## Beyond the training length\n", _lengths(results, ranked, recipe), shown["position"]]
+        parts += ["## Recall\n", shown["recall"], "## Costs\n", _costs(results, ranked, recipe), shown["cost"]]
     parts += ["## What is missing\n", _missing(results, recipe), "## Design\n", _design(recipe)]
     parts += ["## Text\n", _text(manifest, recipe)]
     if results is not None and results.trials:
@@ -83,95 +86,107 @@ def _introduction(recipe: TextRecipe) -> str:
 
 def _findings(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
     """One sentence each; only what the rule of the design calls is said to differ."""
-    spread = seed_spread(results)
-    lines = []
-    best = ranked[0]
-    lines.append(f"{arm_label(best)} has the fewest bits per byte, {interval(best, results)}.")
+    best, spread = ranked[0], seed_spread(results)
+    lines = [f"{arm_label(best)} has the fewest bits per byte, {interval(best, results)}."]
     if spread is None:
         lines.append("No arm has two seeds yet, so no difference between arms is called.")
     else:
-        lines.append(f"Two seeds of one arm differ by up to {spread:.4f} bits per byte.")
         ties = [arm_label(arm) for arm in ranked[1:] if not compare(arm, best, results).called]
-        if ties:
-            lines.append(f"Ties with it: {'; '.join(ties)}.")
-        for other in (REFERENCE, SOFTMAX):
-            if other in ranked:
-                lines += _beside(other, ranked, results)
+        lines.append(f"Ties with it: {'; '.join(ties) or 'none'}.")
+        lines += [_beside(other, ranked, results) for other in (REFERENCE, SOFTMAX) if other in ranked]
+        lines.append(f"Two seeds of one arm differ by up to {spread:.4f} bits per byte.")
     for length in recipe.scored_lengths[1:]:
         gains = {arm: length_gain(arm, results, length) for arm in ranked}
-        helped = {arm: gain for arm, gain in gains.items() if gain.high < 0}
-        hurt = {arm: gain for arm, gain in gains.items() if gain.low > 0}
-        what = f"The same text in rows of {length:,} tokens instead of {recipe.row_length:,}"
-        if helped:
-            lines.append(f"{what} costs fewer bits per byte: {_listed(helped)}.")
-        if hurt:
-            lines.append(f"{what} costs more: {_listed(hurt)}.")
+        sides = (
+            ("cost fewer bits per byte", {arm: gain for arm, gain in gains.items() if gain.high < 0}),
+            ("cost more", {arm: gain for arm, gain in gains.items() if gain.low > 0}),
+        )
+        said = [_most(what, side) for what, side in sides if side]
+        lines.append(
+            f"Rows of {length:,} tokens instead of {recipe.row_length:,}, the same text: {'; '.join(said)}."
+            if said
+            else f"Rows of {length:,} tokens instead of {recipe.row_length:,} change no arm's bits per byte."
+        )
     return "\n".join(_filled(line, bullet="* ") for line in lines) + "\n"
 
 
-def _beside(other: str, ranked: Sequence[str], results: TextResults) -> list[str]:
+def _beside(other: str, ranked: Sequence[str], results: TextResults) -> str:
     differences = {arm: compare(arm, other, results) for arm in ranked if arm != other}
     better = {arm: d.interval for arm, d in differences.items() if d.called and d.interval.value < 0}
     worse = {arm: d.interval for arm, d in differences.items() if d.called and d.interval.value > 0}
     ties = [arm_label(arm) for arm, d in differences.items() if not d.called]
-    lines = []
-    if better:
-        lines.append(f"Better than {arm_label(other)}, in bits per byte: {_listed(better)}.")
-    if worse:
-        lines.append(f"Worse than {arm_label(other)}: {_listed(worse)}.")
-    if ties:
-        lines.append(f"Ties with {arm_label(other)}: {'; '.join(ties)}.")
-    return lines
+    said = [_most(what, side) for what, side in (("are better", better), ("are worse", worse)) if side]
+    return f"Beside {arm_label(other)}: " + "; ".join([*said, f"ties: {'; '.join(ties) or 'none'}"]) + "."
 
 
-def _listed(intervals: dict[str, Interval]) -> str:
-    return "; ".join(f"{arm_label(arm)} {found}" for arm, found in intervals.items())
+def _most(what: str, intervals: dict[str, Interval]) -> str:
+    """How many arms, and the one with the largest difference."""
+    most = max(intervals, key=lambda arm: abs(intervals[arm].value))
+    return f"{len(intervals)} {what}, most {arm_label(most)} by {_signed(intervals[most])}"
 
 
-def _table(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
-    longer = recipe.scored_lengths[1:]
-    header = [
-        "arm",
-        f"bits per byte [{LEVEL:.0%}]",
-        f"minus {arm_label(REFERENCE)}",
-        *(f"in rows of {length:,}" for length in longer),
-        "recall",
-        "training tokens/s",
-        "GiB",
-        *(f"decoding tokens/s, {batch} {'row' if batch == 1 else 'rows'}" for batch in recipe.decode_batches),
-        *(f"state at {length:,}, MiB" for length in recipe.scored_lengths[:2]),
-        "parameters",
-        "seeds",
-    ]
+def _signed(found: Interval) -> str:
+    return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+
+
+def _quality(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
+    others = [other for other in (REFERENCE, SOFTMAX) if other in ranked]
+    header = ["arm", "bits per byte", *(f"minus {arm_label(other)}" for other in others), "recall", "seeds"]
+    rows = []
+    for arm in ranked:
+        differences = ["-" if arm == other else _difference(arm, other, results) for other in others]
+        of_seeds = results.of_arm(arm)
+        recall = _recall(of_seeds[0], recipe.row_length)
+        rows.append([arm_label(arm), str(interval(arm, results)), *differences, recall, str(len(of_seeds))])
     note = (
-        "Recall: the share of second occurrences of new identifiers that are completed, in rows of "
-        f"{recipe.row_length:,} tokens. Speeds, memory and recall are those of the first seed. GiB: the most memory "
-        "held in training. A difference in bold is called by the rule below."
+        f"Brackets: {LEVEL:.0%} of bootstrap resamples of files. Bold: called a difference by the rule below. Recall: "
+        "the share of second occurrences of new identifiers that the first seed completes, in rows of the training "
+        "length."
     )
-    rows = (_row(arm, results, recipe, longer) for arm in ranked)
     return table(header, rows, text_columns=1) + "\n" + _filled(note) + "\n"
 
 
-def _row(arm: str, results: TextResults, recipe: TextRecipe, longer: Sequence[int]) -> list[str]:
-    of_seeds = results.of_arm(arm)
-    first = of_seeds[0]
-    difference = "-"
-    if arm != REFERENCE and results.of_arm(REFERENCE):
-        found = compare(arm, REFERENCE, results)
-        difference = f"**{found.interval.value:+.4f}**" if found.called else f"{found.interval.value:+.4f}"
-    return [
-        arm_label(arm),
-        str(interval(arm, results)),
-        difference,
-        *(f"{interval(arm, results, length).value:.4f}" for length in longer),
-        _recall(first, recipe.row_length),
-        f"{first.tokens_per_second:,.0f}",
-        "-" if first.peak_bytes is None else f"{first.peak_bytes / 2**30:.1f}",
-        *(f"{first.decoding[str(batch)]['tokens_per_second']:,.0f}" for batch in recipe.decode_batches),
-        *(f"{first.state_bytes[str(length)] / 2**20:.1f}" for length in recipe.scored_lengths[:2]),
-        f"{first.parameters:,}",
-        str(len(of_seeds)),
+def _difference(arm: str, other: str, results: TextResults) -> str:
+    found = compare(arm, other, results)
+    return f"**{_signed(found.interval)}**" if found.called else _signed(found.interval)
+
+
+def _lengths(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
+    header = ["arm, change in bits per byte", *(f"rows of {length:,}" for length in recipe.scored_lengths[1:])]
+    rows = (
+        [arm_label(arm), *(_signed(length_gain(arm, results, length)) for length in recipe.scored_lengths[1:])]
+        for arm in ranked
+    )
+    return table(header, rows, text_columns=1)
+
+
+def _costs(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
+    header = [
+        "arm",
+        "training, tokens/s",
+        "training, GiB",
+        *(f"decoding {batch} {'row' if batch == 1 else 'rows'}, tokens/s" for batch in recipe.decode_batches),
+        *(f"state after {length:,} tokens, MiB" for length in recipe.scored_lengths[:2]),
+        "parameters",
     ]
+    rows = []
+    for arm in ranked:
+        first = results.of_arm(arm)[0]
+        rows.append(
+            [
+                arm_label(arm),
+                f"{first.tokens_per_second:,.0f}",
+                "-" if first.peak_bytes is None else f"{first.peak_bytes / 2**30:.1f}",
+                *(_speed(first.decoding[str(batch)]) for batch in recipe.decode_batches),
+                *(f"{first.state_bytes[str(length)] / 2**20:.1f}" for length in recipe.scored_lengths[:2]),
+                f"{first.parameters:,}",
+            ]
+        )
+    return table(header, rows, text_columns=1)
+
+
+def _speed(measured: dict[str, Any]) -> str:
+    return measured["error"] if "error" in measured else f"{measured['tokens_per_second']:,.0f}"
 
 
 def _recall(result: ArmResult, length: int) -> str:
@@ -289,11 +304,9 @@ def _rates(results: TextResults, recipe: TextRecipe) -> str:
     for arm in dict.fromkeys(arm for arm, _ in results.trials):
         losses = {rate: results.trials[arm, rate].loss for rate in recipe.rates if (arm, rate) in results.trials}
         best = min(losses, key=lambda rate: losses[rate])
-        cells = [
-            "-" if rate not in losses else f"**{losses[rate]:.4f}**" if rate == best else f"{losses[rate]:.4f}"
-            for rate in recipe.rates
-        ]
-        rows.append((arm_label(arm), *cells))
+        shown = {rate: f"{loss:.4f}" if math.isfinite(loss) else "not finite" for rate, loss in losses.items()}
+        shown[best] = f"**{shown[best]}**"
+        rows.append((arm_label(arm), *(shown.get(rate, "-") for rate in recipe.rates)))
     header = ("loss of trials, nats per token", *(f"{rate:g}" for rate in recipe.rates))
     return table(header, rows, text_columns=1)
 

@@ -16,6 +16,7 @@ __all__ = ["REFERENCE", "draw_all", "position_bits", "recall_by_distance"]
 
 REFERENCE = "gated_deltanet"
 _COLOURED = 5
+_PALE = "#C4C4C4"
 
 
 def draw_all(folder: Path, results: TextResults, ranked: Sequence[str]) -> dict[str, Path]:
@@ -114,9 +115,11 @@ def _draw_lines(
             if lines[arm]:
                 width, label = (1.8, arm_label(arm)) if arm in colours else (0.8, None)
                 dash = "--" if arm.startswith(HYBRID) else "-"
-                axis.plot(*zip(*lines[arm], strict=True), color=colours.get(arm, GREY), ls=dash, lw=width, label=label)
+                colour = colours.get(arm, _PALE)
+                axis.plot(*zip(*lines[arm], strict=True), color=colour, ls=dash, lw=width, label=label)
         if log_x:
             axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
         if mark is not None:
             axis.axvline(mark, color=GREY, lw=1, ls=":")
             axis.annotate("training length", (mark, 1.0), xycoords=("data", "axes fraction"), fontsize=7, ha="right")
@@ -135,16 +138,16 @@ def _draw_lines(
 
 def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours: dict[str, str]) -> Path:
     batch = str(results.header["recipe"]["decode_batches"][-1])
-    subjects: list[tuple[str, Callable[[ArmResult], float]]] = [
+    subjects: list[tuple[str, Callable[[ArmResult], float | None]]] = [
         ("training, tokens per second", lambda result: result.tokens_per_second),
-        (f"decoding, {batch} rows, tokens per second", lambda result: result.decoding[batch]["tokens_per_second"]),
+        (f"decoding, {batch} rows, tokens per second", lambda result: result.decoding[batch].get("tokens_per_second")),
     ]
     figure, axes = new_figure(len(subjects), width=11.6, height=4.0)
     for axis, (title, speed) in zip(axes, subjects, strict=True):
         for arm in ranked:
-            value, colour = interval(arm, results).value, colours.get(arm, GREY)
-            place = (speed(results.of_arm(arm)[0]), value)
-            axis.plot(*place, _marker(arm), color=colour, label=arm_label(arm) if arm in colours else None)
+            value, colour, fast = interval(arm, results).value, colours.get(arm, GREY), speed(results.of_arm(arm)[0])
+            if fast is not None:
+                axis.plot(fast, value, _marker(arm), color=colour, label=arm_label(arm) if arm in colours else None)
         axis.set_xlabel(title)
         axis.set_xlim(left=0)
     axes[0].set_ylabel("bits per byte (lower is better)")

@@ -29,15 +29,22 @@ class Trained:
 
     model: DeltaRuleForCausalLM
     losses: list[float]
-    """Of every step's batch before its update, in nats per token."""
+    """Of every step's batch before its update, in nats per token; the training ends where it is not finite."""
     seconds: float
     tokens_per_second: float
     """Median over groups of steps, the first left out, where kernels are compiled."""
     peak_bytes: int | None
     """Most memory held on a GPU, weights and optimizer included; None on a CPU."""
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss was finite to the end."""
+        return math.isfinite(self.losses[-1])
+
     def judged(self, share: float) -> float:
-        """Mean loss of the last share of the steps."""
+        """Mean loss of the last share of the steps; infinity where it is not finite."""
+        if not self.is_finite:
+            return math.inf
         last = self.losses[-max(1, round(share * len(self.losses))) :]
         return sum(last) / len(last)
 
@@ -68,15 +75,11 @@ def train(
         seed: of the initial weights and of the order of the rows.
         device: where.
         watch: called now and then with the seconds that the rest will take at the present pace.
-
-    Raises:
-        ArithmeticError: the loss is not finite.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
-    torch.manual_seed(seed)
     with torch.device(device):
-        model = build_model(arm, recipe, corpus.vocab_size).train()
+        model = build_model(arm, recipe, corpus.vocab_size, seed=seed).train()
     optimizer = torch.optim.AdamW(parameter_groups(model, recipe.weight_decay), lr=rate, betas=recipe.betas, fused=True)
     rows = TrainingRows(corpus.train, recipe.row_length, recipe.rows_per_step, seed, device)
     if on_gpu:
@@ -97,9 +100,7 @@ def train(
         losses.append(loss.detach())
         if (step + 1) % _PACED == 0 or step + 1 == steps:
             if not math.isfinite(losses[-1].item()):  # waits for the device
-                raise ArithmeticError(
-                    f"{arm}, learning rate {rate}, seed {seed}: the loss is not finite at step {step}"
-                )
+                break
             now = time.perf_counter()
             paces.append((now - before) / ((step % _PACED) + 1))
             before = now
@@ -121,5 +122,5 @@ def autocast(device: torch.device | str) -> torch.autocast:
 
 
 def _usual(paces: list[float]) -> float:
-    """Seconds per step without the first group, in which kernels are compiled."""
-    return statistics.median(paces[1:] or paces)
+    """Seconds per step without the first group, in which kernels are compiled; NaN before there is a group."""
+    return statistics.median(paces[1:] or paces or [math.nan])
