@@ -1,8 +1,12 @@
 """A table of rows: prompts in pieces and steps of several widths give the tokens of `generate`, rows apart from each
 other to the last bit."""
 
+import foreign_models
 import pytest
+import tiny_families
 import torch
+from foreign_models import foreign_model
+from tiny_families import tiny_original
 from tiny_models import CASES, tiny_config, tiny_model, tokens
 
 import deltazoo
@@ -12,6 +16,9 @@ from deltazoo.generation.row_table import PromptRows, RowTable
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LINEAR = [case for case in CASES if "full_attention" not in tiny_config(case).layer_types]
+HYBRID = ["hybrid", "hybrid_softmax_first", "hybrid_without_conv"]
+MOST = 40
+"""Tokens of a row in tests of hybrids."""
 FEW = ["gated_deltanet", "kda_without_conv"]
 PIECE = 8
 
@@ -37,20 +44,57 @@ def equal(a, b):
     return all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in pairs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("case", LINEAR)
-def test_greedy(case, padded, device):
-    model = tiny_model(case).to(device)
-    table = RowTable(model, [1, 4])
-    prompts = PromptRows(model, 2, PIECE, table.empty, padded=padded)
-    ids = tokens(1, 20).to(device)
-    expected = deltazoo.generate(model, ids, max_new_tokens=8)[0, 20:].tolist()
-    state = state_after(prompts, 1, ids[0].tolist())
-    table.put(3, state, ids[0, -1].item(), 19, Sampling(), 0)
-    assert continued(table, 3, 4, 4) == expected[:4]
+def check_greedy(model, ids, *, padded=False):
+    """Two rows of different lengths, through steps of two widths, against `deltazoo.generate` of each alone."""
+    table = RowTable(model, [2, 4], MOST)
+    prompts = PromptRows(model, 2, PIECE, table.empty, padded=padded, max_length=MOST)
+    rows = {3: ids[0].tolist(), 1: ids[1, :6].tolist()}
+    for row, prompt in rows.items():
+        table.put(row, state_after(prompts, row % 2, prompt), prompt[-1], len(prompt) - 1, Sampling(), 0)
+    made = {row: [] for row in rows}
+    for _ in range(4):
+        table.step(4, Way.GREEDY)
+        tokens = table.read_tokens(4)()
+        for row in rows:
+            made[row].append(tokens[row].item())
     table.move([3], [0])
-    assert continued(table, 0, 1, 4) == expected[4:]
+    for _ in range(4):
+        table.step(2, Way.GREEDY)
+        tokens = table.read_tokens(2)()
+        for row, place in ((3, 0), (1, 1)):
+            made[row].append(tokens[place].item())
+    for row, prompt in rows.items():
+        ids = torch.tensor([prompt], device=model.device)
+        expected = deltazoo.generate(model, ids, max_new_tokens=8, eos_token_id=[])
+        assert made[row] == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("case", "padded"), [(case, padded) for case in LINEAR for padded in (False, True)])
+def test_greedy(case, padded, device):
+    check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device), padded=padded)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", HYBRID)
+def test_hybrids(case, device):
+    check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("family", "layers"), [("llama", "1:1"), ("llama", "all"), ("gpt2", "1:1")])
+def test_swapped_models(family, layers, device):
+    model = tiny_original(family).to(device)
+    deltazoo.swap_attention(model, "gated_deltanet", layers)
+    check_greedy(model, tiny_families.tokens(2, 20).to(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"])
+def test_accelerated_models(family, device):
+    model = foreign_model(family).to(device)
+    deltazoo.accelerate(model)
+    check_greedy(model, foreign_models.tokens(2, 20).to(device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -78,12 +122,12 @@ def test_a_padded_pass_keeps_rows_apart(case, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", Way)
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", [*FEW, "hybrid"])
 def test_other_rows_change_no_bit(case, way, device):
     model = tiny_model(case).to(device)
     samplings = {Way.GREEDY: Sampling(), Way.DRAWN: Sampling(1.0), Way.FILTERED: Sampling(1.0, 20, 0.9)}
-    table = RowTable(model, [4])
-    prompts = PromptRows(model, 1, PIECE, table.empty, padded=False)
+    table = RowTable(model, [4], MOST)
+    prompts = PromptRows(model, 1, PIECE, table.empty, padded=False, max_length=MOST)
     ids = tokens(4, 12).tolist()
     states = [state_after(prompts, 0, row) for row in ids]
 
@@ -98,16 +142,17 @@ def test_other_rows_change_no_bit(case, way, device):
     assert run([2]) == run([0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", [*FEW, "hybrid"])
 def test_nothing_waits_for_the_device(case, captures, monkeypatch):
     """What is captured holds no operation that a CUDA graph could not."""
     monkeypatch.setattr(row_table, "capture", step_capture.capture)
     model = tiny_model(case)
-    table = RowTable(model, [1, 2])
-    prompts = PromptRows(model, 2, PIECE, table.empty, padded=True)
+    table = RowTable(model, [1, 2], MOST)
     table.capture()
-    prompts.capture()
-    assert len(captures) == 2 + 2 * len(Way) + 1
+    assert len(captures) == 2 + 2 * len(Way)
+    if case in FEW:
+        PromptRows(model, 2, PIECE, table.empty, padded=True).capture()
+        assert len(captures) == 2 + 2 * len(Way) + 1
 
 
 @pytest.mark.gpu
@@ -131,6 +176,26 @@ def test_taking_and_putting_states_waits_for_nothing(case):
     assert len(reads[0]()) == 2 and len(reads[1]()) == 3
 
 
-def test_models_with_softmax_layers_are_refused():
-    with pytest.raises(ValueError, match="softmax"):
-        RowTable(tiny_model("hybrid"), [1])
+def test_rows_that_are_not_in_use_may_be_past_the_end():
+    model = tiny_model("hybrid")
+    table = RowTable(model, [2], 4)
+    prompts = PromptRows(model, 1, PIECE, table.empty, padded=False, max_length=4)
+    state = state_after(prompts, 0, [3, 4])
+    expected = None
+    for _ in range(3):
+        table.put(0, state, 4, 1, Sampling(), 0)
+        made = continued(table, 0, 2, 3)
+        assert expected in (None, made)
+        expected = made
+
+
+class TestRefusals:
+    def test_softmax_layers_need_a_length(self):
+        with pytest.raises(ValueError, match="max_length is needed"):
+            RowTable(tiny_model("hybrid"), [1])
+
+    def test_sliding_windows(self):
+        model = tiny_original("mistral")
+        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
+        with pytest.raises(ValueError, match="without sliding windows"):
+            RowTable(model, [1], 10)

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.recorded_calls import CroppableLinearLayer
+from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.layers.state import MixerState
 
 __all__ = ["Tensors", "fill", "fill_rows", "kind_of", "num_rows_of", "tensors_of", "tokens_of", "why_not_fill"]
@@ -29,6 +30,7 @@ KINDS: Mapping[type[Any], str] = {
     DynamicLayer: "softmax",
     DynamicSlidingWindowLayer: "softmax",
     StaticLayer: "softmax",
+    RowKeyValues: "softmax",
 }
 """By exact class: a subclass may hold more."""
 
@@ -161,12 +163,13 @@ def fill_rows(layer: Any, tensors: Tensors, rows: Tensor) -> None:
     """Replace some rows `[N]` of what a layer holds; a static layer keeps its addresses.
 
     Softmax layers align rows at the last token, as in a batch with padding on the left: a row with fewer tokens than
-    the batch has zeros before them, which the caller's mask must hide.
+    the batch has zeros before them, which the caller's mask must hide. Those of `RowKeyValues` align at the first.
     """
     for name, held in tensors_of(layer).items():
         new = tensors[name]
         if kind_of(layer) == "softmax":
-            new = F.pad(new, (0, 0, held.shape[2] - new.shape[2], 0))
+            missing = held.shape[2] - new.shape[2]
+            new = F.pad(new, (0, 0, 0, missing) if isinstance(layer, RowKeyValues) else (0, 0, missing, 0))
         if _is_static(layer) or kind_of(layer) == "linear":
             held.index_copy_(0, rows, new)
         else:

@@ -8,31 +8,38 @@ a row computes does not depend on the others, bit for bit, and each shape is one
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from deltazoo.generation.decoder import check_model
-from deltazoo.generation.layer_contents import kind_of
 from deltazoo.generation.read_later import read_later
+from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.generation.row_sampling import RowSampling, Way
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step_capture import CapturedStep, capture
 
-__all__ = ["PromptRows", "RowTable"]
+__all__ = ["PromptRows", "RowTable", "has_softmax_layers"]
+
+
+def has_softmax_layers(model: Any) -> bool:
+    """Whether rows of a model take memory for every token; ValueError if no captured step can work on its cache."""
+    return any(isinstance(layer, StaticLayer) for layer in fixed_cache(model, 1).layers)
 
 
 class RowTable:
     """Rows that continue by one token per step, each with its own past and its own sampling.
 
     Args:
-        model: as for `Decoder`, without softmax layers. It must not change.
+        model: as for `Decoder`, without sliding windows in softmax layers. It must not change.
         widths: numbers of rows that a step can have; the largest is the size of the table.
+        max_length: tokens of a row at most, for which softmax layers reserve keys and values; models without need none.
 
     Attributes:
         widths: in ascending order.
@@ -42,7 +49,7 @@ class RowTable:
         ValueError: a model that the table cannot run.
     """
 
-    def __init__(self, model: Any, widths: Sequence[int]) -> None:
+    def __init__(self, model: Any, widths: Sequence[int], max_length: int | None = None) -> None:
         check_model(model)
         self.model = model
         self.widths = tuple(sorted(set(widths)))
@@ -50,11 +57,17 @@ class RowTable:
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.sampling = RowSampling(rows, device)
-        cache = fixed_cache(model, 1)
-        if any(kind_of(layer) == "softmax" for layer in cache.layers):
-            raise ValueError("rows of their own lengths need a model without softmax layers: their keys grow together")
-        with torch.no_grad():
-            _forward(model, self.token, cache, self.position)  # makes the tensors of the cache
+        cache = _cache_of_rows(model, max_length, self.position)
+        lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, RowKeyValues)]
+        self._columns = torch.arange(lengths[0], device=device) if lengths else None
+        try:
+            with torch.no_grad():
+                self._forward(cache, rows)  # makes the tensors of the cache
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{rows} rows, with keys and values of {max_length or 0} tokens each, do not fit into the device's "
+                "memory: take fewer rows or a smaller max_length"
+            ) from error
         self.empty = snapshot(cache, rows=[0], num_tokens=0)._map(torch.zeros_like)
         self._caches = {width: some_rows(cache, slice(width)) for width in self.widths}
         self._steps: dict[int, CapturedStep] = {}
@@ -87,7 +100,8 @@ class RowTable:
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy some rows to other places."""
         cache = self._caches[self.widths[-1]]
-        restore(cache, snapshot(cache, rows=sources, num_tokens=0), rows=targets)
+        num_tokens = 0 if self._columns is None else len(self._columns)
+        restore(cache, snapshot(cache, rows=sources, num_tokens=num_tokens), rows=targets)
         for x in (self.token, self.position):
             for source, target in zip(sources, targets, strict=True):
                 x[target].copy_(x[source])
@@ -134,9 +148,16 @@ class RowTable:
             self._draws[width, way] = capture(partial(self._draw, width, way), [self.token[:width]])
 
     def _advance(self, width: int, cache: StaticCache) -> Tensor:
-        logits = _forward(self.model, self.token[:width], cache, self.position[:width])
+        # Experts have another implementation for decoding, but not in older versions of transformers.
+        with getattr(self.model, "_optimize_model_for_decode", nullcontext)():
+            logits = self._forward(cache, width)
         self.position[:width].add_(1)
         return logits
+
+    def _forward(self, cache: StaticCache, width: int) -> Tensor:
+        position = self.position[:width]
+        visible = None if self._columns is None else (self._columns <= position).long()
+        return _forward(self.model, self.token[:width], cache, position, visible)
 
     def _draw(self, width: int, way: Way) -> None:
         self.sampling.choose(self._logits(width), self.position[:width], way, self.token[:width])
@@ -153,19 +174,24 @@ class PromptRows:
         rows: that run in one pass.
         piece: most tokens of a row in one pass.
         empty: `RowTable.empty`.
+        max_length: as for `RowTable`.
         padded: every pass has `rows` rows of `piece` tokens, with padding where a row has fewer, and is one CUDA graph
-            on a GPU. Only for our own models. Otherwise the rows of a pass run one by one, without padding.
+            on a GPU. Only for our own models without softmax layers. Otherwise the rows of a pass run one by one,
+            without padding.
     """
 
-    def __init__(self, model: Any, rows: int, piece: int, empty: Snapshot, *, padded: bool) -> None:
+    def __init__(
+        self, model: Any, rows: int, piece: int, empty: Snapshot, *, padded: bool, max_length: int | None = None
+    ) -> None:
         self.model = model
         self.rows = rows
         self.piece = piece
         self.empty = empty
         self.padded = padded
-        self._cache = fixed_cache(model, 1)
-        restore(self._cache, empty.fork(rows))
-        self._single = [some_rows(self._cache, slice(row, row + 1)) for row in range(rows)]
+        # Padded rows are one batch. Rows that run one by one have caches of their own, with their own counts of tokens.
+        self._caches = [fixed_cache(model, max_length or 1) for _ in range(1 if padded else rows)]
+        for cache in self._caches:
+            restore(cache, empty.fork(rows) if padded else empty)
         self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
         self._columns = torch.arange(piece, device=model.device)
@@ -175,17 +201,23 @@ class PromptRows:
     def capture(self) -> None:
         """Prepare the pass; it is prepared at its first use otherwise."""
         if self.padded and self._pass is None:
-            self._pass = CapturedStep(self.model, self._run_padded, self._cache)
+            self._pass = CapturedStep(self.model, self._run_padded, self._caches[0])
 
     @torch.no_grad()
     def load(self, row: int, state: Snapshot | None) -> None:
         """Continue a row from a state; None: from the beginning."""
-        restore(self._cache, self.empty if state is None else state, rows=[row])
+        state = self.empty if state is None else state
+        if self.padded:
+            restore(self._caches[0], state, rows=[row])
+        else:
+            restore(self._caches[row], state)
 
     @torch.no_grad()
     def take(self, row: int, num_tokens: int) -> Snapshot:
         """The state of a row, which has had `num_tokens` tokens."""
-        return snapshot(self._cache, rows=[row], num_tokens=num_tokens)
+        if self.padded:
+            return snapshot(self._caches[0], rows=[row], num_tokens=num_tokens)
+        return snapshot(self._caches[row], num_tokens=num_tokens)
 
     @torch.no_grad()
     def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]]) -> None:
@@ -198,7 +230,7 @@ class PromptRows:
             for row, (start, tokens) in pieces.items():
                 ids = self._on_device([tokens])
                 positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
-                _forward(self.model, ids, self._single[row], positions)
+                _forward(self.model, ids, self._caches[row], positions)
             return
         self.capture()
         assert self._pass is not None
@@ -209,7 +241,10 @@ class PromptRows:
 
     def _run_padded(self) -> Tensor:
         real = self._columns < self._lengths
-        return _forward(self.model, self._tokens, self._cache, mask={"linear_attention": real})
+        mask = {"linear_attention": real}
+        return self.model(
+            self._tokens, attention_mask=mask, past_key_values=self._caches[0], use_cache=True, logits_to_keep=1
+        ).logits
 
     def _on_device(self, numbers: Sequence[Sequence[int]]) -> Tensor:
         device = self._tokens.device
@@ -217,17 +252,46 @@ class PromptRows:
         return on_host.to(device, non_blocking=True)
 
 
+def _cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> StaticCache:
+    """An empty cache in which rows have their own lengths.
+
+    Args:
+        model: whose cache it is.
+        max_length: see `RowTable`.
+        position: see `RowKeyValues`.
+
+    Raises:
+        ValueError: a layer keeps its past in a way that such rows cannot share; `max_length` is missing.
+    """
+    if any(type(layer) is StaticSlidingWindowLayer for layer in StaticCache(model.config, max_cache_len=2).layers):
+        raise ValueError("rows of their own lengths need softmax layers without sliding windows")
+    cache = fixed_cache(model, max_length or 1)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is StaticLayer:
+            if max_length is None:
+                raise ValueError("max_length is needed: softmax layers reserve memory for every token")
+            cache.layers[index] = RowKeyValues(max_length, position)
+    return cache
+
+
 def _forward(
-    model: Any, tokens: Tensor, cache: StaticCache, positions: Tensor | None = None, mask: Any = None
+    model: Any, tokens: Tensor, cache: StaticCache, positions: Tensor, visible: Tensor | None = None
 ) -> Tensor:
-    """Logits `[N, vocabulary]` after the last token of each row."""
+    """Logits `[N, vocabulary]` after the last token of each row.
+
+    Args:
+        model: whose forward pass it is.
+        tokens: `[N, T]`.
+        cache: of these rows.
+        positions: `[N, T]`, of the tokens in their rows.
+        visible: `[N, max_length]`, 1 for columns of softmax layers that the token of a row may attend to; None: as many
+            as the cache has counted.
+    """
     options = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    output = model(
-        input_ids=tokens,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        **options,
+    inputs = model.prepare_inputs_for_generation(
+        tokens, past_key_values=cache, attention_mask=visible, position_ids=positions, use_cache=True, **options
     )
-    return output.logits[:, -1]
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, dict) and "linear_attention" in mask:  # columns are not tokens
+        inputs["attention_mask"] = mask | {"linear_attention": None}
+    return model(**inputs).logits[:, -1]

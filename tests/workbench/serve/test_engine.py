@@ -64,7 +64,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv", "tied"])
+@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv", "hybrid"])
 def test_greedy_tokens_are_those_of_generate(case, engine_of):
     engine = engine_of(tiny(case), widths=(1, 2, 4))
     streams = [engine.submit(request(length, max_tokens=12)) for length in (1, 7, 8, 9, 40)]
@@ -75,7 +75,7 @@ def test_greedy_tokens_are_those_of_generate(case, engine_of):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ["gated_deltanet", "kda_without_conv"])
+@pytest.mark.parametrize("case", ["gated_deltanet", "hybrid_kda"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_crowd_changes_no_bit(case, ahead, device, engine_of):
     """At one width: each request alone in a fresh engine, then all of them among others that come and go."""
@@ -150,9 +150,10 @@ def test_the_oldest_prompt_is_not_overtaken_for_ever(engine_of, monkeypatch):
 
 class TestPrefixes:
     @pytest.mark.parametrize("device", DEVICES)
-    def test_a_hit_gives_the_bits_of_a_miss(self, device, engine_of):
+    @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid"])
+    def test_a_hit_gives_the_bits_of_a_miss(self, case, device, engine_of):
         """Three turns of a conversation, and each once more."""
-        model = tiny().to(device)
+        model = tiny(case).to(device)
         with_cache, without = engine_of(model), engine_of(model, prefix_memory=0)
         options = {"temperature": 1.0, "seed": 3, "logprobs": 3, "max_tokens": 11}
         prompt, cached = prompt_of(21), []
@@ -243,6 +244,13 @@ class TestEnds:
             engine.submit(request(20, max_tokens=None))
         with pytest.raises(RequestError, match="13 tokens and at least 8"):
             engine.submit(request(13, max_tokens=8))
+
+    def test_softmax_layers_have_a_limit(self, engine_of):
+        engine = engine_of(tiny("hybrid", max_position_embeddings=16))
+        stream = engine.submit(Request(prompt=prompt_of(4), temperature=0))
+        assert len(tokens_of(stream)) == 12
+        with pytest.raises(RequestError, match="limit of 16"):
+            engine.submit(request(16))
 
     def test_requests_that_do_not_fit(self, engine_of):
         engine = engine_of()

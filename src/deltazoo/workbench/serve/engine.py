@@ -28,7 +28,7 @@ import torch
 
 from deltazoo.generation import Sampling, Snapshot
 from deltazoo.generation.row_sampling import Way
-from deltazoo.generation.row_table import PromptRows, RowTable
+from deltazoo.generation.row_table import PromptRows, RowTable, has_softmax_layers
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.workbench.serve.prefix_cache import PrefixCache, prefix_keys
 from deltazoo.workbench.serve.requests import (
@@ -102,10 +102,10 @@ class Engine:
         tokenizer: of the model.
         widths: numbers of rows that a step can have; the largest is the most requests that run at once.
         prompt_piece: most tokens of a prompt in one pass, and the distance of the places where prefixes are found.
-        prompt_rows: prompts in one pass; default: 4 on a GPU for our own models, else 1.
+        prompt_rows: prompts in one pass; default: 4 on a GPU for our own models without softmax layers, else 1.
         max_queue: most requests that wait for a place.
         context_limit: most tokens of prompt and answer; default: the configuration's `max_position_embeddings` for
-            models with softmax layers, none for others.
+            models with softmax layers, which reserve keys and values of so many tokens for every row; none for others.
         prefix_memory: most bytes of states that the prefix cache keeps on the model's device; 0: none.
         eos_token_id: tokens that end an answer; default: the model's, else the tokenizer's.
 
@@ -128,16 +128,25 @@ class Engine:
     ) -> None:
         _check_options(widths=min(widths, default=0), prompt_piece=prompt_piece, max_queue=max_queue)
         _check_options(prompt_rows=1 if prompt_rows is None else prompt_rows)
+        _check_options(context_limit=1 if context_limit is None else context_limit)
         if prefix_memory < 0:
             raise ValueError(f"prefix_memory must be at least 0 bytes, got {prefix_memory}")
         self.model = model
         self.tokenizer = tokenizer
-        self.context_limit = context_limit
         self.max_queue = max_queue
-        self.table = RowTable(model, widths)
-        padded = model.device.type == "cuda" and isinstance(model, DeltaRuleForCausalLM)
+        is_hybrid = has_softmax_layers(model)
+        if context_limit is None and is_hybrid:
+            context_limit = model.config.get_text_config().max_position_embeddings
+        self.context_limit = context_limit
+        self.table = RowTable(model, widths, context_limit)
+        padded = model.device.type == "cuda" and isinstance(model, DeltaRuleForCausalLM) and not is_hybrid
         self.prompts = PromptRows(
-            model, prompt_rows or (4 if padded else 1), prompt_piece, self.table.empty, padded=padded
+            model,
+            prompt_rows or (4 if padded else 1),
+            prompt_piece,
+            self.table.empty,
+            padded=padded,
+            max_length=context_limit,
         )
         self.prefixes = PrefixCache(prefix_memory)
         self._ends = _end_tokens(model, tokenizer, eos_token_id)
