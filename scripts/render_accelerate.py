@@ -21,17 +21,22 @@ METHOD = """\
 Each model has four layers (three of delta rule and one of softmax attention) with the widths of its configuration's
 defaults, random weights, dense MLPs in place of experts, and a vocabulary of 32,768. Measured in eager mode, before and
 after in turns; numbers are medians of three rounds, with the least and the most in brackets.
-
-| phase | what runs |
-| --- | --- |
-| prompt | forward into a new cache |
-| training | forward and backward |
-| packed training | the same on packed documents |
-| step | one token after the prompt |
-
+"""
+EXPERTS = """
+Qwen3.5 MoE and Qwen4-Exp, which have no dense MLPs, have 16 experts per layer.
+"""
+BEFORE = """
 "Before" is transformers' plain torch code, which it runs where flash-linear-attention and causal-conv1d are not
 installed. It cannot keep packed documents apart, so that row has no "before".
 """
+PHASES = {
+    "prompt": "forward into a new cache",
+    "training": "forward and backward",
+    "packed training": "the same on packed documents",
+    "step": "one token after the prompt",
+    "generate": "`model.generate` of 64 tokens after 128; after: one CUDA graph per step, where the family allows it",
+    "loop": "`deltazoo.generate`'s loop, beside transformers' `generate`",
+}
 HEADER = [
     "model",
     "phase",
@@ -54,24 +59,50 @@ def page() -> str:
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("accelerate_*.json"))]
     parts = ["# transformers' models on our operators: speed\n", answer(files[0]), SOURCE]
     for content in files:
-        parts += [heading(content), table(HEADER, map(cells, content["rows"]), text_columns=2)]
-    return "\n".join([*parts, METHOD, runs(files)])
+        parts += [heading(content), table(HEADER, map(cells, content["rows"]), text_columns=2), *uncaptured(content)]
+    return "\n".join([*parts, method([row for content in files for row in content["rows"]]), runs(files)])
 
 
 def answer(content: dict[str, Any]) -> str:
-    """One sentence for a reader who wants no table."""
+    """What a reader wants to know who wants no table."""
     found: dict[str, list[float]] = {}
     for row in content["rows"]:
-        if (ratio := speed_up(row)) is not None:
+        if (ratio := speed_up(row)) is not None and is_captured(row):
             found.setdefault(row["phase"], []).append(ratio)
     ranges = {phase: f"{min(ratios):.1f} to {max(ratios):.1f}" for phase, ratios in found.items()}
     step = found["step"]
     steps = "are unchanged" if all(0.85 < ratio < 1.15 for ratio in step) else "run at other speeds"
+    generate = ""
+    if "generate" in ranges:
+        generate = f" `generate` decodes {ranges['generate']} times as fast where its step can be captured."
     return (
         "With [`deltazoo.accelerate`](other_libraries.md#their-models-on-our-operators), transformers' own delta-rule "
         f"models run prompts {ranges['prompt']} times as fast on an {machine(content)}, and training "
-        f"{ranges['training']} times; single steps of decoding {steps} ({ranges['step']}).\n"
+        f"{ranges['training']} times; single steps of decoding {steps} ({ranges['step']}).{generate}\n"
     )
+
+
+def is_captured(row: dict[str, Any]) -> bool:
+    """False for decoding by `generate` whose step is no CUDA graph."""
+    return row["phase"] != "generate" or "the last call: captured" in row["decoding"]
+
+
+def uncaptured(content: dict[str, Any]) -> list[str]:
+    """Why steps of some models are not captured."""
+    reasons = {
+        row["model"]: row["decoding"].partition("the last call: the ordinary loop: ")[2].removesuffix(")")
+        for row in content["rows"]
+        if not is_captured(row)
+    }
+    return [f"The step of {model} is not captured: {reason}.\n" for model, reason in reasons.items()]
+
+
+def method(rows: list[dict[str, Any]]) -> str:
+    """How the rows were measured."""
+    measured = {row["phase"] for row in rows}
+    phases = table(["phase", "what runs"], [[name, text] for name, text in PHASES.items() if name in measured])
+    experts = EXPERTS if any(row["model"] in ("qwen3_5_moe_text", "qwen4_exp_text") for row in rows) else ""
+    return f"{METHOD}{experts}\n{phases}{BEFORE}"
 
 
 def machine(content: dict[str, Any]) -> str:
@@ -82,7 +113,9 @@ def heading(content: dict[str, Any]) -> str:
     """Title of a file's table and what all its rows share."""
     first = content["rows"][0]
     way = "default options" if first["fused_kernels"] is None else f"`fused_kernels={first['fused_kernels']}`"
-    return f"## {machine(content)}, {way}\n\n{first['dtype']}, {first['batch']} x {first['tokens']:,} tokens.\n"
+    fewer = {row["model"]: row["tokens"] for row in content["rows"] if row["tokens"] != first["tokens"]}
+    rest = "".join(f"; {model} {first['batch']} x {tokens:,}" for model, tokens in fewer.items())
+    return f"## {machine(content)}, {way}\n\n{first['dtype']}, {first['batch']} x {first['tokens']:,} tokens{rest}.\n"
 
 
 def runs(files: list[dict[str, Any]]) -> str:
@@ -111,7 +144,7 @@ def speed(result: dict[str, Any] | None) -> str:
     if result is None:
         return ""
     if "error" in result:
-        return "out of memory"
+        return result["error"].partition(":")[0]
     return f"{result['tokens_per_s']:,.0f} ({result['low']:,.0f} to {result['high']:,.0f})"
 
 

@@ -8,8 +8,9 @@ import pytest
 import tiny_families
 import torch
 from foreign_models import SPARSE_SOFTMAX, foreign_model
+from peft import LoraConfig, get_peft_model
 from tiny_families import tiny_original
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 
 import deltazoo
 from deltazoo.generation import Decoder
@@ -137,6 +138,41 @@ def test_generate_captures_its_step(make, options, captures):
         assert torch.equal(made, expected)
     assert len(captures) in ((1, 2) if "prefill_chunk_size" in options else (1,))
     assert "(the last call: captured)" in deltazoo.report(model).decoding
+
+
+@pytest.mark.parametrize("family", ACCELERATED)
+def test_caches_that_the_caller_hands_in(family, captures):
+    """A growing cache keeps the ordinary loop; a static one is captured on demand, and holds the states afterwards."""
+    model, ids, more = accelerated(family), foreign_models.tokens(2, 7), foreign_models.tokens(2, 3, seed=1)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+
+    def generate(ids, **more_options):
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options, **more_options)
+
+    first = generate(ids, return_dict_in_generate=True)
+    conversation = torch.cat([first.sequences, more], dim=1)
+    expected = ordinary(model, conversation, **options)
+    assert torch.equal(generate(conversation, past_key_values=first.past_key_values), expected)
+    assert not captures
+
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    assert torch.equal(generate(ids, past_key_values=cache, capture_step=True), first.sequences)
+    assert torch.equal(generate(conversation, past_key_values=cache, capture_step=True), expected)
+    assert len(captures) == 2
+    with pytest.raises(ValueError, match="capture_step=True cannot act: the cache has been used"):
+        generate(conversation, past_key_values=first.past_key_values, capture_step=True)
+
+
+def test_adapters_on_an_accelerated_model_act_in_captured_steps(captures):
+    model, ids = accelerated("qwen3_next"), foreign_models.tokens(2, 7)
+    plain = ordinary(model, ids)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["in_proj_qkvz", "o_proj"], init_lora_weights=False))
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+    made = adapted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    assert len(captures) == 1
+    assert torch.equal(made, ordinary(adapted, ids)) and not torch.equal(made, plain)
+    with adapted.disable_adapter():
+        assert torch.equal(adapted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options), plain)
 
 
 @pytest.mark.gpu
