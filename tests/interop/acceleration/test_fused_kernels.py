@@ -26,17 +26,18 @@ from deltazoo.ops.decay import softplus_decay
 CHILD = "import sys; sys.path[:0] = sys.argv[1:3]; import test_fused_kernels as t; t.compare(sys.argv[3:], 'cpu')"
 
 
-def results(model, x):
-    """The layer's outputs, every gradient, and outputs of pieces with a cache."""
+def results(model, x, positions):
+    """The layer's outputs, of packed rows too, every gradient, and outputs of pieces with a cache."""
     model.zero_grad()
     layer, cache = mixer_of(model), DynamicCache(config=model.config.get_text_config())
     inputs = x.clone().requires_grad_()
-    output = layer(inputs)
-    output.square().sum().backward()
+    output, packed = layer(inputs), layer(inputs, deltazoo_positions=positions)
+    (output.square().sum() + packed.pow(3).sum()).backward()
     with torch.no_grad():
         pieces = [layer(piece, cache_params=cache) for piece in x.split([6, 1, 1, 4], dim=1)]
     gradients = {name: p.grad for name, p in layer.named_parameters()}
-    return {"output": output.detach(), "input": inputs.grad, "pieces": torch.cat(pieces, dim=1), **gradients}
+    outputs = {"output": output.detach(), "packed": packed.detach()}
+    return {**outputs, "input": inputs.grad, "pieces": torch.cat(pieces, dim=1), **gradients}
 
 
 def compare(families, device):
@@ -46,11 +47,13 @@ def compare(families, device):
         deltazoo.accelerate(plain, backend="chunkwise", fused_kernels=False)
         deltazoo.accelerate(fused, backend="chunkwise", fused_kernels=True)
         x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0)).to(device)
+        lengths = [[5, 1, 2, 4], [12]]  # documents shorter than the taps, and two rows packed differently
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).to(device)
         layer = mixer_of(fused)
         with mock.patch.object(layer, "_step", wraps=layer._step) as steps:
-            actual = results(fused, x)
+            actual = results(fused, x, positions)
         assert steps.call_count == 2
-        assert_equal_but_for_rounding(partial(results, x=x), plain, actual)
+        assert_equal_but_for_rounding(partial(results, x=x, positions=positions), plain, actual)
 
 
 def test_interpreted(monkeypatch):
@@ -73,7 +76,7 @@ def test_refused_where_they_cannot_run():
     assert type(mixer_of(model)).__name__ == "Qwen3NextGatedDeltaNet"
 
 
-def test_convolutions_of_padded_and_packed_rows_take_plain_torch(monkeypatch):
+def test_convolutions_of_padded_rows_take_plain_torch(monkeypatch):
     model = foreign_model("qwen3_next")
     deltazoo.accelerate(model)
     layer, x, mask = mixer_of(model), torch.randn(1, 6, 32), torch.tensor([[0, 0, 1, 1, 1, 1]])
@@ -83,9 +86,9 @@ def test_convolutions_of_padded_and_packed_rows_take_plain_torch(monkeypatch):
     monkeypatch.setattr(mixer, "fused_gated_rms_norm", lambda x, gate, weight, eps, activation: layer.norm(x, gate))
     monkeypatch.setattr(transformers_layers, "fused_softplus_decay", softplus_decay)
     torch.testing.assert_close(layer(x, attention_mask=mask), expected)
-    torch.testing.assert_close(layer(x[:, 2:], deltazoo_positions=torch.arange(4)[None]), expected[:, 2:])
-    with pytest.raises(NotImplementedError, match="fused kernels run on NVIDIA GPUs"):
-        layer(x)
+    for packing in ({}, {"deltazoo_positions": torch.arange(6)[None]}):
+        with pytest.raises(NotImplementedError, match="fused kernels run on NVIDIA GPUs"):
+            layer(x, **packing)
 
 
 def test_a_cache_that_records_keeps_its_states(monkeypatch):

@@ -174,10 +174,10 @@ class AcceleratedMixer:
         past = qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2]) if state is None else state.transpose(1, 2).to(qkv.dtype)
         if isinstance(sequences, SharedSequences):
             (past,) = tokens_before((qkv,), taps, sequences.context)
-        if sequences.whole_rows and positions is None and self.fuses(qkv, state):
+        if sequences.whole_rows and self.fuses(qkv, state) and (positions is None or state is None):
             older = None if state is None else past[:, 1:].transpose(1, 2)
             window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
-            return fused_short_conv(qkv, self.conv1d.weight[:, 0], older), window.transpose(1, 2)
+            return _fused_convolution(qkv, self.conv1d.weight[:, 0], older, positions), window.transpose(1, 2)
         history = torch.cat([past, qkv], dim=1)
         if isinstance(sequences, PaddedSequences):
             index = sequences.lengths + torch.arange(taps, device=qkv.device)
@@ -256,6 +256,17 @@ def _widths(projections: Projections) -> list[int]:
 
 def _doubles_step(layer: Any) -> bool:
     return getattr(layer, "allow_neg_eigval", False)
+
+
+def _fused_convolution(x: Tensor, weight: Tensor, older: Tensor | None, positions: Tensor | None) -> Tensor:
+    """One kernel for convolution and SiLU; with `positions` `[B, T]`, no tap reaches past a document's first token."""
+    if positions is None:
+        return fused_short_conv(x, weight, older)
+    # Documents are numbered by their first token, so that nothing has to be counted on the device.
+    tokens = torch.arange(x.shape[0] * x.shape[1] + 1, device=x.device)
+    first_tokens = tokens[:-1] - positions.expand(x.shape[:2]).flatten()
+    joined = x.flatten(0, 1)[None]
+    return fused_short_conv(joined, weight, sequence=first_tokens, cu_seqlens=tokens.int()).view_as(x)
 
 
 def _forget_at_starts(inputs: RuleInputs, positions: Tensor) -> RuleInputs:

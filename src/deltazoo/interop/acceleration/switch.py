@@ -40,7 +40,7 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     Args:
         model: any transformers model, or a module that contains one.
         backend: of the operator: None takes triton where it can run and chunkwise elsewhere.
-        fused_kernels: Triton kernels for the convolution (of rows without padding or packing), the decay gate and the
+        fused_kernels: Triton kernels for the convolution (of rows without padding), the decay gate and the
             gated norm, as in `deltazoo.ops.fused`: True, on NVIDIA GPUs only; None, wherever they run; False, nowhere.
 
     Returns:

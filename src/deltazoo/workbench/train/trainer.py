@@ -163,7 +163,7 @@ class PackedTrainer(ContextParallelTrainer):
         balancing = outputs.get("aux_loss")
         if balancing is not None and num_items_in_batch is not None:
             too_much = self.accelerator.num_processes - 1 / self._division.accumulation
-            loss = loss - too_much * self._model.router_aux_loss_coef * balancing
+            loss = loss - too_much * self._model.config.router_aux_loss_coef * balancing
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(
