@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from foreign_models import foreign_model
@@ -240,6 +242,36 @@ def message(function: Any) -> str:
     return "nothing"
 
 
+PREFILLED = ("kda", "pgdn", "hybrid", "swapped")
+"""A rule with a state of its own, and softmax layers."""
+
+
+def check_prefill(groups: dict[int, Any]) -> dict[str, Any]:
+    """By model and degree: whether one rank goes on from a shared prompt as from its own; and an error."""
+    found = {}
+    for name in PREFILLED:
+        model = made_model(name)
+        prompt = torch.randint(model.config.vocab_size, (2, 200), generator=torch.Generator().manual_seed(0))
+        options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+        alone = model.generate(prompt, **options)
+        for degree in range(2, SIZE + 1):
+            if degree <= RANK:
+                continue
+            context = ContextParallel(groups[degree])
+            deltazoo.context_parallel(model, context)
+            begins = [0, 70, 72, 73][:degree] + [199]  # all tokens but the last
+            piece = prompt[:, begins[RANK] : begins[RANK + 1]]
+            cache = DynamicCache(config=model.config)
+            run = partial(model, piece, past_key_values=cache)
+            with torch.no_grad():
+                run()
+            again = message(run)
+            deltazoo.context_parallel(model, None)
+            together = model.generate(prompt, past_key_values=cache, **options)
+            found[f"{name}, {degree}"] = [together.tolist() == alone.tolist(), again]
+    return found
+
+
 def check_errors(groups: dict[int, Any]) -> dict[str, Any]:
     """By case, what each rank raises."""
     if RANK > 1:
@@ -281,6 +313,7 @@ CHECKS = {
     "operators": check_operators,
     "models": check_models,
     "recomputation": check_recomputation,
+    "prefill": check_prefill,
     "errors": check_errors,
 }
 

@@ -67,7 +67,7 @@ def run_processes(count: int, *command: str) -> str:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What four processes found, by check and case."""
     folder = tmp_path_factory.mktemp("context")
-    run_processes(4, str(WORKER), str(folder), "operators", "models", "recomputation", "errors")
+    run_processes(4, str(WORKER), str(folder), "operators", "models", "recomputation", "prefill", "errors")
     return json.loads((folder / "results.json").read_text())
 
 
@@ -93,6 +93,15 @@ def test_models_compute_what_one_rank_computes(results: dict[str, dict[str, Any]
 def test_recomputation_exchanges_nothing_again(results: dict[str, dict[str, Any]]) -> None:
     counts = results["recomputation"]
     assert counts["block"] == counts["elementwise"] == counts["none"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.feature("context parallelism, four processes")
+def test_a_prompt_that_ranks_share_fills_a_cache_on_each(results: dict[str, dict[str, Any]]) -> None:
+    assert len(results["prefill"]) == 12
+    for case, (same_tokens, again) in results["prefill"].items():
+        assert same_tokens, case
+        assert "fill an empty cache" in again, case
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.distributed.shared_attention import SHARED_ATTENTION, register_shared_attention
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.context_group import agreed_lengths, sum_over_ranks
-from deltazoo.ops.context.token_exchange import next_tokens
+from deltazoo.ops.context.token_exchange import all_tokens, next_tokens
 
 __all__ = ["context_parallel"]
 
@@ -37,6 +38,10 @@ def context_parallel(model: M, ranks: DeviceMesh | ProcessGroup | ContextParalle
     number of labels that a rank has. So the mean of the losses of all ranks is the loss of the whole rows, and the mean
     of their gradients is its gradient, which is what DDP and FSDP take over data-parallel ranks too. With
     `num_items_in_batch` the summed loss is divided by that.
+
+    An empty `DynamicCache` in `past_key_values` is filled on every rank with what the whole rows leave there. So the
+    ranks run a long prompt but for its last token together, and after `context_parallel(model, None)` each of them, or
+    one, generates from the cache. Not in accelerated models.
 
     Args:
         model: a delta-rule layer or a model with some: our own, swapped or accelerated.
@@ -66,6 +71,8 @@ def _share(model: Any, context: ContextParallel | None) -> None:
     model.deltazoo_context = context
     if context is not None and model.base_model is not model and _shift_labels not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_shift_labels, with_kwargs=True)
+    if context is not None and model.base_model is model and _complete_cache not in model._forward_hooks.values():
+        model.register_forward_hook(_complete_cache, with_kwargs=True)
     implementation = model.config._attn_implementation
     if context is not None and implementation != SHARED_ATTENTION:
         register_shared_attention()
@@ -75,13 +82,34 @@ def _share(model: Any, context: ContextParallel | None) -> None:
         model.config._attn_implementation = model.deltazoo_attention
 
 
+def _call_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name."""
+    call = {**dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False)), **kwargs}
+    call.pop("self", None)
+    return call
+
+
+def _complete_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of a base model: gather the keys and values of softmax layers; the other layers have all."""
+    context: ContextParallel | None = model.deltazoo_context
+    cache: Cache | None = _call_of(model, args, kwargs).get("past_key_values")
+    if context is None or cache is None:
+        return
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized]
+    if layers:
+        context = agreed_lengths(context, layers[0].get_seq_length(), "cache")
+    for layer in layers:
+        for name in ("keys", "values"):
+            piece = getattr(layer, name).detach().transpose(1, 2)
+            setattr(layer, name, all_tokens(piece, context).transpose(1, 2))
+
+
 def _shift_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of a model with a loss: shift labels across pieces, and count those of all ranks."""
     context: ContextParallel | None = model.deltazoo_context
     if context is None:
         return None
-    call = {**dict(zip(inspect.signature(type(model).forward).parameters, (model, *args), strict=False)), **kwargs}
-    call.pop("self", None)
+    call = _call_of(model, args, kwargs)
     shifted = call.get("shift_labels")
     given = call.get("labels") if shifted is None else shifted
     if given is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicCache,
     DynamicLayer,
     LinearAttentionCacheLayerMixin,
     StaticCache,
@@ -22,7 +23,7 @@ from transformers.cache_utils import (
 from deltazoo.generation.recorded_calls import RecordedCalls
 from deltazoo.layers.state import MixerState, Replay
 
-__all__ = ["CacheStates", "DeltaRuleCacheLayer", "is_used", "prepare_cache", "prepare_cache_layer"]
+__all__ = ["CacheStates", "DeltaRuleCacheLayer", "is_used", "prepare_cache", "prepare_cache_layer", "why_not_shared"]
 
 
 class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -271,6 +272,20 @@ def is_used(layer: Any) -> bool:
     marks = ("is_initialized", "is_conv_states_initialized", "is_recurrent_states_initialized")
     values = [getattr(layer, mark, False) for mark in marks]  # newer versions of transformers mark each state
     return any(any(value.values()) if isinstance(value, dict) else value is True for value in values)
+
+
+def why_not_shared(cache: Cache | None) -> str | None:
+    """Why rows that several ranks share cannot fill a cache; None if they can, or there is none."""
+    if cache is None:
+        return None
+    if not isinstance(cache, DynamicCache):
+        return f"rows that several ranks share fill a DynamicCache, got a {type(cache).__name__}"
+    if any(is_used(layer) or getattr(layer, "record_past", False) for layer in cache.layers):
+        return (
+            "rows that several ranks share fill an empty cache that records nothing; for the tokens after them call "
+            "deltazoo.context_parallel(model, None)"
+        )
+    return None
 
 
 def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:

@@ -152,11 +152,12 @@ def describe_shared_batch(
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
     fills_cache: bool = False,
+    wrong_cache: str | None = None,
 ) -> BatchDescription:
     """The description of a piece of rows that several ranks share; arguments and errors as of `describe_batch`.
 
     B and T are those of this rank's piece, and so are `position_ids`. Boundaries are those in the whole row. Errors are
-    raised on every rank.
+    raised on every rank; `wrong_cache` says why the cache cannot be filled.
     """
 
     def check() -> None:
@@ -165,16 +166,18 @@ def describe_shared_batch(
             raise ValueError("rows that several ranks share take no padding: pack them with cu_seqlens")
         if seq_idx is not None:
             raise ValueError("rows that several ranks share take cu_seqlens in place of seq_idx")
-        if fills_cache:
-            raise ValueError("rows that several ranks share fill no cache: run them without past_key_values")
+        if wrong_cache is not None:
+            raise ValueError(wrong_cache)
         _checked_position_ids(position_ids, (batch_size, num_tokens))
 
     cu_seqlens = _one_cu_seqlens(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
-    sequences = describe_shared(context, batch_size, num_tokens, cu_seqlens, check)
+    sequences = describe_shared(context, batch_size, num_tokens, cu_seqlens, check, fills_cache=fills_cache)
     position_ids = _checked_position_ids(position_ids, (batch_size, num_tokens))
     if position_ids is not None and cu_seqlens is None:
         starts = _starts_from_positions(all_tokens(position_ids, sequences.context), None)
         if bool(starts[:, 1:].any()):
+            if fills_cache:
+                raise ValueError(_NO_CACHE)
             if batch_size > 1:
                 raise ValueError(
                     f"packed sequences that several ranks share need batch size 1, got position_ids that start again "

@@ -215,10 +215,8 @@ class DeltaRuleAttention(Float32Parameters):
             ValueError: arguments that do not fit each other or the layer. TypeError: a list in place of a tensor, or
                 `past_key_values` of another kind.
         """
-        sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences)
         past = StateAccess(past_key_values, self.layer_idx)
-        if past.wanted and isinstance(sequences, SharedSequences):
-            raise NotImplementedError("rows that several ranks share fill no cache: pass no past_key_values")
+        sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences, past)
         try:
             return self._mix(sequences.arrange(hidden_states), past, sequences, rotary)
         finally:
@@ -240,7 +238,8 @@ class DeltaRuleAttention(Float32Parameters):
         output, state = self.apply_rule(inputs, past, sequences)
         output = self._project_output(output, x)
 
-        past.keep(conv_state, state, auxiliary, num_new_tokens=x.shape[1])
+        num_tokens = sequences.num_tokens_of_all if isinstance(sequences, SharedSequences) else x.shape[1]
+        past.keep(conv_state, state, auxiliary, num_new_tokens=num_tokens)
         return sequences.restore(output)
 
     def _replay(
@@ -271,14 +270,16 @@ class DeltaRuleAttention(Float32Parameters):
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         sequences: Sequences | None,
+        past: StateAccess,
     ) -> Sequences:
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {tuple(hidden_states.shape)}")
         if sequences is None:
             batch_size, num_tokens = hidden_states.shape[:2]
             if self.context is not None:
-                check = partial(_refuse_mask, attention_mask)
-                return describe_shared(self.context, batch_size, num_tokens, cu_seqlens, check)
+                check = partial(_check_shared, attention_mask, past)
+                rows = (batch_size, num_tokens, cu_seqlens)
+                return describe_shared(self.context, *rows, check, fills_cache=past.wanted)
             return describe_sequences(batch_size, num_tokens, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
         if attention_mask is not None or cu_seqlens is not None:
             raise ValueError(
@@ -614,9 +615,14 @@ class DeltaRuleAttention(Float32Parameters):
         return f"{self.spec.name}, {heads}, {values}{signs}{steps}"
 
 
-def _refuse_mask(attention_mask: Tensor | None) -> None:
+def _check_shared(attention_mask: Tensor | None, past: StateAccess) -> None:
     if attention_mask is not None:
         raise ValueError("rows that several ranks share take no attention_mask: pack them with cu_seqlens")
+    if past.recurrent is not None or past.recording:
+        raise ValueError(
+            "rows that several ranks share fill an empty cache that records nothing; for the tokens after them call "
+            "deltazoo.context_parallel(model, None)"
+        )
 
 
 def _per_head(x: Tensor, channels: int) -> Tensor:

@@ -182,6 +182,12 @@ class SharedSequences(Sequences):
         return self.context.lengths[self.context.rank]
 
     @property
+    def num_tokens_of_all(self) -> int:
+        """Tokens of the whole row."""
+        assert self.context.lengths is not None
+        return sum(self.context.lengths)
+
+    @property
     def positions(self) -> Tensor | None:
         """`[1, T]` int64: position of each token in its packed sequence, from 0; None unless packed."""
         if self.cu_seqlens is None:
@@ -207,6 +213,8 @@ def describe_shared(
     num_tokens: int,
     cu_seqlens: Tensor | None = None,
     check: Callable[[], None] | None = None,
+    *,
+    fills_cache: bool = False,
 ) -> SharedSequences:
     """The description of a piece of rows that several ranks share; the ranks tell each other its length.
 
@@ -215,6 +223,7 @@ def describe_shared(
         batch_size, num_tokens: B and T of this rank's tokens.
         cu_seqlens: `[N + 1]` int32 or int64 boundaries of sequences packed into the whole row; needs B = 1.
         check: raises ValueError or TypeError if other arguments are wrong, which all ranks then do.
+        fills_cache: whether the state after the whole row is kept, on every rank.
 
     Raises:
         ValueError: on every rank, if the boundaries do not fit the tokens of all ranks, or the ranks differ.
@@ -222,10 +231,14 @@ def describe_shared(
 
     def described() -> int:
         check_boundaries(cu_seqlens, batch_size)
+        if fills_cache and cu_seqlens is not None:
+            raise ValueError("packed sequences fill no cache: run them without past_key_values")
         if check is not None:
             check()
         return batch_size
 
+    if fills_cache:
+        context = replace(context, gather_final_state=True)
     return SharedSequences(agreed_piece(context, num_tokens, cu_seqlens, described), cu_seqlens)
 
 

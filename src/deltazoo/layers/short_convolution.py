@@ -11,7 +11,7 @@ from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, PaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import StateAccess, is_decoding_step
-from deltazoo.ops.context.token_exchange import tokens_before
+from deltazoo.ops.context.token_exchange import last_tokens, tokens_before
 from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step, fused_short_convs
 
 __all__ = [
@@ -256,7 +256,7 @@ def convolve(
     q_conv, k_conv, v_conv = convolutions
     widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
     if isinstance(sequences, SharedSequences):
-        return _convolve_piece(convolutions, (q, k, v), sequences)
+        return _convolve_piece(convolutions, (q, k, v), past, sequences)
     q_past = k_past = v_past = None
     if past.recurrent is not None:
         state = _checked_state(past.conv, sum(widths))
@@ -275,14 +275,15 @@ def convolve(
 
 
 def _convolve_piece(
-    convolutions: Convolutions, inputs: tuple[Tensor, Tensor, Tensor], sequences: SharedSequences
-) -> tuple[Tensor, Tensor, Tensor, None]:
+    convolutions: Convolutions, inputs: tuple[Tensor, Tensor, Tensor], past: StateAccess, sequences: SharedSequences
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Convolve a piece of rows that several ranks share, behind the inputs before it, which other ranks have."""
     width = convolutions[0].kernel_size - 1
     before = tokens_before(inputs, width, sequences.context)
     q, k, v = (torch.cat(parts, 1) for parts in zip(before, inputs, strict=True))
     q, k, v, _ = convolve(convolutions, q, k, v, StateAccess(None, None), sequences.with_tokens_before(width))
-    return q[:, width:], k[:, width:], v[:, width:], None
+    state = last_tokens(inputs, width, sequences.context).mT if past.wanted else None
+    return q[:, width:], k[:, width:], v[:, width:], state
 
 
 def _checked_state(state: Tensor | None, channels: int) -> Tensor:

@@ -19,7 +19,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
-from deltazoo.generation.cache import prepare_cache
+from deltazoo.generation.cache import prepare_cache, why_not_shared
 from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.layers.batch_description import BatchDescription, describe_batch, describe_shared_batch
 from deltazoo.layers.norm import RMSNorm
@@ -192,6 +192,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 fills_cache=past_key_values is not None,
+                wrong_cache=why_not_shared(past_key_values),
                 **packing_arguments(kwargs),
             )
         # A pipeline stage fills only its own layers of the cache; transformers replaces the others by identities.

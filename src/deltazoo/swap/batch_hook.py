@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from deltazoo.generation.cache import why_not_shared
 from deltazoo.layers.batch_description import PACKING_ARGUMENTS, describe_batch, describe_shared_batch
 from deltazoo.ops import ContextParallel
 
@@ -54,6 +55,7 @@ def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -
     if context is None:
         batch = describe_batch(batch_size, num_tokens, past_length, tokens.device, **given)
     else:
+        given["wrong_cache"] = why_not_shared(cache)
         batch = describe_shared_batch(context, batch_size, num_tokens, tokens.device, **given)
         kwargs |= {"attention_mask": None, "position_ids": batch.position_ids, "use_cache": False}
     kwargs["delta_batch"] = batch

@@ -88,8 +88,9 @@ def _with_shared_batch(
 ) -> dict[str, Any]:
     """The arguments with a description of this rank's piece of rows that several ranks share."""
     given = {name: call.pop(name, None) for name in ("attention_mask", "cu_seqlens", "cu_seq_lens_q", "seq_idx")}
-    positions, fills_cache = _text_positions(call.get("position_ids"), shape), call.get("past_key_values") is not None
-    batch = describe_shared_batch(context, *shape, device, position_ids=positions, fills_cache=fills_cache, **given)
+    positions = _text_positions(call.get("position_ids"), shape)
+    wrong = None if call.get("past_key_values") is None else "accelerated models fill no cache on several ranks"
+    batch = describe_shared_batch(context, *shape, device, position_ids=positions, wrong_cache=wrong, **given)
     if batch.sequences.positions is not None:
         _check_layers(model)
     return call | {"attention_mask": None, "position_ids": batch.position_ids, "use_cache": False, SHARED_BATCH: batch}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltazoo.ops.context.context_group import ContextParallel, finished, started_gather
 
-__all__ = ["all_tokens", "next_tokens", "tokens_before"]
+__all__ = ["all_tokens", "last_tokens", "next_tokens", "tokens_before"]
 
 
 def all_tokens(x: Tensor, context: ContextParallel) -> Tensor:
@@ -46,17 +46,20 @@ def tokens_before(inputs: Sequence[Tensor], width: int, context: ContextParallel
     return before.split([x.shape[2] for x in inputs], 2)
 
 
+@torch.no_grad()
+def last_tokens(inputs: Sequence[Tensor], width: int, context: ContextParallel) -> Tensor:
+    """The last `width` tokens of the whole sequences, on every rank: `[B, width, C]`; as `tokens_before`, for a rank
+    behind the last one, with the channels of all inputs side by side and without gradients.
+    """
+    return _gathered_tokens(inputs, width, context, context.size)
+
+
 class _TokensBefore(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, width: int, context: ContextParallel, *inputs: Tensor) -> Tensor:
         ctx.width, ctx.context = width, context
         ctx.shapes = [x.shape for x in inputs]
-        tail = torch.cat([_tail(x, width) for x in inputs], 2)
-        tails = _gathered(tail, context)
-        before = torch.zeros_like(tail)
-        for place, (rank, slot) in _sources(context, context.rank, width).items():
-            before[:, place] = tails[rank, :, slot]
-        return before
+        return _gathered_tokens(inputs, width, context, context.rank)
 
     @staticmethod
     def backward(ctx: Any, d_before: Tensor) -> Any:
@@ -72,6 +75,16 @@ class _TokensBefore(torch.autograd.Function):
             here = min(width, shape[1])
             gradients.append(F.pad(d[:, width - here :], (0, 0, shape[1] - here, 0)))
         return None, None, *gradients
+
+
+def _gathered_tokens(inputs: Sequence[Tensor], width: int, context: ContextParallel, rank: int) -> Tensor:
+    """The `width` tokens before the piece of a rank."""
+    tail = torch.cat([_tail(x, width) for x in inputs], 2)
+    tails = _gathered(tail, context)
+    before = torch.zeros_like(tail)
+    for place, (source, slot) in _sources(context, rank, width).items():
+        before[:, place] = tails[source, :, slot]
+    return before
 
 
 def _tail(x: Tensor, width: int) -> Tensor:
