@@ -230,9 +230,29 @@ def test_a_rate_at_which_the_loss_is_not_finite_is_not_taken(corpus: TextCorpus,
     assert again.trials["linear_attention", 1e30].loss == math.inf
     assert again.arms["linear_attention", 0].rate == 1e-3
     recipe = replace(recipe, rates=(1e30,))
-    results = open_results(tmp_path / "other.jsonl", recipe, corpus)
-    with pytest.raises(RuntimeError, match="no learning rate had a finite loss"):
-        run_text_suite(results, recipe, corpus, **options)
+    results = open_results(tmp_path / "hopeless.jsonl", recipe, corpus)
+    assert run_text_suite(results, recipe, corpus, **options) == [] and not results.arms
+
+
+def test_a_rate_that_fails_in_the_long_training_gives_way_to_the_next_best(
+    corpus: TextCorpus, tmp_path: Path, monkeypatch
+) -> None:
+    def train(arm: str, *given, rate: float, steps: int, **options):
+        found = whole_training(arm, *given, rate=rate, steps=steps, **options)
+        if (rate, steps) == (1e-2, RECIPE.steps):
+            found.losses[-1] = math.nan
+        return found
+
+    whole_training = text_suite.train
+    monkeypatch.setattr(text_suite, "train", train)
+    results = open_results(tmp_path / "text.jsonl", RECIPE, corpus)
+    for rate, loss in ((1e-3, 3.0), (1e-2, 2.0)):
+        results.add(
+            Trial(arm="delta_net", rate=rate, loss=loss, seconds=1.0, tokens_per_second=1e9, environment=HERE, date="")
+        )
+    assert run(results, corpus, only=["delta_net"]) == []
+    again = open_results(results.path, RECIPE, corpus)
+    assert again.arms["delta_net", 0].rate == 1e-3 and again.trials["delta_net", 1e-2].loss == math.inf
 
 
 @pytest.mark.gpu

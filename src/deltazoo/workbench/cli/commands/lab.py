@@ -1,5 +1,6 @@
 """``deltazoo lab``: test the papers' claims on small models of every variant."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -132,6 +133,7 @@ def _text_suite(
     show: bool,
 ) -> None:
     """Train the arms that the result file lacks on real text."""
+    began = time.monotonic()
     from rich.console import Console
 
     from deltazoo.workbench.lab.lab_records import Environment
@@ -156,7 +158,7 @@ def _text_suite(
         corpus,
         device=device,
         environment=Environment.here(device, commit),
-        limit=limit,
+        limit=None if limit is None else limit - (time.monotonic() - began),
         only=only,
         report=report,
     )

@@ -39,7 +39,8 @@ class Trial:
     arm: str
     rate: float
     loss: float
-    """Mean of the last steps, in nats per token; infinite if the loss became infinite or not a number on the way."""
+    """Mean of the last steps, in nats per token; infinite where the loss, here or in the arm's whole training, was not
+    finite. A later line about the same rate counts."""
     seconds: float
     tokens_per_second: float
     environment: Environment
@@ -163,17 +164,14 @@ class TextResults:
             return (job.arm, job.rate) in self.trials
         return (job.arm, job.seed) in self.arms
 
-    def best_rate(self, arm: str, rates: Iterable[float]) -> float:
-        """The learning rate whose trial of an arm ended with the lowest loss.
+    def best_rate(self, arm: str, rates: Iterable[float]) -> float | None:
+        """The learning rate whose trial of an arm ended with the lowest loss; None if no trial's loss is finite.
 
         Raises:
             KeyError: a trial is missing.
-            ArithmeticError: no trial had a finite loss.
         """
         best = min(rates, key=lambda rate: self.trials[arm, rate].loss)
-        if not math.isfinite(self.trials[arm, best].loss):
-            raise ArithmeticError(f"{arm}: no learning rate had a finite loss")
-        return best
+        return best if math.isfinite(self.trials[arm, best].loss) else None
 
     def of_arm(self, arm: str) -> list[ArmResult]:
         """An arm's results, by seed."""

@@ -1,8 +1,10 @@
 """The suite: trainings that a result file lacks, the most important first, within a time limit."""
 
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,7 +42,7 @@ def missing_jobs(results: TextResults, recipe: TextRecipe, only: Sequence[str] =
     """What is still to be trained, in order.
 
     First every rule and softmax attention, each with its trials. When all of them are there: the hybrids of the best
-    four rules, then the second seeds of the best five arms.
+    four rules, then the second seeds of the best five arms. An arm whose loss is not finite at any rate is left out.
 
     Args:
         results: what is done.
@@ -54,17 +56,15 @@ def missing_jobs(results: TextResults, recipe: TextRecipe, only: Sequence[str] =
     for arm in only:
         if arm not in known:
             raise ValueError(unknown("arm", arm, known))
-    jobs = [job for arm in only or base_arms() for job in _with_trials(arm, recipe)]
-    missing = [job for job in jobs if not results.has(job)]
+    missing = _missing_of(only or base_arms(), results, recipe)
     if missing or only:
         return missing
     rules = [arm for arm in _best_first(results) if arm != SOFTMAX and not arm.startswith(HYBRID)]
-    jobs = [job for rule in rules[:HYBRIDS] for job in _with_trials(hybrid_of(rule), recipe)]
-    missing = [job for job in jobs if not results.has(job)]
+    missing = _missing_of([hybrid_of(rule) for rule in rules[:HYBRIDS]], results, recipe)
     if missing:
         return missing
-    jobs = [Job(arm, "arm", seed=1) for arm in _best_first(results)[:SECOND_SEEDS]]
-    return [job for job in jobs if not results.has(job)]
+    seconds = [Job(arm, "arm", seed=1) for arm in _best_first(results)[:SECOND_SEEDS]]
+    return [job for job in seconds if not results.has(job)]
 
 
 def run_text_suite(
@@ -142,8 +142,15 @@ class OutOfTime(Exception):
     """The time limit leaves too little for a training."""
 
 
-def _with_trials(arm: str, recipe: TextRecipe) -> list[Job]:
-    return [*(Job(arm, "trial", rate=rate) for rate in recipe.rates), Job(arm, "arm")]
+def _missing_of(arms: Sequence[str], results: TextResults, recipe: TextRecipe) -> list[Job]:
+    missing = []
+    for arm in arms:
+        trials = [Job(arm, "trial", rate=rate) for rate in recipe.rates]
+        untried = [job for job in trials if not results.has(job)]
+        missing += untried
+        if untried or results.best_rate(arm, recipe.rates) is not None:
+            missing += [job for job in (Job(arm, "arm"),) if not results.has(job)]
+    return missing
 
 
 def _best_first(results: TextResults) -> list[str]:
@@ -187,7 +194,9 @@ def _run(
             date=_now(),
         )
     if not trained.is_finite:
-        raise ArithmeticError(f"the loss is not finite after {len(trained.losses)} steps at learning rate {rate:g}")
+        if job.seed:
+            raise ArithmeticError(f"the loss is not finite after {len(trained.losses)} steps at learning rate {rate:g}")
+        return replace(results.trials[job.arm, rate], loss=math.inf)  # the next best rate is taken instead
     scores = {str(length): found.as_json() for length, found in score(trained.model, corpus, recipe).items()}
     model = trained.model
     if torch.device(device).type == "cuda":
@@ -222,13 +231,13 @@ def _check_time(deadline: float | None, seconds: float) -> None:
 
 
 def _expected_seconds(job: Job, results: TextResults, recipe: TextRecipe) -> float:
-    """Of a training, by the speed of the arm's trials; 0 where nothing is known."""
-    speeds = [trial.tokens_per_second for trial in results.trials.values() if trial.arm == job.arm]
+    """Of a training, by the speed of the arm's trials, else by the slowest arm; 0 where nothing is known."""
+    speeds = {arm: trial.tokens_per_second for (arm, _), trial in results.trials.items()}
     if not speeds:
         return 0.0
     steps = recipe.trial_steps if job.kind == "trial" else recipe.steps
     later = 0.0 if job.kind == "trial" else _scoring_seconds(results)
-    return steps * recipe.tokens_per_step / max(speeds) + later
+    return steps * recipe.tokens_per_step / speeds.get(job.arm, min(speeds.values())) + later
 
 
 def _scoring_seconds(results: TextResults) -> float:
@@ -239,5 +248,5 @@ def _scoring_seconds(results: TextResults) -> float:
 def _figures(result: Trial | ArmResult, results: TextResults) -> str:
     speed = f"{result.tokens_per_second:,.0f} tokens/s"
     if isinstance(result, Trial):
-        return f"loss {result.loss:.4f}, {speed}"
+        return f"learning rate {result.rate:g}, loss {result.loss:.4f}, {speed}"
     return f"{bits_per_byte(result, results):.4f} bits per byte, {speed}"

@@ -230,8 +230,9 @@ def _design(recipe: TextRecipe) -> str:
         "Learning rate": f"{', '.join(rates)} or {last_rate}: trials of {recipe.trial_steps} steps with a schedule of "
         "their own, seed 0, the same for every arm; the lowest mean training loss over the last "
         f"{recipe.trial_judged:.0%} of the steps wins. A trial reads no row twice, so its loss is on text that it has "
-        f"not seen. The trials of an arm cost {len(recipe.rates) * recipe.trial_steps / recipe.steps:.0%} of its "
-        "training. A second seed takes the rate of the first.",
+        "not seen. A rate at which the loss of the trial or of the training is not finite is out. The trials of an arm "
+        f"cost {len(recipe.rates) * recipe.trial_steps / recipe.steps:.0%} of its training. A second seed takes the "
+        "rate of the first.",
         "Scores": f"The held-out stream is cut into rows of {recipe.row_length:,} tokens, and again of {lengths}, each "
         "read from an empty state; every token but beginning tokens is scored. Bits per byte: the sum over all "
         "tokens, divided by their bytes.",
@@ -305,7 +306,8 @@ def _rates(results: TextResults, recipe: TextRecipe) -> str:
         losses = {rate: results.trials[arm, rate].loss for rate in recipe.rates if (arm, rate) in results.trials}
         best = min(losses, key=lambda rate: losses[rate])
         shown = {rate: f"{loss:.4f}" if math.isfinite(loss) else "not finite" for rate, loss in losses.items()}
-        shown[best] = f"**{shown[best]}**"
+        if math.isfinite(losses[best]):
+            shown[best] = f"**{shown[best]}**"
         rows.append((arm_label(arm), *(shown.get(rate, "-") for rate in recipe.rates)))
     header = ("loss of trials, nats per token", *(f"{rate:g}" for rate in recipe.rates))
     return table(header, rows, text_columns=1)

@@ -99,11 +99,12 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
         if (step + 1) % _PACED == 0 or step + 1 == steps:
-            if not math.isfinite(losses[-1].item()):  # waits for the device
-                break
+            is_finite = math.isfinite(losses[-1].item())  # waits for the device
             now = time.perf_counter()
             paces.append((now - before) / ((step % _PACED) + 1))
             before = now
+            if not is_finite:
+                break
             watch(_usual(paces) * (steps - step - 1))
     seconds = time.perf_counter() - began
     return Trained(
@@ -122,5 +123,5 @@ def autocast(device: torch.device | str) -> torch.autocast:
 
 
 def _usual(paces: list[float]) -> float:
-    """Seconds per step without the first group, in which kernels are compiled; NaN before there is a group."""
-    return statistics.median(paces[1:] or paces or [math.nan])
+    """Seconds per step without the first group, in which kernels are compiled."""
+    return statistics.median(paces[1:] or paces)
