@@ -1,6 +1,7 @@
 """Captured steps and `deltazoo.generate` give the tokens of the ordinary `generate`, swapped or accelerated."""
 
 import re
+from contextlib import contextmanager
 from functools import partial
 
 import foreign_models
@@ -11,6 +12,7 @@ from foreign_models import SPARSE_SOFTMAX, foreign_model
 from peft import LoraConfig, get_peft_model
 from tiny_families import tiny_original
 from transformers import AutoModelForCausalLM, StaticCache
+from transformers.generation import GenerationMixin
 
 import deltazoo
 from deltazoo.generation import Decoder
@@ -188,6 +190,30 @@ def test_accelerated_models_on_a_gpu(family):
             )
             assert torch.equal(made, expected)
         assert "(the last call: captured)" in deltazoo.report(model).decoding
+
+
+@pytest.mark.parametrize("make", [partial(swapped, "mixtral", "1:1"), partial(accelerated, "qwen3_5_moe")])
+def test_experts_with_another_implementation_in_decoding_keep_their_step(make, captures, monkeypatch):
+    """As transformers switches it on a GPU."""
+    model, ids = make(), tiny_families.tokens(2, 7)
+    model.set_experts_implementation("grouped_mm")
+
+    @contextmanager
+    def switched(self):
+        self.set_experts_implementation("batched_mm")
+        yield
+        self.set_experts_implementation("grouped_mm")
+
+    expected = ordinary(model, ids)
+    monkeypatch.setattr(GenerationMixin, "_optimize_model_for_decode", switched, raising=False)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **options), expected)
+    assert len(captures) == 1
+    decoder = Decoder(model, 2, max_length=20, eos_token_id=[])
+    for _ in range(2):
+        assert torch.equal(torch.stack(list(decoder.stream(ids, max_new_tokens=12)), dim=1), expected[:, 7:])
+    assert len(captures) == 2
 
 
 def test_experts_that_are_chosen_on_the_host_keep_the_ordinary_loop(captures):

@@ -8,7 +8,6 @@ sampling included, is one CUDA graph. The host only starts the next replay while
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.static_cache import fixed_cache
-from deltazoo.generation.step_capture import CapturedStep
+from deltazoo.generation.step_capture import CapturedStep, decoding_settings
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.backend_report import RunsDeltaRule
 from deltazoo.ops.fused import fused_kernels_fit
@@ -199,8 +198,7 @@ class Decoder:
         """Compute the next token from the current one."""
         mask, positions = (self.real, self.position) if self.has_softmax_layers else (None, None)
         inputs = self._inputs(self.token, mask, positions)
-        # Experts have another implementation for decoding, but not in older versions of transformers.
-        with getattr(self.model, "_optimize_model_for_decode", nullcontext)():
+        with decoding_settings(self.model):
             output = self._forward(**inputs)
         self._take(output.logits[:, -1])
         if self.has_softmax_layers:  # linear layers do not use it

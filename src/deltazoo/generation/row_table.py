@@ -8,7 +8,6 @@ a row computes does not depend on the others, bit for bit, and each shape is one
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from deltazoo.generation.row_sampling import RowSampling, Way
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
-from deltazoo.generation.step_capture import CapturedStep, capture
+from deltazoo.generation.step_capture import CapturedStep, capture, decoding_settings
 
 __all__ = ["PromptRows", "RowTable", "has_softmax_layers"]
 
@@ -148,8 +147,7 @@ class RowTable:
             self._draws[width, way] = capture(partial(self._draw, width, way), [self.token[:width]])
 
     def _advance(self, width: int, cache: StaticCache) -> Tensor:
-        # Experts have another implementation for decoding, but not in older versions of transformers.
-        with getattr(self.model, "_optimize_model_for_decode", nullcontext)():
+        with decoding_settings(self.model):
             logits = self._forward(cache, width)
         self.position[:width].add_(1)
         return logits

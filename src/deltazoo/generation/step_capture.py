@@ -22,7 +22,7 @@ from deltazoo.generation.fused_blocks import FusedBlocks
 from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.generation.static_cache import FixedTensors
 
-__all__ = ["CapturedStep", "Fingerprint", "NoWaiting", "capture", "graphs_run_on"]
+__all__ = ["CapturedStep", "Fingerprint", "NoWaiting", "capture", "decoding_settings", "graphs_run_on"]
 
 _WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_select", "_unique2", "unique_dim")
 """Operations that make the host wait for a device."""
@@ -36,6 +36,14 @@ from being captured (`deltazoo.generation.capture_conditions`)."""
 def graphs_run_on(device: torch.device) -> bool:
     """Whether `capture` makes a CUDA graph there."""
     return device.type == "cuda"
+
+
+def decoding_settings(model: Any) -> AbstractContextManager[Any]:
+    """Within this context a model has the settings with which transformers decodes.
+
+    On a GPU its experts then run in another implementation than for prompts; not in older versions of transformers.
+    """
+    return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
 class NoWaiting(TorchDispatchMode):
@@ -187,21 +195,22 @@ class CapturedStep:
 
 
 class Fingerprint:
-    """What a captured step relies on: a model's modules, their settings, and the addresses of weights. `==` compares.
+    """What a captured step relies on: a model's modules, their settings in decoding, and the addresses of weights.
 
-    Weights changed in place (training, `load_state_dict`, merged adapters) leave the fingerprint as it is: a graph
-    reads them anew.
+    `==` compares. Weights changed in place (training, `load_state_dict`, merged adapters) leave the fingerprint as it
+    is: a graph reads them anew.
     """
 
     def __init__(self, model: Any) -> None:
         modules = list(model.modules())
         self._modules = [weakref.ref(module) for module in modules]
-        self._rest = (
-            [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (*model.parameters(), *model.buffers())],
-            [_settings(vars(module)) for module in modules],
-            _settings(vars(model.config)),
-            torch.is_inference_mode_enabled(),
-        )
+        with decoding_settings(model):
+            self._rest = (
+                [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (*model.parameters(), *model.buffers())],
+                [_settings(vars(module)) for module in modules],
+                _settings(vars(model.config)),
+                torch.is_inference_mode_enabled(),
+            )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Fingerprint) or len(self._modules) != len(other._modules):
