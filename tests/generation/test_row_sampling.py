@@ -72,6 +72,13 @@ def test_other_rows_and_more_ways_change_nothing(device):
     assert together[0] == logits[0].argmax() and together[6] == logits[6].argmax()
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45])
+def test_very_low_temperatures_are_greedy(temperature):
+    logits = 30 * torch.randn(1, 300)
+    for way in (Way.DRAWN, Way.FILTERED):
+        assert chosen(rows_of([Sampling(temperature, top_p=0.9)]), logits, 9, way) == logits.argmax()
+
+
 def test_rows_move():
     rows = rows_of(SETTINGS)
     logits = torch.randn(1, 50).expand(len(SETTINGS), -1)

@@ -80,7 +80,8 @@ class RowSampling:
         scores = logits.float()
         if way is not Way.GREEDY:
             is_greedy = self.temperature[:rows] == 0
-            warm = scores / self.temperature[:rows].masked_fill(is_greedy, 1)
+            # Without the largest logit, no temperature is so low that two scores are infinite.
+            warm = (scores - scores.amax(-1, keepdim=True)) / self.temperature[:rows].masked_fill(is_greedy, 1)
             if way is Way.FILTERED:
                 warm = self._filter(warm)
             # The largest of logits plus Gumbel noise is a draw from their softmax.

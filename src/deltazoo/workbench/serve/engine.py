@@ -14,27 +14,25 @@ prefix cache knows. Between widths logits differ by rounding. Where tokens must 
 one width.
 """
 
-import itertools
 import logging
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from deltazoo.generation import Sampling, Snapshot
-from deltazoo.generation.row_sampling import Way
 from deltazoo.generation.row_table import PromptRows, RowTable, has_softmax_layers
 from deltazoo.models import DeltaRuleForCausalLM
+from deltazoo.workbench.serve.prefill import Prefill
 from deltazoo.workbench.serve.prefix_cache import PrefixCache, prefix_keys
 from deltazoo.workbench.serve.requests import (
     Counters,
     EngineStopped,
-    FinishReason,
     Piece,
     QueueFull,
     Request,
@@ -42,6 +40,8 @@ from deltazoo.workbench.serve.requests import (
     Stream,
     TokenLogprob,
 )
+from deltazoo.workbench.serve.serving_task import ServingTask
+from deltazoo.workbench.serve.tally import Tally
 from deltazoo.workbench.serve.text_assembly import TextAssembly, decoder_of
 
 __all__ = ["Engine"]
@@ -49,41 +49,14 @@ __all__ = ["Engine"]
 _log = logging.getLogger(__name__)
 
 _FAILURES = 3
-"""Turns that fail one after another before the engine gives up."""
-
-
-class _Task:
-    """A request on its way through the engine."""
-
-    def __init__(self, request: Request, stream: Stream, text: TextAssembly, keys: dict[int, bytes], end: int) -> None:
-        self.request = request
-        self.stream = stream
-        self.text = text
-        self.sampling = _sampling_of(request)
-        self.way = Way.of(self.sampling)
-        self.keys = keys
-        """Of the places in the prompt where its state can be found (`prefix_keys`)."""
-        self.end = end
-        """New tokens after which the request ends; 0: no limit."""
-        self.done = 0
-        """Tokens of the prompt that have been run."""
-        self.state: Snapshot | None = None
-        """After them."""
-        self.steps = 0
-        """Steps that have been started with its row."""
-        self.arrived = time.monotonic()
-
-    @property
-    def to_run(self) -> tuple[int, ...]:
-        """What of the prompt the passes run; the first step takes the last token."""
-        return self.request.prompt[:-1]
+"""Steps that fail one after another before the engine gives up."""
 
 
 @dataclass(frozen=True)
 class _StartedStep:
     """A step whose tokens have not been read."""
 
-    rows: dict[int, _Task]
+    rows: dict[int, ServingTask]
     tokens: Callable[[], Any]
     log_probabilities: Callable[[], tuple[Any, ...]] | None
     reporting: list[int]
@@ -152,24 +125,22 @@ class Engine:
         self._ends = _end_tokens(model, tokenizer, eos_token_id)
         self._decode = decoder_of(tokenizer)
         self._vocabulary = model.get_input_embeddings().num_embeddings
-
-        self._mutex = threading.Condition()
-        """Guards what clients and the engine's thread share: the attributes below."""
-        self._waiting: deque[_Task] = deque()
-        self._cancelled: set[Stream] = set()
-        self._counters = Counters()
-        self._stopping = False
-        self._cancel_all = False
-        self._refusal: str | None = "the engine has not been started"
+        self._tally = Tally()
         self._thread: threading.Thread | None = None
 
+        # What clients and the engine's thread share, under the mutex:
+        self._mutex = threading.Condition()
+        self._waiting: deque[ServingTask] = deque()
+        self._cancelled: set[Stream] = set()
+        self._cancel_all = False
+        self._stopping = False
+        self._refusal: str | None = "the engine has not been started"
+
         # Of the engine's thread alone:
-        self._prefilling: list[_Task] = []
-        self._loaded: list[_Task | None] = [None] * self.prompts.rows
-        self._running: dict[int, _Task] = {}
+        self._prefill = Prefill(self.prompts, self.prefixes)
+        self._running: dict[int, ServingTask] = {}
         self._started: deque[_StartedStep] = deque()
         self._ahead = 1 if model.device.type == "cuda" else 0  # a CPU does one thing at a time
-        self._turns = itertools.count()
         self._failures = 0
 
     # What clients call.
@@ -182,15 +153,10 @@ class Engine:
         """
         if self._thread is not None:
             raise RuntimeError("the engine has been started before: make another one")
-        ready: deque[BaseException | None] = deque()
+        ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="deltazoo engine", daemon=True)
         self._thread.start()
-        with self._mutex:
-            self._mutex.wait_for(lambda: bool(ready))
-        error = ready.pop()
-        if error is not None:
-            self._thread.join()
-            raise error
+        ready.result()
 
     def __enter__(self) -> "Engine":
         self.start()
@@ -211,16 +177,15 @@ class Engine:
         Raises:
             RequestError: it does not fit the model. QueueFull: too many wait. EngineStopped: the engine does not run.
         """
-        end = self._check(request)
-        seed = random.getrandbits(63) if request.seed is None else request.seed
-        stream = Stream(request, seed, self._cancel)
+        most = self._check(request)
+        stream = Stream(request, random.getrandbits(63) if request.seed is None else request.seed, self._cancel)
         text = TextAssembly(self._decode, request.prompt, request.stop)
-        task = _Task(request, stream, text, prefix_keys(request.prompt[:-1], self.prompts.piece), end)
+        task = ServingTask(stream, text, prefix_keys(request.prompt[:-1], self.prompts.piece), most)
         with self._mutex:
             if self._refusal is not None:
                 raise EngineStopped(self._refusal)
             if len(self._waiting) >= self.max_queue:
-                self._counters = replace(self._counters, rejected=self._counters.rejected + 1)
+                self._tally.add(rejected=1)
                 raise QueueFull(len(self._waiting), self._retry_after())
             self._waiting.append(task)
             self._mutex.notify_all()
@@ -228,8 +193,7 @@ class Engine:
 
     def counters(self) -> Counters:
         """What the engine has done, and does now."""
-        with self._mutex:
-            return replace(self._counters, waiting=len(self._waiting))
+        return replace(self._tally.read(), waiting=len(self._waiting))
 
     def stop(self, *, timeout: float | None = None) -> None:
         """Refuse new requests, finish all accepted ones, and end the thread.
@@ -253,7 +217,7 @@ class Engine:
             self._mutex.notify_all()
 
     def _check(self, request: Request) -> int:
-        """The number of new tokens after which a request ends, 0 for none; RequestError if it does not fit."""
+        """The number of new tokens after which a request ends; RequestError if it does not fit."""
         length, limit = len(request.prompt), self.context_limit
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._vocabulary:
             raise RequestError(f"the prompt has token numbers outside the model's vocabulary of {self._vocabulary}")
@@ -261,45 +225,39 @@ class Engine:
             if request.max_tokens is None:
                 raise RequestError("max_tokens is needed, since this model has no context limit")
             return request.max_tokens
-        wanted = request.max_tokens or 1
-        if length + wanted > limit:
+        least = request.max_tokens or 1
+        if length + least > limit:
             raise RequestError(
-                f"the prompt has {length} tokens and at least {wanted} are to follow, which is more than the context "
+                f"the prompt has {length} tokens and at least {least} are to follow, which is more than the context "
                 f"limit of {limit}"
             )
         return request.max_tokens or limit - length
 
     def _retry_after(self) -> int:
         """Seconds in which the queue may get shorter, from the time that requests take."""
-        took = self._counters.request_seconds
+        took = self._tally.read().request_seconds
         mean = took.total / took.count if took.count else 1.0
         return max(1, min(60, round(mean * len(self._waiting) / self.table.widths[-1])))
 
     # The engine's thread.
 
-    def _run(self, ready: deque[BaseException | None]) -> None:
+    def _run(self, ready: Future[None]) -> None:
         try:
             if self.model.device.type == "cuda":
                 torch.cuda.set_device(self.model.device)
             self.table.capture()
             self.prompts.capture()
         except BaseException as error:
-            self._tell(ready, error)
-            return
+            return ready.set_exception(error)
         with self._mutex:
             self._refusal = "the engine is stopping" if self._stopping else None
-        self._tell(ready, None)
+        ready.set_result(None)
         try:
             while self._wait_for_work():
                 self._turn()
         except Exception as error:
             _log.exception("the engine stops: %s", error)
             self._give_up(error)
-
-    def _tell(self, ready: deque[BaseException | None], error: BaseException | None) -> None:
-        with self._mutex:
-            ready.append(error)
-            self._mutex.notify_all()
 
     def _wait_for_work(self) -> bool:
         """Return once there is something to do; False: the engine is to stop, and nothing is left."""
@@ -308,31 +266,29 @@ class Engine:
             return self._has_work()
 
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._prefilling or self._running or self._started or self._cancelled)
+        return bool(self._waiting or self._cancelled or self._prefill.tasks or self._running or self._started)
 
     def _turn(self) -> None:
         """Take in what clients want, run prompts one piece further, start a step, hand out the tokens of the last."""
         self._end_cancelled()
         self._admit()
-        self._run_pieces()
+        self._run_prompts()
         self._start_step()
         while len(self._started) > (self._ahead if self._running else 0):
             self._hand_out(self._started.popleft())
-        with self._mutex:
-            self._counters = replace(
-                self._counters,
-                running=len(self._running),
-                prefilling=len(self._prefilling),
-                prefix_bytes=self.prefixes.nbytes,
-                prefix_entries=len(self.prefixes),
-            )
+        self._tally.set(
+            running=len(self._running),
+            prefilling=len(self._prefill.tasks),
+            prefix_bytes=self.prefixes.nbytes,
+            prefix_entries=len(self.prefixes),
+        )
 
     def _end_cancelled(self) -> None:
         with self._mutex:
             streams, self._cancelled = self._cancelled, set()
             if not (streams or self._cancel_all):
                 return
-            tasks = [*self._waiting, *self._prefilling, *self._running.values()]
+            tasks = [*self._waiting, *self._prefill.tasks, *self._running.values()]
             leaving = [task for task in tasks if self._cancel_all or task.stream in streams]
             self._waiting = deque(task for task in self._waiting if task not in leaving)
         for task in leaving:
@@ -340,72 +296,39 @@ class Engine:
         Stream.wake(task.stream for task in leaving)
 
     def _admit(self) -> None:
-        """Give waiting requests places, and find what the prefix cache knows of their prompts."""
-        while len(self._prefilling) + len(self._running) < self.table.widths[-1]:
+        """Give waiting requests places."""
+        while len(self._prefill.tasks) + len(self._running) < self.table.widths[-1]:
             with self._mutex:
                 if not self._waiting:
                     return
                 task = self._waiting.popleft()
-            task.done, task.state = self.prefixes.find(task.keys)
-            task.stream.cached_tokens = task.done
-            self._prefilling.append(task)
-            self._count(
+            self._prefill.add(task)
+            self._tally.add(
                 prompt_tokens=len(task.request.prompt),
                 prefix_hits=int(task.done > 0),
                 prefix_misses=int(task.done == 0),
                 prefix_tokens=task.done,
             )
 
-    def _run_pieces(self) -> None:
-        """One pass over pieces of a few prompts; prompts that are through begin to take part in the steps."""
-        chosen = self._next_prompts()
-        if chosen:
+    def _run_prompts(self) -> None:
+        """One pass over pieces of a few prompts. Those that are through become rows of the table."""
+        tasks = self._prefill.next_tasks()
+        if tasks:
             try:
-                self._run_pass(chosen)
+                self._prefill.run(tasks)
             except Exception as error:
-                self._loaded = [None] * self.prompts.rows
-                self._fail(chosen, error)
-        for task in [task for task in self._prefilling if task.done == len(task.to_run)]:
-            self._begin_row(task)
+                self._fail(tasks, error)
+            self._tally.add(pieces=len(tasks))
+        for task in self._prefill.finished():
+            try:
+                self._begin_row(task)
+            except Exception as error:
+                self._fail([task], error)
 
-    def _next_prompts(self) -> list[_Task]:
-        """The prompts of the next pass: in turn the oldest and those with the fewest tokens left come first.
-
-        So a short prompt does not wait for a long one, and a long one is not overtaken for ever.
-        """
-        unfinished = [task for task in self._prefilling if task.done < len(task.to_run)]
-        if next(self._turns) % 2:
-            unfinished.sort(key=lambda task: len(task.to_run) - task.done)
-        return unfinished[: self.prompts.rows]
-
-    def _run_pass(self, chosen: Sequence[_Task]) -> None:
-        self._loaded = [task if task in chosen else None for task in self._loaded]
-        free = [row for row, task in enumerate(self._loaded) if task is None]
-        pieces = {}
-        for task in chosen:
-            if task not in self._loaded:
-                row = free.pop()
-                self.prompts.load(row, task.state)
-                self._loaded[row] = task
-            pieces[self._loaded.index(task)] = task.done, task.to_run[task.done : task.done + self.prompts.piece]
-        self.prompts.run(pieces)
-        for task in chosen:
-            row = self._loaded.index(task)
-            task.done += len(pieces[row][1])
-            task.state = self.prompts.take(row, task.done)
-            self.prefixes.put(task.keys[task.done], task.state)
-        self._count(pieces=len(pieces))
-
-    def _begin_row(self, task: _Task) -> None:
-        """Let a request whose prompt has been run take part in the steps."""
+    def _begin_row(self, task: ServingTask) -> None:
         row = next(row for row in range(self.table.widths[-1]) if row not in self._running)
-        self._prefilling.remove(task)
         state = self.table.empty if task.state is None else task.state
-        prompt = task.request.prompt
-        try:
-            self.table.put(row, state, prompt[-1], len(prompt) - 1, task.sampling, task.stream.seed)
-        except Exception as error:
-            return self._fail([task], error)
+        self.table.put(row, state, task.request.prompt[-1], len(task.to_run), task.sampling, task.stream.seed)
         task.state = None
         self._running[row] = task
 
@@ -413,32 +336,25 @@ class Engine:
         """Start the next token of all running rows, at the smallest width that holds them."""
         if not self._running:
             return
-        began = time.monotonic()
         try:
+            began = time.monotonic()
             width = self._move_together()
             self.table.step(width, max(task.way for task in self._running.values()))
             reporting = [row for row, task in self._running.items() if task.request.logprobs is not None]
-            most = max((self._running[row].request.logprobs or 0 for row in reporting), default=0)
-            self._started.append(
-                _StartedStep(
-                    rows=dict(self._running),
-                    tokens=self.table.read_tokens(width),
-                    log_probabilities=(
-                        self.table.read_log_probabilities(width, reporting, most) if reporting else None
-                    ),
-                    reporting=reporting,
-                    began=began,
-                )
-            )
+            log_probabilities = None
+            if reporting:
+                most = max(self._running[row].request.logprobs or 0 for row in reporting)
+                log_probabilities = self.table.read_log_probabilities(width, reporting, most)
+            tokens = self.table.read_tokens(width)
         except Exception as error:
             return self._fail_step(self._running.values(), error)
-        for row, task in list(self._running.items()):
+        self._started.append(_StartedStep(dict(self._running), tokens, log_probabilities, reporting, began))
+        for row, task in [*self._running.items()]:
             task.steps += 1
-            if task.steps == task.end:  # its last token is on its way
+            if task.steps == task.most:  # its last token is on its way
                 del self._running[row]
-        self._count(steps=1)
-        with self._mutex:
-            self._counters = replace(self._counters, width=width)
+        self._tally.add(steps=1)
+        self._tally.set(width=width)
 
     def _move_together(self) -> int:
         """Move rows beyond the smallest possible width to free places within; returns that width."""
@@ -462,59 +378,44 @@ class Engine:
         now = time.monotonic()
         tasks = [(row, task) for row, task in step.rows.items() if not task.stream.ended]
         for row, task in tasks:
-            self._add_token(task, tokens[row], logprobs.get(row), now)
+            if task.stream.completion_tokens == 0:
+                self._tally.add_first_token(now - task.arrived)
+            is_end = tokens[row] in self._ends and not task.request.ignore_eos
+            piece = task.piece_of(tokens[row], logprobs.get(row), is_end)
+            if piece.finish_reason is None:
+                task.stream.put(piece)
+            else:
+                self._finish(task, piece)
         Stream.wake(task.stream for _, task in tasks)
-        self._count(completion_tokens=len(tasks), step_seconds=now - step.began)
+        self._tally.add(completion_tokens=len(tasks), step_seconds=now - step.began)
 
-    def _add_token(self, task: _Task, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        stream = task.stream
-        if stream.completion_tokens == 0:
-            with self._mutex:
-                histogram = self._counters.time_to_first_token.with_value(now - task.arrived)
-                self._counters = replace(self._counters, time_to_first_token=histogram)
-        reason: FinishReason | None = None
-        if token in self._ends and not task.request.ignore_eos:
-            text, reason = "", "stop"
-        else:
-            text = task.text.add(token)
-            if task.text.stopped:
-                reason = "stop"
-        if reason is None and stream.completion_tokens + 1 == task.end:
-            reason = "length"
-        logprobs = None if logprob is None else (logprob,)
-        piece = Piece(text=text, token_ids=(token,), logprobs=logprobs, finish_reason=reason)
-        if reason is None:
-            stream.put(piece)
-        else:
-            self._finish(task, piece)
-
-    def _finish(self, task: _Task, last: Piece) -> None:
+    def _finish(self, task: ServingTask, last: Piece) -> None:
         """End a request; its place is free for the next step."""
         assert last.finish_reason is not None
         self._leave(task)
-        self._count_end(task, last.finish_reason)
+        self._tally.add_end(last.finish_reason, time.monotonic() - task.arrived)
         task.stream.put(replace(last, text=last.text + task.text.finish()))
 
-    def _fail(self, tasks: Iterable[_Task], error: Exception) -> None:
+    def _fail(self, tasks: Iterable[ServingTask], error: Exception) -> None:
         """End requests with the model's error."""
         tasks = [task for task in tasks if not task.stream.ended]
         _log.error("the model failed on %d requests: %s", len(tasks), error, exc_info=error)
         for task in tasks:
             self._leave(task)
-            self._count_end(task, "error")
+            self._tally.add_end("error", time.monotonic() - task.arrived)
             task.stream.fail(error)
         Stream.wake(task.stream for task in tasks)
 
-    def _fail_step(self, tasks: Iterable[_Task], error: Exception) -> None:
+    def _fail_step(self, tasks: Iterable[ServingTask], error: Exception) -> None:
         """End the requests of a step; after some such steps in a row the device is taken to be lost."""
         self._fail([*tasks], error)
         self._failures += 1
         if self._failures == _FAILURES:
             raise error
 
-    def _leave(self, task: _Task) -> None:
-        if task in self._prefilling:
-            self._prefilling.remove(task)
+    def _leave(self, task: ServingTask) -> None:
+        if task in self._prefill.tasks:
+            self._prefill.tasks.remove(task)
         for row in [row for row, other in self._running.items() if other is task]:
             del self._running[row]
 
@@ -524,32 +425,13 @@ class Engine:
             waiting, self._waiting = [*self._waiting], deque()
         started = [task for step in self._started for task in step.rows.values()]
         self._started.clear()
-        self._fail({*waiting, *self._prefilling, *self._running.values(), *started}, error)
-
-    def _count_end(self, task: _Task, reason: str) -> None:
-        with self._mutex:
-            finished = Counter(self._counters.finished)
-            finished[reason] += 1
-            seconds = self._counters.request_seconds.with_value(time.monotonic() - task.arrived)
-            self._counters = replace(self._counters, finished=dict(finished), request_seconds=seconds)
-
-    def _count(self, **amounts: float) -> None:
-        """Add to some counters."""
-        with self._mutex:
-            sums: dict[str, Any] = {name: getattr(self._counters, name) + amount for name, amount in amounts.items()}
-            self._counters = replace(self._counters, **sums)
+        self._fail({*waiting, *self._prefill.tasks, *self._running.values(), *started}, error)
 
 
 def _check_options(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _sampling_of(request: Request) -> Sampling:
-    if request.temperature == 0:
-        return Sampling()
-    return Sampling(request.temperature, request.top_k, request.top_p if request.top_p < 1 else None)
 
 
 def _end_tokens(model: Any, tokenizer: Any, given: int | Sequence[int] | None) -> frozenset[int]:
