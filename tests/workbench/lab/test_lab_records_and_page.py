@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from helpers import run_python
 
 import deltazoo
+from deltazoo.layers import l2_normalize
 from deltazoo.ops import delta_rule
 from deltazoo.ops.step_size import euler, exact
 from deltazoo.workbench.cli import main
@@ -25,7 +27,7 @@ from deltazoo.workbench.lab.fitting import Outcome, Score
 from deltazoo.workbench.lab.lab_page import _wall_clock
 from deltazoo.workbench.lab.lab_plots import draw_complexity, draw_numerics
 from deltazoo.workbench.lab.lab_records import Environment, Record, ResultFile, decisive_files, read_records
-from deltazoo.workbench.lab.numerics import judge_numerics, measure_numerics
+from deltazoo.workbench.lab.numerics import ROUNDED_FORM, judge_numerics, measure_numerics
 from deltazoo.workbench.lab.repeated_keys import judge_repeated_keys
 from deltazoo.workbench.lab.runner import Plan, _in_order, run_suite
 from deltazoo.workbench.lab.suite_selection import Selection, select
@@ -456,3 +458,28 @@ def test_bad_input_on_the_command_line(arguments: list[str], message: str, capsy
         main(["lab", *arguments])
     assert stop.value.code == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_rounding_gate_is_what_rounded_operands_give() -> None:
+    """The chunk form without decay in float64, with the operands of its products and the output rounded, or exact."""
+    torch.manual_seed(0)
+    q, k = (l2_normalize(torch.randn(1024, 64)).bfloat16().double() for _ in range(2))
+    v, beta = torch.randn(1024, 64).bfloat16().double(), torch.rand(1024).double()
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().double()
+
+    def outputs(rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        state, found = torch.zeros(64, 64, dtype=torch.float64), []
+        for Q, K, V, b in zip(*(x.split(64) for x in (q, k, v, beta)), strict=True):
+            A = torch.tril(b[:, None] * (K @ K.T), -1)
+            T = rounded(torch.linalg.inv(torch.eye(64, dtype=torch.float64) + A) * b)
+            S = rounded(state)
+            U = rounded(T @ rounded(V - K @ S))
+            found.append(Q @ S + rounded(torch.tril(Q @ K.T)) @ U)
+            state = state + K.T @ U
+        return torch.cat(found)
+
+    exact = outputs(lambda x: x)
+    once, everywhere = ((x - exact).norm() for x in (half(exact), half(outputs(half))))
+    assert 2.5 < everywhere / once < ROUNDED_FORM
