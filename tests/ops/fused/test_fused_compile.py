@@ -70,11 +70,11 @@ def convolve(head_dim: int, packed: bool = False, has_past: bool = False, tokens
     short_conv_operator._backward(x, weight, past, *where, head_dim, 1e-6, x)
 
 
-def step(head_dim: int, rows: int, inplace: bool) -> None:
+def step(head_dim: int, rows: int, inplace: bool, kept: int = 3) -> None:
     weights = (empty(1024, 4), empty(1024, 4), empty(2048, 4))
     inputs = empty(rows, 1, 5128).split([1024, 1024, 2048, 1032], dim=-1)[:3]
     run = short_conv_step._in_place if inplace else short_conv_step._functional
-    run(*inputs, *weights, empty(rows, 4096, 3), head_dim, head_dim, 1e-6)
+    run(*inputs, *weights, empty(rows, 4096, kept), head_dim, head_dim, 1e-6)
 
 
 def normalize(head_dim: int, silu: bool) -> None:
@@ -189,6 +189,7 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "step": (8, lambda: step(128, 1, inplace=True)),
     "step_rows": (8, lambda: step(64, 64, inplace=False)),
     "step_without_norm": (8, lambda: step(0, 64, inplace=True)),
+    "step_longer_window": (8, lambda: step(128, 1, inplace=True, kept=4)),
     "norm_silu_128": (4, lambda: normalize(128, True)),
     "norm_sigmoid_256": (4, lambda: normalize(256, False)),
     "plain_norm_128": (8, lambda: normalize_plainly(128)),
