@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from foreign_models import has_fused_convolution
 from tiny_runs import run_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -43,8 +44,12 @@ SECTIONS: dict[str, dict[str, Any]] = {
         **{"head_dim": 8, "num_mtp_layers": 0},
     },
 }
-INSTALLED = [name for name in SECTIONS if name in CONFIG_MAPPING]
-"""Older versions of transformers have fewer of these models."""
+INSTALLED = [
+    name
+    for name in SECTIONS
+    if name in CONFIG_MAPPING and (name != "olmo_hybrid" or has_fused_convolution("olmo_hybrid"))
+]
+"""Older versions of transformers have fewer of these models, or one that `accelerate` refuses."""
 
 
 def native_config(text: Path, output: Path, architecture: str, **changes: dict[str, Any]) -> RunConfig:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from native_runs import INSTALLED
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltazoo
@@ -58,6 +59,8 @@ def test_every_preset_can_be_shortened_to_a_few_steps() -> None:
 @pytest.mark.parametrize("name", sorted(NATIVE))
 def test_a_preset_of_a_native_architecture_is_a_model_of_its_size(name: str) -> None:
     config = load_config(FOLDER / f"{name}.yaml")
+    if config.architecture not in INSTALLED:
+        pytest.skip(f"deltazoo cannot accelerate {config.architecture} of this version of transformers")
     assert name == f"{config.architecture}_340m"
     byte = build_tokenizer(TokenizerConfig("byte"), [])
     with torch.device("meta"):

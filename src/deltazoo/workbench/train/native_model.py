@@ -80,8 +80,26 @@ def build_native_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ArithmeticError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"model: {name} cannot be built with these fields: {type(error).__name__}: {error}") from error
+    _check_experts(model)
     accelerate(model, **runtime.given())
     return model
+
+
+def refuse_unrunnable(model: PreTrainedModel) -> None:
+    """Raise ValueError if the shapes of a model on the meta device do not fit together.
+
+    One forward pass there shows what building the model does not.
+    """
+    tokens = torch.zeros(1, 8, dtype=torch.long, device="meta")
+    masks = dict.fromkeys(("full_attention", "linear_attention"))  # making them would read values
+    model.set_experts_implementation("batched_mm")  # the others read values or want bfloat16
+    try:
+        model.base_model(input_ids=tokens, attention_mask=masks, use_cache=False)
+    except NotImplementedError:
+        return  # an operator without a meta implementation says nothing about the model
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        name = model.config.model_type
+        raise ValueError(f"model: {name} cannot run with these fields: {type(error).__name__}: {error}") from error
 
 
 def refuse_replaced_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -142,7 +160,21 @@ def _check_sizes(config: Any) -> None:
         heads, groups = getattr(config, many, None), getattr(config, few, None)
         if heads is not None and groups is not None and (groups < 1 or heads % groups):
             raise ValueError(f"model.{many}={heads} must be a multiple of model.{few}={groups}")
-    chosen = getattr(config, "num_experts_per_tok", None)
-    experts = getattr(config, "num_experts", getattr(config, "num_local_experts", None))
-    if chosen and experts and chosen > experts:
-        raise ValueError(f"model.num_experts_per_tok={chosen} is more than the {experts} experts of a layer")
+    for name in ("initializer_range", "rms_norm_eps", "attention_dropout"):
+        value = getattr(config, name, None)
+        if value is not None and value < 0:
+            raise ValueError(f"model.{name} must not be negative, got {value}")
+
+
+def _check_experts(model: PreTrainedModel) -> None:
+    config: Any = model.config
+    if not any(name.endswith(".experts") for name, _ in model.named_modules()):
+        if getattr(config, "output_router_logits", False):
+            raise ValueError("model.output_router_logits=true balances experts, of which no layer has any")
+        return
+    for name in ("hidden_size", "moe_intermediate_size"):
+        if getattr(config, name) % 8 or getattr(config, name) < 1:
+            raise ValueError(
+                f"model.{name}={getattr(config, name)} must be a multiple of 8 in a model with experts, whose matrix "
+                "products are grouped"
+            )

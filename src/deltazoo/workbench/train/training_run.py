@@ -22,7 +22,7 @@ from deltazoo.workbench.train.config import (
 )
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, Corpus, read_corpus
 from deltazoo.workbench.train.model import build_model
-from deltazoo.workbench.train.native_model import refuse_replaced_tokenizer
+from deltazoo.workbench.train.native_model import refuse_replaced_tokenizer, refuse_unrunnable
 from deltazoo.workbench.train.packed_rows import PackedRows, collate, collate_side_by_side, pack_in_order, spread
 from deltazoo.workbench.train.run_folder import RESULT, begin_run, check_run, latest_checkpoint, refuse_other_text
 from deltazoo.workbench.train.streamed_rows import StreamedRows
@@ -82,7 +82,9 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     folder = Path(config.output)
     check_run(config, folder, resume)
     with torch.device("meta"):
-        build_model(config.model, build_tokenizer(TokenizerConfig("byte"), []), config.runtime)
+        model = build_model(config.model, build_tokenizer(TokenizerConfig("byte"), []), config.runtime)
+        if config.architecture is not None:
+            refuse_unrunnable(model)
     arguments = training_arguments(config)  # joins the other processes of a distributed run
     processes = PartialState()
     source = open_text(config.data)
