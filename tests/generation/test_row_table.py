@@ -199,3 +199,9 @@ class TestRefusals:
         deltazoo.swap_attention(model, "gated_deltanet", "1:1")
         with pytest.raises(ValueError, match="without sliding windows"):
             RowTable(model, [1], 10)
+
+    def test_attention_without_masks(self):
+        model = tiny_model("hybrid")
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(ValueError, match="'flash_attention_2' does not take: sdpa or eager does"):
+            RowTable(model, [1], 10)

@@ -25,9 +25,9 @@ from deltazoo.generation.cache import DeltaRuleCacheLayer, is_used
 from deltazoo.generation.static_cache import check_fixed, describe_layer, fixed_cache
 from deltazoo.generation.step_capture import graphs_run_on
 
-__all__ = ["why_not_these_arguments", "why_not_this_call", "why_not_this_model"]
+__all__ = ["IMPLEMENTATIONS", "why_not_these_arguments", "why_not_this_call", "why_not_this_model"]
 
-_IMPLEMENTATIONS = ("sdpa", "eager")
+IMPLEMENTATIONS = ("sdpa", "eager")
 """Of softmax attention; others read masks that grow, or that are no tensors."""
 _ONE_TOKEN_AT_A_TIME = (
     GenerationMode.GREEDY_SEARCH,
@@ -78,8 +78,8 @@ def _unusual_module(model: nn.Module) -> str | None:
         return "prepare_inputs_for_generation has been replaced"
     config: Any = model.config
     softmax = [m for m in model.modules() if getattr(m, "is_causal", False)]
-    if softmax and config._attn_implementation not in _IMPLEMENTATIONS:
-        return f"softmax attention runs {config._attn_implementation!r}, not one of {', '.join(_IMPLEMENTATIONS)}"
+    if softmax and config._attn_implementation not in IMPLEMENTATIONS:
+        return f"softmax attention runs {config._attn_implementation!r}, not one of {', '.join(IMPLEMENTATIONS)}"
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
+from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
 from deltazoo.generation.decoder import check_model
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.row_keys import RowKeyValues
@@ -65,7 +66,7 @@ class RowTable:
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"{rows} rows, with keys and values of {max_length or 0} tokens each, do not fit into the device's "
-                "memory: take fewer rows or a smaller max_length"
+                "memory: take fewer rows or shorter ones"
             ) from error
         self.empty = snapshot(cache, rows=[0], num_tokens=0)._map(torch.zeros_like)
         self._caches = {width: some_rows(cache, slice(width)) for width in self.widths}
@@ -268,6 +269,11 @@ def _cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> Stat
         if type(layer) is StaticLayer:
             if max_length is None:
                 raise ValueError("max_length is needed: softmax layers reserve memory for every token")
+            if model.config._attn_implementation not in IMPLEMENTATIONS:
+                raise ValueError(
+                    f"rows of their own lengths need masks, which softmax attention by "
+                    f"{model.config._attn_implementation!r} does not take: {' or '.join(IMPLEMENTATIONS)} does"
+                )
             cache.layers[index] = RowKeyValues(max_length, position)
     return cache
 

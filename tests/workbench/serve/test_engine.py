@@ -181,6 +181,19 @@ class TestPrefixes:
         assert passes == 4 == engine.counters().pieces
         assert results[0] == first and len({tuple(result[1]) for result in results}) == 4
 
+    @pytest.mark.parametrize("prompt_rows", [1, 3])
+    def test_equal_prompts_that_arrive_together_run_once(self, prompt_rows, engine_of, monkeypatch):
+        engine = engine_of(start=False, prompt_rows=prompt_rows)
+        calls = recorded(engine, monkeypatch)
+        same = [request(30, max_tokens=1), request(30, max_tokens=2), request(33, max_tokens=1)]
+        same[2] = Request(prompt=(*same[0].prompt, 5, 6, 7), max_tokens=1, temperature=0)
+        streams = all_at_once(engine, *same)
+        results = [tokens_of(stream) for stream in streams]
+        engine.stop()
+        starts = sorted(start for name, starts in calls if name == "pass" for start in starts)
+        assert starts == [0, 8, 16, 24, 24]
+        assert sorted(stream.cached_tokens for stream in streams) == [0, 24, 29] and results[0] == results[1][:1]
+
     def test_memory_stays_within_its_bounds(self, engine_of):
         state = engine_of(start=False).table.empty.nbytes
         engine = engine_of(prefix_memory=3 * state + 1)

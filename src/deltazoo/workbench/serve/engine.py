@@ -303,12 +303,6 @@ class Engine:
                     return
                 task = self._waiting.popleft()
             self._prefill.add(task)
-            self._tally.add(
-                prompt_tokens=len(task.request.prompt),
-                prefix_hits=int(task.done > 0),
-                prefix_misses=int(task.done == 0),
-                prefix_tokens=task.done,
-            )
 
     def _run_prompts(self) -> None:
         """One pass over pieces of a few prompts. Those that are through become rows of the table."""
@@ -331,6 +325,13 @@ class Engine:
         self.table.put(row, state, task.request.prompt[-1], len(task.to_run), task.sampling, task.stream.seed)
         task.state = None
         self._running[row] = task
+        cached = task.stream.cached_tokens
+        self._tally.add(
+            prompt_tokens=len(task.request.prompt),
+            prefix_hits=int(cached > 0),
+            prefix_misses=int(cached == 0),
+            prefix_tokens=cached,
+        )
 
     def _start_step(self) -> None:
         """Start the next token of all running rows, at the smallest width that holds them."""

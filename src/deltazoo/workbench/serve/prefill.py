@@ -31,8 +31,7 @@ class Prefill:
 
     def add(self, task: ServingTask) -> None:
         """Begin with a prompt, behind what the prefix cache knows of it."""
-        task.done, task.state = self.prefixes.find(task.keys)
-        task.stream.cached_tokens = task.done
+        self._skip_known(task)
         self.tasks.append(task)
 
     def finished(self) -> Iterator[ServingTask]:
@@ -44,12 +43,31 @@ class Prefill:
     def next_tasks(self) -> list[ServingTask]:
         """Those of the next pass: in turn, the oldest and those with the fewest tokens left come first.
 
-        So a short prompt does not wait for a long one, and a long one is not overtaken for ever.
+        So a short prompt does not wait for a long one, and a long one is not overtaken for ever. Of several whose next
+        piece is the same, one runs it, and the others find the state.
         """
         tasks = [task for task in self.tasks if task.done < len(task.to_run)]
         if tasks and next(self._turns) % 2:
             tasks.sort(key=lambda task: len(task.to_run) - task.done)
-        return tasks[: self.places.rows]
+        chosen: dict[bytes, ServingTask] = {}
+        for task in tasks:
+            self._skip_known(task)
+            if task.done < len(task.to_run):
+                chosen.setdefault(task.keys[self._next_place(task)], task)
+            if len(chosen) == self.places.rows:
+                break
+        return [*chosen.values()]
+
+    def _next_place(self, task: ServingTask) -> int:
+        return min(task.done + self.places.piece, len(task.to_run))
+
+    def _skip_known(self, task: ServingTask) -> None:
+        """Go on from a state in the prefix cache, if there is one further on."""
+        done, state = self.prefixes.find(task.keys)
+        if done > task.done:
+            task.stream.cached_tokens += done - task.done
+            task.done, task.state = done, state
+            self._loaded = [None if other is task else other for other in self._loaded]
 
     def run(self, tasks: Sequence[ServingTask]) -> None:
         """One pass over the next piece of each of these prompts."""
@@ -61,10 +79,11 @@ class Prefill:
                 self.places.load(row, task.state)
                 loaded[row] = task
         rows = {task: loaded.index(task) for task in tasks}
-        piece = self.places.piece
-        self.places.run({row: (task.done, task.to_run[task.done : task.done + piece]) for task, row in rows.items()})
+        self.places.run(
+            {row: (task.done, task.to_run[task.done : self._next_place(task)]) for task, row in rows.items()}
+        )
         for task, row in rows.items():
-            task.done = min(task.done + piece, len(task.to_run))
+            task.done = self._next_place(task)
             task.state = self.places.take(row, task.done)
             self.prefixes.put(task.keys[task.done], task.state)
         self._loaded = loaded

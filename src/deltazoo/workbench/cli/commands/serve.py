@@ -23,7 +23,14 @@ def serve(
         str | None,
         typer.Option(envvar="DELTAZOO_API_KEY", show_envvar=True, help="Key that clients must send."),
     ] = None,
-    context_limit: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt and its answer.")] = 32_768,
+    context_limit: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Most tokens of a prompt and its answer; default: 32,768, or what the model was made for if it has "
+            "softmax layers.",
+        ),
+    ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get status 429.")] = 256,
     widths: Annotated[
         str, typer.Option(help="Rows that a step can have; one number: equal tokens at any load, bit for bit.")
@@ -63,12 +70,15 @@ def serve(
     address = bind(host, port)
     import torch
 
+    from deltazoo.generation.row_table import has_softmax_layers
     from deltazoo.workbench.console import console
     from deltazoo.workbench.serve.engine import Engine
     from deltazoo.workbench.serve.model_loading import load_for_serving
 
     with console.status(f"loading {path}"):
         model, tokenizer = load_for_serving(str(folder), device, None if dtype is None else getattr(torch, dtype))
+        if context_limit is None and not has_softmax_layers(model):
+            context_limit = 32_768
         engine = Engine(
             model,
             tokenizer,
