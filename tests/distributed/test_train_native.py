@@ -59,13 +59,13 @@ def gates_in_forward(architecture: str) -> set[torch.dtype]:
     fully_shard_model(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     (mixer,) = [layer for layer in model.modules() if hasattr(layer, "deltazoo_backend")]
     seen = []
-    kept, mixer._rule_inputs = mixer._rule_inputs, None
+    kept = mixer.apply_rule
 
-    def rule_inputs(qkv: Any, projections: Any) -> Any:
+    def apply_rule(*arguments: Any, **options: Any) -> Any:
         seen.extend(p.dtype for name, p in mixer.named_parameters() if name.endswith(("A_log", "dt_bias")))
-        return kept(qkv, projections)
+        return kept(*arguments, **options)
 
-    mixer._rule_inputs = rule_inputs
+    mixer.apply_rule = apply_rule
     ids = torch.arange(3, 35)[None]
     with torch.autocast("cpu", torch.bfloat16):
         model(ids, labels=ids, use_cache=False).loss.backward()

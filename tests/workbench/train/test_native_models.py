@@ -160,6 +160,27 @@ def test_packed_rows_have_the_loss_and_gradients_of_their_documents(architecture
         torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
+def test_files_have_the_names_that_other_programs_read(runs: dict[str, Any], tmp_path: Path) -> None:
+    """OLMo Hybrid's norms as vLLM and SGLang call them; transformers writes others."""
+    if "olmo_hybrid" not in runs:
+        pytest.skip("deltazoo cannot accelerate OLMo Hybrid of this version of transformers")
+    for folder in (runs["olmo_hybrid"][1].model_path, *checkpoints(Path(runs["olmo_hybrid"][0].output))):
+        names = set(load_file(folder / "model.safetensors"))
+        norms = {name.removeprefix("model.layers.").removesuffix(".weight") for name in names if "layer" in name}
+        assert {name for name in norms if "layernorm" in name or "layer_norm" in name} == {
+            *("0.input_layernorm", "0.post_attention_layernorm"),
+            *("1.post_attention_layernorm", "1.post_feedforward_layernorm"),
+        }
+        assert {f"0.linear_attn.{x}_conv1d" for x in "qkv"} < norms
+    model = AutoModelForCausalLM.from_pretrained(runs["olmo_hybrid"][1].model_path)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    native_model.write_served_names(model, tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
+
+
 @pytest.mark.parametrize("architecture", INSTALLED)
 def test_decay_gates_norms_and_biases_do_not_decay(architecture: str) -> None:
     model = built(architecture)

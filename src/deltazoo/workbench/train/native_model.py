@@ -1,12 +1,15 @@
 """Build a new model of transformers' own class on our operators, from the ``model`` section of a configuration."""
 
+import json
 import tempfile
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,6 +33,16 @@ _WITHOUT_EFFECT = ("use_cache", "pretraining_tp", "mtp_loss_scaling_factor")
 
 _PROBE = "The 1st line,\n\n  and\tits 2 numbers: 12345, 0.6 don't. D\u00e9j\u00e0 vu \u4e2d\u6587 {x: y}  "
 """Text that tokenizers split in different ways."""
+
+
+_SERVED_NAMES = {
+    "olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+}
+"""By model type, parts of names that transformers writes into files, and what vLLM and SGLang read in their place.
+
+transformers undoes in every layer what it renames in some when it loads; OLMo Hybrid's softmax layers then have a norm
+that no program looks for. It loads files with the other names as well.
+"""
 
 
 def architectures() -> list[str]:
@@ -118,6 +131,26 @@ def refuse_replaced_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedToken
             "which would split text in another way than this tokenizer: give tokenizer.kind=pretrained and one of that "
             "class as tokenizer.path, or train another model.architecture"
         )
+
+
+def write_served_names(model: PreTrainedModel, folder: Path) -> None:
+    """Rename parameters in the files of a saved model so that vLLM and SGLang find them."""
+    names = _SERVED_NAMES.get(model.config.model_type)
+    if names is None:
+        return
+
+    def served(name: str) -> str:
+        for written, read in names.items():
+            name = name.replace(f".{written}.", f".{read}.")
+        return name
+
+    for path in folder.glob("*.safetensors"):
+        tensors = {served(name): tensor for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    for path in folder.glob("*.safetensors.index.json"):
+        index = json.loads(path.read_text(encoding="utf-8"))
+        index["weight_map"] = {served(name): file for name, file in index["weight_map"].items()}
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_keys(name: str, config_class: type[PreTrainedConfig], keys: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from deltazoo.workbench.train.config import RunConfig
 from deltazoo.workbench.train.division import divide_rows
 from deltazoo.workbench.train.interruption import StopOnSignal, TrainingInterrupted
 from deltazoo.workbench.train.monitor import Monitor
+from deltazoo.workbench.train.native_model import write_served_names
 from deltazoo.workbench.train.packed_rows import collate
 from deltazoo.workbench.train.schedule import learning_rate_factor
 from deltazoo.workbench.train.sharded_state import is_sharded, load_optimizer, save_optimizer, whole_model
@@ -215,14 +216,16 @@ class PackedTrainer(ContextParallelTrainer):
         """Write the whole model, as safetensors; every process must call this."""
         self._model.config.use_cache = True  # Trainer has turned it off, for training
         try:
-            if not self._shards:
+            if self._shards:
+                state = whole_model(self._model)
+                if self.args.should_save:
+                    self._save(output_dir, state_dict=state)
+            else:
                 super().save_model(output_dir, _internal_call)
-                return
-            state = whole_model(self._model)
-            if self.args.should_save:
-                self._save(output_dir, state_dict=state)
         finally:
             self._model.config.use_cache = self.args.use_cache
+        if self.args.should_save and has_known_layers(self._model):
+            write_served_names(self._model, Path(output_dir or self._output))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._shards:
