@@ -1,14 +1,12 @@
 """Throughput and time to the first token of a server with OpenAI's API, under many clients at once.
 
-    python scripts/load_server.py model build/served --device cuda
-    python scripts/load_server.py load --start "deltazoo serve build/served --port {port}" --tokenizer build/served \
-        --label deltazoo --out build/serving.json
-    python scripts/load_server.py generate build/served --out build/serving.json
+    scripts/load_servers.sh benchmarks/results/serving_http_h200.json COMMIT
 
-`model` saves a Gated DeltaNet of 374 M parameters with random weights, or with `--peer` transformers' Qwen3-Next of
-that size, and a tokenizer of Python's standard library. `load` starts a server, asks it from several processes, and
-stops it; with `--url` it asks one that runs. Any server with OpenAI's API will do: `--start "transformers serve ..."`.
-`generate` times `deltazoo.generate` on batches of as many rows. Each adds rows to the result file.
+calls all parts of this script. `model` saves a Gated DeltaNet of 374 M parameters with random weights, and a tokenizer
+of Python's standard library. `load` starts a server, asks it from several processes, and stops it; with `--url` it asks
+one that runs. Any server with OpenAI's API will do. `transformers` is transformers' own server, made to find our model
+class; it answers one request at a time, since its continuous batching refuses linear layers. `generate` times
+`deltazoo.generate` on batches of as many rows as there are clients. `load` and `generate` add to a result file.
 
 Every client streams one completion after another: a slice of the standard library as prompt, a fixed number of new
 tokens, greedy. Tokens are those that the server reports. The time to the first token runs from sending the request to
@@ -199,19 +197,16 @@ def _answers(url: str) -> bool:
         return False
 
 
-def save_model(folder: Path, device: str, peer: bool, size: str, tokenizer_from: str | None) -> None:
-    """A model with random weights in bfloat16 (on a CPU float32), and a tokenizer of its vocabulary."""
+def save_model(folder: Path, device: str, size: str) -> None:
+    """A Gated DeltaNet with random weights in bfloat16 (on a CPU float32), and a tokenizer of its vocabulary."""
     import torch
-    from transformers import AutoTokenizer
 
     from deltazoo.workbench.bench.model_candidates import SIZES, candidates
     from deltazoo.workbench.train.text import Document
     from deltazoo.workbench.train.tokenizer import train_bpe
 
-    taking_part, missing = candidates(SIZES[size], ["gated_deltanet"], ["qwen3-next"] if peer else [], device)
-    assert not missing
+    (candidate,), _ = candidates(SIZES[size], ["gated_deltanet"], [], device)
     torch.manual_seed(0)
-    candidate = next(entry for entry in taking_part if (entry.library == "transformers") == peer)
     with torch.device(device):
         model = candidate.build().eval()
     if device != "cpu":
@@ -219,12 +214,21 @@ def save_model(folder: Path, device: str, peer: bool, size: str, tokenizer_from:
     for config in (model.config, model.generation_config):
         config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     model.save_pretrained(folder)
-    if tokenizer_from is None:
-        tokenizer = train_bpe([Document("library", library_text(12_000_000), "library")], SIZES[size].vocab_size)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_from)
-    tokenizer.save_pretrained(folder)
-    print(f"{type(model).__name__}, {model.num_parameters() / 1e6:.0f} M parameters, in {folder}")
+    text = Document("library", library_text(12_000_000), "library")
+    train_bpe([text], SIZES[size].vocab_size).save_pretrained(folder)
+    print(f"{model.num_parameters() / 1e6:.0f} M parameters, in {folder}")
+
+
+def serve_with_transformers(arguments: list[str]) -> None:
+    """`transformers serve`, which looks for the class of a checkpoint in its own namespace: ours is put there."""
+    import transformers
+    from transformers.cli.transformers import main as transformers_command
+
+    from deltazoo.models import DeltaRuleForCausalLM
+
+    transformers.DeltaRuleForCausalLM = DeltaRuleForCausalLM
+    sys.argv = ["transformers", "serve", *arguments]
+    transformers_command()
 
 
 def generate_rows(
@@ -273,9 +277,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     model = commands.add_parser("model", help="save a model with random weights and a tokenizer")
     model.add_argument("folder", type=Path)
-    model.add_argument("--peer", action="store_true", help="transformers' Qwen3-Next without experts")
     model.add_argument("--size", default="340m", help="as in deltazoo bench model")
-    model.add_argument("--tokenizer", help="folder of a tokenizer to copy; by default one is trained")
     asking = commands.add_parser("load", help="ask a server")
     asking.add_argument("--url", help="of a server that runs")
     asking.add_argument("--start", help="command that starts one; {port} is replaced")
@@ -286,6 +288,8 @@ def main() -> None:
     asking.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64, 256])
     asking.add_argument("--rounds", type=int, default=2, help="requests of each client")
     asking.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
+    peer = commands.add_parser("transformers", help="transformers' server")
+    peer.add_argument("arguments", nargs=argparse.REMAINDER, help="of transformers serve")
     timing = commands.add_parser("generate", help="time deltazoo.generate")
     timing.add_argument("path", type=Path, help="folder of the model")
     timing.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
@@ -299,7 +303,9 @@ def main() -> None:
     args = parser.parse_args()
 
     if args.command == "model":
-        return save_model(args.folder, args.device, args.peer, args.size, args.tokenizer)
+        return save_model(args.folder, args.device, args.size)
+    if args.command == "transformers":
+        return serve_with_transformers(args.arguments)
     rows: list[dict[str, Any]] = []
     if args.command == "generate":
         for row in generate_rows(args.path, args.device, args.rows, args.prompt_tokens, args.new_tokens):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny_models import CASES, FEW, MORE, TYPES, tiny_model, tiny_named, tokens
+from tiny_serving import byte_tokenizer, tiny
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -232,6 +233,20 @@ class TestFewerLayers:
     def test_early_exit(self, case):
         model, ids = tiny_model(case), tokens(1, 5)
         assert torch.equal(model.generate(ids, assistant_early_exit=1, **GREEDY), model.generate(ids, **GREEDY))
+
+
+@pytest.mark.parametrize("capture_step", [None, True])
+def test_stop_strings(capture_step):
+    """transformers hands the tokenizer, by which it finds them, on to the model's forward pass."""
+    model, ids, tokenizer = tiny(), tokens(1, 7), byte_tokenizer()
+    whole = model.generate(ids, max_new_tokens=60, do_sample=False)[0, 7:]
+    letter = next(place for place, token in enumerate(whole[20:].tolist(), 20) if tokenizer.decode([token]).isalnum())
+    stop = tokenizer.decode(whole[letter : letter + 1])
+    first = next(place for place, token in enumerate(whole.tolist()) if tokenizer.decode([token]) == stop)
+    made = model.generate(
+        ids, max_new_tokens=60, do_sample=False, stop_strings=[stop], tokenizer=tokenizer, capture_step=capture_step
+    )
+    assert made.shape[1] == 7 + first + 1
 
 
 def test_continuous_batching_is_refused():

@@ -11,7 +11,8 @@ __all__ = ["packing_arguments", "refuse_unknown", "softmax_arguments", "unwrappe
 # transformers' trainer, generation and pipelines pass them to models; softmax kernels and loss functions use them.
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
 # Callers may pass them to any model. Tokenizers return token types unasked, and a decoder has no embeddings for them.
-_WITHOUT_EFFECT = ("is_causal", "labels", "logits_to_keep", "token_type_ids")
+# `generate` hands on the tokenizer by which it finds stop strings.
+_WITHOUT_EFFECT = ("is_causal", "labels", "logits_to_keep", "token_type_ids", "tokenizer", "assistant_tokenizer")
 
 
 def unwrapped(kwargs: dict[str, Any]) -> dict[str, Any]:
