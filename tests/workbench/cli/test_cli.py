@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -361,3 +362,20 @@ for line in {QUICK}:
     assert not heavy, f"{{line}} imports {{heavy}}"
 """
     run_python(code)
+
+
+def test_serve_without_its_extra_says_how_to_install_it(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    for name in [name for name in sys.modules if name.startswith("deltazoo.workbench.serve.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert call("serve", str(run)) == 1
+    assert "pip install 'deltazoo[serve]'" in capsys.readouterr().err
+
+
+def test_serve_refuses_bad_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert call("serve", str(run), "--port", str(port)) == 1
+    assert f"cannot listen at 127.0.0.1, port {port}" in " ".join(capsys.readouterr().err.split())
+    assert call("serve", str(run), "--widths", "8,0") == 1
+    assert "--widths takes numbers from 1 on" in " ".join(capsys.readouterr().err.split())

@@ -337,23 +337,22 @@ def test_a_failure_of_the_model_reaches_the_client(url: str, client: Any) -> Non
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    engine = FakeEngine(byte_tokenizer(), places=1, max_queue=2)
+    engine = FakeEngine(byte_tokenizer(), places=1, max_queue=3)
     engine.steps = threading.Semaphore(0)
     with served(engine) as url:
         body = {"prompt": ["a", "b"], "max_tokens": 2}
         with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as first:
             assert first.status_code == 200
-            refused = httpx.post(f"{url}/v1/completions", json=body)
+            refused = httpx.post(f"{url}/v1/completions", json=body)  # one of the two would have found a place
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
             assert refused.json()["error"]["code"] == "queue_full"
             engine.steps.release(100)
             assert first.read().endswith(b"data: [DONE]\n\n")
-        # Of a request that does not fit as a whole, nothing runs.
-        seen = len(engine.requests)
-        assert httpx.post(f"{url}/v1/completions", json={**body, "n": 64}).status_code == 429
-        engine.steps.release(1000)
-        wait_until(lambda: sum(engine.finished.values()) == len(engine.requests))
-        assert len(engine.requests) > seen and engine.finished["length"] == 2
+        wait_until(lambda: sum(engine.finished.values()) == 3)
+        assert (engine.finished["length"], engine.finished["cancelled"]) == (2, 1)
+        never = httpx.post(f"{url}/v1/completions", json={**body, "n": 2})
+        assert never.status_code == 400
+        assert "makes 4 choices, and at most 3 can wait" in never.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

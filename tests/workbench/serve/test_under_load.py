@@ -231,7 +231,7 @@ def test_killed_restarted_and_told_to_stop_mid_stream(folder: Path, engine: Engi
 
 @pytest.mark.slow
 def test_a_flood_is_refused_in_part_and_memory_stays(folder: Path, engine: Engine) -> None:
-    """2,000 requests, far more at once than the queue takes."""
+    """2,000 requests, far more at once than the queue takes; then a stop that cuts off what takes too long."""
     wanted = [{**body, "max_tokens": 1 + index % 6} for index, body in enumerate(bodies(100, 60))]
     expected = [alone(engine, body) for body in wanted]
 
@@ -243,7 +243,7 @@ def test_a_flood_is_refused_in_part_and_memory_stays(folder: Path, engine: Engin
                 assert (asked.text, asked.finish_reason) == expected[index % len(wanted)]
         return [asked.status for asked in everything]
 
-    options = ("--widths", str(WIDTH), "--max-queue", "24", "--prefix-memory", "0.002")
+    options = ("--widths", str(WIDTH), "--max-queue", "24", "--prefix-memory", "0.002", "--stop-timeout", "0.5")
     with deltazoo_serve(folder, *options) as (server, url):
         process = psutil.Process(server.pid)
         statuses = flood(url, 5)
@@ -251,6 +251,14 @@ def test_a_flood_is_refused_in_part_and_memory_stays(folder: Path, engine: Engin
         statuses += flood(url, 15 * LONGER)
         late = process.memory_info().rss
         metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+        endless = {"prompt": "x", "max_tokens": 30_000, "stream": True, "seed": 0}
+        with httpx.stream("POST", f"{url}/v1/completions", json=endless, trust_env=False) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = "".join(lines)
+        assert "the server stopped before the request was finished" in rest and rest.endswith("data: [DONE]")
+        assert server.wait(20) == 0
     assert set(statuses) == {200, 429}
     assert statuses.count(200) >= 0.3 * len(statuses)
     rejected = next(line for line in metrics.splitlines() if line.startswith("deltazoo_rejected_total{"))

@@ -29,6 +29,7 @@ class RunsRequests(Protocol):
     """What the application needs of an engine."""
 
     tokenizer: Any
+    max_queue: int
 
     def submit(self, request: Request) -> Stream:
         """Take a request; raises QueueFull, RequestError, EngineStopped."""
@@ -171,6 +172,10 @@ class _Endpoints:
 
     def _submit(self, requests: Sequence[Request]) -> list[Stream]:
         """Streams of all requests, or of none."""
+        if len(requests) > self.engine.max_queue:
+            raise ApiError(
+                400, f"this request makes {len(requests)} choices, and at most {self.engine.max_queue} can wait here"
+            )
         streams: list[Stream] = []
         try:
             for request in requests:

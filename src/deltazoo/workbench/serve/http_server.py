@@ -18,6 +18,9 @@ _AFTER_THE_ENGINE = 5.0
 
 _BACKLOG = 4096
 """Connections that may wait to be accepted: many, as the engine's queue is what refuses, and with a reason."""
+_KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than clients and proxies keep theirs, who would otherwise send a
+request on a connection that is just being closed."""
 
 
 class Stops(Protocol):
@@ -62,13 +65,7 @@ def run_server(
             cancels at once.
         ready: called when connections are accepted.
     """
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=int(stop_timeout + _AFTER_THE_ENGINE),
-        backlog=_BACKLOG,
-    )
+    config = _config(app, int(stop_timeout + _AFTER_THE_ENGINE))
     server = _Server(config, engine, stop_timeout, ready)
     # uvicorn raises the signals again when it is done, for handlers like these.
     before = {number: signal.signal(number, _do_nothing) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -87,7 +84,7 @@ def background_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> I
     The engine is the caller's to start and stop. At the end requests that run are cut off.
     """
     address = bind(host, port)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+    server = uvicorn.Server(_config(app, 1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [address]}, daemon=True)
     address.listen(_BACKLOG)  # a client may come before uvicorn is ready
     thread.start()
@@ -102,6 +99,17 @@ def url_of(address: socket.socket) -> str:
     """The URL of a server at a bound socket."""
     host, port = address.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _config(app: ASGIApp, timeout: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=timeout,
+        timeout_keep_alive=_KEEP_ALIVE,
+        backlog=_BACKLOG,
+    )
 
 
 class _Server(uvicorn.Server):

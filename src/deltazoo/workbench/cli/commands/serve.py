@@ -64,8 +64,11 @@ def serve(
     folder = Path(resolve_checkpoint(path))
     name = name or (folder.parent.name if folder.name == "model" else folder.name)
 
-    from deltazoo.workbench.serve.http_app import create_app
-    from deltazoo.workbench.serve.http_server import bind, run_server, url_of
+    try:
+        from deltazoo.workbench.serve.http_app import create_app
+        from deltazoo.workbench.serve.http_server import bind, run_server, url_of
+    except ModuleNotFoundError as error:
+        raise ImportError(f"deltazoo serve needs {error.name}: pip install 'deltazoo[serve]'") from error
 
     address = bind(host, port)
     import torch
