@@ -112,8 +112,13 @@ def foreign_model(family: str, dtype: torch.dtype = torch.float32, **overrides: 
         config = config_class(text_config=options, vision_config=vision, image_token_id=VOCAB - 1)
     else:
         config = config_class(**options)
+    model_class = getattr(importlib.import_module(f"{package}.modeling_{family}"), model_name)
+    return _with_weights(model_class, config).to(dtype).eval()
+
+
+def _with_weights(model_class: Any, config: Any) -> Any:
     torch.manual_seed(1)
-    model = getattr(importlib.import_module(f"{package}.modeling_{family}"), model_name)(config)
+    model = model_class(config)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -121,7 +126,23 @@ def foreign_model(family: str, dtype: torch.dtype = torch.float32, **overrides: 
                 parameter.normal_(std=0.2, generator=generator)
             else:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.to(dtype).eval()
+    return model
+
+
+def model_with_pictures(family: str) -> Any:
+    """The model of Qwen3.5 that also takes pictures, `VOCAB - 1` in place of each of their tokens."""
+    configuration = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    name = FAMILIES[family][1].removesuffix("TextConfig")
+    vision = {
+        **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 32, "num_heads": 2},
+        **{"patch_size": 4, "temporal_patch_size": 1, "spatial_merge_size": 2, "num_position_embeddings": 16},
+    }
+    special = {"image_token_id": VOCAB - 1, "video_token_id": VOCAB - 2, "vision_start_token_id": VOCAB - 3}
+    config = getattr(configuration, f"{name}Config")(
+        text_config={**COMMON, **FAMILIES[family][2]}, vision_config=vision, **special
+    )
+    return _with_weights(getattr(modeling, f"{name}ForConditionalGeneration"), config).eval()
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -173,6 +173,35 @@ def test_caches_that_the_caller_hands_in(family, captures):
         generate(conversation, past_key_values=first.past_key_values, capture_step=True)
 
 
+@pytest.mark.parametrize("family", ACCELERATED)
+def test_prompts_as_embeddings(family, captures):
+    model, ids = accelerated(family), foreign_models.tokens(2, 7)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+    made = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
+    assert torch.equal(made, ordinary(model, ids, **options)[:, 7:])
+    assert len(captures) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_prompts_with_pictures(family, captures):
+    """Of several sizes, so that positions differ: one step serves all."""
+    model = foreign_models.model_with_pictures(family)
+    deltazoo.accelerate(model)
+    for patches in (4, 8, 12):
+        picture = [foreign_models.VOCAB - 3] + [foreign_models.VOCAB - 1] * patches
+        ids = torch.cat([torch.tensor([picture]), foreign_models.tokens(1, 20 - patches).clamp(max=50)], dim=1)
+        inputs = {
+            "pixel_values": torch.randn(4 * patches, 3 * 4 * 4, generator=torch.Generator().manual_seed(patches)),
+            "image_grid_thw": torch.tensor([[1, patches, 4]]),
+            "mm_token_type_ids": (ids == foreign_models.VOCAB - 1).int(),
+            "attention_mask": torch.ones_like(ids),
+        }
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+        expected = model.generate(ids, capture_step=False, **inputs, **options)
+        assert torch.equal(model.generate(ids, **inputs, **options), expected)
+    assert len(captures) == 1
+
+
 def test_adapters_on_an_accelerated_model_act_in_captured_steps(captures):
     model, ids = accelerated("qwen3_next"), foreign_models.tokens(2, 7)
     plain = ordinary(model, ids)
