@@ -10,6 +10,7 @@ INSTALLED := $(VENV)/.installed
 export GOMP_SPINCOUNT ?= 1000
 
 OLDEST := .venv-oldest
+HARNESS := .venv-harness
 
 # The definition, every variant (a layer, its equation, a frozen checkpoint), a kernel interpreted, a swap, saving and
 # loading, the command line.
@@ -17,7 +18,7 @@ QUICK := tests/test_*.py tests/ops/test_reference.py tests/ops/test_chunkwise.py
 	tests/ops/triton/test_delta_rule.py tests/variants tests/layers/test_delta_attention.py tests/models/test_saving.py \
 	tests/swap/test_surgery.py tests/workbench/cli/test_cli.py
 
-.PHONY: quickstart quick test test-oldest compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
+.PHONY: quickstart quick test test-oldest harness-test compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
 
 quickstart: $(INSTALLED)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
@@ -30,6 +31,9 @@ test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest
 
 test-oldest: $(OLDEST)/.installed  ## models, training, swapping, recipes on the oldest supported transformers and its kin
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/models tests/generation tests/distributed tests/interop tests/workbench/train tests/swap tests/docs $(ARGS)
+
+harness-test: $(HARNESS)/.installed  ## the recipe of docs/evaluation.md with lm-evaluation-harness, in an environment of its own
+	OMP_NUM_THREADS=1 $(HARNESS)/bin/python -m pytest -m harness tests/workbench/evaluate/test_harness.py $(ARGS)
 
 compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for cards that are not here (registers, shared memory), and run on a model of one
 	$(BIN)/python -m pytest -n 2 -m sweep $(ARGS)
@@ -58,7 +62,7 @@ wheel-test: $(INSTALLED)  ## build the wheel, install it into an empty environme
 	$(BIN)/python scripts/wheel_test.py
 
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) $(OLDEST) build dist site
+	rm -rf $(VENV) $(OLDEST) $(HARNESS) build dist site
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "deltazoo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'
@@ -69,4 +73,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt --editable ".[test]"
+	@touch $@
+
+$(HARNESS)/.installed: pyproject.toml constraints-harness.txt
+	$(PYTHON) -m venv $(HARNESS)
+	$(HARNESS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-harness.txt --editable ".[test,harness]"
 	@touch $@

@@ -28,6 +28,8 @@ def commands() -> list[tuple[str, str]]:
 
 def check(words: list[str], command: Any) -> None:
     """Raise AssertionError at a word that is neither an option of the command nor one of its subcommands."""
+    if command.context_settings.get("ignore_unknown_options"):  # they are another program's
+        return None
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     for position, word in enumerate(words):
         if word in getattr(command, "commands", {}):
