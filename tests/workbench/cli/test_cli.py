@@ -24,8 +24,21 @@ from deltazoo.workbench.presets import find_config, presets
 from deltazoo.workbench.train import load_config, save_config
 from deltazoo.workbench.train.interruption import TrainingInterrupted
 
-COMMANDS = ["list", "show", "check", "train", "generate", "serve", "eval", "swap", "lab", "bench", "bench ops"]
-COMMANDS += ["bench model"]
+COMMANDS = [
+    "list",
+    "show",
+    "check",
+    "train",
+    "generate",
+    "serve",
+    "eval",
+    "diagnose",
+    "lm-eval",
+    "swap",
+    "lab",
+    "bench",
+]
+COMMANDS += ["bench ops", "bench model"]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +125,18 @@ def test_eval_scores_the_held_out_files_beside_the_baselines(
     assert figures["score"]["bytes"] >= 3000
 
 
+def test_diagnose_prints_draws_and_writes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, figures = tmp_path / "layers.png", tmp_path / "figures.json"
+    assert call("diagnose", str(run), "--length", "100", "--picture", str(picture), "--json", str(figures)) == 0
+    shown = capsys.readouterr().out
+    assert "held-out part" in shown and "model.layers.0.attn" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [record["head"] for record in json.loads(figures.read_text())] == [0, 1]
+    (tmp_path / "text.txt").write_text("a text of its own, " * 40)
+    assert call("diagnose", str(run), "--text", str(tmp_path / "text.txt"), "--tokens", "64", "--length", "64") == 0
+    assert "64 tokens in 1 sequences" in capsys.readouterr().out
+
+
 def test_eval_scores_another_text(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("some other text\n" * 20)
@@ -153,6 +178,8 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
         (["eval", "./nowhere"], "there is no folder './nowhere'"),
         (["eval", "./nowhere", "--text", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
         (["eval", "./nowhere", "--json", "/nowhere/score.json"], "there is no folder '/nowhere'"),
+        (["diagnose", "./nowhere"], "there is no folder './nowhere'"),
+        (["diagnose", "./nowhere", "--picture", "/nowhere/a.png"], "there is no folder '/nowhere' for --picture"),
         (["eval", "./nowhere", "--device", "tpu"], "there is no device 'tpu': give cpu, cuda"),
         (["generate", "./nowhere", "--prompt", "x", "--device", "gpu"], "there is no device 'gpu'"),
         (["lab", "--device", "tpu"], "there is no device 'tpu'"),

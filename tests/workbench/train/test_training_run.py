@@ -110,6 +110,18 @@ def test_a_resumed_run_has_the_losses_of_an_unbroken_one(text: Path, tmp_path: P
         assert torch.equal(expected, found), name
 
 
+def test_a_diagnosed_run_has_the_losses_of_another(text: Path, tmp_path: Path) -> None:
+    """The figures are logged beside the losses, also by a run that goes on, and change nothing."""
+    plain = train(run_config(text, tmp_path / "plain"))
+    config = run_config(text, tmp_path / "diagnosed", training={"diagnose_every": 2})
+    with stopping_after(6), pytest.raises(KeyboardInterrupt):
+        train(config)
+    found = train(config, resume=True)
+    assert losses(found.log_history) == losses(plain.log_history)
+    growth = {x["step"]: x["diagnose_state_norm_max"] for x in found.log_history if "diagnose_state_norm_max" in x}
+    assert [*growth] == [0, 2, 4, 6, 8] and len({*growth.values()}) == 5
+
+
 def test_a_resumed_stream_has_the_losses_of_an_unbroken_one(records: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"data": {"streaming": True}, "training": {"steps": 10}}
     unbroken = train(run_config(records, tmp_path / "unbroken", **changes))

@@ -43,8 +43,9 @@ class DiagnoseCallback(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Measure the model as it starts."""
-        self._log(model, control)
+        """Measure the model as it starts; a run that goes on has measured it before."""
+        if state.global_step == 0:
+            self.measure(model, control)
 
     def on_step_end(
         self,
@@ -56,9 +57,10 @@ class DiagnoseCallback(TrainerCallback):
     ) -> None:
         """Measure every `every` steps."""
         if state.global_step % self.every == 0:
-            self._log(model, control)
+            self.measure(model, control)
 
-    def _log(self, model: nn.Module | None, control: TrainerControl) -> None:
+    def measure(self, model: nn.Module | None, control: TrainerControl) -> None:
+        """Diagnose the model and log the summary."""
         assert model is not None
         self.latest = diagnose(model, self.batch)
         due = control.should_log  # `log` takes the request for the loss of this step back

@@ -128,6 +128,8 @@ class OptimizationConfig:
         evaluation_rows: held-out rows of a validation loss, evenly spread; ``deltazoo eval`` reads all of the text.
         save_every: steps between checkpoints; a multiple of ``log_every``, so that resumed runs log the same means.
         keep_checkpoints: how many checkpoints to keep; older ones are removed.
+        diagnose_every: steps between two diagnoses (`deltazoo.diagnose`) of the model on held-out rows, as many as a
+            batch has, beginning before the first step; default: none.
     """
 
     section: ClassVar[str] = "training"
@@ -153,6 +155,7 @@ class OptimizationConfig:
     evaluation_rows: int = 32
     save_every: int = 100
     keep_checkpoints: int = 2
+    diagnose_every: int | None = None
 
     def __post_init__(self) -> None:
         """Fill in ``rows_per_step``, and check the ranges."""
@@ -180,6 +183,13 @@ class OptimizationConfig:
             raise ValueError(f"{self.section}.betas must lie in [0, 1), got {list(self.betas)}")
         if self.compile and self.fully_shard:
             raise ValueError(f"{self.section}.compile has no effect with {self.section}.fully_shard")
+        if self.diagnose_every is not None and self.diagnose_every < 1:
+            raise ValueError(f"{self.section}.diagnose_every must be at least 1, got {self.diagnose_every}")
+        if self.diagnose_every is not None and self.context_parallel > 1:
+            raise ValueError(
+                f"{self.section}.diagnose_every needs whole rows on a device, and {self.section}.context_parallel is "
+                f"{self.context_parallel}"
+            )
         if self.save_every % self.log_every:
             raise ValueError(
                 f"{self.section}.save_every ({self.save_every}) must be a multiple of "

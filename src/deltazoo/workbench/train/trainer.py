@@ -19,11 +19,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 
 from deltazoo.distributed import ContextParallelTrainer, fully_shard_model
 from deltazoo.interop.acceleration import has_known_layers
 from deltazoo.layers import parameter_groups
+from deltazoo.workbench.diagnose import DiagnoseCallback
 from deltazoo.workbench.train.checkpoint_files import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.workbench.train.config import RunConfig
 from deltazoo.workbench.train.division import divide_rows
@@ -74,6 +75,9 @@ class PackedTrainer(ContextParallelTrainer):
         self._settings, self._bytes_per_token = config.training, bytes_per_token
         self._model, self._validation_rows = model, validation_rows
         self._output, self._saving_below = config.output, Path(config.output)
+        if self._settings.diagnose_every is not None:
+            batch = collate_rows(validation_rows[: self._division.rows])
+            self.add_callback(_PausedDiagnosis(self, batch, self._settings.diagnose_every))
 
     @property
     def num_parameters(self) -> int:
@@ -246,6 +250,15 @@ class PackedTrainer(ContextParallelTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._saving_below)
+
+
+class _PausedDiagnosis(DiagnoseCallback):
+    """Its time does not count as training."""
+
+    def measure(self, model: nn.Module | None, control: TrainerControl) -> None:
+        """Diagnose the model and log the summary."""
+        with self.trainer.monitor.pause():  # type: ignore[attr-defined]
+            super().measure(model, control)
 
 
 class _Sharded(nn.Module):

@@ -1,0 +1,64 @@
+"""``deltazoo diagnose PATH``: what the delta-rule layers of a model do on a text, and what looks wrong."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltazoo.workbench.rule_files import LoadOption
+
+_EXAMPLE = (
+    "Examples: [bold]deltazoo diagnose runs/quickstart[/], "
+    "[bold]deltazoo diagnose runs/quickstart --text my_texts --picture layers.png[/]"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("diagnose", epilog=_EXAMPLE)(diagnose)
+
+
+def diagnose(
+    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    text: Annotated[
+        str | None,
+        typer.Option(help="This text (as data.text in a configuration), not the run's held-out part."),
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")] = "text",
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a document; the rest of it is left out.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of all documents together.")] = 8192,
+    picture: Annotated[str | None, typer.Option(help="Also draw heat maps of all heads into this PNG.")] = None,
+    json_file: Annotated[str | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
+    load: LoadOption = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+) -> None:
+    """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
+    from deltazoo.workbench.device import check_device
+    from deltazoo.workbench.evaluate.documents import choose_documents
+    from deltazoo.workbench.train.config import DataConfig
+
+    if device is not None:
+        check_device(device)
+    if text is None and text_field != DataConfig.text_field:
+        raise ValueError("--text-field acts on --text only")
+    for option, file in (("--picture", picture), ("--json", json_file)):
+        if file is not None and not Path(file).parent.is_dir():
+            raise ValueError(f"there is no folder {str(Path(file).parent)!r} for {option} {file}")
+    data = None if text is None else DataConfig(text=text, text_field=text_field)
+    documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
+
+    import deltazoo
+    from deltazoo.workbench.diagnose.rule_calls import delta_rule_layers
+    from deltazoo.workbench.diagnose.text_batch import text_batch
+    from deltazoo.workbench.evaluate.loading import load_checkpoint
+
+    model, tokenizer = load_checkpoint(path, device)
+    if not delta_rule_layers(model):
+        deltazoo.accelerate(model)
+    found = deltazoo.diagnose(model, text_batch(tokenizer, documents.held_out, length, tokens))
+    typer.echo(f"{documents.description}\n{found}")
+    if picture is not None:
+        found.save_picture(picture)
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(found.records(), indent=1), encoding="utf-8")
