@@ -1,6 +1,6 @@
 """Trains two tiny models, of which one diverges, with `deltazoo.DiagnoseCallback`; the pictures of docs/diagnosis.md.
 
-    python scripts/diagnose_diverging_run.py           # trains, under a minute on a CPU, writes the result, draws it
+    python scripts/diagnose_diverging_run.py           # trains, about a minute on a CPU, writes the result, draws it
     python scripts/diagnose_diverging_run.py --draw    # draws the committed result again
 
 Both are DeltaNets with step sizes up to 2. One is `neg_delta_net`: unit keys, step sizes of at most `2 / |k|^2`. The
@@ -85,7 +85,7 @@ def train(rule: str, rows: Tensor) -> dict[str, Any]:
             folder,
             max_steps=STEPS,
             per_device_train_batch_size=ROWS,
-            learning_rate=3e-3,
+            learning_rate=5e-3,
             lr_scheduler_type="constant",
             logging_steps=1,
             logging_nan_inf_filter=False,
