@@ -24,20 +24,7 @@ from deltazoo.workbench.presets import find_config, presets
 from deltazoo.workbench.train import load_config, save_config
 from deltazoo.workbench.train.interruption import TrainingInterrupted
 
-COMMANDS = [
-    "list",
-    "show",
-    "check",
-    "train",
-    "generate",
-    "serve",
-    "eval",
-    "diagnose",
-    "lm-eval",
-    "swap",
-    "lab",
-    "bench",
-]
+COMMANDS = "list show check train generate serve eval diagnose lm-eval swap lab bench".split()
 COMMANDS += ["bench ops", "bench model"]
 
 
@@ -135,6 +122,12 @@ def test_diagnose_prints_draws_and_writes(run: Path, tmp_path: Path, capsys: pyt
     (tmp_path / "text.txt").write_text("a text of its own, " * 40)
     assert call("diagnose", str(run), "--text", str(tmp_path / "text.txt"), "--tokens", "64", "--length", "64") == 0
     assert "64 tokens in 1 sequences" in capsys.readouterr().out
+
+
+def test_the_missing_harness_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert call("lm-eval", "--model", "hf") == 1
+    assert "lm-evaluation-harness is not installed: pip install '.[harness]'" in capsys.readouterr().err
 
 
 def test_eval_scores_another_text(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ import torch
 from foreign_models import foreign_model
 from outside_rule import RULES, forget_rules
 from tiny_families import tiny_original
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import deltazoo
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM

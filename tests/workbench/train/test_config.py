@@ -62,6 +62,7 @@ def test_a_written_configuration_reads_back_the_same(minimal: Path, tmp_path: Pa
         ("training.warmup=11", "training.warmup is a share of the steps, between 0 and 1, got 11.0"),
         ("training.warmup_steps=3", r"unknown key 'training.warmup_steps'; did you mean 'warmup'\?"),
         ("training.save_every=15", "must be a multiple of training.log_every"),
+        ("training.diagnose_every=0", "training.diagnose_every must be at least 1, got 0"),
         ("data.validation_fraction=1.5", "data.validation_fraction must lie between 0 and 1"),
         ("data.streaming=true", "needs data.max_validation_bytes"),
         ("data=text", "data must be a mapping"),
@@ -124,3 +125,8 @@ def test_every_key_of_every_section_is_documented() -> None:
 
 def test_the_tiny_run_of_the_tests_is_valid(tmp_path: Path) -> None:
     assert run_config(tmp_path, tmp_path, training={"steps": 3}).training.steps == 3
+
+
+def test_rows_divided_over_devices_cannot_be_diagnosed(minimal: Path) -> None:
+    with pytest.raises(ValueError, match=r"needs whole rows on a device, and training.context_parallel is 2"):
+        load_config(minimal, ["training.diagnose_every=5", "training.context_parallel=2"])

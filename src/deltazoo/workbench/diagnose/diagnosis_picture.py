@@ -43,7 +43,9 @@ _MAPS = (
 
 
 def draw_records(records: Sequence[Record], path: Path) -> Path:
-    """Draw `Diagnosis.records()` into a PNG, and return its path. Grey: the rule does not have this figure."""
+    """Draw `Diagnosis.records()` into a PNG, and return its path. Grey: the rule does not have this figure; orange:
+    beyond the scale.
+    """
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 
@@ -52,6 +54,11 @@ def draw_records(records: Sequence[Record], path: Path) -> Path:
     figure, axes = new_figure(6, columns=3, width=10.5, height=6.2)
     for axis, heat_map in zip(axes, _MAPS, strict=False):
         values = _grid(records, layers, heat_map.value)
+        axis.set(title=heat_map.title, xlabel="layer", ylabel="head")
+        if np.isnan(values).all():
+            axis.set(xticks=[], yticks=[])
+            axis.text(0.5, 0.5, "not in these rules", ha="center", va="center", transform=axis.transAxes)
+            continue
         known = values[np.isfinite(values) & (values > 0)] if heat_map.limits is None else values
         norm: Any = Normalize(*heat_map.limits) if heat_map.limits else LogNorm(*_range(known))
         axis.set_facecolor("#D0D0D0")
@@ -59,7 +66,6 @@ def draw_records(records: Sequence[Record], path: Path) -> Path:
         image = axis.imshow(values, norm=norm, cmap=colours, aspect="auto", origin="lower", interpolation="none")
         beyond = bool(heat_map.limits) and bool((values > norm.vmax).any())
         figure.colorbar(image, ax=axis, extend="max" if beyond else "neither")
-        axis.set(title=heat_map.title, xlabel="layer", ylabel="head")
         _whole_numbers(axis)
     _draw_states(axes[-1], records, layers)
     return save_figure(figure, path)
