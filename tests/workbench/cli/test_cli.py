@@ -24,8 +24,8 @@ from deltazoo.workbench.presets import find_config, presets
 from deltazoo.workbench.train import load_config, save_config
 from deltazoo.workbench.train.interruption import TrainingInterrupted
 
-COMMANDS = "list show check train generate serve eval diagnose lm-eval swap lab bench".split()
-COMMANDS += ["bench ops", "bench model"]
+COMMANDS = ["list", "show", "check", "train", "generate", "serve", "eval", "diagnose", "swap", "lab", "bench"]
+COMMANDS += ["bench ops", "bench model", "lm-eval"]
 
 
 @pytest.fixture(scope="module")
