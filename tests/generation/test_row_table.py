@@ -99,21 +99,25 @@ def test_accelerated_models(family, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", FEW)
-def test_a_padded_pass_keeps_rows_apart(case, device):
-    """Other rows change no bit, an idle row keeps its state, and padding differs from none by rounding."""
+def test_passes_keep_rows_apart(case, device):
+    """Other rows change no bit, and padding differs from none by rounding."""
     model = tiny_model(case).to(device)
     empty = RowTable(model, [1]).empty
     alone, together = (PromptRows(model, 3, PIECE, empty, padded=True) for _ in range(2))
     exact = PromptRows(model, 3, PIECE, empty, padded=False)
-    ids = tokens(3, 30).tolist()
-    expected = {row: state_after(alone, row, ids[row][:length]) for row, length in ((0, 6), (1, 27), (2, 18))}
+    ids, lengths = tokens(3, 30).tolist(), {0: 6, 1: 27, 2: 19}
+    expected = {row: state_after(alone, row, ids[row][:length]) for row, length in lengths.items()}
+    states = dict.fromkeys(lengths)
     for start in range(0, 26, PIECE):
-        ends = {0: 5, 1: 26, 2: 17}
-        together.run(
-            {row: (start, ids[row][start : min(start + PIECE, end)]) for row, end in ends.items() if start < end}
-        )
-    for row, state in expected.items():
-        assert equal(together.take(row, 0), state)
+        pieces = {row: ids[row][start : min(start + PIECE, length - 1)] for row, length in lengths.items()}
+        for whole in (False, True):
+            chosen = {row: (start, x) for row, x in pieces.items() if x and (len(x) == PIECE) == whole}
+            for row in chosen:
+                together.load(row, states[row])
+            if chosen:
+                together.run(chosen)
+            states |= {row: together.take(row, 0) for row in chosen}
+    assert all(equal(states[row], state) for row, state in expected.items())
     plain = state_after(exact, 1, ids[1][:27])
     for padded_layer, layer in zip(expected[1].layers, plain.layers, strict=True):
         for name, x in layer.items():
@@ -152,7 +156,7 @@ def test_nothing_waits_for_the_device(case, captures, monkeypatch):
     assert len(captures) == 2 + 2 * len(Way)
     if case in FEW:
         PromptRows(model, 2, PIECE, table.empty, padded=True).capture()
-        assert len(captures) == 2 + 2 * len(Way) + 1
+        assert len(captures) == 2 + 2 * len(Way) + 2
 
 
 @pytest.mark.gpu
@@ -167,6 +171,7 @@ def test_taking_and_putting_states_waits_for_nothing(case):
     try:
         prompts.load(0, None)
         prompts.run({0: (0, [1, 2, 3]), 1: (0, [4])})
+        prompts.run({1: (0, [*range(PIECE)])})
         table.put(1, prompts.take(0, 3), 3, 4, Sampling(1.0), 2)
         table.move([1], [0])
         table.step(2, Way.FILTERED)
@@ -193,6 +198,12 @@ class TestRefusals:
     def test_softmax_layers_need_a_length(self):
         with pytest.raises(ValueError, match="max_length is needed"):
             RowTable(tiny_model("hybrid"), [1])
+
+    def test_whole_and_shorter_pieces_in_one_pass(self):
+        model = tiny_model("gated_deltanet")
+        prompts = PromptRows(model, 2, 2, RowTable(model, [1]).empty, padded=True)
+        with pytest.raises(ValueError, match="must all have 2 tokens, or all fewer"):
+            prompts.run({0: (0, [1, 2]), 1: (0, [3])})
 
     def test_sliding_windows(self):
         model = tiny_original("mistral")

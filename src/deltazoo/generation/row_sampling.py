@@ -96,9 +96,10 @@ class RowSampling:
         ordered, indices = logits.sort(descending=True, stable=True)
         smallest = ordered.gather(-1, top_k - 1)
         ordered = ordered.masked_fill(ordered < smallest, -torch.inf)
-        probabilities = ordered.softmax(-1)
-        mass_before = probabilities.cumsum(-1) - probabilities
-        dropped = (ordered < smallest) | ((mass_before >= top_p) & (top_p < 1))
+        # In whole numbers, since a GPU adds up one long row in an order that is not always the same.
+        mass = (ordered.softmax(-1).double() * 2**40).long()
+        mass_before = mass.cumsum(-1) - mass
+        dropped = (ordered < smallest) | ((mass_before >= top_p.double() * 2**40) & (top_p < 1))
         return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, indices, dropped), -torch.inf)
 
 

@@ -174,9 +174,9 @@ class PromptRows:
         piece: most tokens of a row in one pass.
         empty: `RowTable.empty`.
         max_length: as for `RowTable`.
-        padded: every pass has `rows` rows of `piece` tokens, with padding where a row has fewer, and is one CUDA graph
-            on a GPU. Only for our own models without softmax layers. Otherwise the rows of a pass run one by one,
-            without padding.
+        padded: every pass has `rows` rows of `piece` tokens and is one CUDA graph on a GPU: one for whole pieces, which
+            have no padding, and one for shorter ones, which have. Only for our own models without softmax layers.
+            Otherwise the rows of a pass run one by one, without padding.
     """
 
     def __init__(
@@ -194,13 +194,14 @@ class PromptRows:
         self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
         self._columns = torch.arange(piece, device=model.device)
-        self._pass: CapturedStep | None = None
+        self._passes: dict[bool, CapturedStep] = {}
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Prepare the pass; it is prepared at its first use otherwise."""
-        if self.padded and self._pass is None:
-            self._pass = CapturedStep(self.model, self._run_padded, self._caches[0])
+        """Prepare both passes, over whole pieces and shorter ones; they are prepared at their first use otherwise."""
+        if self.padded and not self._passes:
+            for whole in (True, False):
+                self._passes[whole] = CapturedStep(self.model, partial(self._run_all, whole), self._caches[0])
 
     @torch.no_grad()
     def load(self, row: int, state: Snapshot | None) -> None:
@@ -220,10 +221,11 @@ class PromptRows:
 
     @torch.no_grad()
     def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]]) -> None:
-        """Advance some rows.
+        """Advance some rows; the contents of the others are lost.
 
         Args:
-            pieces: by row: how many tokens the row has had, and at most `piece` further ones.
+            pieces: by row: how many tokens the row has had, and at most `piece` further ones. They are all whole, or
+                all shorter: a row must take the same way whatever the others do.
         """
         if not self.padded:
             for row, (start, tokens) in pieces.items():
@@ -231,16 +233,17 @@ class PromptRows:
                 positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
                 _forward(self.model, ids, self._caches[row], positions)
             return
+        kinds = {len(tokens) == self.piece for _, tokens in pieces.values()}
+        if len(kinds) != 1:
+            raise ValueError(f"pieces of one pass must all have {self.piece} tokens, or all fewer")
         self.capture()
-        assert self._pass is not None
         given = [pieces.get(row, (0, ()))[1] for row in range(self.rows)]
         self._tokens.copy_(self._on_device([[*tokens, *[0] * (self.piece - len(tokens))] for tokens in given]))
         self._lengths.copy_(self._on_device([[len(tokens)] for tokens in given]))
-        self._pass.replay()
+        self._passes[kinds.pop()].replay()
 
-    def _run_padded(self) -> Tensor:
-        real = self._columns < self._lengths
-        mask = {"linear_attention": real}
+    def _run_all(self, whole: bool) -> Tensor:
+        mask = None if whole else {"linear_attention": self._columns < self._lengths}
         return self.model(
             self._tokens, attention_mask=mask, past_key_values=self._caches[0], use_cache=True, logits_to_keep=1
         ).logits

@@ -10,7 +10,9 @@ import torch
 from tiny_serving import byte_tokenizer, tiny
 
 import deltazoo
-from deltazoo.workbench.serve import EngineError, EngineStopped, QueueFull, Request, RequestError
+from deltazoo.generation.row_table import PromptRows
+from deltazoo.workbench.serve import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError
+from deltazoo.workbench.serve.prefill import Prefill
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -74,17 +76,29 @@ def test_greedy_tokens_are_those_of_generate(case, engine_of):
         assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ["gated_deltanet", "hybrid_kda"])
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_crowd_changes_no_bit(case, ahead, device, engine_of):
+def as_on_a_gpu(engine):
+    """Passes over several prompts with padding, and the host a step behind."""
+    engine.prompts = PromptRows(engine.model, 3, 8, engine.table.empty, padded=True)
+    engine._prefill, engine._ahead = Prefill(engine.prompts, engine.prefixes), 1
+    engine.start()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("case", "device", "arranged"),
+    [
+        ("gated_deltanet", "cpu", Engine.__enter__),
+        ("hybrid_kda", "cpu", Engine.__enter__),
+        ("gated_deltanet", "cpu", as_on_a_gpu),
+        pytest.param("gated_deltanet", "cuda", Engine.__enter__, marks=pytest.mark.gpu),
+        pytest.param("hybrid_kda", "cuda", Engine.__enter__, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_crowd_changes_no_bit(case, device, arranged, engine_of):
     """At one width: each request alone in a fresh engine, then all of them among others that come and go."""
-    alone = []
-    for one in MIXED:
-        alone.append(result_of(engine_of(tiny(case).to(device), prompt_rows=2).submit(one)))
-    crowd = engine_of(tiny(case).to(device), prompt_rows=2, start=False)
-    crowd._ahead = ahead  # as on a GPU, where the host is a step behind
-    crowd.start()
+    model = tiny(case).to(device)
+    alone = [result_of(arranged(engine_of(model, start=False, prompt_rows=2)).submit(one)) for one in MIXED]
+    crowd = arranged(engine_of(model, start=False, prompt_rows=2))
     others = [crowd.submit(request(length, 9, temperature=1.0, max_tokens=length)) for length in (2, 40, 5, 11)]
     streams = [crowd.submit(one) for one in (*MIXED, *MIXED[::-1])]
     assert [result_of(stream) for stream in streams] == alone + alone[::-1]

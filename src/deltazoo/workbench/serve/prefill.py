@@ -44,7 +44,7 @@ class Prefill:
         """Those of the next pass: in turn, the oldest and those with the fewest tokens left come first.
 
         So a short prompt does not wait for a long one, and a long one is not overtaken for ever. Of several whose next
-        piece is the same, one runs it, and the others find the state.
+        piece is the same, one runs it, and the others find the state. Their pieces are all whole, or all shorter.
         """
         tasks = [task for task in self.tasks if task.done < len(task.to_run)]
         if tasks and next(self._turns) % 2:
@@ -52,11 +52,15 @@ class Prefill:
         chosen: dict[bytes, ServingTask] = {}
         for task in tasks:
             self._skip_known(task)
-            if task.done < len(task.to_run):
+            if task.done < len(task.to_run) and all(self._is_whole(task) == self._is_whole(x) for x in chosen.values()):
                 chosen.setdefault(task.keys[self._next_place(task)], task)
             if len(chosen) == self.places.rows:
                 break
         return [*chosen.values()]
+
+    def _is_whole(self, task: ServingTask) -> bool:
+        """Whether the next piece is as long as pieces can be."""
+        return self._next_place(task) - task.done == self.places.piece
 
     def _next_place(self, task: ServingTask) -> int:
         return min(task.done + self.places.piece, len(task.to_run))
