@@ -12,13 +12,14 @@ import torch
 from foreign_models import SPARSE_SOFTMAX, foreign_model
 from peft import LoraConfig, get_peft_model
 from tiny_families import tiny_original
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_recurrent_attention_mask
 
 import deltazoo
 from deltazoo.generation import Decoder
 from deltazoo.generation.merged_projections import MergedProjections
+from deltazoo.generation.static_cache import FixedTensors, fixed_cache, move_cache
 
 PADDED = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
 SWAPPED = [
@@ -171,6 +172,24 @@ def test_caches_that_the_caller_hands_in(family, captures):
     assert len(captures) == 2
     with pytest.raises(ValueError, match="capture_step=True cannot act: the cache has been used"):
         generate(conversation, past_key_values=first.past_key_values, capture_step=True)
+
+
+@pytest.mark.parametrize("family", ACCELERATED)
+def test_states_of_accelerated_layers_stay_at_their_addresses(family):
+    """Through steps, and when the next call's prompt moves in."""
+    model, ids = accelerated(family), foreign_models.tokens(2, 7)
+    cache, growing = fixed_cache(model, 20), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :3], past_key_values=cache)
+        addresses = [x.data_ptr() for x in FixedTensors(cache).changed]
+        model(ids[:, 3:4], past_key_values=cache)
+        model(ids[:, 4:], past_key_values=growing)
+        cache.reset()
+        move_cache(growing, cache)
+        logits = model(ids[:, :1], past_key_values=cache).logits
+        assert [x.data_ptr() for x in FixedTensors(cache).changed] == addresses
+        alone = model(torch.cat([ids[:, 4:], ids[:, :1]], dim=1)).logits
+    torch.testing.assert_close(logits[:, -1], alone[:, -1])
 
 
 @pytest.mark.parametrize("family", ACCELERATED)
