@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from foreign_models import DECAY_PARAMETERS
 from native_runs import INSTALLED, SECTIONS, native_config
 from safetensors.torch import load_file
 from tiny_runs import write_text_folder
@@ -80,6 +81,7 @@ def plain_results(runs: dict[str, Any]) -> dict[str, Any]:
 
 def built(architecture: str, runtime: RuntimeOptions | None = None, **changes: Any) -> Any:
     """With large weights, so that what each layer computes shows in the loss."""
+    torch.manual_seed(0)
     section = {"architecture": architecture, **SECTIONS[architecture], "initializer_range": 0.2, **changes}
     return build_model(section, TOKENIZER, runtime)
 
@@ -139,25 +141,46 @@ def test_evaluation_packs_documents(run: tuple[RunConfig, TrainingResult]) -> No
     assert together.nats == pytest.approx(alone, rel=1e-4)
 
 
-@pytest.mark.parametrize("architecture", INSTALLED)
-def test_packed_rows_have_the_loss_and_gradients_of_their_documents(architecture: str) -> None:
-    model = built(architecture).double().train()
-    model.set_experts_implementation("eager")  # the only one in float64
+def packed_and_one_by_one(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Loss and gradients of two packed rows, and of their documents one after another."""
     model.config.output_router_logits = False  # that loss is a mean over all tokens of a batch
+    model.train()
     lengths = [[5, 1, 66, 24], [96]]
     generator = np.random.default_rng(0)
     rows = [{"input_ids": generator.integers(3, 250, sum(row)), "starts": np.cumsum([0, *row[:-1]])} for row in lengths]
-    model(**collate_side_by_side(rows)).loss.backward()
-    packed = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    assert all(gradient is not None for gradient in packed.values()), "DDP waits for every parameter"
+    batch = {name: x.to(model.device) for name, x in collate_side_by_side(rows).items()}
+    loss = model(**batch).loss
+    loss.backward()
+    packed = {"loss": loss.detach(), **{name: parameter.grad.clone() for name, parameter in model.named_parameters()}}
     model.zero_grad()
-    targets = sum(length - 1 for row in lengths for length in row)
+    targets, total = sum(length - 1 for row in lengths for length in row), torch.zeros_like(loss)
     for row, row_lengths in zip(rows, lengths, strict=True):
-        for document in torch.from_numpy(row["input_ids"]).split(row_lengths):
+        for document in torch.from_numpy(row["input_ids"]).to(model.device).split(row_lengths):
             if len(document) > 1:
-                model(document[None], labels=document[None], num_items_in_batch=targets).loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(packed[name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
+                loss = model(document[None], labels=document[None], num_items_in_batch=targets).loss
+                loss.backward()
+                total += loss.detach()
+    return packed, {"loss": total, **{name: parameter.grad for name, parameter in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("architecture", INSTALLED)
+def test_packed_rows_have_the_loss_and_gradients_of_their_documents(architecture: str) -> None:
+    model = built(architecture).double()
+    model.set_experts_implementation("eager")  # the only one in float64
+    packed, expected = packed_and_one_by_one(model)
+    for name, found in packed.items():
+        torch.testing.assert_close(found, expected[name].double(), rtol=1e-5, atol=1e-7, msg=name, check_dtype=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", INSTALLED)
+def test_packed_rows_on_a_gpu(architecture: str) -> None:
+    """With the fused convolution and the operator's kernels, in float32."""
+    packed, expected = packed_and_one_by_one(built(architecture).cuda())
+    for name, found in packed.items():
+        error, size = (found - expected[name]).norm(), expected[name].norm()
+        allowed = 64e-3 if name.endswith(DECAY_PARAMETERS) else 1e-3  # sums over a chunk whose terms cancel
+        assert error <= allowed * size + 1e-6, f"{name}: error {error:.1e}, size {size:.1e}"
 
 
 def test_files_have_the_names_that_other_programs_read(runs: dict[str, Any], tmp_path: Path) -> None:
