@@ -2,11 +2,11 @@
 
     scripts/load_servers.sh benchmarks/results/serving_http_h200.json COMMIT
 
-calls all parts of this script. `model` saves a Gated DeltaNet of 374 M parameters with random weights, and a tokenizer
-of Python's standard library. `load` starts a server, asks it from several processes, and stops it; with `--url` it asks
-one that runs. Any server with OpenAI's API will do. `transformers` is transformers' own server, made to find our model
-class; it answers one request at a time, since its continuous batching refuses linear layers. `generate` times
-`deltazoo.generate` on batches of as many rows as there are clients. `load` and `generate` add to a result file.
+calls all parts of this script. `model` saves a model of about 370 M parameters with random weights, a Gated DeltaNet or
+transformers' Qwen3-Next, and a tokenizer of Python's standard library. `load` starts a server, asks it from several
+processes, and stops it; with `--url` it asks one that runs. Any server with OpenAI's API will do: transformers' own
+answers one request at a time, as its continuous batching refuses linear layers. `generate` times `deltazoo.generate` on
+batches of as many rows as there are clients. `load` and `generate` add to a result file.
 
 Every client streams one completion after another: a slice of the standard library as prompt, a fixed number of new
 tokens, greedy. Tokens are those that the server reports. The time to the first token runs from sending the request to
@@ -197,16 +197,17 @@ def _answers(url: str) -> bool:
         return False
 
 
-def save_model(folder: Path, device: str, size: str) -> None:
-    """A Gated DeltaNet with random weights in bfloat16 (on a CPU float32), and a tokenizer of its vocabulary."""
+def save_model(folder: Path, device: str, kind: str, size: str) -> None:
+    """A model with random weights in bfloat16 (on a CPU float32), and a tokenizer of its vocabulary."""
     import torch
 
     from deltazoo.workbench.bench.model_candidates import SIZES, candidates
     from deltazoo.workbench.train.text import Document
     from deltazoo.workbench.train.tokenizer import train_bpe
 
-    (candidate,), _ = candidates(SIZES[size], ["gated_deltanet"], [], device)
+    taking_part, _ = candidates(SIZES[size], ["gated_deltanet"], ["qwen3-next"], device)
     torch.manual_seed(0)
+    candidate = next(candidate for candidate in taking_part if candidate.model.replace("-", "_") == kind)
     with torch.device(device):
         model = candidate.build().eval()
     if device != "cpu":
@@ -217,18 +218,6 @@ def save_model(folder: Path, device: str, size: str) -> None:
     text = Document("library", library_text(12_000_000), "library")
     train_bpe([text], SIZES[size].vocab_size).save_pretrained(folder)
     print(f"{model.num_parameters() / 1e6:.0f} M parameters, in {folder}")
-
-
-def serve_with_transformers(arguments: list[str]) -> None:
-    """`transformers serve`, which looks for the class of a checkpoint in its own namespace: ours is put there."""
-    import transformers
-    from transformers.cli.transformers import main as transformers_command
-
-    from deltazoo.models import DeltaRuleForCausalLM
-
-    transformers.DeltaRuleForCausalLM = DeltaRuleForCausalLM
-    sys.argv = ["transformers", "serve", *arguments]
-    transformers_command()
 
 
 def generate_rows(
@@ -277,6 +266,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     model = commands.add_parser("model", help="save a model with random weights and a tokenizer")
     model.add_argument("folder", type=Path)
+    model.add_argument("--kind", choices=("gated_deltanet", "qwen3_next"), default="gated_deltanet")
     model.add_argument("--size", default="340m", help="as in deltazoo bench model")
     asking = commands.add_parser("load", help="ask a server")
     asking.add_argument("--url", help="of a server that runs")
@@ -288,8 +278,6 @@ def main() -> None:
     asking.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64, 256])
     asking.add_argument("--rounds", type=int, default=2, help="requests of each client")
     asking.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
-    peer = commands.add_parser("transformers", help="transformers' server")
-    peer.add_argument("arguments", nargs=argparse.REMAINDER, help="of transformers serve")
     timing = commands.add_parser("generate", help="time deltazoo.generate")
     timing.add_argument("path", type=Path, help="folder of the model")
     timing.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
@@ -303,9 +291,7 @@ def main() -> None:
     args = parser.parse_args()
 
     if args.command == "model":
-        return save_model(args.folder, args.device, args.size)
-    if args.command == "transformers":
-        return serve_with_transformers(args.arguments)
+        return save_model(args.folder, args.device, args.kind, args.size)
     rows: list[dict[str, Any]] = []
     if args.command == "generate":
         for row in generate_rows(args.path, args.device, args.rows, args.prompt_tokens, args.new_tokens):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Throughput through HTTP on one GPU: deltazoo serve, deltazoo.generate, transformers serve, on one model of 374 M.
+# Throughput through HTTP on one GPU: deltazoo serve beside deltazoo.generate, and beside transformers serve.
 #     scripts/load_servers.sh RESULT.json [COMMIT]
-# About three minutes. PYTHON names the interpreter; it needs the extras serve and test.
+# Some minutes. PYTHON names the interpreter; it needs the extras serve and test.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:?the file for results}
@@ -12,12 +12,17 @@ trap 'rm -rf "$folder"' EXIT
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
 
 script() { "$python" scripts/load_server.py "$@"; }
-load() { script load --tokenizer "$folder/served" --out "$out" --commit "$commit" "$@"; }
+load() { script load --out "$out" --commit "$commit" --tokenizer "$@"; }
+serve() { echo "$python -m deltazoo serve $1 --port {port} --name served --max-queue 1024 ${*:2}"; }
 
-script model "$folder/served" || exit
-load --label "deltazoo serve" --start "$python -m deltazoo serve $folder/served --port {port} --max-queue 1024"
-load --label "deltazoo serve, widths to 256" \
-    --start "$python -m deltazoo serve $folder/served --port {port} --widths 1,16,64,256 --max-queue 1024"
-script generate "$folder/served" --out "$out" --commit "$commit"
-load --label "transformers serve" --model "$folder/served" --clients 1 16 --rounds 1 --processes 1 \
-    --start "$python scripts/load_server.py transformers $folder/served --port {port}"
+ours=$folder/gated_deltanet theirs=$folder/qwen3_next
+script model "$ours" && {
+    load "$ours" --label "gated_deltanet, deltazoo serve" --start "$(serve "$ours")"
+    load "$ours" --label "gated_deltanet, deltazoo serve, widths to 256" --start "$(serve "$ours" --widths 1,16,64,256)"
+    script generate "$ours" --out "$out" --commit "$commit"
+}
+script model "$theirs" --kind qwen3_next && {
+    load "$theirs" --label "qwen3_next, deltazoo serve" --start "$(serve "$theirs" --context-limit 2048)"
+    load "$theirs" --label "qwen3_next, transformers serve" --model "$theirs" --clients 1 16 --rounds 1 --processes 1 \
+        --start "$python -m transformers.cli.transformers serve $theirs --port {port}"
+}

@@ -20,7 +20,8 @@ openai = pytest.importorskip("openai", reason=REASON)
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
-from deltazoo.workbench.serve import background_server, create_app  # noqa: E402
+from deltazoo.workbench.serve import Piece, TokenLogprob, background_server, create_app  # noqa: E402
+from deltazoo.workbench.serve.api_responses import CompletionAnswer  # noqa: E402
 from deltazoo.workbench.serve.token_texts import TokenTexts  # noqa: E402
 
 TEMPLATE = (
@@ -174,6 +175,15 @@ def test_log_probabilities(client: Any) -> None:
         for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])
     ]
     assert [entry.token for entry in streamed] == list(choice.message.content)
+
+
+def test_the_chosen_token_is_among_the_likeliest_and_numbers_are_finite() -> None:
+    tokenizer = byte_tokenizer()
+    likeliest, chosen = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    entry = TokenLogprob(token_id=chosen, logprob=float("-inf"), top=((likeliest, -0.1),))
+    piece = Piece(text="b", token_ids=(chosen,), logprobs=(entry,), finish_reason="length")
+    found = CompletionAnswer("tiny", TokenTexts(tokenizer), None).choice(0, piece)["logprobs"]
+    assert found["top_logprobs"] == [{"a": -0.1, "b": -9999.0}] and found["token_logprobs"] == [-9999.0]
 
 
 def test_bytes_of_tokens() -> None:

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 
 from deltazoo.workbench.serve.requests import EngineError, EngineStopped, QueueFull, RequestError
 
-__all__ = ["ApiError", "add_error_handlers", "api_error_of"]
+__all__ = ["ApiError", "add_error_handlers", "api_error_of", "shortened"]
 
 
 class ApiError(Exception):
@@ -104,6 +104,10 @@ def _body_error(errors: RequestValidationError) -> ApiError:
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"{param}: there is no such field", param=param, code="unknown_parameter")
     message = error["msg"].removeprefix("Value error, ")
-    given = repr(error["input"])
-    given = given if len(given) <= 60 else given[:57] + "..."
-    return ApiError(400, f"{param}: {message[:1].lower()}{message[1:]}, got {given}", param=param)
+    return ApiError(400, f"{param}: {message[:1].lower()}{message[1:]}, got {shortened(error['input'])}", param=param)
+
+
+def shortened(value: Any) -> str:
+    """A value as Python writes it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

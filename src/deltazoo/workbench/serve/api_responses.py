@@ -104,8 +104,11 @@ class CompletionAnswer(Answer):
         self._lengths[index] = length
         return {
             "tokens": texts,
-            "token_logprobs": [token.logprob for token in found],
-            "top_logprobs": [{self.texts.text_of(other): value for other, value in token.top} for token in found],
+            "token_logprobs": [_in_json(token.logprob) for token in found],
+            "top_logprobs": [
+                {self.texts.text_of(other): _in_json(value) for other, value in [*token.top, _chosen(token)]}
+                for token in found
+            ],
             "text_offset": offsets,
         }
 
@@ -152,9 +155,18 @@ class ChatAnswer(Answer):
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self.texts.text_of(token),
-            "logprob": logprob,
+            "logprob": _in_json(logprob),
             "bytes": list(self.texts.bytes_of(token)),
         }
+
+
+def _chosen(token: TokenLogprob) -> tuple[int, float]:
+    return token.token_id, token.logprob
+
+
+def _in_json(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's API writes -9999 for what is next to impossible."""
+    return max(logprob, -9999.0)
 
 
 def usage_of(streams: Sequence[Stream], choices_per_prompt: int) -> dict[str, Any]:

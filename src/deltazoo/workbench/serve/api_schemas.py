@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from deltazoo.workbench.serve.api_errors import ApiError
+from deltazoo.workbench.serve.api_errors import ApiError, shortened
 from deltazoo.workbench.serve.requests import Request
 
 __all__ = ["ChatBody", "CompletionBody", "Message"]
@@ -53,7 +53,7 @@ class _Body(BaseModel):
             if name in given and (value := given.pop(name)) not in accepted:
                 raise ApiError(
                     400,
-                    f"{name} is not computed by this server: leave it out, got {_short(value)}",
+                    f"{name} is not computed by this server: leave it out, got {shortened(value)}",
                     param=name,
                     code="unsupported_parameter",
                 )
@@ -192,7 +192,7 @@ class ChatBody(_Body):
     def _check(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs acts on logprobs=true only", param="top_logprobs")
-        if None is not self.max_tokens != self.max_completion_tokens is not None:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ApiError(
                 400,
                 f"max_tokens is the older name of max_completion_tokens: give one, got {self.max_tokens} and "
@@ -226,8 +226,3 @@ def _stop_strings(value: Any) -> list[str]:
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(stop, str) and stop for stop in stops):
         raise ValueError("must be a text or a list of up to four, none of them empty")
     return stops
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
