@@ -17,7 +17,7 @@ class RowKeyValues(StaticLayer):
 
     Args:
         max_cache_len: columns.
-        position: `[N, 1]` int64, of the next token of each row; it stays at its address.
+        position: `[N, 1]` int64, of the next token of each row, below `max_cache_len`; it stays at its address.
     """
 
     def __init__(self, max_cache_len: int, position: Tensor) -> None:
@@ -25,11 +25,11 @@ class RowKeyValues(StaticLayer):
         self.position = position
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token of each row; rows that are not in use may be past the last column, and stay in it."""
+        """Write one token of each row, and return all columns."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        column = self.position.clamp(max=self.max_cache_len - 1)[:, :, None, None]
+        column = self.position[:, :, None, None]
         self.keys.scatter_(2, column.expand_as(key_states), key_states)
         self.values.scatter_(2, column.expand_as(value_states), value_states)
         return self.keys, self.values

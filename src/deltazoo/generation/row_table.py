@@ -39,7 +39,8 @@ class RowTable:
     Args:
         model: as for `Decoder`, without sliding windows in softmax layers. It must not change.
         widths: numbers of rows that a step can have; the largest is the size of the table.
-        max_length: tokens of a row at most, for which softmax layers reserve keys and values; models without need none.
+        max_length: tokens of a row at most, for which softmax layers reserve keys and values. Models that read no
+            positions need none.
 
     Attributes:
         widths: in ascending order.
@@ -52,6 +53,7 @@ class RowTable:
     def __init__(self, model: Any, widths: Sequence[int], max_length: int | None = None) -> None:
         check_model(model)
         self.model = model
+        self.max_length = max_length
         self.widths = tuple(sorted(set(widths)))
         rows, device = self.widths[-1], model.device
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -150,7 +152,9 @@ class RowTable:
     def _advance(self, width: int, cache: StaticCache) -> Tensor:
         with decoding_settings(self.model):
             logits = self._forward(cache, width)
-        self.position[:width].add_(1)
+        position = self.position[:width].add_(1)
+        if self.max_length is not None:  # rows that are not in use go on, too
+            position.clamp_(max=self.max_length - 1)
         return logits
 
     def _forward(self, cache: StaticCache, width: int) -> Tensor:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from tiny_families import tiny_original
 from tiny_serving import byte_tokenizer, tiny
 
 import deltazoo
@@ -278,6 +279,18 @@ class TestEnds:
         assert len(tokens_of(stream)) == 12
         with pytest.raises(RequestError, match="limit of 16"):
             engine.submit(request(16))
+
+    def test_positions_end_where_the_model_does(self, engine_of):
+        """Of GPT-2 with linear layers alone: rows that are not in use read no positions past the last one."""
+        model = tiny_original("gpt2")
+        deltazoo.swap_attention(model, "gated_deltanet", "all")
+        longest = model.config.max_position_embeddings
+        with pytest.raises(ValueError, match=f"at most the max_position_embeddings={longest} .* got {longest + 1}"):
+            engine_of(model, start=False, context_limit=longest + 1)
+        engine = engine_of(model, widths=(2,))
+        both = [engine.submit(Request(prompt=(3, 4), temperature=0)) for _ in range(2)]
+        assert [len(tokens_of(stream)) for stream in both] == [longest - 2] * 2
+        assert len(tokens_of(engine.submit(Request(prompt=(5,), temperature=0, max_tokens=8)))) == 8
 
     def test_requests_that_do_not_fit(self, engine_of):
         engine = engine_of()

@@ -36,7 +36,7 @@ def test_a_saved_model_is_served(make: Any, tmp_path: Path) -> None:
     prompt = tuple(tokenizer("def f(x):")["input_ids"])
     ids = torch.tensor([prompt])
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
-    with Engine(model, tokenizer, widths=(2,), context_limit=99) as engine:
+    with Engine(model, tokenizer, widths=(2,), context_limit=60) as engine:
         stream = engine.submit(Request(prompt=prompt, max_tokens=6, temperature=0, ignore_eos=True))
         assert [token for piece in stream for token in piece.token_ids] == expected
 

@@ -44,7 +44,7 @@ from deltazoo.workbench.serve.serving_task import ServingTask
 from deltazoo.workbench.serve.tally import Tally
 from deltazoo.workbench.serve.text_assembly import TextAssembly, decoder_of
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "unlimited"]
 
 _log = logging.getLogger(__name__)
 
@@ -75,10 +75,11 @@ class Engine:
         tokenizer: of the model.
         widths: numbers of rows that a step can have; the largest is the most requests that run at once.
         prompt_piece: most tokens of a prompt in one pass, and the distance of the places where prefixes are found.
-        prompt_rows: prompts in one pass; default: 4 on a GPU for our own models without softmax layers, else 1.
+        prompt_rows: prompts in one pass; default: 4 on a GPU for models that are `unlimited`, else 1.
         max_queue: most requests that wait for a place.
-        context_limit: most tokens of prompt and answer; default: the configuration's `max_position_embeddings` for
-            models with softmax layers, which reserve keys and values of so many tokens for every row; none for others.
+        context_limit: most tokens of prompt and answer; default: none for models that are `unlimited`, for others the
+            configuration's `max_position_embeddings`. Softmax layers reserve keys and values of so many tokens for
+            every row.
         prefix_memory: most bytes of states that the prefix cache keeps on the model's device; 0: none.
         eos_token_id: tokens that end an answer; default: the model's, else the tokenizer's.
 
@@ -107,12 +108,9 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.max_queue = max_queue
-        is_hybrid = has_softmax_layers(model)
-        if context_limit is None and is_hybrid:
-            context_limit = model.config.get_text_config().max_position_embeddings
-        self.context_limit = context_limit
+        self.context_limit = context_limit = _context_limit(model, context_limit)
         self.table = RowTable(model, widths, context_limit)
-        padded = model.device.type == "cuda" and isinstance(model, DeltaRuleForCausalLM) and not is_hybrid
+        padded = model.device.type == "cuda" and unlimited(model)
         self.prompts = PromptRows(
             model,
             prompt_rows or (4 if padded else 1),
@@ -427,6 +425,23 @@ class Engine:
         started = [task for step in self._started for task in step.rows.values()]
         self._started.clear()
         self._fail({*waiting, *self._prefill.tasks, *self._running.values(), *started}, error)
+
+
+def unlimited(model: Any) -> bool:
+    """Whether a model takes any number of tokens: our own without softmax layers, which read no positions."""
+    return isinstance(model, DeltaRuleForCausalLM) and not has_softmax_layers(model)
+
+
+def _context_limit(model: Any, given: int | None) -> int | None:
+    if unlimited(model):
+        return given
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if given is not None and longest is not None and given > longest:
+        raise ValueError(
+            f"context_limit must be at most the max_position_embeddings={longest} of the model's configuration, "
+            f"got {given}"
+        )
+    return longest if given is None else given
 
 
 def _check_options(**values: int) -> None:

@@ -27,8 +27,8 @@ def serve(
         int | None,
         typer.Option(
             min=2,
-            help="Most tokens of a prompt and its answer; default: 32,768, or what the model was made for if it has "
-            "softmax layers.",
+            help="Most tokens of a prompt and its answer; default: 32,768 for our models without softmax layers, for "
+            "others their max_position_embeddings.",
         ),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get status 429.")] = 256,
@@ -73,14 +73,13 @@ def serve(
     address = bind(host, port)
     import torch
 
-    from deltazoo.generation.row_table import has_softmax_layers
     from deltazoo.workbench.console import console
-    from deltazoo.workbench.serve.engine import Engine
+    from deltazoo.workbench.serve.engine import Engine, unlimited
     from deltazoo.workbench.serve.model_loading import load_for_serving
 
     with console.status(f"loading {path}"):
         model, tokenizer = load_for_serving(str(folder), device, None if dtype is None else getattr(torch, dtype))
-        if context_limit is None and not has_softmax_layers(model):
+        if context_limit is None and unlimited(model):
             context_limit = 32_768
         engine = Engine(
             model,
