@@ -8,6 +8,7 @@ import math
 import re
 import sysconfig
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from deltazoo.workbench.cli import main
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text import suite as text_suite
 from deltazoo.workbench.lab.text.arms import base_arms, build_model, hybrid_of, model_config
-from deltazoo.workbench.lab.text.building import SourceFile, build_corpus
+from deltazoo.workbench.lab.text.building import SourceFile, build_corpus, installed_sources
 from deltazoo.workbench.lab.text.results import TextResults, Trial
 from deltazoo.workbench.lab.text.rows import TrainingRows
 from deltazoo.workbench.lab.text.scoring import file_bytes, score
@@ -96,6 +97,17 @@ def test_a_corpus_keeps_no_copies_and_survives_a_file(corpus: TextCorpus, tmp_pa
         TextCorpus.load(tmp_path / "text.xz")
     with pytest.raises(ValueError, match="not among the sources: nowhere"):
         build_corpus(sources(), ["nowhere"], 400)
+
+
+def test_sources_are_those_of_the_installed_versions() -> None:
+    version = metadata.version("tqdm")
+    found = list(installed_sources({"tqdm": version}))
+    assert "tqdm/std.py" in [source.path for source in found] and all(source.text is not None for source in found)
+    assert [source.path for source in found] == sorted(source.path for source in found)
+    with pytest.raises(ValueError, match=f"needs tqdm==0.1, installed is {version}"):
+        list(installed_sources({"tqdm": "0.1"}))
+    with pytest.raises(ValueError, match="no-such-package==1, which is not installed"):
+        list(installed_sources({"no-such-package": "1"}))
 
 
 def test_new_identifiers_are_spelled_by_their_tokens_and_unknown_to_the_training_part(corpus: TextCorpus) -> None:

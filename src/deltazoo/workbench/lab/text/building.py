@@ -6,7 +6,7 @@ the same text.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,7 @@ from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.train.text import Document
 from deltazoo.workbench.train.tokenizer import begin_id, encode_documents, train_bpe
 
-__all__ = ["SourceFile", "build_corpus", "installed_sources"]
+__all__ = ["SourceFile", "build_corpus", "installed_sources", "read_pins"]
 
 _SHINGLE = 3
 _COPIED = 0.5
@@ -37,20 +37,27 @@ class SourceFile:
     text: str
 
 
-def installed_sources(constraints: Path) -> Iterator[SourceFile]:
-    """The Python files of all packages that a constraints file pins, ordered by package and path.
+def read_pins(constraints: Path) -> dict[str, str]:
+    """Package -> version of the lines `package==version` of a constraints file."""
+    return dict(line.split("==") for line in constraints.read_text().splitlines() if "==" in line)
+
+
+def installed_sources(pins: Mapping[str, str]) -> Iterator[SourceFile]:
+    """The Python files of installed packages, ordered by package and path.
+
+    Args:
+        pins: package -> version.
 
     Raises:
-        ValueError: a pinned package is not installed, or in another version.
+        ValueError: a package is not installed, or in another version.
     """
-    pins = dict(line.split("==") for line in constraints.read_text().splitlines() if "==" in line)
     for package, version in sorted(pins.items(), key=lambda pin: pin[0].lower()):
         try:
             found = metadata.distribution(package)
         except metadata.PackageNotFoundError:
-            raise ValueError(f"{package}=={version} is in {constraints} and not installed") from None
+            raise ValueError(f"the text needs {package}=={version}, which is not installed") from None
         if found.version.partition("+")[0] != version:  # torch names its CUDA version behind a plus
-            raise ValueError(f"{constraints} pins {package}=={version}, installed is {found.version}")
+            raise ValueError(f"the text needs {package}=={version}, installed is {found.version}")
         paths = sorted(str(path) for path in found.files or () if path.suffix == ".py" and path.parts[0] != "..")
         for path in paths:
             try:

@@ -283,13 +283,13 @@ def _text(manifest: dict[str, Any], recipe: TextRecipe) -> str:
     small = [package for package in parts["training"] if package.get("kept_bytes", 0) < 1e6]
     size = sum(package.get("kept_bytes", 0) for package in small)
     return _filled(
-        "The Python sources of the packages that `constraints.txt` pins, split by package. Dropped are near-copies "
-        "(half of a file's runs of three lines occur in files kept before it), tables of data (letters are less than "
-        "40% of the characters) and files of fewer than three lines. The byte-level BPE of "
+        "The Python sources of the packages that `constraints.txt` pinned when the text was made, split by package. "
+        "Dropped are near-copies (half of a file's runs of three lines occur in files kept before it), tables of data "
+        "(letters are less than 40% of the characters) and files of fewer than three lines. The byte-level BPE of "
         f"{manifest['vocab_size']:,} entries is trained on the training part. That part has "
         f"{tokens['training']:,} tokens, and a training reads {recipe.tokens / tokens['training']:.2f} times as many; "
         f"{tokens['held out']:,} are held out. The text itself is not distributed: the script builds it from what is "
-        f"installed. SHA-256 `{manifest['sha256']}`."
+        f"installed in these versions. SHA-256 `{manifest['sha256']}`."
     ) + (
         "\n\n"
         + table(

@@ -126,12 +126,12 @@ def _draw_lines(
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel(x)
     axes[0].set_ylabel(y)
-    values = [value for _, lines in panels for line in lines.values() for _, value in line]
-    low, high = min(values), max(values)
-    if log_x and low > 0:
-        high = min(high, 3 * low)  # an arm that fails beyond its training length would flatten all others
-    for axis in axes if high > low else ():
-        axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    points = [point for _, lines in panels for line in lines.values() for point in line]
+    low = min((value for _, value in points), default=0.0)
+    # An arm that fails beyond its training length would flatten all others: what is within it sets the top.
+    high = max((value for place, value in points if mark is None or place <= mark), default=1.0)
+    for axis in axes:
+        axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) + 1e-6)
     axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return save_figure(figure, path)
 
