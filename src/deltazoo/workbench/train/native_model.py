@@ -47,13 +47,17 @@ that no program looks for. It loads files with the other names as well.
 
 def architectures() -> list[str]:
     """The model types of transformers with delta-rule layers and a causal language model of text alone."""
-    families = dict.fromkeys(arrangement.family for arrangement in LAYER_ARRANGEMENTS.values())
-    names = [name for family in families for name in (family, f"{family}_text")]
     return [
         name
-        for name in names
-        if name in CONFIG_MAPPING and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not CONFIG_MAPPING[name].sub_configs
+        for name in _model_types()
+        if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not CONFIG_MAPPING[name].sub_configs
     ]
+
+
+def _model_types() -> list[str]:
+    """The model types of transformers with delta-rule layers, some of them with images."""
+    families = dict.fromkeys(arrangement.family for arrangement in LAYER_ARRANGEMENTS.values())
+    return [name for family in families for name in (family, f"{family}_text") if name in CONFIG_MAPPING]
 
 
 def build_native_model(
@@ -73,6 +77,10 @@ def build_native_model(
     keys = dict(section)
     name = keys.pop("architecture")
     known = architectures()
+    if name in _model_types() and name not in known:
+        raise ValueError(
+            f"model.architecture={name} is in transformers no language model of text alone; known: {', '.join(known)}"
+        )
     if name not in known:
         raise ValueError(f"model.architecture: {unknown('model type', name, known)}")
     config_class: Any = CONFIG_MAPPING[name]
