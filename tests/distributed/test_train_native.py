@@ -1,7 +1,8 @@
-"""`deltazoo train` of transformers' own classes on two processes: the losses of one, and gates in float32."""
+"""`deltazoo train` of transformers' own classes on two processes: the losses of one, resumed on one; float32 gates."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ WAYS = {"DDP": {}, "FSDP2": {"fully_shard": True}, "both": {"fully_shard": True,
 
 
 def configuration(text: Path, output: Path, architecture: str, **training: Any) -> RunConfig:
-    sizes = {"row_length": 96, "rows_per_batch": 4, "rows_per_step": 8, "evaluation_rows": 3, "save_every": 4}
+    sizes = {"row_length": 96, "rows_per_batch": 4, "rows_per_step": 8, "evaluation_rows": 3}
     return native_config(text, output, architecture, training={**sizes, **training})
 
 
@@ -42,6 +43,14 @@ def test_two_processes_have_the_losses_of_one(architecture: str, tmp_path: Path)
         assert state.keys() == expected.keys()
         for name, x in expected.items():
             torch.testing.assert_close(state[name], x, rtol=1e-2, atol=1e-4, msg=f"{way}, {name}")
+
+    sharded = tmp_path / "FSDP2"
+    for later in ("checkpoint-4", "model"):
+        shutil.rmtree(sharded / later)
+    (sharded / "result.json").unlink()
+    continued = losses(configuration(text, sharded, architecture), resume=True)
+    for key, values in alone.items():
+        assert continued[key] == pytest.approx(values, rel=2e-5), key
 
 
 def gates_in_forward(architecture: str) -> set[torch.dtype]:
