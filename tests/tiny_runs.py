@@ -41,12 +41,15 @@ def run_config(text: Path, output: Path, **changes: dict[str, Any]) -> RunConfig
     return from_mapping(RunConfig, values)
 
 
+COMPARED = ("loss", "grad_norm", "eval_loss", "diagnose_gain_max", "diagnose_state_norm_max")
+
+
 def losses(config: RunConfig, resume: bool = False) -> dict[str, list[float]]:
     """Run it; the history of what ought to be the same however many processes there are."""
     from deltazoo.workbench.train import train
 
     history = train(config, resume=resume).log_history
-    return {key: [entry[key] for entry in history if key in entry] for key in ("loss", "grad_norm", "eval_loss")}
+    return {key: [entry[key] for entry in history if key in entry] for key in COMPARED}
 
 
 def run_python(source: str, folder: Path, result: str) -> Any:

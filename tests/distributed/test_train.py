@@ -99,9 +99,11 @@ def test_a_sharded_checkpoint_goes_on_on_another_number_of_processes(
 
 
 def test_a_whole_checkpoint_goes_on_sharded(text: Path, tmp_path: Path, alone: dict[str, list[float]]) -> None:
-    config = configuration(text, tmp_path / "whole")
-    losses(config)
-    assert_same(run_in_processes(2, losses, continued(config, tmp_path, fully_shard=True), True)[0], alone)
+    config = configuration(text, tmp_path / "whole", diagnose_every=4)
+    whole = losses(config)
+    assert len(whole["diagnose_gain_max"]) == 3  # before the first step, after four, after eight
+    assert_same(whole, {key: alone[key] for key in ("loss", "grad_norm", "eval_loss")})
+    assert_same(run_in_processes(2, losses, continued(config, tmp_path, fully_shard=True), True)[0], whole)
 
 
 def test_a_killed_rank_ends_the_run_and_loses_nothing_saved(

@@ -121,7 +121,7 @@ def test_diagnose_prints_draws_and_writes(run: Path, tmp_path: Path, capsys: pyt
     assert [record["head"] for record in json.loads(figures.read_text())] == [0, 1]
     (tmp_path / "text.txt").write_text("a text of its own, " * 40)
     assert call("diagnose", str(run), "--text", str(tmp_path / "text.txt"), "--tokens", "64", "--length", "64") == 0
-    assert "64 tokens in 1 sequences" in capsys.readouterr().out
+    assert "64 tokens in 1 sequence;" in capsys.readouterr().out
 
 
 def test_the_missing_harness_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

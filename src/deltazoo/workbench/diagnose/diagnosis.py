@@ -89,10 +89,12 @@ class Diagnosis:
         return draw_records(self.records(), Path(path))
 
     def __str__(self) -> str:
-        return "\n".join([_TITLE.format(self), _table(self.layers), *self.warnings])
+        sequences = "1 sequence" if self.num_sequences == 1 else f"{self.num_sequences:,} sequences"
+        size = f"{self.num_tokens:,} tokens in {sequences}; {_COLUMNS}"
+        return "\n".join([size, _table(self.layers), *self.warnings])
 
 
-_TITLE = f"""{{0.num_tokens:,}} tokens in {{0.num_sequences:,}} sequences; the worst head of each layer:
+_COLUMNS = f"""the worst head of each layer:
 erase gain (median, largest, tokens above 1), smallest eigenvalue along the key, shortest half-life, norm of the state
 and its growth over the second half, norm of {CHUNK} transitions, saturated gates"""
 

@@ -76,7 +76,7 @@ class PackedTrainer(ContextParallelTrainer):
         self._model, self._validation_rows = model, validation_rows
         self._output, self._saving_below = config.output, Path(config.output)
         if self._settings.diagnose_every is not None:
-            batch = collate_rows(validation_rows[: self._division.rows])
+            batch = collate_rows(validation_rows[: config.training.rows_per_batch])
             self.add_callback(_PausedDiagnosis(self, batch, self._settings.diagnose_every))
 
     @property

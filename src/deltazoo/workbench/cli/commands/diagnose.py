@@ -49,13 +49,10 @@ def diagnose(
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 
     import deltazoo
-    from deltazoo.workbench.diagnose.rule_calls import delta_rule_layers
     from deltazoo.workbench.diagnose.text_batch import text_batch
     from deltazoo.workbench.evaluate.loading import load_checkpoint
 
     model, tokenizer = load_checkpoint(path, device)
-    if not delta_rule_layers(model):
-        deltazoo.accelerate(model)
     found = deltazoo.diagnose(model, text_batch(tokenizer, documents.held_out, length, tokens))
     typer.echo(f"{documents.description}\n{found}")
     if picture is not None:
