@@ -29,6 +29,7 @@ REASON = "needs the extras serve and test: pip install 'deltazoo[test]'"
 for package in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason=REASON)
 httpx = pytest.importorskip("httpx", reason=REASON)
+openai = pytest.importorskip("openai", reason=REASON)
 
 from deltazoo.workbench.serve import Engine, Request, background_server, create_app  # noqa: E402
 
@@ -59,6 +60,7 @@ class Asked:
 
     body: dict[str, Any]
     hangs_up: bool = False
+    by_openai: bool = False
     status: int = 0
     text: str = ""
     finish_reason: str | None = None
@@ -114,14 +116,33 @@ async def ask(client: Any, asked: Asked) -> None:
                 return
 
 
+async def ask_by_openai(client: Any, asked: Asked) -> None:
+    """The same with OpenAI's client."""
+    own = {name: asked.body[name] for name in ("top_k",) if name in asked.body}
+    body = {name: value for name, value in asked.body.items() if name not in own}
+    answer = await client.completions.create(model="tiny", **body, extra_body=own)
+    asked.status = 200
+    if not body["stream"]:
+        asked.text, asked.finish_reason = answer.choices[0].text, answer.choices[0].finish_reason
+        return
+    async for chunk in answer:
+        asked.text += chunk.choices[0].text
+        asked.finish_reason = chunk.choices[0].finish_reason
+        if asked.hangs_up:
+            return await answer.close()
+
+
 async def ask_all(url: str, requests: list[Asked], at_once: int) -> None:
     places = asyncio.Semaphore(at_once)
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as other,
+    ):
 
         async def one(asked: Asked) -> None:
             async with places:
-                await ask(client, asked)
+                await (ask_by_openai(other, asked) if asked.by_openai else ask(client, asked))
 
         await asyncio.gather(*map(one, requests))
 
@@ -143,6 +164,8 @@ def test_many_clients_get_what_each_gets_alone(engine: Engine) -> None:
     for asked in good[1::9]:
         asked.body |= {"stream": True, "max_tokens": 60, "stop": []}
         asked.hangs_up = True
+    for asked in good[::3]:
+        asked.by_openai = True
     bad = [
         Asked({"prompt": "x" * LIMIT, "max_tokens": 5}),
         Asked({"prompt": "x", "max_tokens": LIMIT}),

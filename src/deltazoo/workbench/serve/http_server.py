@@ -61,7 +61,7 @@ def run_server(
         app: of `create_app`.
         engine: started; stopped when this returns.
         address: of `bind`.
-        stop_timeout: seconds after a signal in which requests may finish; the rest is cancelled. A second SIGINT
+        stop_timeout: seconds after a signal in which requests may finish; the rest is cancelled. A second signal
             cancels at once.
         ready: called when connections are accepted.
     """
@@ -113,11 +113,15 @@ def _config(app: ASGIApp, timeout: int) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Tells the engine to stop at the first signal, while connections stay open for what it still makes."""
+    """Tells the engine to stop at the first signal, while connections stay open for what it still makes.
+
+    The second signal cancels what the engine makes, and its clients are told.
+    """
 
     def __init__(self, config: uvicorn.Config, engine: Stops, stop_timeout: float, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._engine, self._stop_timeout, self._ready = engine, stop_timeout, ready
+        self._signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -125,9 +129,12 @@ class _Server(uvicorn.Server):
             self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.should_exit:
-            threading.Thread(target=self._engine.stop, kwargs={"timeout": self._stop_timeout}, daemon=True).start()
-        super().handle_exit(sig, frame)
+        self._signals += 1
+        if self._signals <= 2:
+            timeout = self._stop_timeout if self._signals == 1 else 0.0
+            threading.Thread(target=self._engine.stop, kwargs={"timeout": timeout}, daemon=True).start()
+        if self._signals != 2:  # at another SIGINT uvicorn drops its connections
+            super().handle_exit(sig, frame)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
