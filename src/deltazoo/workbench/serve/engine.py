@@ -176,7 +176,9 @@ class Engine:
             RequestError: it does not fit the model. QueueFull: too many wait. EngineStopped: the engine does not run.
         """
         most = self._check(request)
-        stream = Stream(request, random.getrandbits(63) if request.seed is None else request.seed, self._cancel)
+        # Of numbers with more than 53 bits many readers of JSON lose digits, and could not ask for the seed again.
+        seed = random.getrandbits(53) if request.seed is None else request.seed
+        stream = Stream(request, seed, self._cancel)
         text = TextAssembly(self._decode, request.prompt, request.stop)
         task = ServingTask(stream, text, prefix_keys(request.prompt[:-1], self.prompts.piece), most)
         with self._mutex:
