@@ -20,6 +20,9 @@ _PAUSE = 0.0003
 """Seconds between two pieces of a stream, per stream that has begun. Sending a piece takes about a fifth of it, so the
 event loop leaves most of the interpreter's time to the engine's thread; tokens made meanwhile become one piece."""
 
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Proxies are to pass every event on at once; nginx does it by the second one."""
+
 
 class StreamReader:
     """Reads the streams of one server."""
@@ -119,7 +122,7 @@ class _EventStream(StreamingResponse):
     """Ends the requests when the response ends, whatever ends it."""
 
     def __init__(self, events: AsyncIterator[bytes], streams: Sequence[Stream]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
