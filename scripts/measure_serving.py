@@ -120,8 +120,9 @@ def part_times(engine: Engine, piece: list[int]) -> Iterator[tuple[str, float]]:
     for width in table.widths:
         for way in Way:
             yield f"step of {width}, {way.name.lower()}", milliseconds(partial(table.step, width, way), 30)
-    everywhere = {row: (0, piece) for row in range(prompts.rows)}
-    yield f"pass of {prompts.rows} x {prompts.piece}", milliseconds(lambda: prompts.run(everywhere), 10)
+    for length in (prompts.piece, prompts.piece - 1):
+        everywhere = {row: (0, piece[:length]) for row in range(prompts.rows)}
+        yield f"pass of {prompts.rows} x {length}", milliseconds(partial(prompts.run, everywhere), 10)
     state = prompts.take(0, 0)
     yield "take a state", milliseconds(lambda: prompts.take(0, 0), 20)
     yield "load a state", milliseconds(lambda: prompts.load(0, state), 20)

@@ -124,26 +124,48 @@ def test_passes_keep_rows_apart(case, device):
             torch.testing.assert_close(padded_layer[name], x, rtol=1e-4, atol=1e-5)
 
 
+def with_experts():
+    model = foreign_model("qwen3_next")
+    deltazoo.accelerate(model)
+    return model
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", Way)
-@pytest.mark.parametrize("case", [*FEW, "hybrid"])
+@pytest.mark.parametrize("case", [*FEW, "hybrid", "experts"])
 def test_other_rows_change_no_bit(case, way, device):
-    model = tiny_model(case).to(device)
+    model = (with_experts() if case == "experts" else tiny_model(case)).to(device)
     samplings = {Way.GREEDY: Sampling(), Way.DRAWN: Sampling(1.0), Way.FILTERED: Sampling(1.0, 20, 0.9)}
-    table = RowTable(model, [4], MOST)
+    table = RowTable(model, [8], MOST)
     prompts = PromptRows(model, 1, PIECE, table.empty, padded=False, max_length=MOST)
-    ids = tokens(4, 12).tolist()
+    ids = tokens(8, 12).tolist()
     states = [state_after(prompts, 0, row) for row in ids]
 
     def run(rows):
         for row in rows:
             table.put(row, states[row], ids[row][-1], 11, samplings[way], row)
-        table.step(4, Way.FILTERED if len(rows) > 1 else way)
-        table.step(4, way)
-        chances = table.read_log_probabilities(4, [2], 3)()
-        return table.read_tokens(4)()[2].item(), [x.tolist() for x in chances]
+        table.step(8, Way.FILTERED if len(rows) > 1 else way)
+        table.step(8, way)
+        chances = table.read_log_probabilities(8, [2], 3)()
+        return table.read_tokens(8)()[2].item(), [x.tolist() for x in chances]
 
-    assert run([2]) == run([0, 1, 2, 3])
+    assert run([2]) == run(range(8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [*FEW, "hybrid"])
+def test_widths_differ_by_rounding(case, device):
+    model = tiny_model(case).to(device)
+    table = RowTable(model, [1, 3, 16], MOST)
+    prompts = PromptRows(model, 1, PIECE, table.empty, padded=False, max_length=MOST)
+    state, found = state_after(prompts, 0, tokens(1, 12)[0].tolist()), []
+    for width in table.widths:
+        table.put(0, state, 5, 11, Sampling(), 0)
+        for _ in range(5):
+            table.step(width, Way.GREEDY)
+        found.append(table.read_log_probabilities(width, [0], 61)()[1])
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", [*FEW, "hybrid"])

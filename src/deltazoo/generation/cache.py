@@ -117,6 +117,10 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         if self._counts:
             self.num_tokens.add_(num_new_tokens)
 
+    def fix_count(self, num_tokens: Tensor) -> None:
+        """Count no more: report this number from now on."""
+        self.num_tokens, self._counts = num_tokens, False
+
     # Lengths and masks, as transformers asks for them.
 
     def get_seq_length(self) -> int | Tensor:  # type: ignore[override]

@@ -7,7 +7,8 @@ widths that holds the running ones; on a GPU a pass over pieces of prompts alway
 a row computes does not depend on the others, bit for bit, and each shape is one CUDA graph.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
+from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
 from deltazoo.generation.decoder import check_model
 from deltazoo.generation.read_later import read_later
@@ -23,7 +25,7 @@ from deltazoo.generation.row_sampling import RowSampling, Way
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
-from deltazoo.generation.step_capture import CapturedStep, capture, decoding_settings
+from deltazoo.generation.step_capture import CapturedStep, capture
 
 __all__ = ["PromptRows", "RowTable", "has_softmax_layers"]
 
@@ -150,7 +152,7 @@ class RowTable:
             self._draws[width, way] = capture(partial(self._draw, width, way), [self.token[:width]])
 
     def _advance(self, width: int, cache: StaticCache) -> Tensor:
-        with decoding_settings(self.model):
+        with _experts_apart(self.model):
             logits = self._forward(cache, width)
         position = self.position[:width].add_(1)
         if self.max_length is not None:  # rows that are not in use go on, too
@@ -258,6 +260,24 @@ class PromptRows:
         return on_host.to(device, non_blocking=True)
 
 
+@contextmanager
+def _experts_apart(model: Any) -> Iterator[None]:
+    """Multiply each token by its experts' matrices alone: products over all tokens of an expert depend on the others.
+
+    Older versions of transformers cannot switch.
+    """
+    can_switch = getattr(model, "_can_set_experts_implementation", None)
+    before = model.config._experts_implementation if can_switch is not None and can_switch() else "batched_mm"
+    if before == "batched_mm":
+        yield
+        return
+    model.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
 def _cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> StaticCache:
     """An empty cache in which rows have their own lengths.
 
@@ -282,6 +302,10 @@ def _cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> Stat
                     f"{model.config._attn_implementation!r} does not take: {' or '.join(IMPLEMENTATIONS)} does"
                 )
             cache.layers[index] = RowKeyValues(max_length, position)
+    if max_length is not None:
+        for layer in cache.layers:
+            if isinstance(layer, DeltaRuleCacheLayer):  # older versions of transformers ask the first layer for a count
+                layer.fix_count(torch.tensor(max_length, device=position.device))
     return cache
 
 
