@@ -415,10 +415,6 @@ def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
 
 
 KNOWN_MISSES = {
-    "gated_deltanet": known_miss(
-        "the decay gate's kernel: A_log's gradient is off by 7.8e-7 of itself, with torch's formula by 1.5e-7",
-        at_most=3.5e-6,
-    ),
     "kda": known_miss(
         "three TF32 products are not one of float32: the gradient of dt_bias is off by 2.5e-6 for 2.0e-6",
         at_most=3.2e-6,

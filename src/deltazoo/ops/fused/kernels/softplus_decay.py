@@ -31,10 +31,30 @@ _MOST_PARTS = 512
 
 @triton.jit
 def _exponential(x):
-    """`exp(x)`, x <= 0: torch's to a rounding or two, where `exp2(x log2(e))` alone loses as many bits as x has."""
-    high = x * 1.4426950408889634  # log2(e)
-    low = tl.fma(x, 1.4426950408889634, -high) + x * 1.925963033500865e-08
-    return tl.exp2(high) * tl.fma(low, 0.6931471805599453, 1.0)
+    """`exp(x)`, x <= 0, to a rounding of float32; 0 where float32 has no normal number.
+
+    A power of two times `exp(r)`, |r| <= log(2) / 2, by its Taylor series. `exp2` of the device errs by two roundings.
+    """
+    x = tl.where(x < -88.0, -88.0, x)  # and NaN stays
+    n = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))  # log2(e)
+    r = tl.fma(n, -0.693145751953125, x)  # log(2) in two parts: n times the first one is exact
+    r = tl.fma(n, -1.4286068203094173e-06, r)
+    series = 1 / 5040
+    series = tl.fma(r, series, 1 / 720)
+    series = tl.fma(r, series, 1 / 120)
+    series = tl.fma(r, series, 1 / 24)
+    series = tl.fma(r, series, 1 / 6)
+    series = tl.fma(r, series, 0.5)
+    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return power * tl.fma(r * r, series, r + 1)
+
+
+@triton.jit
+def _quotient(x, y):
+    """`x / y` to a rounding, for y from 1 to 3: the device's own errs by two."""
+    reciprocal = 1 / y
+    quotient = x * reciprocal
+    return tl.fma(tl.fma(-quotient, y, x), reciprocal, quotient)
 
 
 @triton.jit
@@ -45,7 +65,7 @@ def _softplus(x):
     at most 1/3. The logarithm of a sum near 1 would lose the small steps that models start from.
     """
     e = _exponential(-tl.abs(x))
-    s = e / (2 + e)
+    s = _quotient(e, 2 + e)
     t = s * s
     series = 1 / 15
     series = tl.fma(t, series, 1 / 13)
@@ -54,8 +74,8 @@ def _softplus(x):
     series = tl.fma(t, series, 1 / 7)
     series = tl.fma(t, series, 1 / 5)
     series = tl.fma(t, series, 1 / 3)
-    series = tl.fma(t, series, 1.0)
-    return tl.maximum(x, 0.0) + 2 * s * series, tl.where(x >= 0, 1.0, e) / (1 + e)
+    log = 2 * tl.fma(s * t, series, s)
+    return tl.maximum(x, 0.0) + log, _quotient(tl.where(x >= 0, 1.0, e), 1 + e)
 
 
 @triton.jit
@@ -69,7 +89,8 @@ def _columns(A_log, dt_bias, C, D: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def _rate(A_log):
-    return tl.where(A_log > 0, 1 / _exponential(-tl.abs(A_log)), _exponential(-tl.abs(A_log)))
+    e = _exponential(-tl.abs(A_log))
+    return tl.where(A_log > 0, tl.div_rn(1.0, e), e)
 
 
 # C is specialised: unless Triton knows that rows are multiples of 16 elements apart, it reads single elements.
