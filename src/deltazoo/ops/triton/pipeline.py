@@ -51,11 +51,6 @@ if MISSING is None:
 __all__ = ["Kept", "Problem", "backward", "forward", "infer"]
 
 
-LEAST_STEP = 2.0**-40
-"""What step sizes closer to zero count as where the fused backward follows: `<z, u> / beta` is the gradient of any
-other. It changes a state by less than float32 has digits."""
-
-
 class Problem:
     """Inputs of one call, contiguous, and its plan."""
 
@@ -232,7 +227,7 @@ def backward(
     else:
         U, states = kept.U, kept.states
     if by_token(states):
-        gradients, d_initial = fused_gradients(p, kept, U, states, d_output, d_final, in_place)
+        gradients, d_initial = fused_gradients(p, kept, U, states, starts, d_output, d_final, in_place)
     else:
         Z, d_states, d_initial = reverse_scan(
             p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None
@@ -256,7 +251,7 @@ def prepare(p: Problem, kept: Kept) -> None:
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if True in plan.scan_modes else None
     if plan.decay < 2:
         launch(
-            prepare_kernel, plan.prepare(LEAST_STEP if plan.fused_backward and p.q.dtype == torch.bfloat16 else 0.0),
+            prepare_kernel, plan.prepare(),
             p.q, p.k, p.erase_key, p.beta, p.log_decay, AP, beta, G, large_gain, strict_L, *p.chunk_offsets,
         )  # fmt: skip
     else:
@@ -428,18 +423,18 @@ def empty_gate_gradients(p: Problem) -> tuple[Tensor | None, Tensor | None]:
 
 
 def fused_gradients(
-    p: Problem, kept: Kept, U: Tensor, states: Tensor, d_output: Tensor, d_final: Tensor | None, in_place: bool
-) -> tuple[Gradients, Tensor | None]:
+    p: Problem, kept: Kept, U: Tensor, states: Tensor, starts: Tensor | None, d_output: Tensor, d_final: Tensor | None,
+    in_place: bool,
+) -> tuple[Gradients, Tensor | None]:  # fmt: skip
     """The gradients and that of the initial states, if there are such, in one kernel.
 
-    With `in_place` dv lies where U did, and dq and dk where the states did, if chunks are full and nothing reads the
-    states afterwards.
+    `starts` are the states that sequences or segments start from. With `in_place` dv lies where U did, and dq and dk
+    where the states did, if chunks are full.
     """
     plan = p.plan
     d_beta, d_log_decay = empty_gate_gradients(p)
-    small_steps = p.q.dtype != torch.bfloat16
     dv = U if in_place else torch.empty_like(U)
-    if in_place and not small_steps and plan.T % CHUNK == 0:
+    if in_place and plan.T % CHUNK == 0:
         dq, dk = states.unbind()
     else:
         dq, dk = (p.q.new_empty(plan.B, plan.T, plan.HV, plan.K) for _ in range(2))
@@ -455,8 +450,7 @@ def fused_gradients(
             token_tiles(dq, plan.K), token_tiles(dk, plan.K), token_tiles(dv, plan.V // 2),
             kept.beta, kept.G, kept.large_gain, d_beta, d_G, overlap, d_final, d_initial,
         )  # fmt: skip
-    if small_steps:
-        launch(small_steps_kernel, plan.small_steps(), p.k, p.v, kept.beta, kept.G, kept.AP, states, dv, d_beta)
+    launch(small_steps_kernel, plan.small_steps(), p.k, p.v, kept.beta, kept.G, kept.AP, starts, dv, d_beta)
     if d_log_decay is not None:
         launch(log_decay_gradient_kernel, plan.log_decay_gradient(), d_G, overlap, p.log_decay, d_log_decay)
     if plan.H != plan.HV:

@@ -179,15 +179,14 @@ class Plan:
         return (-(-V // BV) * self.HV * self.scans,)
 
     @per_plan
-    def prepare(self, least_step: float) -> Constants:
-        """The launch for no decay, or one per head. Step sizes of less than `least_step` count as that."""
+    def prepare(self) -> Constants:
+        """The launch for no decay, or one per head."""
         options = self.tiles.prepare
         more = self.num_micro_steps > 1 or self.has_erase_key
         if more and self.half and self.tiles.BK <= 128 and self.shared >= HOPPER:  # older cards spill
             options = options | dict(maxnreg=128)  # a few less let four programs share a multiprocessor
         return Constants(
-            *self.chunk_grid(), DECAY=self.decay, BK=self.tiles.BK, LEAST_STEP=least_step, **self.precisions,
-            **self.per_chunk, **options,
+            *self.chunk_grid(), DECAY=self.decay, BK=self.tiles.BK, **self.precisions, **self.per_chunk, **options,
         )  # fmt: skip
 
     @per_plan
@@ -307,10 +306,9 @@ class Plan:
     @per_plan
     def small_steps(self) -> Constants:
         """The launch for gradients of small step sizes on Hopper."""
-        chunks, tile = 4, 64
         return Constants(
-            -(-self.slots // chunks), T=self.T, NT=self.NT, H=self.H, HV=self.HV, value_tiles=self.V // tile,
-            slots=self.slots, K=self.K, V=self.V, BV=tile, C=CHUNK, CHUNKS=chunks, DECAY=self.decay, num_warps=4,
+            self.scans * self.HV, T=self.T, H=self.H, HV=self.HV, segments=self.segments, chunks=self.segment_chunks,
+            value_tiles=self.V // 64, K=self.K, V=self.V, BV=64, C=CHUNK, DECAY=self.decay, num_warps=4,
         )  # fmt: skip
 
     @per_plan

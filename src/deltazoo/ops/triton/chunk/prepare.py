@@ -31,11 +31,11 @@ def prepare_chunk(
     q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first, rows, i_h, least_gain,
     scale, H, HV, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, HAS_BETA: tl.constexpr,
     STRICT: tl.constexpr, BY_GAIN: tl.constexpr, MICRO_STEPS: tl.constexpr, UNDECAYED: tl.constexpr,
-    GROUPED: tl.constexpr, PRECISION: tl.constexpr, LEAST_STEP: tl.constexpr = 0.0,
+    GROUPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store A, P, step sizes and cumulative decay of the chunk `slot`, whose `rows` rows begin at row `first`.
 
-    A largest erase gain below `least_gain` counts as that, and a step size closer to zero than LEAST_STEP too.
+    A largest erase gain below `least_gain` counts as that.
     """
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
     m_c, m_ck = o_c < rows, (o_c < rows)[:, None] & (o_k < K)[None, :]
@@ -59,8 +59,6 @@ def prepare_chunk(
             b_g = tl.load(p_g + o_t * HV, mask=m_c & begins, other=0.0).to(tl.float32) * LOG2E
     if HAS_BETA:
         b_beta = tl.load(beta + (first * HV + i_h) + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
-        if LEAST_STEP > 0:
-            b_beta = tl.where(tl.abs(b_beta) < LEAST_STEP, LEAST_STEP, b_beta)
     P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
     if DECAY == 1:
         b_G = tl.cumsum(tl.maximum(b_g, LOG2_FLOOR), 0)
@@ -115,7 +113,6 @@ def prepare_kernel(
     GROUPED: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
-    LEAST_STEP: tl.constexpr,
 ):
     """A, P, step sizes and cumulative log2-decay G of every chunk; no decay, or one per head. Grid (HV, NT, B).
 
@@ -131,7 +128,6 @@ def prepare_kernel(
     prepare_chunk(
         q, k, erase_key, beta, log_decay, AP, chunk_beta, G, large_gain, strict_L, slot, first, rows, i_h, 0.0,
         scale, H, HV, K, BK, C, DECAY, HAS_BETA, STRICT, BY_GAIN, MICRO_STEPS, UNDECAYED, GROUPED, PRECISION,
-        LEAST_STEP,
     )  # fmt: skip
 
 

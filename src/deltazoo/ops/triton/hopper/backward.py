@@ -221,9 +221,7 @@ def walk(
             dS = warpgroup_mma(gl.convert_layout(dX_rest, STATE_LEFT), k, dS, is_async=True)
         tma.store_wait(0)
         mbarrier.wait(Z_empty, parity ^ 1)
-        if SMALL > 0:
-            steps = gl.where(steps > SMALL, steps, 1.0)
-        Z = Z * steps[None, :]
+        Z = Z * gl.where(steps > SMALL, steps, 1.0)[None, :]
         Z_buffer.index(PART + z).permute((1, 0)).store(Z.to(DTYPE))
         fence_async_shared()
         tile = as_tile(Z_buffer.index(PART + z), HALF)
@@ -348,10 +346,7 @@ def gradients(
         decay, between = decay_between(gates, s, z, ROW, COLUMN, DECAY)
         below = gl.maximum(gl.minimum(between, 1.0), 0.0) * decay
         diagonal = gl.sum(ZU * (decay - below), 1)
-        if SMALL > 0:
-            rest = gl.where(steps > SMALL, 1.0, steps)  # the factor of beta that Z lacks
-        else:
-            rest = gl.full([C], 1.0, gl.float32, ROW)
+        rest = gl.where(steps > SMALL, 1.0, steps)  # the factor of beta that Z lacks
         W_L.store((ZU * below * -rest[:, None]).to(DTYPE))
         fence_async_shared()
         barrier()

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from deltazoo.ops.triton.chunk.scan import add_product, times_terms, unpack_inverse
+
 __all__ = ["log_decay_gradient_kernel", "small_step", "small_steps_kernel", "sum_of_groups_kernel"]
 
 
@@ -10,83 +12,103 @@ __all__ = ["log_decay_gradient_kernel", "small_step", "small_steps_kernel", "sum
 def small_step(DTYPE):
     """The largest step size whose gradient is not `<z, u> / beta` (see `chunk.score_gradients.store_step_gradient`).
 
-    Of bfloat16 even a product with `LEAST_STEP` has all digits, so there is none.
+    As bfloat16 has the range of float32, even products with 2^-40 have all digits.
     """
-    return 0.0 if tl.bfloat16 == DTYPE else 2.0**-4
+    return 2.0**-40 if tl.bfloat16 == DTYPE else 2.0**-4
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "HV", "value_tiles", "slots"])
+@triton.jit
+def last_small(beta, slot, first, NC, T, HV, SMALL: tl.constexpr, C: tl.constexpr):
+    """One more than the last of NC chunks with a small step size, or 0; the first of them begins at token `first`."""
+    o, o_c = tl.arange(0, 16), tl.arange(0, C)
+    last = 0
+    for start in tl.range(0, NC, 16, num_stages=1):
+        chunk = start + o
+        m = (chunk < NC)[:, None] & (first + chunk[:, None] * C + o_c[None, :] < T)
+        b_beta = tl.load(beta + (slot + chunk.to(tl.int64) * HV)[:, None] * C + o_c[None, :], mask=m, other=1.0)
+        last = tl.maximum(last, tl.max(tl.where(tl.min(b_beta, 1) > SMALL, 0, chunk + 1), 0))
+    return last
+
+
+@triton.jit(do_not_specialize=["T", "H", "HV", "segments", "chunks", "value_tiles"])
 def small_steps_kernel(
     k,
     v,
     beta,
     G,
     AP,
-    states,
+    initial_state,
     dv,
     d_beta,
     T,
-    NT,
     H,
     HV,
+    segments,
+    chunks,
     value_tiles,
-    slots,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    CHUNKS: tl.constexpr,
     DECAY: tl.constexpr,
 ):
-    """d_beta and dv of the tokens with a small step size, whose rows of dv are Z; grid (slots / CHUNKS).
+    """d_beta and dv of the tokens with a small step size, whose rows of dv are Z; grid (N * HV).
 
     `d_beta = <z, v - y>`, y what the token reads of its key: of the state that enters the chunk, and of the corrections
-    of the tokens before, which are computed again. Chunks without such a token take no time. A branch in the fused
-    kernel would cost every chunk registers and addresses.
+    of the tokens before. A program walks through a head of a sequence or segment as `chunk.scan.scan_kernel` with
+    STRICT, since gradients may lie where the states were, and ends after the last such token. Heads without one take
+    no time. A branch in the fused kernel would cost every chunk registers and addresses.
     """
     DTYPE: tl.constexpr = k.dtype.element_ty
     SMALL: tl.constexpr = small_step(DTYPE)
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, K), tl.arange(0, BV)
-    begin = tl.program_id(0) * CHUNKS
-    o_all = tl.arange(0, CHUNKS * C)
-    b_all = tl.load(beta + begin.to(tl.int64) * C + o_all, mask=begin * C + o_all < slots * C, other=1.0)
-    if tl.min(b_all, 0) > SMALL:
+    i_n, i_h = tl.program_id(0) // HV, tl.program_id(0) % HV
+    row, first_chunk = i_n // segments, i_n % segments * chunks
+    NT = tl.cdiv(T, C)
+    slot = (row.to(tl.int64) * NT + first_chunk) * HV + i_h
+    end = last_small(beta, slot, first_chunk * C, tl.minimum(NT - first_chunk, chunks), T, HV, SMALL, C)
+    if end == 0:
         return
-    for i in tl.range(0, CHUNKS, num_stages=1):
-        slot = tl.minimum(begin + i, slots - 1)  # the last program may look at the last chunk several times
-        i_b, i_t, i_h = slot // (NT * HV), slot // HV % NT, slot % HV
-        b_beta = tl.load(beta + slot.to(tl.int64) * C + o_c)
-        m_c = i_t * C + o_c < T
-        small = m_c & (b_beta <= SMALL) & (begin + i < slots)
-        if tl.max(small.to(tl.int32), 0) != 0:
-            first = i_b.to(tl.int64) * T + i_t * C
-            o_values = (first * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
+    for i_v in tl.range(0, value_tiles, num_stages=1):
+        if initial_state is None:
+            S = tl.zeros([BV, K], dtype=tl.float32)
+        else:
+            o_state = (i_n.to(tl.int64) * HV + i_h) * (K * V) + i_v * BV + o_v[:, None] + o_k[None, :] * V
+            S = tl.load(initial_state + o_state)
+        for i_t in tl.range(0, end, num_stages=1):
+            i_slot, token = slot + tl.cast(i_t, tl.int64) * HV, (first_chunk + i_t) * C
+            m_c = token + o_c < T
+            first = row.to(tl.int64) * T + token
             o_keys = (first * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
+            o_values = (first * HV + i_h) * V + i_v * BV + o_c[None, :] * (HV * V) + o_v[:, None]
             b_k = tl.load(k + o_keys, mask=m_c[:, None], other=0.0)
-            N = tl.dot(b_k, tl.trans(b_k))
+            b_v = tl.load(v + o_values, mask=m_c[None, :], other=0.0).to(tl.float32)
+            b_beta = tl.load(beta + i_slot * C + o_c)
+            small = m_c & (b_beta <= SMALL)
+            Y = tl.dot(S.to(DTYPE), tl.trans(b_k))
             if DECAY == 1:
-                b_G = tl.load(G + slot.to(tl.int64) * C + o_c)
-                entry = tl.exp2(b_G)[:, None]
-                N *= tl.exp2(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
-            N = tl.where(o_c[:, None] > o_c[None, :], N, 0.0).to(DTYPE)
-            A = tl.load(AP + slot.to(tl.int64) * (2 * C * C) + o_c[:, None] * C + o_c[None, :])
-            upper = o_c[:, None] <= o_c[None, :]  # the transposed inverse, the second term of a strict one below
-            A, A_rest = tl.trans(tl.where(upper, A, 0.0).to(DTYPE)), tl.where(upper, 0.0, A).to(DTYPE)
-            b_dbeta = tl.zeros([C], dtype=tl.float32)
-            for i_v in tl.range(0, value_tiles, num_stages=1):
-                tokens = i_v * (slots // HV * C) + i_b * (NT * C) + i_t * C  # BV = C value channels in place of them
-                p_S = states + (tokens.to(tl.int64) * HV + i_h) * K + o_v[:, None] * (HV * K) + o_k[None, :]
-                Y = tl.dot(b_k, tl.trans(tl.load(p_S)))
+                b_G = tl.load(G + i_slot * C + o_c)
+                Y *= tl.exp2(b_G)[None, :]
+            A = tl.load(AP + i_slot * (2 * C * C) + o_c[:, None] * C + o_c[None, :])
+            A, A_rest = unpack_inverse(A, C)
+            U = times_terms(b_beta[None, :] * (b_v - Y), A, A_rest, True, "tf32")
+            if tl.max(small.to(tl.int32), 0) != 0:
+                N = tl.dot(b_k, tl.trans(b_k))
                 if DECAY == 1:
-                    Y *= entry
-                b_v = tl.load(v + o_values + i_v * BV, mask=m_c[:, None], other=0.0).to(tl.float32)
-                R = (b_beta[:, None] * (b_v - Y)).to(DTYPE)
-                U = tl.dot(A_rest, R, tl.dot(A, R))
-                Y = tl.dot(N, U.to(DTYPE), Y)
-                b_Z = tl.load(dv + o_values + i_v * BV, mask=m_c[:, None], other=0.0).to(tl.float32)
-                b_dbeta += tl.sum(b_Z * (b_v - Y), 1)
-                tl.store(dv + o_values + i_v * BV, (b_beta[:, None] * b_Z).to(DTYPE), mask=small[:, None])
-            tl.store(d_beta + (first + o_c) * HV + i_h, b_dbeta, mask=small)
+                    N *= tl.exp2(tl.minimum(b_G[None, :] - b_G[:, None], 0.0))
+                N = tl.where(o_c[:, None] < o_c[None, :], N, 0.0).to(DTYPE)  # transposed
+                Y = tl.dot(U.to(DTYPE), N, Y)
+                b_Z = tl.load(dv + o_values, mask=m_c[None, :], other=0.0).to(tl.float32)
+                p_dbeta = d_beta + (first + o_c) * HV + i_h
+                part = tl.load(p_dbeta, mask=small & (i_v > 0), other=0.0)
+                tl.debug_barrier()  # other threads may store than load
+                tl.store(p_dbeta, part + tl.sum(b_Z * (b_v - Y), 0), mask=small)
+                tl.store(dv + o_values, (b_beta[None, :] * b_Z).to(DTYPE), mask=small[None, :])
+            if DECAY == 1:
+                g_last = tl.load(G + i_slot * C + C - 1)
+                U *= tl.exp2(g_last - b_G)[None, :]
+                S *= tl.exp2(g_last)
+            S = add_product(S, U, b_k, True, "tf32")
 
 
 @triton.jit(do_not_specialize=["T", "HV"])
