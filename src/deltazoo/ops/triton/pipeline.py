@@ -203,10 +203,7 @@ def complete(p: Problem, stopped: Tensor, output: Tensor, final: Tensor) -> None
     )  # fmt: skip
     launch(invert_kernel, plan.invert(), kept.large_gain, strict_L, kept.AP)
     keys, chunks = scanned(p, kept)
-    launch(
-        scan_kernel, plan.scan(1, True, True, False, True),
-        *keys, p.v, *chunks, output, output, None, final, final, *p.sequence_offsets,
-    )  # fmt: skip
+    hopper_scan(plan, 1, keys, p.v, chunks, final, final, output, None, None, strict=True)
 
 
 def backward(
@@ -281,8 +278,8 @@ def scan(
     for strict in plan.scan_modes:
         if strict and plan.by_gain:  # this launch continues where the other one stopped
             start, initial = 1, final
-        if plan.hopper and not strict:
-            hopper_scan(plan, start, keys, v, chunks, initial, final, output, U, states)
+        if plan.hopper:
+            hopper_scan(plan, start, keys, v, chunks, initial, final, output, U, states, strict)
             continue
         launch(
             scan_kernel, plan.scan(start, v is not None, output is not None, keep, strict, by_token(states)),
@@ -293,8 +290,9 @@ def scan(
 def hopper_scan(
     plan: Plan, start: int, keys: tuple[Tensor | None, ...], v: Tensor | None, chunks: tuple[Tensor | None, ...],
     initial: Tensor | None, final: Tensor | None, output: Tensor | None, U: Tensor | None, states: Tensor | None,
+    strict: bool,
 ) -> None:  # fmt: skip
-    """The launch of `scan` that is not strict, in Gluon."""
+    """A launch of `scan` in Gluon."""
     q_in, k_in, k_out = keys
     beta, G, AP, large_gain = chunks
     assert q_in is not None and k_in is not None and k_out is not None and AP is not None
@@ -302,7 +300,7 @@ def hopper_scan(
     with_output = output is not None
     launch(
         hopper_scan_kernel,
-        plan.hopper_scan(start, v is not None, with_output, keep, by_token(states)),
+        plan.hopper_scan(start, v is not None, with_output, keep, strict, by_token(states)),
         token_tiles(q_in, plan.K) if with_output else None,
         token_tiles(k_in, plan.K),
         token_tiles(k_out, plan.K) if plan.separate else None,

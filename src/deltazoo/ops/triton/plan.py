@@ -105,7 +105,7 @@ class Plan:
         """Heads of all sequences."""
         self.many_scans = self.heads * self.segments * -(-self.V // 128) > FEW_SCANS
         self.hopper = gluon and refusal(self) is None
-        """Whether Gluon kernels take the serial scans that are not strict."""
+        """Whether Gluon kernels take the serial scans, but for strict reverse ones."""
 
     @property
     def fused_backward(self) -> bool:
@@ -249,11 +249,13 @@ class Plan:
         )  # fmt: skip
 
     @per_plan
-    def hopper_scan(self, initial: int, values: bool, output: bool, keep: bool, by_token: bool = False) -> Constants:
+    def hopper_scan(
+        self, initial: int, values: bool, output: bool, keep: bool, strict: bool, by_token: bool = False
+    ) -> Constants:
         """One launch of the scan on Hopper; arguments as for `scan`."""
-        options = scan_options(output, keep, values, self.decay, self.separate, self.many_scans)
+        options = scan_options(output, keep, values, self.decay, self.separate, strict, self.many_scans)
         return self._hopper_constants(
-            options, HAS_V=values, INITIAL=initial, OUTPUT=output, KEEP=keep, BY_TOKEN=by_token,
+            options, HAS_V=values, INITIAL=initial, OUTPUT=output, KEEP=keep, BY_TOKEN=by_token, STRICT=strict,
         )  # fmt: skip
 
     @per_plan

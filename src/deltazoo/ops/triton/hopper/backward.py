@@ -20,6 +20,7 @@ what replaces a tile is computed from the copy of it in shared memory.
 """
 
 from deltazoo.ops.triton.hopper.backward_rest import small_step
+from deltazoo.ops.triton.hopper.hopper_scan import split_inverse
 from deltazoo.ops.triton.hopper.support import (
     barrier,
     fence_async_shared,
@@ -112,20 +113,6 @@ def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
             tma.async_copy_global_to_shared(S_tiles, [row + part * B, token, column], S_full, tile)
         if c > 0:
             copy_stage(tiles, buffers, bars, gates, beta, G, where, token - C, chunk - HV, n + 1, DECAY)
-
-
-@jit
-def split_inverse(A, rest, PART: gl.constexpr):
-    """Set the two terms of a strict inverse apart (`chunk.inverse.store_strict`): 32 rows of A, columns of `rest`."""
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = PART * 32 + gl.arange(0, 32, gl.SliceLayout(1, ROWS))[:, None]
-    upper = row <= gl.arange(0, C, gl.SliceLayout(0, ROWS))[None, :]
-    half = A.slice(PART * 32, 32, dim=0)
-    both = half.load(ROWS)
-    none = gl.full([32, C], 0.0, A.dtype, ROWS)
-    half.store(gl.where(upper, both, none))
-    rest.slice(PART * 32, 32, dim=1).permute((1, 0)).store(gl.where(upper, none, both))
-    fence_async_shared()
 
 
 @jit

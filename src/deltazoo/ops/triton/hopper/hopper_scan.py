@@ -5,6 +5,8 @@ matrix products. One more warp copies the operands of the next chunks into rings
 and prepares the factors of step sizes and decay. Barriers in shared memory say which buffers are full and which are
 read; the two partitions never wait for each other. What a chunk needs late, A, P and other keys to write with than to
 read with, has a ring of its own: with fewer stages of it more fit of all the rest.
+
+A strict launch multiplies with two terms where the plain one does: the inverse, what it multiplies, and corrections.
 """
 
 from deltazoo.ops.triton.hopper.support import (
@@ -97,7 +99,7 @@ def copy_partition(
     scale, row, first, key_column, value_column, slot, HV, count = where
     q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles = tiles
     q_ring, k_in_ring, k_out_ring, v_ring, AP_ring = rings
-    full, empty, late_full, late_empty = barriers
+    full, empty, late_full, late_empty, _ = barriers
     ROWS: gl.constexpr = 4 if DECAY == 1 else 1
     BYTES: gl.constexpr = (1 + OUTPUT) * C * D * 2 + HAS_V * PARTS * C * HALF * 2
     LATE_BYTES: gl.constexpr = (1 + OUTPUT) * C * C * 2 + SEPARATE * C * D * 2
@@ -138,18 +140,38 @@ def store_tile(tiles, coordinates, buffer, x):
 
 
 @jit
+def split_inverse(A, rest, HALF_OF_ROWS: gl.constexpr):
+    """Set the two terms of a strict inverse apart (`chunk.inverse.store_strict`): 32 rows of A, columns of `rest`."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = HALF_OF_ROWS * 32 + gl.arange(0, 32, gl.SliceLayout(1, ROWS))[:, None]
+    upper = row <= gl.arange(0, C, gl.SliceLayout(0, ROWS))[None, :]
+    half = A.slice(HALF_OF_ROWS * 32, 32, dim=0)
+    both = half.load(ROWS)
+    none = gl.full([32, C], 0.0, A.dtype, ROWS)
+    half.store(gl.where(upper, both, none))
+    rest.slice(HALF_OF_ROWS * 32, 32, dim=1).permute((1, 0)).store(gl.where(upper, none, both))
+    fence_async_shared()
+
+
+@jit
+def second_term(x, DTYPE: gl.constexpr):
+    """What float32 x is more than itself in 16 bits, in 16 bits."""
+    return (x - x.to(DTYPE).to(gl.float32)).to(DTYPE)
+
+
+@jit
 def state_partition(
     walk, PART: gl.constexpr, DECAY: gl.constexpr, SEPARATE: gl.constexpr, INITIAL: gl.constexpr, HAS_V: gl.constexpr,
-    OUTPUT: gl.constexpr, KEEP: gl.constexpr, BY_TOKEN: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    LATE_STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr, KEEP: gl.constexpr, BY_TOKEN: gl.constexpr, STRICT: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of 64 value channels through `count` chunks."""
     tiles, rings, barriers, factors, totals, buffers, initial_state, final_state, where, store_final = walk
     scale, row, first, value_column, slot, B, HV, count, state_slot = where
     out_tiles, U_tiles, states_tiles = tiles
     q_ring, k_in_ring, k_out_ring, v_ring, AP_ring = rings
-    full, empty, late_full, late_empty = barriers
-    out_buffers, states_buffers = buffers
+    full, empty, late_full, late_empty, split = barriers
+    out_buffers, states_buffers, rest_ring = buffers
     out_buffer = out_buffers.index(PART)
     states_buffer = states_buffers.index(PART)
     DTYPE: gl.constexpr = k_in_ring.dtype
@@ -158,7 +180,8 @@ def state_partition(
     o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
     o_state = state_slot * (D * D) + o_k[None, :] * D + o_v[:, None]
     if INITIAL == 1:
-        S = gl.load(initial_state + o_state)
+        there = o_v[:, None] < D * count  # nothing is read for a launch that finds nothing to do
+        S = gl.load(initial_state + o_state, mask=there, other=0.0)
     elif INITIAL == 2:
         S = gl.where(o_v[:, None] == o_k[None, :], 1.0, 0.0)
     else:
@@ -172,6 +195,7 @@ def state_partition(
         token = first + i * C
         late = i % LATE_STAGES
         AP = AP_ring.index(late)
+        A = AP.slice(0, C, dim=0) if OUTPUT else AP
         k_in = k_in_ring.index(stage)
         if SEPARATE:
             k_out = k_out_ring.index(late)
@@ -208,13 +232,23 @@ def state_partition(
             v = v_ring.index(stage * PARTS + PART).permute((1, 0)).load(TOKENS).to(gl.float32)
             v *= factor(factors, stage * ROWS + (BETA if DECAY == 1 else ERASE))
         mbarrier.wait(late_full.index(late), (i // LATE_STAGES) & 1)
+        if STRICT:
+            for half in gl.static_range(2 // PARTS):
+                split_inverse(A, rest_ring.index(late), PART + half)
+            mbarrier.arrive(split.index(late), count=1)
         if OUTPUT:
             Y = warpgroup_mma_wait(1, deps=[Y])
         else:
             Y = warpgroup_mma_wait(0, deps=[Y])
         R = v - erase * Y
-        R = gl.convert_layout(R.to(DTYPE), LEFT)
-        U = warpgroup_mma(R, AP.slice(0, C, dim=0), zero, use_acc=False, is_async=True)
+        R_left = gl.convert_layout(R.to(DTYPE), LEFT)
+        if STRICT:
+            R_rest = gl.convert_layout(second_term(R, DTYPE), LEFT)
+            mbarrier.wait(split.index(late), (i // LATE_STAGES) & 1)
+        U = warpgroup_mma(R_left, A, zero, use_acc=False, is_async=True)
+        if STRICT:
+            U = warpgroup_mma(R_left, rest_ring.index(late), U, is_async=True)
+            U = warpgroup_mma(R_rest, A, U, is_async=True)
         S = decayed(S, totals, stage, DECAY)
         if DECAY == 1:
             write = factor(factors, stage * ROWS + WRITE)
@@ -224,10 +258,12 @@ def state_partition(
         else:
             U = warpgroup_mma_wait(0, deps=[U])
         if DECAY == 1:
-            written = (U * write).to(DTYPE)
+            written = U * write
         else:
-            written = U.to(DTYPE)
-        S = warpgroup_mma(gl.convert_layout(written, LEFT_STATE), k_out, S, is_async=True)
+            written = U
+        S = warpgroup_mma(gl.convert_layout(written.to(DTYPE), LEFT_STATE), k_out, S, is_async=True)
+        if STRICT:
+            S = warpgroup_mma(gl.convert_layout(second_term(written, DTYPE), LEFT_STATE), k_out, S, is_async=True)
         if OUTPUT:
             if DECAY == 1:
                 O *= read
@@ -248,7 +284,7 @@ def state_partition(
         if count > 0:
             tma.store_wait(0)
             store_tile(out_tiles, [row, first + (count - 1) * C, column], out_buffer, out)
-    if final_state is not None:
+    if final_state is not None and not (STRICT and KEEP and not OUTPUT):  # then nothing follows
         if store_final:
             gl.store(final_state + o_state, S)
     tma.store_wait(0)
@@ -297,11 +333,12 @@ def hopper_scan_kernel(
     OUTPUT: gl.constexpr,
     KEEP: gl.constexpr,
     BY_TOKEN: gl.constexpr,
+    STRICT: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
 ):
-    """As `chunk.scan.scan_kernel` without STRICT: heads of 128 channels, 16-bit inputs, rows that are not packed.
+    """As `chunk.scan.scan_kernel`: heads of 128 channels, 16-bit inputs, rows that are not packed.
 
     One program owns `64 * PARTS` value channels of one value head of one row or segment. Grid (2 / PARTS * HV * N).
     With BY_TOKEN the states lie as `backward_kernel` reads them.
@@ -320,12 +357,18 @@ def hopper_scan_kernel(
     store_final = True
     if BY_GAIN:
         stop = first_large(large_gain, slot, count, HV)
-        if KEEP and not OUTPUT:  # only the launch with STRICT reads it, if chunks remain for it
+        if STRICT:
             store_final = stop < count
-        count = stop
+            count -= stop
+            first += stop * C
+            slot += stop * HV
+        else:
+            if KEEP and not OUTPUT:  # only the launch with STRICT reads it, if chunks remain for it
+                store_final = stop < count
+            count = stop
 
     k_in_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
-    q_ring, k_out_ring, v_ring, out_buffers, states_buffers, totals = (k_in_ring,) * 6
+    q_ring, k_out_ring, v_ring, rest_ring, out_buffers, states_buffers, totals = (k_in_ring,) * 7
     if OUTPUT:
         q_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     if SEPARATE:
@@ -333,6 +376,8 @@ def hopper_scan_kernel(
     if HAS_V:
         v_ring = gl.allocate_shared_memory(DTYPE, [STAGES * PARTS, C, HALF], OPERAND)
     AP_ring = gl.allocate_shared_memory(DTYPE, [LATE_STAGES, 2 * C if OUTPUT else C, C], OPERAND)
+    if STRICT:
+        rest_ring = gl.allocate_shared_memory(DTYPE, [LATE_STAGES, C, C], OPERAND)
     if OUTPUT or KEEP:
         out_buffers = gl.allocate_shared_memory(DTYPE, [PARTS, C, HALF], OPERAND)
     if KEEP:
@@ -344,23 +389,28 @@ def hopper_scan_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     late_full = gl.allocate_shared_memory(gl.int64, [LATE_STAGES, 1], mbarrier.MBarrierLayout())
     late_empty = gl.allocate_shared_memory(gl.int64, [LATE_STAGES, 1], mbarrier.MBarrierLayout())
+    split = late_full
+    if STRICT:
+        split = gl.allocate_shared_memory(gl.int64, [LATE_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=PARTS)
     for stage in gl.static_range(LATE_STAGES):
         mbarrier.init(late_full.index(stage), count=1)
         mbarrier.init(late_empty.index(stage), count=PARTS)
+        if STRICT:
+            mbarrier.init(split.index(stage), count=PARTS)
     fence_async_shared()
 
     key_column = i_h // (HV // HK) * D
     value_column = i_h * D + part * HALF
     rings = (q_ring, k_in_ring, k_out_ring, v_ring, AP_ring)
-    barriers = (full, empty, late_full, late_empty)
+    barriers = (full, empty, late_full, late_empty, split)
     state_slot = (i_n * HV + i_h).to(gl.int64)
     rows = gl.num_programs(0) // (SPLIT * HV * segments)
     where = (scale, row, first, value_column, slot, rows, HV, count, state_slot)
     walk = (
-        (out_tiles, U_tiles, states_tiles), rings, barriers, factors, totals, (out_buffers, states_buffers),
+        (out_tiles, U_tiles, states_tiles), rings, barriers, factors, totals, (out_buffers, states_buffers, rest_ring),
         initial_state, final_state, where, store_final,
     )  # fmt: skip
     tiles = (q_tiles, k_in_tiles, k_out_tiles, v_tiles, AP_tiles)
@@ -369,16 +419,16 @@ def hopper_scan_kernel(
     if PARTS == 2:
         gl.warp_specialize([
             (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               BY_TOKEN, PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, STRICT, PARTS, STAGES, LATE_STAGES)),
             (state_partition, (walk, 1, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               BY_TOKEN, PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, STRICT, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               BY_TOKEN, PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, STRICT, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip

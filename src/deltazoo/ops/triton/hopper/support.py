@@ -151,7 +151,7 @@ def backward_refusal(plan: Plan) -> str | None:
 
 
 def scan_options(
-    output: bool, keep: bool, values: bool, decay: int, separate: bool, many_scans: bool
+    output: bool, keep: bool, values: bool, decay: int, separate: bool, strict: bool, many_scans: bool
 ) -> dict[str, int]:
     """Value channels per program, as parts of 64, and the stages of both rings of operands that shared memory holds.
 
@@ -159,12 +159,13 @@ def scan_options(
         output, keep, values: as for `Plan.scan`.
         decay: 0 none, 1 per head, 2 per channel.
         separate: the scan reads other keys than it writes.
+        strict: the second term of A has a buffer.
         many_scans: two parts per program fill the card.
     """
     parts = 2 if many_scans else 1
     factors = 4 * ((CHUNK, 4 * CHUNK + 1, CHUNK + HEAD)[decay])
     stage = (1 + output) * KEYS + values * parts * PART + factors
-    late_stage = separate * KEYS + (1 + output) * MATRIX
+    late_stage = separate * KEYS + (1 + output + strict) * MATRIX
     once = (output or keep) * parts * PART + keep * parts * STATE + BARRIERS
     return dict(PARTS=parts, num_warps=4) | _stages(HOPPER - once, stage, late_stage)
 
