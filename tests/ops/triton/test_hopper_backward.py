@@ -55,15 +55,15 @@ DECAYS = ("none", "scalar")
 def test_compiles_with_products_in_flight(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = call.launches(monkeypatch)
     names = [kernel.fn.__name__ for kernel, _ in launches]
-    assert names == ["hopper_scan_kernel"] + ["backward_kernel"] * (2 if call.strict is None else 1)
-    scan = compile_kernel(*launches[0])
-    assert scan.spilled == 0 and scan.shared <= SHARED_MEMORY and not scan.warnings
-    for kernel, arguments in launches[1:]:
+    count = 2 if call.strict is None else 1
+    assert names == ["hopper_scan_kernel"] * count + ["backward_kernel"] * count
+    for kernel, arguments in launches:
         compiled = compile_kernel(kernel, arguments)
         print(compiled)
         assert compiled.shared <= SHARED_MEMORY
         # What the loop does not change, most of it; second terms take registers too.
-        assert compiled.spilled <= (1100 if arguments["STRICT"] else 500)
+        allowed = (0, 350) if kernel.fn.__name__ == "hopper_scan_kernel" else (500, 1100)
+        assert compiled.spilled <= allowed[arguments["STRICT"]]
         waiting = [line for line in compiled.warnings if "C7519" not in line]  # that one costs next to nothing
         assert not waiting
 
@@ -82,7 +82,35 @@ def states_by_token() -> None:
     assert torch.equal(halves.reshape(by_token.shape), by_token)
 
 
-def test_states_by_token_interpreted() -> None:
+def gradients_of_small_steps() -> None:
+    """`small_steps_kernel` against a loop over tokens, for any rows Z."""
+    for decay, T, state in (("none", 150, True), ("scalar", 128, False)):
+        case = DeltaRuleCase("small", B=2, T=T, H=1, groups=2, K=16, V=128, decay=decay, initial_state=state)
+        x = case.make(dtype=torch.float16)
+        x.beta[0, ::5], x.beta[1, 60:80, 0], x.beta[1, :, 1], x.beta[1, 20, 0] = 0.0, 0.01, 0.9, 1.9
+        p = pipeline.Problem(x.q, x.k, x.v, x.beta, x.log_decay, 0.25, x.initial_state, None, None, None, False, 1)
+        kept, constants = pipeline.forward(p, keep=False)[2], p.plan.small_steps()
+        Z, d_beta = torch.randn(x.v.shape).half(), torch.full(x.beta.shape, torch.inf)
+        dv = Z.clone()
+        pipeline.small_steps_kernel[constants.grid](
+            p.k, p.v, kept.beta, kept.G, kept.AP, p.initial_state, dv, d_beta, **constants.named
+        )
+        S = p.initial_state.clone() if state else torch.zeros(2, 2, 16, 128)
+        expected = torch.full_like(d_beta, torch.inf)
+        for t in range(T):
+            S *= 1.0 if x.log_decay is None else x.log_decay[:, t].exp()[..., None, None]
+            k = x.k[:, t].float().repeat_interleave(2, 1)
+            correction = x.v[:, t] - torch.einsum("bhk,bhkv->bhv", k, S)
+            step = x.beta[:, t].float()
+            expected[:, t] = torch.where(step <= 2**-4, (Z[:, t] * correction).sum(-1), torch.inf)
+            S += torch.einsum("bhk,bhv->bhkv", k, step[..., None] * correction)
+        small = expected.isfinite()
+        assert torch.equal(d_beta.isfinite(), small)
+        assert (d_beta - expected)[small].norm() < 1e-3 * expected[small].norm()
+        assert torch.equal(dv, torch.where(small[..., None], (x.beta[..., None].float() * Z).half(), Z))
+
+
+def test_plain_kernels_interpreted() -> None:
     here = Path(__file__).resolve()
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), *filter(None, sys.path)])
@@ -149,14 +177,25 @@ def test_agrees_with_the_reference(case: DeltaRuleCase, dtype: torch.dtype) -> N
     assert_right(case.make(device="cuda", dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("T", [300, 320])
 @pytest.mark.parametrize("decay", DECAYS)
 @on_hopper
-def test_step_sizes_of_every_size_and_zero(decay: str) -> None:
-    inputs = shaped("step_sizes", T=300, decay=decay).make(device="cuda", dtype=torch.bfloat16)
+def test_step_sizes_of_every_size_and_zero(decay: str, T: int, dtype: torch.dtype) -> None:
+    inputs = shaped("step_sizes", T=T, decay=decay).make(device="cuda", dtype=dtype)
     beta = inputs.beta
     beta.copy_(10 ** (-12 * torch.rand(beta.shape, generator=torch.Generator().manual_seed(0))))
     beta[:, ::7] = 0
     assert_right(inputs, precision="fast")
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@on_hopper
+def test_small_step_sizes_beside_large_gains_and_in_segments(decay: str) -> None:
+    inputs = shaped("some", B=1, T=4160, decay=decay).make(device="cuda", dtype=torch.bfloat16)
+    inputs.beta[:, 5::9] = 0
+    inputs.beta[0, 1000, 0] = 1.9
+    assert_right(inputs)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -208,7 +247,7 @@ def all_equal(xs: tuple[Tensor, ...], ys: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", [*DECAYS, "channel"])
 @on_hopper
 def test_same_bits_every_time_and_every_way(decay: str) -> None:
     inputs = shaped("call", decay=decay).make(device="cuda", dtype=torch.bfloat16)
@@ -229,3 +268,4 @@ def test_same_bits_every_time_and_every_way(decay: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     states_by_token()
+    gradients_of_small_steps()

@@ -202,8 +202,7 @@ def complete(p: Problem, stopped: Tensor, output: Tensor, final: Tensor) -> None
         p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,
     )  # fmt: skip
     launch(invert_kernel, plan.invert(), kept.large_gain, strict_L, kept.AP)
-    keys, chunks = scanned(p, kept)
-    hopper_scan(plan, 1, keys, p.v, chunks, final, final, output, None, None, strict=True)
+    launch_scan(p, kept, 1, p.v, final, final, output, None, None, strict=True)
 
 
 def backward(
@@ -211,7 +210,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, erase_key, v, beta, log_decay and initial_state; None for those that were not given.
 
-    `keep` is that of the forward pass. With `in_place` gradients may lie where U and the states are kept.
+    `keep` is that of the forward pass. With `in_place` gradients may lie in the memory of what was kept.
     """
     plan, kept = p.plan, kept.of_plan(p.plan, keep)
     d_output = contiguous(d_output, p.alignment)
@@ -229,7 +228,7 @@ def backward(
         Z, d_states, d_initial = reverse_scan(
             p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None
         )  # fmt: skip
-        gradients = empty_gradients(p)
+        gradients = empty_gradients(p, kept if in_place else None)
         chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients)
         if plan.H != plan.HV:
             dq, dk, de, dv, d_beta, d_log_decay = gradients
@@ -271,20 +270,28 @@ def scan(
     Fills `final` and, if given, `output`, the corrections U and the states that enter the chunks. If it keeps `states`
     without `output`, it fills `final` only where a strict launch begins.
     """
-    plan = p.plan
-    keys, chunks = scanned(p, kept)
-    start, keep = 2 if v is None else int(initial is not None), states is not None
-    filled: list[Tensor | None] = [x for x in (output, U) if x is not None] or [None]  # what is not filled is ignored
+    plan, start = p.plan, 2 if v is None else int(initial is not None)
     for strict in plan.scan_modes:
         if strict and plan.by_gain:  # this launch continues where the other one stopped
             start, initial = 1, final
-        if plan.hopper:
-            hopper_scan(plan, start, keys, v, chunks, initial, final, output, U, states, strict)
-            continue
-        launch(
-            scan_kernel, plan.scan(start, v is not None, output is not None, keep, strict, by_token(states)),
-            *keys, v, *chunks, filled[0], filled[-1], states, initial, final, *p.sequence_offsets,
-        )  # fmt: skip
+        launch_scan(p, kept, start, v, initial, final, output, U, states, strict)
+
+
+def launch_scan(
+    p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
+    output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool,
+) -> None:  # fmt: skip
+    """One launch of `scan`; `start` is 0 for a state of zero, 1 for `initial`, 2 for the identity."""
+    plan, (keys, chunks) = p.plan, scanned(p, kept)
+    if plan.hopper:
+        hopper_scan(plan, start, keys, v, chunks, initial, final, output, U, states, strict)
+        return
+    filled: list[Tensor | None] = [x for x in (output, U) if x is not None] or [None]  # what is not filled is ignored
+    constants = plan.scan(start, v is not None, output is not None, states is not None, strict, by_token(states))
+    launch(
+        scan_kernel, constants,
+        *keys, v, *chunks, filled[0], filled[-1], states, initial, final, *p.sequence_offsets,
+    )  # fmt: skip
 
 
 def hopper_scan(
@@ -292,7 +299,7 @@ def hopper_scan(
     initial: Tensor | None, final: Tensor | None, output: Tensor | None, U: Tensor | None, states: Tensor | None,
     strict: bool,
 ) -> None:  # fmt: skip
-    """A launch of `scan` in Gluon."""
+    """`launch_scan` in Gluon."""
     q_in, k_in, k_out = keys
     beta, G, AP, large_gain = chunks
     assert q_in is not None and k_in is not None and k_out is not None and AP is not None
@@ -402,15 +409,19 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor |
 """Of q, k and erase_key (all per value head), v, beta and log_decay."""
 
 
-def empty_gradients(p: Problem) -> Gradients:
-    """Uninitialised."""
-    plan = p.plan
-    if plan.H == plan.HV:
-        dq, dk = torch.empty_like(p.q), torch.empty_like(p.k)
-    else:  # value heads that share a key head sum their gradients outside, in float32
+def empty_gradients(p: Problem, kept: Kept | None) -> Gradients:
+    """Uninitialised; in the memory of what is `kept` for the scans alone, if that is given."""
+    plan, dv = p.plan, None
+    if plan.H != plan.HV:  # value heads that share a key head sum their gradients outside, in float32
         dq, dk = (p.float32(plan.B, x, plan.HV, plan.K) for x in (plan.tokens, plan.T))
+    elif kept is not None and kept.q_in is not None and kept.k_in is not None and kept.k_out is not None:
+        dq, dk = kept.q_in, kept.k_in
+        dv = kept.k_out if plan.K == plan.V else None
+    else:
+        dq, dk = torch.empty_like(p.q), torch.empty_like(p.k)
+    dv = torch.empty_like(p.v) if dv is None else dv
     de = None if p.erase_key is None else torch.empty_like(dk)
-    return dq, dk, de, torch.empty_like(p.v), *empty_gate_gradients(p)
+    return dq, dk, de, dv, *empty_gate_gradients(p)
 
 
 def empty_gate_gradients(p: Problem) -> tuple[Tensor | None, Tensor | None]:
