@@ -137,9 +137,12 @@ def test_says_why_a_call_takes_several_kernels() -> None:
 @pytest.fixture
 def few_heads_suffice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(support, "MIN_HEADS", 1)
-    plan_for.cache_clear()
+    monkeypatch.setattr(support, "MIN_BUSY", 0.0)
+    for cached in (plan_for, support.forward_refusal):
+        cached.cache_clear()
     yield
-    plan_for.cache_clear()
+    for cached in (plan_for, support.forward_refusal):
+        cached.cache_clear()
 
 
 def shaped(name: str, **options: object) -> DeltaRuleCase:
