@@ -180,8 +180,10 @@ def state_partition(
     o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
     o_state = state_slot * (D * D) + o_k[None, :] * D + o_v[:, None]
     if INITIAL == 1:
-        there = o_v[:, None] < D * count  # nothing is read for a launch that finds nothing to do
-        S = gl.load(initial_state + o_state, mask=there, other=0.0)
+        if STRICT:  # mostly a launch that finds nothing to do reads nothing
+            S = gl.load(initial_state + o_state, mask=o_v[:, None] < D * count, other=0.0)
+        else:
+            S = gl.load(initial_state + o_state)
     elif INITIAL == 2:
         S = gl.where(o_v[:, None] == o_k[None, :], 1.0, 0.0)
     else:
