@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import re
 
+WAIT = re.compile(
+    r"\{\s*\.reg \.pred complete;\s*waitLoop:\s*mbarrier\.try_wait\.parity\.shared(?:::cta)?\.b64 complete, "
+    r"(\[[^\]]*\]), (%\w+|\d+);\s*@!complete bra\.uni waitLoop;\s*\}"
+)
+"""A loop that tries until a barrier in shared memory has completed a phase: one instruction here."""
+
 
 class Program:
     """Parsed PTX: parameters, instructions as (predicate, operation, operands, text), labels."""
@@ -14,6 +20,7 @@ class Program:
         self.code: list[tuple[str | None, str, list[str], str]] = []
         self.labels: dict[str, int] = {}
         body = re.sub(r"//[^\n]*|\.(?:loc|pragma)[^\n]*", "", ptx[ptx.index("{", ptx.index(".reqntid")) + 1 :])
+        body = WAIT.sub(r"mbarrier.wait \1, \2;", body)
         for piece in re.split(r"(\$L\w+:)|;", body):
             text = " ".join((piece or "").split())
             if text.startswith("}"):

@@ -83,12 +83,12 @@ class SharedMemory:
         for product in self.in_flight:
             self.record("written while a product reads", instruction, np.isin(where, product.bytes_read))
 
-    def read_by_product(self, where: np.ndarray, warps: int, instruction: str) -> np.ndarray:
-        """Bytes that the matrix unit reads for a group of warps."""
+    def read_by_product(self, where: np.ndarray, warps: np.ndarray, instruction: str) -> np.ndarray:
+        """Bytes that the matrix unit reads for these warps."""
         self.record("product before a barrier", instruction, self.written_in[where] == self.epoch)
         self.record("product without a fence", instruction, ~self.fenced[where])
         self._forget_old_readers(where)
-        self.readers[where] = (1 << warps) - 1
+        self.readers[where] = np.bitwise_or.reduce(np.int64(1) << warps)
         return self.bytes[where]
 
     def _forget_old_readers(self, where: np.ndarray) -> None:

@@ -66,13 +66,17 @@ class ThreadBlock:
                     raise NotImplementedError(f"threads part ways: {self.text}")
                 at = self.program.labels[operands[0]] if self.active.all() else at
                 continue
-            name, *rest = operation.split(".")
-            self.watch_accumulators(name, operands)
-            method = getattr(self, f"op_{name}", None)
-            if method is not None:
-                method(rest, operands)
-            else:
-                self.arithmetic(name, rest, operands)
+            self.execute(operation, operands)
+
+    def execute(self, operation: str, operands: list[str]) -> None:
+        """One instruction that is no branch."""
+        name, *rest = operation.split(".")
+        self.watch_accumulators(name, operands)
+        method = getattr(self, f"op_{name}", None)
+        if method is not None:
+            method(rest, operands)
+        else:
+            self.arithmetic(name, rest, operands)
 
     # Operands.
 
@@ -190,11 +194,11 @@ class ThreadBlock:
 
     def op_prmt(self, rest: list[str], a: list[str]) -> None:
         both = self.get(a[1]).astype(np.uint64) | self.get(a[2]).astype(np.uint64) << np.uint64(32)
-        selector, result = int(a[3].rstrip("U"), 0), np.zeros(len(both), np.uint64)
+        selector, result = self.get(a[3]).astype(np.uint64), np.zeros(len(both), np.uint64)
         for i in range(4):
-            which = selector >> 4 * i & 15
-            byte = both >> np.uint64(8 * (which & 7)) & np.uint64(0xFF)
-            byte = byte if which < 8 else (byte >> np.uint64(7)) * np.uint64(0xFF)  # its sign, eight times
+            which = selector >> np.uint64(4 * i) & np.uint64(15)
+            byte = both >> np.uint64(8) * (which & np.uint64(7)) & np.uint64(0xFF)
+            byte = np.where(which < 8, byte, (byte >> np.uint64(7)) * np.uint64(0xFF))  # its sign, eight times
             result |= byte << np.uint64(8 * i)
         self.put(a[0], result.astype(np.uint32))
 
@@ -235,11 +239,22 @@ class ThreadBlock:
         with np.errstate(over="ignore"):  # a GPU gives inf without a word
             self.put(a[0], np.exp2(self.get(a[1], "f32")))
 
+    def op_add(self, rest: list[str], a: list[str]) -> None:
+        if rest[-1] != "bf16x2":
+            self.arithmetic("add", rest, a)
+            return
+        x, y = (self.get(operand) for operand in a[1:])
+        low, high = (
+            to_bfloat16((from_bits(x >> shift & 0xFFFF, "bf16") + from_bits(y >> shift & 0xFFFF, "bf16")).astype("f4"))
+            for shift in (np.uint32(0), np.uint32(16))
+        )
+        self.put(a[0], high << np.uint32(16) | low)
+
     def op_shfl(self, rest: list[str], a: list[str]) -> None:
         lane, by = self.threads % 32, self.get(a[2]).astype(np.int64)
         source = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": by}[rest[1]]
         source = np.where((source >= 0) & (source < 32), source, lane)
-        self.put(a[0], self.get(a[1])[self.threads - lane + source])
+        self.put(a[0], self.get(a[1])[np.arange(len(lane)) - lane + source])
 
     def op_redux(self, rest: list[str], a: list[str]) -> None:
         reduce = {"min": np.min, "max": np.max, "add": np.sum}[rest[1]]
@@ -301,10 +316,10 @@ class ThreadBlock:
 
     def exchange(self, rest: list[str], names: list[str], where: Array, load: bool) -> None:
         """8 x 8 tiles of 16 bits between registers and the rows whose addresses eight lanes give."""
-        warps = self.threads[-1] // 32 + 1
+        warps = len(self.threads) // 32
         for i, name in enumerate(names):
             rows = where.reshape(warps, 32)[:, 8 * i : 8 * i + 8].reshape(-1, 1) + np.arange(16)
-            owners = np.repeat(np.arange(warps), 8)
+            owners = np.repeat(self.warps[::32], 8)
             if load:
                 tile = self.shared.read(rows, owners, self.text).view(np.uint16).reshape(warps, 8, 8).astype(np.uint32)
                 tile = tile.transpose(0, 2, 1) if "trans" in rest else tile
@@ -347,7 +362,7 @@ class ThreadBlock:
             tiles = []
             for descriptor in self.get(operand, "u64")[::128]:
                 where = descriptor_bytes(int(descriptor), rows, kind, transposed)
-                data = self.shared.read_by_product(where, 4 * groups, self.text)
+                data = self.shared.read_by_product(where, np.unique(self.warps), self.text)
                 touched.append(where.ravel())
                 bits = data.astype(np.uint32) << 8 * np.arange(data.shape[-1], dtype=np.uint32)
                 tiles.append(from_bits(bits.sum(-1, dtype=np.uint32), kind))
@@ -377,10 +392,11 @@ class ThreadBlock:
 
         Copies are left out: they belong to the wait that follows, and ptxas knows to wait before them.
         """
-        if name in ("wgmma", "mov") or not self.shared.in_flight:
+        in_flight = [product for group in self.products for product in group]
+        if name in ("wgmma", "mov") or not in_flight:
             return
         used = set(re.findall(r"%\w+", " ".join(operands)))
-        for product in self.shared.in_flight:
+        for product in in_flight:
             for register in used & product.accumulators:
                 self.shared.hazards.setdefault(f"result used before the wait: {self.text[:90]}", register)
             if operands and operands[0] in product.operands:

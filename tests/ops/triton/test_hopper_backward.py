@@ -83,16 +83,16 @@ def states_by_token() -> None:
 
 
 def gradients_of_small_steps() -> None:
-    """`small_steps_kernel` against a loop over tokens, for any rows Z."""
+    """`tiny_steps_kernel` against a loop over tokens, for any rows Z."""
     for decay, T, state in (("none", 150, True), ("scalar", 128, False)):
         case = DeltaRuleCase("small", B=2, T=T, H=1, groups=2, K=16, V=128, decay=decay, initial_state=state)
         x = case.make(dtype=torch.float16)
         x.beta[0, ::5], x.beta[1, 60:80, 0], x.beta[1, :, 1], x.beta[1, 20, 0] = 0.0, 0.01, 0.9, 1.9
         p = pipeline.Problem(x.q, x.k, x.v, x.beta, x.log_decay, 0.25, x.initial_state, None, None, None, False, 1)
-        kept, constants = pipeline.forward(p, keep=False)[2], p.plan.small_steps()
+        kept, constants = pipeline.forward(p, keep=False)[2], p.plan.tiny_steps()
         Z, d_beta = torch.randn(x.v.shape).half(), torch.full(x.beta.shape, torch.inf)
         dv = Z.clone()
-        pipeline.small_steps_kernel[constants.grid](
+        pipeline.tiny_steps_kernel[constants.grid](
             p.k, p.v, kept.beta, kept.G, kept.AP, p.initial_state, dv, d_beta, **constants.named
         )
         S = p.initial_state.clone() if state else torch.zeros(2, 2, 16, 128)
@@ -198,6 +198,25 @@ def test_small_step_sizes_beside_large_gains_and_in_segments(decay: str) -> None
     inputs = shaped("some", B=1, T=4160, decay=decay).make(device="cuda", dtype=torch.bfloat16)
     inputs.beta[:, 5::9] = 0
     inputs.beta[0, 1000, 0] = 1.9
+    assert_right(inputs)
+
+
+@pytest.fixture
+def unproven_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are not chosen as long as they have not run on a GPU."""
+    monkeypatch.setattr(support, "RECORDED_FORWARD", True)
+    monkeypatch.setattr(support, "STRICT_SCANS", True)
+
+
+@pytest.mark.parametrize("large_gain", [None, 0, 130])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@on_hopper
+@pytest.mark.usefixtures("unproven_kernels")
+def test_recorded_forward_pass_and_strict_scans(case: DeltaRuleCase, large_gain: int | None) -> None:
+    inputs = case.make(device="cuda", dtype=torch.bfloat16)
+    if large_gain is not None:
+        inputs.beta[-1, min(large_gain, case.T - 1), -1] = 1.9
+    assert case.T >= 4096 or "hopper_forward_kernel" in launched_kernels(inputs)
     assert_right(inputs)
 
 

@@ -28,6 +28,7 @@ from deltazoo.ops.triton.hopper.backward_rest import (
     log_decay_gradient_kernel,
     small_steps_kernel,
     sum_of_groups_kernel,
+    tiny_steps_kernel,
 )  # fmt: skip
 from deltazoo.ops.triton.hopper.support import (
     MISSING,
@@ -449,12 +450,13 @@ def fused_gradients(
     """The gradients and that of the initial states, if there are such, in one kernel.
 
     `starts` are the states that sequences or segments start from. With `in_place` dv lies where U did, and dq and dk
-    where the states did, if chunks are full.
+    where the states did, if chunks are full and nothing reads the states afterwards.
     """
     plan = p.plan
     d_beta, d_log_decay = empty_gate_gradients(p)
+    small_steps = p.q.dtype != torch.bfloat16  # in float16 they are usual; the states remain for them
     dv = U if in_place else torch.empty_like(U)
-    if in_place and plan.T % CHUNK == 0:
+    if in_place and not small_steps and plan.T % CHUNK == 0:
         dq, dk = states.unbind()
     else:
         dq, dk = (p.q.new_empty(plan.B, plan.T, plan.HV, plan.K) for _ in range(2))
@@ -470,7 +472,10 @@ def fused_gradients(
             token_tiles(dq, plan.K), token_tiles(dk, plan.K), token_tiles(dv, plan.V // 2),
             kept.beta, kept.G, kept.large_gain, d_beta, d_G, overlap, d_final, d_initial,
         )  # fmt: skip
-    launch(small_steps_kernel, plan.small_steps(), p.k, p.v, kept.beta, kept.G, kept.AP, starts, dv, d_beta)
+    if small_steps:
+        launch(small_steps_kernel, plan.small_steps(), p.k, p.v, kept.beta, kept.G, kept.AP, states, dv, d_beta)
+    else:
+        launch(tiny_steps_kernel, plan.tiny_steps(), p.k, p.v, kept.beta, kept.G, kept.AP, starts, dv, d_beta)
     if d_log_decay is not None:
         launch(log_decay_gradient_kernel, plan.log_decay_gradient(), d_G, overlap, p.log_decay, d_log_decay)
     if plan.H != plan.HV:

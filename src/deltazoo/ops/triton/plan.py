@@ -315,7 +315,16 @@ class Plan:
 
     @per_plan
     def small_steps(self) -> Constants:
-        """The launch for gradients of small step sizes on Hopper."""
+        """The launch for gradients of small step sizes on Hopper where the states remain."""
+        chunks, tile = 4, 64
+        return Constants(
+            -(-self.slots // chunks), T=self.T, NT=self.NT, H=self.H, HV=self.HV, value_tiles=self.V // tile,
+            slots=self.slots, K=self.K, V=self.V, BV=tile, C=CHUNK, CHUNKS=chunks, DECAY=self.decay, num_warps=4,
+        )  # fmt: skip
+
+    @per_plan
+    def tiny_steps(self) -> Constants:
+        """The same where they do not."""
         return Constants(
             self.scans * self.HV, T=self.T, H=self.H, HV=self.HV, segments=self.segments, chunks=self.segment_chunks,
             value_tiles=self.V // 64, K=self.K, V=self.V, BV=64, C=CHUNK, DECAY=self.decay, num_warps=4,

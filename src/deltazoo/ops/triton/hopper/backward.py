@@ -122,7 +122,7 @@ def walk(
 ):  # fmt: skip
     """Carry dS of half of the value channels, `[HALF, D]`, from the last chunk to the first, and make dv of each.
 
-    dv is `beta o Z`, but of tokens with a small beta Z itself (`small_steps_kernel`).
+    dv is `beta o Z`, but of tokens with a small beta Z itself (`small_steps_kernel`, `tiny_steps_kernel`).
     With decay also `<S, dS>` of the state that enters each chunk, a sum per value channel.
     """
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers

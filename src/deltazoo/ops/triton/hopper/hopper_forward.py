@@ -348,7 +348,11 @@ def hopper_forward_kernel(
     prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)
     kept = (AP_tiles, A_buffer, P_buffer, corner, i_b * NC * HV + i_h, HV)
-    out_tiles, buffers, B = (o_tiles, U_tiles, states_tiles), (output, U_buffers, states_buffers), gl.num_programs(0) // HV
+    out_tiles, buffers, B = (
+        (o_tiles, U_tiles, states_tiles),
+        (output, U_buffers, states_buffers),
+        gl.num_programs(0) // HV,
+    )
     carried = (
         out_tiles, rings, bars, prepared, factors, large, buffers, initial, final, stopped, scale, i_b, i_h, B, NC
     )  # fmt: skip
@@ -359,8 +363,10 @@ def hopper_forward_kernel(
         [
             (carry_state, (carried, 0, DECAY, INITIAL, BY_GAIN, KEEP, STAGES)),
             (carry_state, (carried, 1, DECAY, INITIAL, BY_GAIN, KEEP, STAGES)),
-            (prepare_chunks, (rings, bars, prepared, factors, large, scratch, kept, scale, NC,
-                              DECAY, BY_GAIN, KEEP, STAGES)),
+            (
+                prepare_chunks,
+                (rings, bars, prepared, factors, large, scratch, kept, scale, NC, DECAY, BY_GAIN, KEEP, STAGES),
+            ),
             (copy_chunks, (copied, DECAY, BY_GAIN, KEEP, STAGES)),
         ],
         [4, 4, 1],

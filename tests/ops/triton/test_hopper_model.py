@@ -1,0 +1,224 @@
+"""The Gluon kernels as compiled for Hopper, run instruction by instruction on a model of a thread block.
+
+The model has groups of warps that go their own ways, barriers in shared memory and the copy engine
+(`ptx.warp_groups`). Every case runs with copies at the latest and at the earliest moment, and with another group ahead:
+whatever the timing, results are right, and the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from delta_rule_cases import DeltaRuleCase, DeltaRuleInputs
+from helpers import assert_within_reference, results_and_gradients
+from ptx.program import Program
+from ptx.warp_groups import Block
+from ptx.warp_groups import Tile as TileInMemory
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from ops.triton.gluon_compile import compile_kernel  # noqa: E402
+from ops.triton.test_compiled_code import Modelled  # noqa: E402
+
+from deltazoo.ops import delta_rule  # noqa: E402
+from deltazoo.ops.triton import pipeline, plan  # noqa: E402
+from deltazoo.ops.triton.hopper import support  # noqa: E402
+from deltazoo.ops.triton.hopper.support import MISSING  # noqa: E402
+from deltazoo.ops.triton.launch import Constants, Tile  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Gluon has no interpreter"),
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+]
+
+
+@dataclass
+class Timing:
+    """When things happen: copies `late` or at once, and which group of warps runs `first`."""
+
+    late: bool
+    first: int
+
+
+class Model:
+    """Stands in for `pipeline.launch`."""
+
+    def __init__(self, change: Callable[[Program], None] = lambda _: None) -> None:
+        self.hazards: dict[str, str] = {}
+        self.timing = Timing(True, 0)
+        self.programs: dict[Any, Program] = {}
+        self.names: list[str] = []
+        self.change = change
+
+    def launch(self, kernel: Any, constants: Constants, *tensors: Tensor | Tile | None) -> None:
+        self.names.append(kernel.fn.__name__)
+        if not getattr(kernel, "is_gluon", lambda: False)():
+            Modelled(kernel, self.hazards)[constants.grid](*tensors, **constants.named)
+            return
+        arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
+        key = kernel.fn.__name__, constants, tuple(x is None for x in tensors)
+        if key not in self.programs:
+            self.programs[key] = Program(compile_kernel(kernel, arguments).ptx)
+            self.change(self.programs[key])
+        given = [arguments[x.name] for x in kernel.params if not x.is_constexpr and arguments[x.name] is not None]
+        self.run(self.programs[key], given, constants.grid)
+
+    def run(self, program: Program, given: list[Any], grid: tuple[int, ...]) -> None:
+        """Copies the tensors into one memory, runs the grid, copies them back."""
+        tensors = [x.base if isinstance(x, Tile) else x for x in given]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if isinstance(x, Tensor)}
+        starts, end = {}, 256
+        for pointer, storage in storages.items():
+            starts[pointer], end = end, end + -(-storage.nbytes() // 256) * 256 + 256
+        memory = np.zeros(end, np.uint8)
+        raw = {p: torch.empty(0, dtype=torch.uint8).set_(s) for p, s in storages.items()}
+        for pointer, content in raw.items():
+            memory[starts[pointer] : starts[pointer] + len(content)] = content.numpy()
+
+        def start(x: Tensor) -> int:
+            return starts[x.untyped_storage().data_ptr()] + x.storage_offset() * x.element_size()
+
+        arguments: list[Any] = []
+        for x in given:
+            if isinstance(x, Tile):
+                arguments.append(TileInMemory(start(x.base), x.shape, x.strides, x.block_shape[-2]))
+                arguments += [*x.shape, *x.strides]
+            else:
+                arguments.append(start(x) if isinstance(x, Tensor) else x)
+        arguments += [0] * (len(program.parameters) - len(arguments))  # Triton's own scratch memory, unused
+        grid = (*grid, 1, 1)[:3]
+        for position in product(*map(range, grid)):
+            block = Block(program, arguments, memory, position, grid, self.timing.late, self.timing.first)
+            self.hazards |= block.run()
+        for pointer, content in raw.items():
+            content.copy_(torch.from_numpy(memory[starts[pointer] : starts[pointer] + len(content)]))
+
+
+def results(x: DeltaRuleInputs, scale: float, model: Model, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Results and gradients by the kernels on the model; gradients in place, as autograd wants them."""
+    new_empty = Tensor.new_empty
+
+    def uninitialised(like: Tensor, *shape: Any, **options: Any) -> Tensor:
+        tensor = new_empty(like, *shape, **options)
+        return tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 77)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "launch", model.launch)
+        patch.setattr(pipeline, "available", lambda _: True)
+        patch.setattr(pipeline, "multiprocessors", lambda _: 132)
+        patch.setattr(support, "MIN_HEADS", 1)
+        patch.setattr(support, "MIN_BUSY", 0.0)
+        patch.setattr(Tensor, "new_empty", uninitialised)
+        inputs = (x.q, x.k, x.v, x.beta, x.log_decay, scale, x.initial_state, None, None, None, False, 1)
+        problem = pipeline.Problem(*inputs)
+        output, final_state, kept = pipeline.forward(problem)
+        gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state, in_place=True)
+    names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]
+    found = dict(zip(names, gradients, strict=True))
+    return {"output": output, "final_state": final_state} | {n: g for n, g in found.items() if g is not None}
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans() -> Any:
+    for cached in (plan.plan_for, support.forward_refusal):
+        cached.cache_clear()
+    yield
+    for cached in (plan.plan_for, support.forward_refusal):
+        cached.cache_clear()
+
+
+SHORT = DeltaRuleCase("short", B=1, T=130, H=1, K=128, V=128, decay="scalar", initial_state=True, beta=0.7)
+ZERO = replace(SHORT, name="zero_steps", T=64, decay="none", beta=0.0)
+SEGMENTS = replace(SHORT, name="segments", T=200)
+
+
+def judge(
+    case: DeltaRuleCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, kernels: set[str],
+    change: Callable[[DeltaRuleInputs], None] = lambda _: None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Right, the same bits at any timing, no hazard, and by these kernels."""
+    x, model = case.make(dtype=dtype), Model()
+    change(x)
+    exact = results_and_gradients(delta_rule, x.double(), backend="chunkwise")
+    plain = results_and_gradients(delta_rule, x, backend="chunkwise")
+    found = []
+    for model.timing in (Timing(late=True, first=0), Timing(late=False, first=2)):
+        found.append(results(x, case.K**-0.5, model, monkeypatch))
+    assert_within_reference(found[0], exact, plain, x, rounding=dtype, floor=4.0)
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+    assert not model.hazards, model.hazards
+    assert kernels <= set(model.names), model.names
+    return found[0]
+
+
+def test_step_sizes_of_zero_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = judge(ZERO, torch.bfloat16, monkeypatch, {"hopper_scan_kernel", "backward_kernel", "tiny_steps_kernel"})
+    assert not found["d_k"].any() and not found["d_v"].any()
+
+
+def some_zero_and_large(x: DeltaRuleInputs) -> None:
+    x.beta[:, ::5] = 0
+    x.beta[0, 70, 0] = 1.9
+
+
+@pytest.mark.sweep
+def test_recorded_forward_pass_and_strict_scans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "RECORDED_FORWARD", True)
+    monkeypatch.setattr(support, "STRICT_SCANS", True)
+    kernels = {"hopper_forward_kernel", "prepare_rest_kernel", "invert_kernel", "hopper_scan_kernel", "backward_kernel"}
+    judge(SHORT, torch.bfloat16, monkeypatch, kernels, some_zero_and_large)
+
+
+MANY = [
+    *((replace(SHORT, name=f"{decay}-{d}", decay=decay), d) for decay in ("none", "scalar", "channel")
+      for d in (torch.bfloat16, torch.float16)),
+    *((replace(SEGMENTS, name=f"segments-{decay}", decay=decay), torch.bfloat16) for decay in ("none", "scalar")),
+    (replace(SHORT, name="fresh", initial_state=False, T=64), torch.bfloat16),
+    (replace(SHORT, name="strong", log_decay=-50.0), torch.bfloat16),
+    (replace(SHORT, name="groups", groups=2, T=70), torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("new", [False, True], ids=["chosen", "all"])
+@pytest.mark.parametrize(("case", "dtype"), MANY, ids=[case.name for case, _ in MANY])
+def test_many_cases(case: DeltaRuleCase, dtype: torch.dtype, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.name.startswith("segments"):
+        monkeypatch.setattr(plan, "segments_of", lambda chunks, programs: (-(-chunks // 2), 2))
+    monkeypatch.setattr(support, "RECORDED_FORWARD", new)
+    monkeypatch.setattr(support, "STRICT_SCANS", new)
+    judge(case, dtype, monkeypatch, set(), some_zero_and_large)
+
+
+def without(operation: str) -> Callable[[Program], None]:
+    def change(program: Program) -> None:
+        for i, (predicate, name, operands, text) in enumerate(program.code):
+            if name.startswith(operation):
+                program.code[i] = predicate, ".nothing", operands, text
+
+    return change
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("operation", ["fence.proxy", "mbarrier.wait", "cp.async.bulk.wait_group"])
+def test_what_is_left_out_is_noticed(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fences and waits: without them the model finds a hazard, a wrong number or too many arrivals."""
+    x = replace(SHORT, name="left_out", T=128, decay="none").make(dtype=torch.bfloat16)
+    right = results(x, 0.1, Model(), monkeypatch)
+    model, noticed = Model(without(operation)), False
+    for model.timing in (Timing(late=True, first=0), Timing(late=False, first=2)):
+        try:
+            found = results(x, 0.1, model, monkeypatch)
+        except AssertionError:
+            noticed = True
+        else:
+            noticed |= bool(model.hazards) or not all(torch.equal(right[name], found[name]) for name in right)
+    assert noticed
