@@ -67,10 +67,11 @@ class Asked:
 
 
 def alone(engine: Engine, body: dict[str, Any]) -> tuple[str, str | None]:
-    """Text and finish reason of a request when nothing else runs."""
+    """Text and finish reason of a request when nothing else runs, of its first 150 tokens if it asks for more."""
     sampling = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if name in body}
     prompt = tuple(engine.tokenizer(body["prompt"])["input_ids"])
-    request = Request(prompt=prompt, max_tokens=body["max_tokens"], stop=tuple(body.get("stop", ())), **sampling)
+    limits = {"max_tokens": min(body["max_tokens"], 150), "ignore_eos": body.get("ignore_eos", False)}
+    request = Request(prompt=prompt, stop=tuple(body.get("stop", ())), **limits, **sampling)
     pieces = list(engine.submit(request))
     return "".join(piece.text for piece in pieces), pieces[-1].finish_reason
 
@@ -118,7 +119,7 @@ async def ask(client: Any, asked: Asked) -> None:
 
 async def ask_by_openai(client: Any, asked: Asked) -> None:
     """The same with OpenAI's client."""
-    own = {name: asked.body[name] for name in ("top_k",) if name in asked.body}
+    own = {name: asked.body[name] for name in ("top_k", "ignore_eos") if name in asked.body}
     body = {name: value for name, value in asked.body.items() if name not in own}
     answer = await client.completions.create(model="tiny", **body, extra_body=own)
     asked.status = 200
@@ -143,6 +144,8 @@ async def ask_all(url: str, requests: list[Asked], at_once: int) -> None:
         async def one(asked: Asked) -> None:
             async with places:
                 await (ask_by_openai(other, asked) if asked.by_openai else ask(client, asked))
+                if asked.status == 429:
+                    await asyncio.sleep(0.1)  # a moment of what Retry-After asks for
 
         await asyncio.gather(*map(one, requests))
 
@@ -161,8 +164,8 @@ def wait_until_idle(engine: Engine) -> Any:
 def test_many_clients_get_what_each_gets_alone(engine: Engine) -> None:
     """64 at once, of which 10% hang up mid-stream, and bad requests among them: none lost, none mixed up."""
     good = [Asked(body) for body in bodies(56, LIMIT - 100)]
-    for asked in good[1::9]:
-        asked.body |= {"stream": True, "max_tokens": 60, "stop": []}
+    for asked in good[1:50:9]:
+        asked.body |= {"stream": True, "max_tokens": 1000, "stop": [], "ignore_eos": True}
         asked.hangs_up = True
     for asked in good[::3]:
         asked.by_openai = True
@@ -186,7 +189,7 @@ def test_many_clients_get_what_each_gets_alone(engine: Engine) -> None:
     assert [asked.status for asked in bad] == [400] * len(bad)
     finished = {reason: after.finished.get(reason, 0) - before.finished.get(reason, 0) for reason in after.finished}
     hung_up = [asked for asked in good if asked.hangs_up]
-    assert len(hung_up) >= 6 and finished["cancelled"] >= len(hung_up) - 1  # one may have met its end token before
+    assert finished["cancelled"] == len(hung_up) >= 6
     assert sum(finished.values()) == len(good)
     for asked in good:
         text, reason = alone(engine, asked.body)
@@ -283,7 +286,7 @@ def test_a_flood_is_refused_in_part_and_memory_stays(folder: Path, engine: Engin
         assert "the server stopped before the request was finished" in rest and rest.endswith("data: [DONE]")
         assert server.wait(20) == 0
     assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 0.3 * len(statuses)
+    assert statuses.count(200) >= 0.7 * len(statuses), statuses.count(200)
     rejected = next(line for line in metrics.splitlines() if line.startswith("deltazoo_rejected_total{"))
     assert float(rejected.split()[1]) == statuses.count(429)
     assert late - early < 16 * 2**20, f"{(late - early) / 2**20:.1f} MiB more after {len(statuses)} requests"
