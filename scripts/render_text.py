@@ -1,22 +1,33 @@
-"""Makes docs/text.md and its pictures from the committed results: python scripts/render_text.py."""
+"""Makes docs/text.md, docs/text_conversions.md and their pictures from the committed results.
+
+python scripts/render_text.py
+"""
 
 import json
 from pathlib import Path
 
 from deltazoo.workbench.lab.text.results import TextResults
 from deltazoo.workbench.lab.text.text_page import write_text_page
+from deltazoo.workbench.lab.text_conversions.conversion_page import write_conversion_page
+from deltazoo.workbench.lab.text_conversions.conversion_results import ConversionResults
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "text_h200.jsonl"
+CONVERSIONS = ROOT / "benchmarks" / "results" / "text_conversions_h200.jsonl"
 MANIFEST = ROOT / "benchmarks" / "results" / "text_corpus.json"
-PAGE = ROOT / "docs" / "text.md"
+DOCS = ROOT / "docs"
 
 
-def main(page: Path = PAGE) -> Path:
+def main(folder: Path = DOCS) -> list[Path]:
     results = TextResults.read(RESULTS) if RESULTS.exists() else None
     manifest = json.loads(MANIFEST.read_text(encoding="utf-8"))
-    return write_text_page(page, results, manifest, images=page.parent / "images")
+    conversions = ConversionResults.read(CONVERSIONS) if CONVERSIONS.exists() else None
+    images = folder / "images"
+    return [
+        write_text_page(folder / "text.md", results, manifest, images=images),
+        write_conversion_page(folder / "text_conversions.md", conversions, results, images=images),
+    ]
 
 
 if __name__ == "__main__":
-    print(main())
+    print(*main(), sep="\n")

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["picture", "table"]
+__all__ = ["filled", "picture", "table"]
+
+_LINE = 120
+
+
+def filled(text: str, bullet: str = "") -> str:
+    """A paragraph in lines of at most 120 characters, after a bullet if given."""
+    return textwrap.fill(
+        text,
+        _LINE,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int | None = None) -> str:

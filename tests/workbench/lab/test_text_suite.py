@@ -357,10 +357,12 @@ def test_the_command_line_trains_within_a_limit(corpus: TextCorpus, tmp_path: Pa
     assert status([*command[:-1], str(tmp_path)]) == 1 and "is a folder" in capsys.readouterr().err
 
 
-def test_the_committed_page_is_what_the_script_renders(tmp_path: Path) -> None:
+def test_the_committed_pages_are_what_the_script_renders(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     spec = importlib.util.spec_from_file_location("render_text", root / "scripts" / "render_text.py")
     assert spec is not None and spec.loader is not None
     render = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(render)
-    assert render.main(tmp_path / "text.md").read_text() == render.PAGE.read_text()
+    pages = render.main(tmp_path)
+    assert [page.name for page in pages] == ["text.md", "text_conversions.md"]
+    assert all(page.read_text() == (render.DOCS / page.name).read_text() for page in pages)

@@ -13,8 +13,11 @@ _EXAMPLE = (
     "[bold]deltazoo lab --suite full --device cuda --workers 12[/] (on all GPUs), "
     "[bold]deltazoo lab --suite family --device cuda --workers 16[/] (every rule on the same tasks), "
     "[bold]deltazoo lab --only parity --variants kda+neg,softmax[/], [bold]deltazoo lab --load my_task.py[/], "
-    "[bold]deltazoo lab --suite text --device cuda --out text.jsonl --limit 900[/] (every rule on real text)"
+    "[bold]deltazoo lab --suite text --device cuda --out text.jsonl --limit 900[/] (every rule on real text), "
+    "[bold]deltazoo lab --suite text-conversions --device cuda --out conversions.jsonl --limit 900[/] "
+    "(its softmax model, converted)"
 )
+_OF_TEXT = ("text", "text-conversions")
 _NOT_OF_TEXT = ("variants", "workers", "load", "steps", "measure", "fresh")
 
 
@@ -25,9 +28,13 @@ def register(app: typer.Typer) -> None:
 
 def lab(
     context: typer.Context,
-    suite: Annotated[str, typer.Option(help="mini, full, family or text.")] = "mini",
+    suite: Annotated[str, typer.Option(help="mini, full, family, text or text-conversions.")] = "mini",
     only: Annotated[
-        str, typer.Option(help="Tasks, experiments or claims (text: arms), comma separated; all unless given.")
+        str,
+        typer.Option(
+            help="Tasks, experiments or claims (text: arms; text-conversions: RULE@LAYERS), comma separated; all "
+            "unless given."
+        ),
     ] = "",
     variants: Annotated[
         str,
@@ -69,12 +76,16 @@ def lab(
     from deltazoo.workbench.device import check_device
 
     check_device(device)
-    if suite == "text":
+    if suite in _OF_TEXT:
         if given := [f"--{name}" for name in _NOT_OF_TEXT if _is_given(context, name)]:
-            raise typer.BadParameter(f"the suite 'text' has no {', '.join(given)}")
-        return _text_suite(_names(only), out, device, time_limit, commit, corpus, show)
+            raise typer.BadParameter(f"the suite {suite!r} has no {', '.join(given)}")
+        run = _text_suite if suite == "text" else _text_conversions
+        path = out or Path("runs") / f"lab_{suite.replace('-', '_')}" / "results.jsonl"
+        if path.is_dir():
+            raise typer.BadParameter(f"the suite {suite!r} writes one file, and {path} is a folder", param_hint="--out")
+        return run(_names(only), path, device, time_limit, commit, corpus, show)
     if corpus is not None:
-        raise typer.BadParameter("--corpus belongs to the suite 'text'")
+        raise typer.BadParameter("--corpus belongs to the suites 'text' and 'text-conversions'")
 
     from deltazoo.workbench.lab.lab_page import listing, verdict_table, write_page
     from deltazoo.workbench.lab.lab_records import Environment, ResultFile, read_records
@@ -125,7 +136,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 def _text_suite(
     only: list[str],
-    out: Path | None,
+    path: Path,
     device: str,
     limit: float | None,
     commit: str | None,
@@ -144,9 +155,7 @@ def _text_suite(
     def report(line: str) -> None:
         Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
-    recipe, path = TextRecipe(), out or Path("runs") / "lab_text" / "results.jsonl"
-    if path.is_dir():
-        raise typer.BadParameter(f"the suite 'text' writes one file, and {path} is a folder", param_hint="--out")
+    recipe = TextRecipe()
     corpus = TextCorpus.load(corpus_path or default_corpus_path())
     results = open_results(path, recipe, corpus)
     if show:
@@ -163,6 +172,54 @@ def _text_suite(
         report=report,
     )
     report(f"results in {path}; {len(missing)} trainings are missing" + (": the same command goes on" * bool(missing)))
+
+
+def _text_conversions(
+    only: list[str],
+    path: Path,
+    device: str,
+    limit: float | None,
+    commit: str | None,
+    corpus_path: Path | None,
+    show: bool,
+) -> None:
+    """Convert the softmax model of the suite on real text as the result file lacks it."""
+    began = time.monotonic()
+    from rich.console import Console
+
+    from deltazoo.workbench.lab.lab_records import Environment
+    from deltazoo.workbench.lab.text.text_corpus import TextCorpus, default_corpus_path
+    from deltazoo.workbench.lab.text_conversions.conversion_recipe import ConversionRecipe
+    from deltazoo.workbench.lab.text_conversions.conversion_suite import (
+        missing_conversions,
+        open_conversions,
+        run_conversions,
+    )
+    from deltazoo.workbench.lab.text_conversions.teacher import default_teacher_path
+
+    def report(line: str) -> None:
+        Console().print(line, soft_wrap=True, markup=False, highlight=False)
+
+    recipe = ConversionRecipe()
+    corpus = TextCorpus.load(corpus_path or default_corpus_path())
+    results = open_conversions(path, recipe, corpus)
+    if show:
+        report("\n".join(f"{job.name}, seed {job.seed}" for job in missing_conversions(results, recipe, only)))
+        return
+    missing = run_conversions(
+        results,
+        recipe,
+        corpus,
+        device=device,
+        environment=Environment.here(device, commit),
+        teacher_path=default_teacher_path(),
+        limit=None if limit is None else limit - (time.monotonic() - began),
+        only=only,
+        report=report,
+    )
+    report(
+        f"results in {path}; {len(missing)} conversions are missing" + (": the same command goes on" * bool(missing))
+    )
 
 
 def _names(text: str) -> list[str]:

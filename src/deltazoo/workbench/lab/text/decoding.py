@@ -14,7 +14,6 @@ __all__ = ["decoding", "state_bytes"]
 
 _WARM_UP = 4
 """Tokens before the clock starts; the second one captures the step."""
-_PROMPT_TOKENS_AT_ONCE = 2**16
 
 
 @torch.no_grad()
@@ -24,24 +23,29 @@ def state_bytes(model: DeltaRuleForCausalLM, tokens: int) -> int:
     return snapshot(output.past_key_values).nbytes
 
 
-def decoding(model: DeltaRuleForCausalLM, recipe: TextRecipe, prompt: torch.Tensor) -> dict[str, dict[str, Any]]:
+def decoding(
+    model: DeltaRuleForCausalLM, recipe: TextRecipe, prompt: torch.Tensor, prompt_at_once: int = 2**16
+) -> dict[str, dict[str, Any]]:
     """By batch size `tokens_per_second`, new tokens of all rows together, or `error`, why there is no figure.
 
     Args:
         model: in evaluation mode, in the dtype that is to be timed.
         recipe: batches, tokens of context, tokens that are timed.
         prompt: `[T]` int64 tokens, of which every row reads the first `decode_context`.
+        prompt_at_once: tokens of all rows' prompts in one forward pass; softmax layers make a mask over them.
     """
-    return {str(batch): _speed(model, recipe, prompt, batch) for batch in recipe.decode_batches}
+    return {str(batch): _speed(model, recipe, prompt, batch, prompt_at_once) for batch in recipe.decode_batches}
 
 
-def _speed(model: DeltaRuleForCausalLM, recipe: TextRecipe, prompt: torch.Tensor, batch: int) -> dict[str, Any]:
+def _speed(
+    model: DeltaRuleForCausalLM, recipe: TextRecipe, prompt: torch.Tensor, batch: int, prompt_at_once: int
+) -> dict[str, Any]:
     try:
         decoder = Decoder(
             model,
             batch,
             max_length=recipe.decode_context + _WARM_UP + recipe.decode_tokens,
-            prefill_chunk=max(1, _PROMPT_TOKENS_AT_ONCE // batch),
+            prefill_chunk=max(1, prompt_at_once // batch),
             eos_token_id=(),
         )
         ids = prompt[: recipe.decode_context].expand(batch, -1).contiguous()

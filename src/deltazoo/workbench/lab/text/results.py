@@ -11,7 +11,7 @@ from typing import Any
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 
-__all__ = ["ArmResult", "Job", "TextResults", "Trial"]
+__all__ = ["ArmResult", "Job", "TextResults", "Trial", "append_line", "check_header", "read_header", "read_lines"]
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,7 @@ class TextResults:
         self.arms: dict[tuple[str, int], ArmResult] = {}
         if path.exists() and path.stat().st_size:
             self._read()
-            for key, theirs in read_header(path).items():
-                if theirs != self.header.get(key):
-                    raise ValueError(
-                        f"{path} holds results of another {key} ({_short(theirs)}, now {_short(self.header.get(key))}),"
-                        " which do not mix: give another --out"
-                    )
+            check_header(path, self.header)
 
     @classmethod
     def read(cls, path: Path) -> "TextResults":
@@ -120,9 +115,7 @@ class TextResults:
         return results
 
     def _read(self) -> None:
-        text = self.path.read_text(encoding="utf-8")
-        complete = text[: text.rfind("\n") + 1]  # a killed process may have left a part of a line
-        for number, line in enumerate(complete.splitlines()[1:], start=2):
+        for number, line in read_lines(self.path):
             try:
                 content = json.loads(line)
                 kind = content.pop("kind")
@@ -137,18 +130,8 @@ class TextResults:
 
     def add(self, result: Trial | ArmResult) -> None:
         """Keep a result; it is on disk when this returns."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        complete = text[: text.rfind("\n") + 1]
         kind = "trial" if isinstance(result, Trial) else "arm"
-        lines = [] if complete else [self.header]
-        lines.append({"kind": kind, **asdict(result)})
-        with self.path.open("r+" if self.path.exists() else "w", encoding="utf-8") as file:
-            file.truncate(len(complete.encode()))
-            file.seek(0, os.SEEK_END)
-            file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.path, self.header, {"kind": kind, **asdict(result)})
         self._keep(result)
 
     def _keep(self, result: Trial | ArmResult) -> None:
@@ -178,8 +161,29 @@ class TextResults:
         return [self.arms[key] for key in sorted(self.arms) if key[0] == arm]
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The first line of a result file: suite, recipe, corpus.
+def append_line(path: Path, header: dict[str, Any], content: dict[str, Any]) -> None:
+    """Add a line to a result file, after its header where it is new; it is on disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    complete = text[: text.rfind("\n") + 1]
+    lines = [content] if complete else [header, content]
+    with path.open("r+" if path.exists() else "w", encoding="utf-8") as file:
+        file.truncate(len(complete.encode()))
+        file.seek(0, os.SEEK_END)
+        file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """Lines of a result file after its header, with their numbers from 1."""
+    text = path.read_text(encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]  # a killed process may have left a part of a line
+    return list(enumerate(complete.splitlines(), start=1))[1:]
+
+
+def read_header(path: Path, suite: str = "text") -> dict[str, Any]:
+    """The first line of a suite's result file: suite, recipe, corpus.
 
     Raises:
         ValueError: it is no such file.
@@ -187,11 +191,21 @@ def read_header(path: Path) -> dict[str, Any]:
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     try:
         header = json.loads(first)
-        if header["suite"] != "text":
+        if header["suite"] != suite:
             raise ValueError(f"it is of the suite {header['suite']!r}")
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a result file of the suite 'text': {error}") from error
+        raise ValueError(f"{path} is not a result file of the suite {suite!r}: {error}") from error
     return header
+
+
+def check_header(path: Path, expected: dict[str, Any]) -> None:
+    """Raise ValueError unless a result file is of the same suite, recipe and corpus."""
+    for key, theirs in read_header(path, expected["suite"]).items():
+        if theirs != expected.get(key):
+            raise ValueError(
+                f"{path} holds results of another {key} ({_short(theirs)}, now {_short(expected.get(key))}),"
+                " which do not mix: give another --out"
+            )
 
 
 def _short(x: object) -> str:

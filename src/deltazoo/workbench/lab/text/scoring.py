@@ -1,6 +1,7 @@
 """Scores of a trained model on the held-out stream: nats by file and position, recall of new identifiers."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +74,13 @@ def file_bytes(corpus: TextCorpus, recipe: TextRecipe) -> np.ndarray:
 
 
 @torch.no_grad()
-def score(model: DeltaRuleForCausalLM, corpus: TextCorpus, recipe: TextRecipe) -> dict[int, LengthScore]:
-    """The score at each of the recipe's lengths. The model is in evaluation mode afterwards."""
+def score(
+    model: DeltaRuleForCausalLM, corpus: TextCorpus, recipe: TextRecipe, lengths: Sequence[int] | None = None
+) -> dict[int, LengthScore]:
+    """The score at each of the recipe's lengths, or at some of them. The model is in evaluation mode afterwards."""
     model.eval()
     stream = torch.from_numpy(corpus.held_out.astype(np.int64)).to(model.device)
-    return {length: _score_rows(model, stream, corpus, recipe, length) for length in recipe.scored_lengths}
+    return {length: _score_rows(model, stream, corpus, recipe, length) for length in lengths or recipe.scored_lengths}
 
 
 def _score_rows(

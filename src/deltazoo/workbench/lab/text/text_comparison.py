@@ -9,7 +9,16 @@ import numpy as np
 
 from deltazoo.workbench.lab.text.results import ArmResult, TextResults
 
-__all__ = ["Difference", "Interval", "bits_per_byte", "compare", "interval", "length_gain", "seed_spread"]
+__all__ = [
+    "Difference",
+    "Interval",
+    "bits_per_byte",
+    "compare",
+    "interval",
+    "length_gain",
+    "ratio_interval",
+    "seed_spread",
+]
 
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -58,7 +67,7 @@ def interval(arm: str, results: TextResults, length: int | None = None) -> Inter
         ValueError: the arm has no result.
     """
     nats, size = _file_sums(_of(arm, results), results, length)
-    return _bootstrap(nats, size)
+    return ratio_interval(nats, size)
 
 
 def compare(arm: str, other: str, results: TextResults, length: int | None = None) -> Difference:
@@ -69,7 +78,7 @@ def compare(arm: str, other: str, results: TextResults, length: int | None = Non
     """
     nats, size = _file_sums(_of(arm, results), results, length)
     other_nats, _ = _file_sums(_of(other, results), results, length)
-    return Difference(_bootstrap(nats - other_nats, size), seed_spread(results))
+    return Difference(ratio_interval(nats - other_nats, size), seed_spread(results))
 
 
 def length_gain(arm: str, results: TextResults, length: int) -> Interval:
@@ -81,7 +90,7 @@ def length_gain(arm: str, results: TextResults, length: int) -> Interval:
     of_seeds = _of(arm, results)
     longer, size = _file_sums(of_seeds, results, length)
     trained, _ = _file_sums(of_seeds, results, None)
-    return _bootstrap(longer - trained, size)
+    return ratio_interval(longer - trained, size)
 
 
 def seed_spread(results: TextResults) -> float | None:
@@ -112,11 +121,12 @@ def _file_sums(
     return nats[scored] / math.log(2), size[scored]
 
 
-def _bootstrap(bits: np.ndarray, size: np.ndarray) -> Interval:
-    weights = _resamples(len(bits))
-    ratios = (weights @ bits) / (weights @ size)
+def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> Interval:
+    """The ratio of two sums over files `[files]`, over the resamples that all intervals share."""
+    weights = _resamples(len(numerators))
+    ratios = (weights @ numerators) / (weights @ denominators)
     low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(bits.sum() / size.sum()), float(low), float(high))
+    return Interval(float(numerators.sum() / denominators.sum()), float(low), float(high))
 
 
 @lru_cache(maxsize=2)

@@ -1,0 +1,322 @@
+"""The page of the suite, made from its result file and that of the suite `text` alone."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deltazoo.workbench.convert.conversion_config import DistillationConfig, StageConfig
+from deltazoo.workbench.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, new_figure, save_figure
+from deltazoo.workbench.lab.configurations import label_of
+from deltazoo.workbench.lab.text.results import TextResults
+from deltazoo.workbench.lab.text.text_comparison import LEVEL, RESAMPLES, Interval, bits_per_byte, ratio_interval
+from deltazoo.workbench.lab.text_conversions.conversion_recipe import CONTROL, Conversion, ConversionRecipe, tokens_of
+from deltazoo.workbench.lab.text_conversions.conversion_results import ConversionResults, Measured
+from deltazoo.workbench.markdown import filled, picture, table
+
+__all__ = ["write_conversion_page"]
+
+_COLOURS = (GREEN, BLUE, ORANGE, PINK)
+_PURPOSES = {
+    "gated_deltanet": "the reference of the suite",
+    "kda": "its decay differs from channel to channel",
+    "delta_net": "it has no decay, as softmax attention has none",
+    "mamba2_style": "it has the decay of Gated DeltaNet and no correction of old values",
+}
+
+
+def write_conversion_page(
+    page: Path, results: ConversionResults | None, arms: TextResults | None, *, images: Path
+) -> Path:
+    """Write the page, and its picture below `images`, the folder of pictures beside it.
+
+    Args:
+        page: its file.
+        results: None before the first of them; the page then says so, and shows the design.
+        arms: of the suite `text`, for models trained from the start; those of another text or recipe are left out.
+        images: where the picture goes.
+    """
+    recipe = ConversionRecipe() if results is None else results.recipe
+    parts = ["# The softmax model of the text suite, converted\n", _introduction(recipe)]
+    if results is None or not results.conversions:
+        parts.append("Nothing has been converted yet; what is planned is below.\n")
+    else:
+        shown = [conversion for conversion in recipe.conversions() if conversion in results.conversions]
+        parts += ["## Bits per byte\n", _quality(shown, results, _of_same_text(arms, results), recipe)]
+        parts.append(
+            picture(_draw(images / "text_conversions.png", results, recipe), page, "Bits per byte by tokens read")
+        )
+        parts += ["## Beyond the training length\n", _lengths(shown, results, recipe)]
+        parts += ["## Decoding and memory\n", _decoding(shown, results, recipe)]
+    parts += ["## What is missing\n", _missing(results, recipe), "## Design\n", _design(recipe)]
+    if results is not None and results.conversions:
+        parts += ["## Runs\n", _runs(results)]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(parts), encoding="utf-8")
+    return page
+
+
+def _introduction(recipe: ConversionRecipe) -> str:
+    return (
+        filled(
+            "The softmax model of the suite on [real text](text.md) is trained, its attention is replaced by "
+            f"delta-rule layers, and each of these models is trained on {recipe.tokens / 1e6:.1f} M tokens, "
+            f"{recipe.tokens / recipe.text.tokens:.0%} of what the softmax model read. How to convert a model of your "
+            "own: [swap.md](swap.md). The result file and this page are made by"
+        )
+        + "\n\n"
+        "    python scripts/build_python_text.py\n"
+        "    deltazoo lab --suite text-conversions --device cuda --limit 900 \\\n"
+        "        --out benchmarks/results/text_conversions_h200.jsonl\n"
+        "    python scripts/render_text.py\n\n"
+        + filled(
+            "The second command trains the softmax model or finds it in the user's cache folder, converts what the "
+            "file lacks, the most important first, and can be given again and again. No weights are published."
+        )
+        + "\n"
+    )
+
+
+def _quality(
+    shown: Sequence[Conversion], results: ConversionResults, arms: TextResults | None, recipe: ConversionRecipe
+) -> str:
+    stages = [stage.section for stage in recipe.stages]
+    titles = {"align": "aligned", "distill": "distilled", "finetune": "fine-tuned"}
+    header = ["conversion", "softmax model", "swapped", *(titles[stage] for stage in stages)]
+    header += ["minus softmax model", "recovered", "trained from the start"]
+    rows = []
+    for conversion in shown:
+        result = results.conversions[conversion]
+        last = {stage: f"{bits:.4f}" for stage, _, bits in result.points}
+        size, swapped = _bytes(results), _bits(result.transfer_nats, results)
+        teacher, converted = (
+            _bits(model.scores[str(recipe.text.row_length)]["file_nats"], results)
+            for model in (results.teacher_of(result), result)
+        )
+        rows.append(
+            [
+                _label(conversion),
+                f"{teacher.sum() / size.sum():.4f}",
+                last["transfer"] if result.swapped else "-",
+                *(last.get(stage, "-") for stage in stages),
+                _signed(ratio_interval(converted - teacher, size)),
+                _share(ratio_interval(swapped - converted, swapped - teacher)) if result.swapped else "-",
+                _from_the_start(conversion, arms, recipe),
+            ]
+        )
+    spread = _seed_spread(results)
+    return (
+        table(header, rows, text_columns=1)
+        + "\n"
+        + filled(
+            "Recovered: (swapped - converted) / (swapped - softmax model). Brackets: "
+            f"{LEVEL:.0%} of bootstrap resamples of held-out files; they leave out what seeds change. "
+            + (
+                "No conversion has two seeds yet."
+                if spread is None
+                else f"Two seeds of one conversion differ by up to {spread:.4f} bits per byte."
+            )
+        )
+        + "\n"
+    )
+
+
+def _lengths(shown: Sequence[Conversion], results: ConversionResults, recipe: ConversionRecipe) -> str:
+    longer = recipe.text.scored_lengths[1:]
+    models: dict[str, Measured] = {"softmax model": _one_teacher(shown, results)}
+    models |= {_label(conversion): results.conversions[conversion] for conversion in shown}
+    rows = []
+    for label, model in models.items():
+        nats = {length: _bits(score["file_nats"], results) for length, score in model.scores.items()}
+        size, trained = _bytes(results), nats[str(recipe.text.row_length)]
+        rows.append([label, *(_signed(ratio_interval(nats[str(length)] - trained, size)) for length in longer)])
+    return table(["change in bits per byte", *(f"rows of {length:,}" for length in longer)], rows, text_columns=1)
+
+
+def _decoding(shown: Sequence[Conversion], results: ConversionResults, recipe: ConversionRecipe) -> str:
+    models: dict[str, Measured] = {"softmax model": _one_teacher(shown, results)}
+    models |= {
+        conversion.label: results.conversions[conversion]
+        for conversion in shown
+        if results.conversions[conversion].swapped and conversion.seed == 0
+    }
+    contexts = [str(context) for context in recipe.decode_contexts]
+    figures: dict[str, Callable[[Measured, str], str]] = {
+        "tokens/s": lambda model, context: (
+            model.decoding[context].get("error") or f"{model.decoding[context]['tokens_per_second']:,.0f}"
+        ),
+        "state, MiB": lambda model, context: f"{model.state_bytes[context] / 2**20:,.1f}",
+        "memory, MiB": lambda model, context: (
+            f"{model.decoding[context]['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in model.decoding[context] else "-"
+        ),
+    }
+    header = ["model", *(f"{name} after {int(context):,}" for name in figures for context in contexts)]
+    rows = [
+        [label, *(figure(model, context) for figure in figures.values() for context in contexts)]
+        for label, model in models.items()
+    ]
+    return table(header, rows, text_columns=1) + "\n" + filled("Memory: the most held beside the weights.") + "\n"
+
+
+def _missing(results: ConversionResults | None, recipe: ConversionRecipe) -> str:
+    conversions = recipe.conversions()
+    missing = [conversion for conversion in conversions if results is None or conversion not in results.conversions]
+    if not missing:
+        return "Nothing.\n"
+    names = "; ".join(_label(conversion) for conversion in missing)
+    return filled(f"Of {len(conversions)} conversions, {len(missing)} are not done: {names}.") + "\n"
+
+
+def _design(recipe: ConversionRecipe) -> str:
+    text = recipe.text
+    rules = "; ".join(
+        f"{label_of(rule)}: {_PURPOSES[rule]}" if rule in _PURPOSES else label_of(rule) for rule in recipe.rules
+    )
+    contexts = " and ".join(f"{context:,}" for context in recipe.decode_contexts)
+    points = {
+        "Softmax model": "The arm `softmax` of the suite on real text, seed 0: its model, rows, trials of learning "
+        f"rates and training on {text.tokens / 1e6:.0f} M tokens. It becomes a Llama of transformers, which computes "
+        "the same. Where a file holds conversions of several trainings of it, each is compared with its own.",
+        "Rules": f"{rules}. They were chosen for these differences.",
+        "Layers": f"{', '.join(recipe.layers)}: delta-rule to softmax layers, repeated from the first layer on. All "
+        "starts are those of `swap_attention`; nothing is chosen by measuring layers.",
+        "Stages": "The recipe of [swap.md](swap.md#the-recipe). "
+        + " ".join(_stage(stage) for stage in recipe.stages)
+        + f" Together {recipe.tokens:,} tokens, {recipe.tokens / text.tokens:.1%} of the softmax model's. Rates and "
+        "schedules are those of [configs/swap_gpu.yaml](../configs/swap_gpu.yaml), chosen on another text before; none "
+        "is tried out on this one.",
+        "Rows": f"Pieces of {text.row_length:,} tokens of the training part, which the softmax model has read already, "
+        "in another order.",
+        "Scores": "As in the suite on real text, in rows of the training length, several times within a stage; at "
+        "the end in longer rows as well.",
+        "Control": "The softmax model itself through distillation and fine-tuning, with nothing swapped: what it gains "
+        "is no merit of a conversion.",
+        "From the start": "The suite's arm with the same rule in the same layers, which read "
+        f"{text.tokens / 1e6:.0f} M tokens. Its convolutions and norms are those of the rule's paper, and its MLP "
+        "makes up for what the mixer has more. There is none of 1:1.",
+        "Decoding": f"Weights in bfloat16, one row, greedy, captured, {text.decode_tokens} tokens after {contexts}, by "
+        "the loop of `deltazoo.generate`, for the softmax model as for the converted ones.",
+        "Intervals": f"{LEVEL:.0%} of {RESAMPLES:,} bootstrap resamples of held-out files, those of the suite. "
+        + (
+            f"The conversions of {label_of(recipe.again)} run with a second order of rows: two conversions are not "
+            "said to differ by less than two orders do."
+            if recipe.again
+            else ""
+        ),
+    }
+    bullets = [filled(f"**{what}.** {said}", bullet="* ") for what, said in points.items()]
+    return "\n".join(["Fixed before the first conversion.\n", *bullets]) + "\n"
+
+
+def _stage(stage: StageConfig) -> str:
+    rows = f"{stage.rows_per_batch} {'row' if stage.rows_per_batch == 1 else 'rows'}"
+    end = f" down to {stage.min_learning_rate_ratio:.0%} of it" if stage.min_learning_rate_ratio else ""
+    text = f", text at weight {stage.text_weight:g}" if isinstance(stage, DistillationConfig) else ""
+    return f"`{stage.section}`: {stage.steps:,} steps of {rows}, peak rate {stage.learning_rate:g}{end}{text}."
+
+
+def _runs(results: ConversionResults) -> str:
+    rows = []
+    for teacher in results.teachers.values():
+        here = teacher.environment
+        count = sum(result.teacher == teacher.teacher for result in results.conversions.values())
+        seconds = [result.seconds for result in results.conversions.values() if result.teacher == teacher.teacher]
+        rows.append(
+            [
+                f"`{teacher.teacher}`",
+                here.device,
+                here.torch,
+                here.triton or "-",
+                here.transformers or "-",
+                f"`{here.commit[:12]}`",
+                f"{teacher.training['rate']:g}",
+                f"{teacher.training['seconds']:,.0f}",
+                str(count),
+                f"{sum(seconds):,.0f}",
+            ]
+        )
+    header = ("softmax model", "machine", "torch", "Triton", "transformers", "commit", "rate", "seconds")
+    return table((*header, "conversions", "seconds of all"), rows)
+
+
+def _draw(path: Path, results: ConversionResults, recipe: ConversionRecipe) -> Path:
+    """A panel for each choice of layers, a line for each rule; softmax model and control as level lines."""
+    figure, axes = new_figure(len(recipe.layers), width=4.6 * len(recipe.layers) + 2.2, height=4.0)
+    for axis, layers in zip(axes, recipe.layers, strict=True):
+        for rule, colour in zip(recipe.rules, _COLOURS, strict=False):
+            result = results.conversions.get(Conversion(rule, layers))
+            if result is not None:
+                tokens, bits = zip(*((tokens / 1e6, bits) for _, tokens, bits in result.points), strict=True)
+                axis.plot(tokens, bits, "o-", ms=3, color=colour, label=label_of(rule))
+        for label, level, colour in _levels(results):
+            axis.axhline(level, color=colour, lw=1, ls="--", label=label)
+        for end in np.cumsum([tokens_of(stage) for stage in recipe.stages])[:-1]:
+            axis.axvline(end / 1e6, color=GREY, lw=1, ls=":")
+        axis.set_title("all layers" if layers == "all" else layers, loc="left", fontsize=10)
+        axis.set_xlabel("tokens read since the swap (millions); dotted: next stage")
+        axis.set_yscale("log")
+    axes[0].set_ylabel("bits per byte (lower is better)")
+    handles = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    axes[-1].legend(
+        handles.values(), handles.keys(), fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False
+    )
+    return save_figure(figure, path)
+
+
+def _levels(results: ConversionResults) -> list[tuple[str, float, str]]:
+    teacher = list(results.teachers.values())[-1]
+    nats = teacher.scores[str(results.recipe.text.row_length)]["file_nats"]
+    levels = [("softmax model", float(_bits(nats, results).sum() / _bytes(results).sum()), BLACK)]
+    if CONTROL in results.conversions:
+        levels.append((CONTROL.label, results.conversions[CONTROL].points[-1][2], GREY))
+    return levels
+
+
+def _label(conversion: Conversion) -> str:
+    return conversion.label + (f", seed {conversion.seed}" if conversion.seed else "")
+
+
+def _one_teacher(shown: Sequence[Conversion], results: ConversionResults) -> Measured:
+    return results.teacher_of(results.conversions[shown[0]])
+
+
+def _bytes(results: ConversionResults) -> np.ndarray:
+    """`[files]`: of the files that are scored."""
+    size = np.array(results.header["file_bytes"], dtype=np.float64)
+    return size[size > 0]
+
+
+def _bits(file_nats: Sequence[float], results: ConversionResults) -> np.ndarray:
+    """`[files]`: of the files that are scored."""
+    return np.array(file_nats)[np.array(results.header["file_bytes"]) > 0] / math.log(2)
+
+
+def _seed_spread(results: ConversionResults) -> float | None:
+    """The largest difference in bits per byte between two seeds of one conversion of one softmax model."""
+    spreads = []
+    for conversion, result in results.conversions.items():
+        first = results.conversions.get(Conversion(conversion.rule, conversion.layers))
+        if conversion.seed and first is not None and first.teacher == result.teacher:
+            spreads.append(abs(result.points[-1][2] - first.points[-1][2]))
+    return max(spreads, default=None)
+
+
+def _of_same_text(arms: TextResults | None, results: ConversionResults) -> TextResults | None:
+    if arms is None or any(arms.header[key] != results.header[key] for key in ("corpus", "file_bytes")):
+        return None
+    return arms if arms.header["recipe"] == results.header["recipe"]["text"] else None
+
+
+def _from_the_start(conversion: Conversion, arms: TextResults | None, recipe: ConversionRecipe) -> str:
+    arm = conversion.arm(recipe.text.softmax_every)
+    found = arms.arms.get((arm, 0)) if arms is not None and arm is not None else None
+    return f"{bits_per_byte(found, arms):.4f}" if found is not None and arms is not None else "-"
+
+
+def _signed(found: Interval) -> str:
+    return f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+
+
+def _share(found: Interval) -> str:
+    return f"{found.value:.1%} [{found.low:.1%}, {found.high:.1%}]"

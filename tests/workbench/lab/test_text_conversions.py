@@ -1,0 +1,285 @@
+"""Conversions of the text suite's softmax model in miniature: the same model as a Llama, resuming, limit, page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deltazoo.swap import swapped_layers
+from deltazoo.workbench.cli import main
+from deltazoo.workbench.convert.conversion_config import AlignmentConfig, DistillationConfig, FineTuningConfig
+from deltazoo.workbench.lab.lab_records import Environment
+from deltazoo.workbench.lab.text.arms import build_model
+from deltazoo.workbench.lab.text.building import SourceFile, build_corpus
+from deltazoo.workbench.lab.text.text_corpus import TextCorpus
+from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+from deltazoo.workbench.lab.text_conversions import conversion_suite
+from deltazoo.workbench.lab.text_conversions.conversion_page import write_conversion_page
+from deltazoo.workbench.lab.text_conversions.conversion_recipe import CONTROL, Conversion, ConversionRecipe
+from deltazoo.workbench.lab.text_conversions.conversion_results import ConversionResults
+from deltazoo.workbench.lab.text_conversions.conversion_suite import (
+    missing_conversions,
+    open_conversions,
+    run_conversions,
+)
+from deltazoo.workbench.lab.text_conversions.stages import convert_copy
+from deltazoo.workbench.lab.text_conversions.teacher import as_llama, load_teacher
+
+HERE = Environment(device="a machine", torch="1", triton=None, version="0", commit="abc", code="123")
+SMALL = {"row_length": 64, "schedule": "linear", "weight_decay": 0.0}
+RECIPE = ConversionRecipe(
+    text=TextRecipe(
+        parameters=48_000,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        softmax_every=2,
+        width_multiple=1,
+        row_length=64,
+        rows_per_step=2,
+        steps=6,
+        rates=(1e-3, 1e-2),
+        trial_steps=2,
+        scored_lengths=(64, 128),
+        decode_context=16,
+        decode_tokens=2,
+    ),
+    rules=("gated_deltanet",),
+    layers=("1:1", "all"),
+    align=AlignmentConfig(steps=6, rows_per_batch=1, learning_rate=1e-2, evaluate_every=4, **SMALL),
+    distill=DistillationConfig(
+        steps=2, rows_per_batch=2, learning_rate=1e-3, evaluate_every=2, text_weight=1.0, **SMALL
+    ),
+    finetune=FineTuningConfig(steps=2, rows_per_batch=2, learning_rate=1e-3, evaluate_every=9, **SMALL),
+    decode_contexts=(16, 48),
+)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> TextCorpus:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    names = {"kept": "bisect contextlib copy fnmatch functools heapq operator textwrap", "held": "sched string"}
+    files = [
+        SourceFile(package, "1", f"{name}.py", (library / f"{name}.py").read_text(encoding="utf-8"))
+        for package, listed in names.items()
+        for name in listed.split()
+    ]
+    return build_corpus(files, ["held"], 400)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("conversions")
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: TextCorpus, folder: Path) -> ConversionResults:
+    results = open_conversions(folder / "all.jsonl", RECIPE, corpus)
+    assert run(results, corpus, folder) == []
+    return results
+
+
+def run(results: ConversionResults, corpus: TextCorpus, folder: Path, **options) -> list[Conversion]:
+    options = {"report": lambda line: None, "teacher_path": folder / "teacher.pt", **options}
+    return run_conversions(results, RECIPE, corpus, device="cpu", environment=HERE, **options)
+
+
+def test_the_recipe_reads_a_tenth_and_survives_a_file() -> None:
+    recipe = ConversionRecipe()
+    assert 0.099 * recipe.text.tokens < recipe.tokens <= 0.1 * recipe.text.tokens
+    assert ConversionRecipe.from_json(json.loads(json.dumps(recipe.as_json()))) == recipe
+    names = [conversion.name for conversion in recipe.conversions()]
+    assert len(names) == 16 and names[0] == "gated_deltanet@3:1" and names.count("gated_deltanet@all") == 2
+    arms = [Conversion("kda", layers).arm(recipe.text.softmax_every) for layers in recipe.layers]
+    assert arms == ["hybrid:kda", None, "kda"]
+    with pytest.raises(ValueError, match=r"align\.precision must be 'auto' here, got 'fp32'"):
+        replace(recipe, align=replace(recipe.align, precision="fp32"))
+
+
+def test_a_llama_is_the_same_model(corpus: TextCorpus) -> None:
+    model = build_model("softmax", RECIPE.text, corpus.vocab_size, seed=0).eval()
+    tokens = torch.from_numpy(corpus.held_out[None, :200].astype(np.int64))
+    with torch.no_grad():
+        ours, llama = model(input_ids=tokens).logits, as_llama(model)(input_ids=tokens).logits
+    torch.testing.assert_close(ours, llama, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="only softmax attention becomes a Llama"):
+        as_llama(build_model("gated_deltanet", RECIPE.text, corpus.vocab_size))
+
+
+@pytest.mark.parametrize("rule", ConversionRecipe().rules)
+def test_stages_train_what_they_say_and_leave_the_original(corpus: TextCorpus, rule: str) -> None:
+    original = as_llama(build_model("softmax", RECIPE.text, corpus.vocab_size, seed=0))
+    before = {name: tensor.clone() for name, tensor in original.state_dict().items()}
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def keep(model) -> float:
+        assert not model.training
+        seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return float(len(seen))
+
+    found = convert_copy(original, Conversion(rule, "1:1"), RECIPE, corpus, score=keep)
+    assert found.swapped == [0] == sorted(swapped_layers(found.model))
+    assert found.points == [
+        ("transfer", 0, 1.0),
+        ("align", 4 * 64, 2.0),
+        ("align", 6 * 64, 3.0),
+        ("distill", 6 * 64 + 2 * 128, 4.0),
+        ("finetune", 6 * 64 + 4 * 128, 5.0),
+    ]
+    assert found.points[-1][1] == RECIPE.tokens and set(found.stage_seconds) == {"align", "distill", "finetune"}
+    changed = {name for name in seen[0] if not torch.equal(seen[0][name], seen[2][name])}
+    assert changed and all(".0.self_attn.delta." in name for name in changed)  # alignment: the new layer alone
+    assert all(
+        not torch.equal(tensor, seen[3][name]) for name, tensor in seen[2].items() if name.endswith("up_proj.weight")
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in original.state_dict().items())
+
+
+def test_what_a_file_lacks_is_converted_and_nothing_else(
+    finished: ConversionResults, corpus: TextCorpus, folder: Path, tmp_path: Path
+) -> None:
+    lines = finished.path.read_text().splitlines(keepends=True)
+    assert [json.loads(line).get("kind") for line in lines[1:]] == ["teacher", *["conversion"] * 5]
+    assert list(finished.conversions) == RECIPE.conversions()
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(lines[:3]) + lines[3][:200])  # killed while a line was written
+    results = open_conversions(path, RECIPE, corpus)
+    again = Conversion("gated_deltanet", "all")
+    assert missing_conversions(results, RECIPE, [again.name]) == [again, replace(again, seed=1)]
+    reported: list[str] = []
+    assert run(results, corpus, folder, only=[again.name], report=reported.append) == []
+    assert len(reported) == 3 and "softmax model loaded" in reported[0]
+    results = ConversionResults.read(path)
+    assert len(results.teachers) == 1 and len(results.conversions) == 3 and results.recipe == RECIPE
+    for seed in (0, 1):
+        one, other = (x.conversions[replace(again, seed=seed)] for x in (results, finished))
+        assert one.points == other.points and one.scores == other.scores  # the same seed, the same numbers
+    assert results.conversions[again].points[0] == results.conversions[replace(again, seed=1)].points[0]
+    assert results.conversions[again].points[1] != results.conversions[replace(again, seed=1)].points[1]
+    with pytest.raises(ValueError, match="results of another recipe"):
+        open_conversions(path, replace(RECIPE, rules=("kda",)), corpus)
+    with pytest.raises(ValueError, match="results of a machine, this is another"):
+        run_conversions(
+            results,
+            RECIPE,
+            corpus,
+            device="cpu",
+            environment=replace(HERE, device="another"),
+            teacher_path=folder / "teacher.pt",
+        )
+    with pytest.raises(ValueError, match="unknown conversion 'kda@2:1'"):
+        missing_conversions(results, RECIPE, ["kda@2:1"])
+    path.write_text("".join([lines[0], lines[2]]))
+    with pytest.raises(ValueError, match="line 2 is not a result of this suite: its softmax model .* has no line"):
+        ConversionResults.read(path)
+
+
+def test_results_are_whole(finished: ConversionResults, corpus: TextCorpus, folder: Path) -> None:
+    (teacher,) = finished.teachers.values()
+    assert teacher.training["rate"] in RECIPE.text.rates and set(teacher.training["trials"]) == {"0.001", "0.01"}
+    kept = load_teacher(folder / "teacher.pt", corpus, RECIPE.text, "cpu")
+    assert kept is not None and kept.digest == teacher.teacher
+    assert load_teacher(folder / "teacher.pt", corpus, replace(RECIPE.text, steps=7), "cpu") is None
+    size = sum(finished.header["file_bytes"])
+    for conversion, result in finished.conversions.items():
+        bits = {stage: found for stage, _, found in result.points}
+        assert all(0 < found < 10 for found in bits.values())
+        final = sum(result.scores["64"]["file_nats"]) / math.log(2) / size
+        assert math.isclose(bits["finetune"], final, rel_tol=1e-4)
+        assert math.isclose(bits["transfer"], sum(result.transfer_nats) / math.log(2) / size, rel_tol=1e-4)
+        if conversion == CONTROL:
+            assert result.swapped == [] and "align" not in bits and result.decoding == {}
+            np.testing.assert_allclose(result.transfer_nats, teacher.scores["64"]["file_nats"], rtol=1e-3, atol=0.2)
+            continue
+        assert result.swapped == ([0, 1] if conversion.layers == "all" else [0])
+        for context in ("16", "48"):
+            assert result.decoding[context]["tokens_per_second"] > 0
+            assert teacher.decoding[context]["tokens_per_second"] > 0
+        grows = result.state_bytes["48"] - result.state_bytes["16"]
+        assert grows == (0 if conversion.layers == "all" else 32 * 2 * 32 * 4)  # keys and values of one layer
+    assert teacher.state_bytes["48"] == 48 * 2 * 2 * 32 * 4
+
+
+def test_a_limit_leaves_nothing_half_done(
+    finished: ConversionResults, corpus: TextCorpus, folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    clock = iter(range(10**6))
+    monkeypatch.setattr(conversion_suite.time, "monotonic", lambda: next(clock))  # a second at every look
+    results = open_conversions(tmp_path / "none.jsonl", RECIPE, corpus)
+    reported: list[str] = []
+    missing = run(results, corpus, tmp_path, limit=2, report=reported.append)
+    assert len(missing) == 5 and reported == ["softmax model: no time left for it"]
+    assert not (tmp_path / "teacher.pt").exists() and not results.path.exists()
+    missing = run(results, corpus, folder, limit=40, report=reported.append)  # measuring is expected to take a minute
+    assert len(missing) == 5 and sum("no time left" in line for line in reported) == 6
+    assert len(results.path.read_text().splitlines()) == 2
+
+
+def test_the_command_line_lists_and_converts(
+    corpus: TextCorpus, folder: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    package = "deltazoo.workbench.lab.text_conversions"
+    monkeypatch.setattr(f"{package}.conversion_recipe.ConversionRecipe", lambda: RECIPE)
+    monkeypatch.setattr(f"{package}.teacher.default_teacher_path", lambda: folder / "teacher.pt")
+    corpus.save(tmp_path / "text.xz")
+    command = ["lab", "--suite", "text-conversions", "--corpus", str(tmp_path / "text.xz")]
+    command += ["--out", str(tmp_path / "found.jsonl"), "--only", "gated_deltanet@all"]
+
+    def status(arguments: list[str]) -> object:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return ended.value.code
+
+    assert status([*command, "--list"]) == 0
+    assert capsys.readouterr().out == "gated_deltanet@all, seed 0\ngated_deltanet@all, seed 1\n"
+    assert status([*command, "--limit", "600"]) == 0
+    assert "gated_deltanet@all, seed 0: bits per byte transfer" in capsys.readouterr().out
+    assert list(ConversionResults.read(tmp_path / "found.jsonl").conversions) == [
+        Conversion("gated_deltanet", "all", 0),
+        Conversion("gated_deltanet", "all", 1),
+    ]
+    assert status([*command, "--steps", "3"]) != 0
+    assert "has no --steps" in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+def test_the_page_shows_what_there_is_and_says_what_is_missing(finished: ConversionResults, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    empty = write_conversion_page(tmp_path / "empty.md", None, None, images=images).read_text()
+    assert "Nothing has been converted yet" in empty and "Of 16 conversions, 16 are not done" in empty
+    assert "## Bits per byte" not in empty and not images.exists()
+
+    path = tmp_path / "text_conversions.md"
+    page = write_conversion_page(path, ConversionResults.read(finished.path), None, images=images).read_text()
+    assert "## What is missing\n\nNothing." in page
+    (teacher,) = finished.teachers.values()
+    size = sum(finished.header["file_bytes"])
+    original = sum(teacher.scores["64"]["file_nats"]) / math.log(2) / size
+    for conversion, result in finished.conversions.items():
+        points = {stage: bits for stage, _, bits in result.points}
+        cells = page.split("## Beyond")[0].split(f"| {_label(conversion)} | ")[1].splitlines()[0].split(" | ")
+        assert cells[0] == f"{original:.4f}" and cells[4] == f"{points['finetune']:.4f}"
+        assert math.isclose(float(cells[5].split()[0]), points["finetune"] - original, abs_tol=1e-4)
+        if conversion != CONTROL:
+            recovered = (points["transfer"] - points["finetune"]) / (points["transfer"] - original)
+            assert math.isclose(float(cells[6].split("%")[0]) / 100, recovered, rel_tol=0.02)
+    spread = [abs(a.points[-1][2] - b.points[-1][2]) for a, b in _pairs(finished)]
+    assert f"differ by up to {max(spread):.4f} bits per byte" in page
+    (picture,) = re.findall(r"!\[.*\]\((.*)\)", page)
+    assert (tmp_path / picture).stat().st_size > 5000
+
+
+def _pairs(results: ConversionResults) -> list[tuple]:
+    found = results.conversions
+    return [(found[replace(c, seed=0)], found[c]) for c in found if c.seed]
+
+
+def _label(conversion: Conversion) -> str:
+    return conversion.label + (f", seed {conversion.seed}" if conversion.seed else "")
