@@ -403,6 +403,21 @@ class TestFailures:
             list(engine.submit(request()))
         assert len(tokens_of(engine.submit(request()))) == 6
 
+    def test_an_error_of_the_tokenizer_ends_that_request(self, engine_of):
+        engine = engine_of()
+        other = engine.submit(request(max_tokens=40))
+        expected = tokens_of(engine.submit(request(max_tokens=3)))
+        failing = engine.submit(request(max_tokens=10**9))
+
+        def fail(token):
+            raise KeyError(token)
+
+        next(iter(failing))
+        next(task for task in [*engine._running.values()] if task.stream is failing).text.add = fail
+        with pytest.raises(EngineError, match="the model failed"):
+            list(failing)
+        assert len(tokens_of(other)) == 40 and tokens_of(engine.submit(request(max_tokens=3))) == expected
+
     def test_a_lost_device_ends_everything(self, engine_of, monkeypatch):
         engine = engine_of(widths=(1,), start=False)
 

@@ -255,7 +255,7 @@ class Engine:
         try:
             while self._wait_for_work():
                 self._turn()
-        except Exception as error:
+        except BaseException as error:  # whatever it is, nobody must wait for the thread
             _log.exception("the engine stops: %s", error)
             self._give_up(error)
 
@@ -382,7 +382,11 @@ class Engine:
             if task.stream.completion_tokens == 0:
                 self._tally.add_first_token(now - task.arrived)
             is_end = tokens[row] in self._ends and not task.request.ignore_eos
-            piece = task.piece_of(tokens[row], logprobs.get(row), is_end)
+            try:
+                piece = task.piece_of(tokens[row], logprobs.get(row), is_end)
+            except Exception as error:  # of the tokenizer
+                self._fail([task], error)
+                continue
             if piece.finish_reason is None:
                 task.stream.put(piece)
             else:
@@ -395,9 +399,9 @@ class Engine:
         assert last.finish_reason is not None
         self._leave(task)
         self._tally.add_end(last.finish_reason, time.monotonic() - task.arrived)
-        task.stream.put(replace(last, text=last.text + task.text.finish()))
+        task.stream.put(last)
 
-    def _fail(self, tasks: Iterable[ServingTask], error: Exception) -> None:
+    def _fail(self, tasks: Iterable[ServingTask], error: BaseException) -> None:
         """End requests with the model's error."""
         tasks = [task for task in tasks if not task.stream.ended]
         _log.error("the model failed on %d requests: %s", len(tasks), error, exc_info=error)
@@ -420,7 +424,7 @@ class Engine:
         for row in [row for row, other in self._running.items() if other is task]:
             del self._running[row]
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         with self._mutex:
             self._refusal = f"the engine has failed: {error}"
             waiting, self._waiting = [*self._waiting], deque()

@@ -52,7 +52,7 @@ class EngineStopped(RuntimeError):
 
 
 class EngineError(RuntimeError):
-    """The model failed on a request; `__cause__` is the model's exception."""
+    """The model, or the tokenizer, failed on a request; `__cause__` is the exception."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class Stream:
         self._cancelled = False
         self._changed = threading.Condition()
         self._piece: Piece | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._ended = False
         self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
@@ -230,7 +230,7 @@ class Stream:
             self._ended = piece.finish_reason is not None
             self._changed.notify_all()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End with an error."""
         with self._changed:
             self._error, self._ended = error, True

@@ -50,5 +50,7 @@ class ServingTask:
             reason = "stop"
         elif self.stream.completion_tokens + 1 == self.most:
             reason = "length"
+        if reason is not None:
+            text += self.text.finish()
         logprobs = None if logprob is None else (logprob,)
         return Piece(text=text, token_ids=(token,), logprobs=logprobs, finish_reason=reason)
