@@ -10,6 +10,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,6 +144,11 @@ INTERNALS = (
     ),
     Internal("_top_saved_tensors_default_hooks", "torch._C._autograd", "hooks on saved tensors"),
     Internal("_version", "torch:Tensor", "whether a tensor was written to"),
+    # Native architectures.
+    Internal("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "transformers.models.auto.modeling_auto", "which have a model"),
+    Internal("_load_from_checkpoint", "transformers:Trainer", "overridden: renamed weights are loaded too"),
+    Internal("_experts_implementation", "transformers.configuration_utils", "set back after serving's steps"),
+    Internal("_can_set_experts_implementation", MODEL, "whether a model has experts"),
 )
 
 # Public by their documentation, or set by us on objects of others.
@@ -195,7 +201,7 @@ def _defined(tree: ast.AST) -> set[str]:
     """Functions, classes, variables, and attributes of `self`."""
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
@@ -226,7 +232,7 @@ def _internals_in(tree: ast.AST, defined_anywhere: set[str]) -> Iterator[str]:
 def _overridden() -> Iterator[tuple[str, type]]:
     """Private members of our classes that a base class of transformers or torch has as well."""
     for found in pkgutil.walk_packages(deltazoo.__path__, "deltazoo."):
-        if found.name.endswith("__main__"):
+        if found.name.endswith("__main__") or (found.name.endswith(".harness_model") and find_spec("lm_eval") is None):
             continue
         for cls in vars(importlib.import_module(found.name)).values():
             if inspect.isclass(cls) and cls.__module__.startswith("deltazoo."):

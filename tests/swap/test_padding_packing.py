@@ -51,6 +51,18 @@ def test_padded_prefill_then_steps(family):
     torch.testing.assert_close(torch.cat(logits, 1)[:, 6:], logits_of(model, ids[None]), **close(family))
 
 
+@pytest.mark.parametrize("family", OWN)
+def test_without_position_ids_positions_follow_the_mask(family):
+    """A rotation and a decay per channel do not commute, so padding must not shift positions."""
+    model, ids = swapped(family, variant="kda"), tokens(12)
+    row, mask, _ = left_padded(ids, 6)
+    with torch.no_grad():
+        prompt = model(row[:, :15], attention_mask=mask[:, :15], use_cache=True)
+        steps = model(row[:, 15:], attention_mask=mask, past_key_values=prompt.past_key_values)
+    logits = torch.cat([prompt.logits, steps.logits], 1)[:, 6:]
+    torch.testing.assert_close(logits, logits_of(model, ids[None]), **close(family))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
 @pytest.mark.parametrize("said_by", ["position_ids", "collator", "cu_seqlens"])
 def test_packed_documents_do_not_see_each_other(family, said_by):

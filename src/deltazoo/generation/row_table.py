@@ -72,7 +72,7 @@ class RowTable:
                 f"{rows} rows, with keys and values of {max_length or 0} tokens each, do not fit into the device's "
                 "memory: take fewer rows or shorter ones"
             ) from error
-        self.empty = snapshot(cache, rows=[0], num_tokens=0)._map(torch.zeros_like)
+        self.empty = snapshot(cache, rows=[0], num_tokens=0).with_tensors(torch.zeros_like)
         self._caches = {width: some_rows(cache, slice(width)) for width in self.widths}
         self._steps: dict[int, CapturedStep] = {}
         self._draws: dict[tuple[int, Way], Callable[[], object]] = {}

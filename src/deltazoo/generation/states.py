@@ -22,7 +22,7 @@ many tokens as the batch, and leaves zeros before them, which the caller's atten
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -92,7 +92,7 @@ class Snapshot:
     def select(self, rows: Sequence[int] | Tensor) -> "Snapshot":
         """The given rows, in that order, with repetitions if there are any; ValueError if there is no such row."""
         index_on = functools.cache(partial(_moved, _row_numbers(rows, self.num_rows)))
-        return self._map(lambda x: x.index_select(0, index_on(x.device)))
+        return self.with_tensors(lambda x: x.index_select(0, index_on(x.device)))
 
     def fork(self, n: int) -> "Snapshot":
         """Every row n times, copies side by side, as beams and parallel samples have them."""
@@ -120,9 +120,10 @@ class Snapshot:
 
     def to(self, device: torch.device | str) -> "Snapshot":
         """The same on another device, as "cpu" for states that wait."""
-        return self._map(lambda x: x.to(device))
+        return self.with_tensors(lambda x: x.to(device))
 
-    def _map(self, function: Any) -> "Snapshot":
+    def with_tensors(self, function: Callable[[Tensor], Tensor]) -> "Snapshot":
+        """The same with what a function makes of each tensor."""
         layers = tuple({name: function(x) for name, x in tensors.items()} for tensors in self.layers)
         return replace(self, layers=layers)
 
@@ -201,7 +202,7 @@ def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_to
     if num_tokens < 0 or (has_softmax_layers and num_tokens > seen):
         raise ValueError(f"num_tokens must be between 0 and the {seen} tokens of the cache, got {num_tokens}")
     whole = Snapshot(kinds, tuple(_last_tokens(tensors, num_tokens) for tensors in held), num_tokens)
-    return whole._map(torch.clone) if rows is None else whole.select(rows)
+    return whole.with_tensors(torch.clone) if rows is None else whole.select(rows)
 
 
 def _last_tokens(tensors: Tensors, count: int) -> Tensors:

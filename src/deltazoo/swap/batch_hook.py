@@ -54,6 +54,9 @@ def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -
     batch_size, num_tokens = tokens.shape[:2]
     if context is None:
         batch = describe_batch(batch_size, num_tokens, past_length, tokens.device, **given)
+        if position_ids is None and isinstance(given["attention_mask"], Tensor):
+            # Else padding on the left would rotate keys further, and a decay per channel does not follow a rotation.
+            kwargs["position_ids"] = batch.position_ids
     else:
         given["wrong_cache"] = why_not_shared(cache)
         batch = describe_shared_batch(context, batch_size, num_tokens, tokens.device, **given)
