@@ -233,6 +233,9 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", {"prompt": [[]]}, 400, "prompt", "none of them empty"),
     ("completions", {"prompt": "x" * CONTEXT}, 400, None, f"the context limit is {CONTEXT}"),
     ("completions", {"prompt": ["x"] * 65, "n": 2}, 400, "prompt", "65 prompts times n=2"),
+    ("completions", {"prompt": "x \ud800"}, 400, "prompt", "surrogates not allowed"),
+    ("completions", {"prompt": [2**70], "echo": True}, 400, "prompt", "does not know"),
+    ("completions", {"prompt": "x", "top_k": 2**70}, 400, "top_k", "less than 2147483648"),
     ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1, got 0"),
     ("completions", {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens", "got 1.5"),
     ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature", "got -1"),
@@ -250,6 +253,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options", "stream=true"),
     ("completions", {"prompt": "x", "stream": True, "stream_options": {"a": 1}}, 400, "stream_options.a", "no such"),
     ("completions", {"prompt": "x", "model": "gpt"}, 404, "model", "only 'tiny'"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "messages", "surrogates"),
     ("chat/completions", {"messages": []}, 400, "messages", "at least 1"),
     ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'tool'"),
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "missing"),
@@ -266,7 +270,8 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
 def test_a_bad_request_is_told_what_is_wrong(
     url: str, path: str, body: Any, status: int, param: str | None, says: str
 ) -> None:
-    answer = httpx.post(f"{url}/v1/{path}", json=body)
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{url}/v1/{path}", content=json.dumps(body), headers=headers)  # surrogates as escapes
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
     assert says in error["message"]

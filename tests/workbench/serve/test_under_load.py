@@ -200,6 +200,38 @@ def test_many_clients_get_what_each_gets_alone(engine: Engine) -> None:
             assert (asked.text, asked.finish_reason) == (text, reason), asked.body
 
 
+ANYTHING = [
+    *(None, True, 0, 1, -1, 1.5, 1e-300, 1e300, 2**40, 2**64, "", "x", "\u00e9\0\u20ac", "\ud800", [], ["a"], [[]]),
+    *([1], [[1, 2], [3]], {}, {"a": 1}, [{}], [{"role": "user", "content": 1}], [{"role": "x", "content": ""}]),
+]
+FIELDS = {
+    *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options", "echo"),
+    *("temperature", "top_p", "top_k", "seed", "stop", "logprobs", "top_logprobs", "best_of", "suffix", "ignore_eos"),
+    *("logit_bias", "tools", "response_format", "anything"),
+}
+
+
+def test_whatever_is_sent_is_answered_or_refused_with_a_sentence(engine: Engine) -> None:
+    source, statuses = random.Random(0), set()
+    with (
+        background_server(create_app(engine, model="tiny")) as url,
+        httpx.Client(base_url=url, trust_env=False) as client,
+    ):
+        for _ in range(250):
+            chat = source.random() < 0.3
+            body: dict[str, Any] = {"max_tokens": 2} | ({"messages": []} if chat else {"prompt": "ab"})
+            body |= {field: source.choice(ANYTHING) for field in source.sample(sorted(FIELDS), 2)}
+            answer = client.post(
+                "/v1/chat/completions" if chat else "/v1/completions",
+                content=json.dumps(body),
+                headers={"Content-Type": "application/json"},
+            )
+            statuses.add(answer.status_code)
+            assert answer.status_code in (200, 400, 404), (body, answer.text)
+            assert ("error" in answer.text) == (answer.status_code != 200), (body, answer.text)
+    assert {200, 400} <= statuses and engine.is_running
+
+
 @contextmanager
 def deltazoo_serve(folder: Path, *options: str, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`deltazoo serve` in a process of its own, and its URL."""

@@ -36,7 +36,9 @@ class _Body(BaseModel):
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1, description="Not in OpenAI's API: draw from this many of the likeliest.")
+    top_k: int | None = Field(
+        None, ge=1, lt=2**31, description="Not in OpenAI's API: draw from this many of the likeliest."
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[str], PlainValidator(lambda value: _stop_strings(value), json_schema_input_type=Any)] = []
     ignore_eos: bool = Field(False, description="Not in OpenAI's API: go on after an end token.")

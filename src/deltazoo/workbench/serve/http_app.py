@@ -132,6 +132,7 @@ class _Endpoints:
         return await anyio.to_thread.run_sync(function, argument, limiter=self._one_at_a_time)
 
     def _encode(self, text: str) -> list[int]:
+        _check_text(text, "prompt")
         return self.tokenizer(text)["input_ids"]
 
     def _decode(self, tokens: list[int]) -> str:
@@ -150,6 +151,8 @@ class _Endpoints:
                 "use /v1/completions, or save a tokenizer with a chat template beside the model",
                 code="no_chat_template",
             )
+        for message in messages:
+            _check_text(message["content"], "messages")
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except (TemplateError, ValueError) as error:
@@ -185,6 +188,14 @@ class _Endpoints:
                 stream.cancel()
             raise
         return streams
+
+
+def _check_text(text: str, param: str) -> None:
+    """Refuse halves of surrogate pairs, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(400, f"{param} is no text: {error}", param=param) from None
 
 
 class _RequireKey:
