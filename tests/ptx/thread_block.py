@@ -229,6 +229,8 @@ class ThreadBlock:
             self.put(a[0], high << np.uint32(16) | low)
             return
         x = from_bits(self.get(a[1], "u16"), of) if of in ("bf16", "f16") else self.get(a[1], of)
+        if "rmi" in rest:  # a floor
+            x = np.floor(x)
         types = {"f32": np.float32, "u64": np.uint64, "s64": np.int64, "u32": np.uint32, "s32": np.int32}
         if to in ("bf16", "f16"):
             self.put(a[0], half(x.astype(np.float32)))
