@@ -166,7 +166,7 @@ def test_step_sizes_of_zero_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def some_zero_and_large(x: DeltaRuleInputs) -> None:
     x.beta[:, ::5] = 0
-    x.beta[0, 70, 0] = 1.9
+    x.beta[0, 70, 0] = 1.9  # in the second chunk
 
 
 @pytest.mark.sweep
@@ -181,9 +181,8 @@ MANY = [
     *((replace(SHORT, name=f"{decay}-{d}", decay=decay), d) for decay in ("none", "scalar", "channel")
       for d in (torch.bfloat16, torch.float16)),
     *((replace(SEGMENTS, name=f"segments-{decay}", decay=decay), torch.bfloat16) for decay in ("none", "scalar")),
-    (replace(SHORT, name="fresh", initial_state=False, T=64), torch.bfloat16),
+    (replace(SHORT, name="fresh", initial_state=False, T=100), torch.bfloat16),
     (replace(SHORT, name="strong", log_decay=-50.0), torch.bfloat16),
-    (replace(SHORT, name="groups", groups=2, T=70), torch.bfloat16),
 ]  # fmt: skip
 
 
