@@ -59,7 +59,7 @@ RECIPE = ConversionRecipe(
         steps=2, rows_per_batch=2, learning_rate=1e-3, evaluate_every=2, text_weight=1.0, **SMALL
     ),
     finetune=FineTuningConfig(steps=2, rows_per_batch=2, learning_rate=1e-3, evaluate_every=9, **SMALL),
-    decode_contexts=(16, 48),
+    decode_contexts=(16, 160),
 )
 
 
@@ -200,12 +200,12 @@ def test_results_are_whole(finished: ConversionResults, corpus: TextCorpus, fold
             np.testing.assert_allclose(result.transfer_nats, teacher.scores["64"]["file_nats"], rtol=1e-3, atol=0.2)
             continue
         assert result.swapped == ([0, 1] if conversion.layers == "all" else [0])
-        for context in ("16", "48"):
+        for context in ("16", "160"):
             assert result.decoding[context]["tokens_per_second"] > 0
             assert teacher.decoding[context]["tokens_per_second"] > 0
-        grows = result.state_bytes["48"] - result.state_bytes["16"]
-        assert grows == (0 if conversion.layers == "all" else 32 * 2 * 32 * 4)  # keys and values of one layer
-    assert teacher.state_bytes["48"] == 48 * 2 * 2 * 32 * 4
+        grows = result.state_bytes["160"] - result.state_bytes["16"]
+        assert grows == (0 if conversion.layers == "all" else 144 * 2 * 32 * 4)  # keys and values of one layer
+    assert teacher.state_bytes["160"] == 160 * 2 * 2 * 32 * 4
 
 
 def test_a_limit_leaves_nothing_half_done(
@@ -259,6 +259,8 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(finished: Convers
     path = tmp_path / "text_conversions.md"
     page = write_conversion_page(path, ConversionResults.read(finished.path), None, images=images).read_text()
     assert "## What is missing\n\nNothing." in page
+    findings = page.split("## Findings")[1].split("##")[0]
+    assert findings.count("Gated DeltaNet has the fewest bits") == 2 and "with nothing swapped, changes by" in findings
     (teacher,) = finished.teachers.values()
     size = sum(finished.header["file_bytes"])
     original = sum(teacher.scores["64"]["file_nats"]) / math.log(2) / size
@@ -272,6 +274,11 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(finished: Convers
             assert math.isclose(float(cells[6].split("%")[0]) / 100, recovered, rel_tol=0.02)
     spread = [abs(a.points[-1][2] - b.points[-1][2]) for a, b in _pairs(finished)]
     assert f"differ by up to {max(spread):.4f} bits per byte" in page
+    some = tmp_path / "some.jsonl"
+    some.write_text("".join(finished.path.read_text().splitlines(keepends=True)[:3]))
+    partial = write_conversion_page(tmp_path / "some.md", ConversionResults.read(some), None, images=images).read_text()
+    assert "Of 5 conversions, 4 are not done: Gated DeltaNet, all layers; nothing swapped" in partial
+    assert "Worse than it" not in partial and "No conversion has two seeds yet" in partial
     (picture,) = re.findall(r"!\[.*\]\((.*)\)", page)
     assert (tmp_path / picture).stat().st_size > 5000
 

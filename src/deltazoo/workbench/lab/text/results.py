@@ -1,5 +1,6 @@
 """Result files of the suite: one JSON line per trial of a learning rate and per trained arm."""
 
+import fcntl
 import json
 import math
 import os
@@ -162,14 +163,18 @@ class TextResults:
 
 
 def append_line(path: Path, header: dict[str, Any], content: dict[str, Any]) -> None:
-    """Add a line to a result file, after its header where it is new; it is on disk when this returns."""
+    """Add a line to a result file, after its header where it is new; it is on disk when this returns.
+
+    Several processes may add to one file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    complete = text[: text.rfind("\n") + 1]
-    lines = [content] if complete else [header, content]
-    with path.open("r+" if path.exists() else "w", encoding="utf-8") as file:
+    with path.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        file.seek(0)
+        text = file.read()
+        complete = text[: text.rfind("\n") + 1]
+        lines = [content] if complete else [header, content]
         file.truncate(len(complete.encode()))
-        file.seek(0, os.SEEK_END)
         file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())

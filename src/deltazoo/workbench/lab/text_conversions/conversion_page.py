@@ -43,9 +43,14 @@ def write_conversion_page(
         parts.append("Nothing has been converted yet; what is planned is below.\n")
     else:
         shown = [conversion for conversion in recipe.conversions() if conversion in results.conversions]
+        parts += ["## Findings\n", _findings(results, recipe)]
         parts += ["## Bits per byte\n", _quality(shown, results, _of_same_text(arms, results), recipe)]
         parts.append(
-            picture(_draw(images / "text_conversions.png", results, recipe), page, "Bits per byte by tokens read")
+            picture(
+                _draw(images / "text_conversions.png", results, recipe),
+                page,
+                "Bits per byte by tokens read, beginning above the panels",
+            )
         )
         parts += ["## Beyond the training length\n", _lengths(shown, results, recipe)]
         parts += ["## Decoding and memory\n", _decoding(shown, results, recipe)]
@@ -72,10 +77,46 @@ def _introduction(recipe: ConversionRecipe) -> str:
         "    python scripts/render_text.py\n\n"
         + filled(
             "The second command trains the softmax model or finds it in the user's cache folder, converts what the "
-            "file lacks, the most important first, and can be given again and again. No weights are published."
+            "file lacks, the most important first, and can be given again and again. Several GPUs share the work: "
+            "`--only teacher` trains the softmax model alone, then each GPU gets conversions of its own, `--device "
+            "cuda:1 --only kda@3:1,kda@all`, with the same `--out`. No weights are published."
         )
         + "\n"
     )
+
+
+def _findings(results: ConversionResults, recipe: ConversionRecipe) -> str:
+    """One sentence each; only what the rule of the design calls is said to differ."""
+    size, spread = _bytes(results), _seed_spread(results)
+    above = {
+        conversion: _scored(result, results) - _scored(results.teacher_of(result), results)
+        for conversion, result in results.conversions.items()
+    }
+    lines = []
+    for layers in recipe.layers:
+        done = [conversion for conversion in above if conversion.layers == layers and conversion.seed == 0]
+        if not done:
+            continue
+        best = min(done, key=lambda conversion: above[conversion].sum())
+        result = results.conversions[best]
+        lost = _bits(result.transfer_nats, results) - _scored(results.teacher_of(result), results)
+        lines.append(
+            f"{_in_words(layers)}: {label_of(best.rule)} has the fewest bits per byte, "
+            f"{_signed(ratio_interval(above[best], size))} beside the softmax model; it recovers "
+            f"{_share(ratio_interval(lost - above[best], lost))} of what the swap lost."
+        )
+        behind = {other: ratio_interval(above[other] - above[best], size) for other in done if other != best}
+        if spread is not None and behind:
+            worse = [
+                f"{label_of(other.rule)} {_signed(found)}"
+                for other, found in behind.items()
+                if found.low > 0 and found.value > spread
+            ]
+            lines[-1] += f" Worse than it: {'; '.join(worse) or 'none'}."
+    if CONTROL in above:
+        change = _signed(ratio_interval(above[CONTROL], size))
+        lines.append(f"The softmax model itself, trained on with nothing swapped, changes by {change}.")
+    return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
 
 
 def _quality(
@@ -90,10 +131,7 @@ def _quality(
         result = results.conversions[conversion]
         last = {stage: f"{bits:.4f}" for stage, _, bits in result.points}
         size, swapped = _bytes(results), _bits(result.transfer_nats, results)
-        teacher, converted = (
-            _bits(model.scores[str(recipe.text.row_length)]["file_nats"], results)
-            for model in (results.teacher_of(result), result)
-        )
+        teacher, converted = _scored(results.teacher_of(result), results), _scored(result, results)
         rows.append(
             [
                 _label(conversion),
@@ -199,8 +237,9 @@ def _design(recipe: ConversionRecipe) -> str:
         "the loop of `deltazoo.generate`, for the softmax model as for the converted ones.",
         "Intervals": f"{LEVEL:.0%} of {RESAMPLES:,} bootstrap resamples of held-out files, those of the suite. "
         + (
-            f"The conversions of {label_of(recipe.again)} run with a second order of rows: two conversions are not "
-            "said to differ by less than two orders do."
+            f"The conversions of {label_of(recipe.again)} run with a second order of rows. One conversion is called "
+            "worse than another if the interval of the paired difference lies above 0 and the difference is larger "
+            "than any two orders of one conversion differ; until there are two, none is."
             if recipe.again
             else ""
         ),
@@ -251,11 +290,14 @@ def _draw(path: Path, results: ConversionResults, recipe: ConversionRecipe) -> P
                 axis.plot(tokens, bits, "o-", ms=3, color=colour, label=label_of(rule))
         for label, level, colour in _levels(results):
             axis.axhline(level, color=colour, lw=1, ls="--", label=label)
+        axis.set_title(_in_words(layers), loc="left", fontsize=10)
+        axis.set_xlabel("tokens read since the swap (millions); dotted: next stage")
+        trained = [bits for line in axis.get_lines() for bits in line.get_ydata()[1:]]
+        low, high = min(trained), max(trained)  # without that before training, which would flatten all others
+        if high > low:
+            axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
         for end in np.cumsum([tokens_of(stage) for stage in recipe.stages])[:-1]:
             axis.axvline(end / 1e6, color=GREY, lw=1, ls=":")
-        axis.set_title("all layers" if layers == "all" else layers, loc="left", fontsize=10)
-        axis.set_xlabel("tokens read since the swap (millions); dotted: next stage")
-        axis.set_yscale("log")
     axes[0].set_ylabel("bits per byte (lower is better)")
     handles = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     axes[-1].legend(
@@ -265,12 +307,17 @@ def _draw(path: Path, results: ConversionResults, recipe: ConversionRecipe) -> P
 
 
 def _levels(results: ConversionResults) -> list[tuple[str, float, str]]:
-    teacher = list(results.teachers.values())[-1]
-    nats = teacher.scores[str(results.recipe.text.row_length)]["file_nats"]
-    levels = [("softmax model", float(_bits(nats, results).sum() / _bytes(results).sum()), BLACK)]
+    size = _bytes(results).sum()
+    levels = [
+        ("softmax model", float(_scored(teacher, results).sum() / size), BLACK) for teacher in results.teachers.values()
+    ]
     if CONTROL in results.conversions:
         levels.append((CONTROL.label, results.conversions[CONTROL].points[-1][2], GREY))
     return levels
+
+
+def _in_words(layers: str) -> str:
+    return "All layers" if layers == "all" else layers
 
 
 def _label(conversion: Conversion) -> str:
@@ -290,6 +337,11 @@ def _bytes(results: ConversionResults) -> np.ndarray:
 def _bits(file_nats: Sequence[float], results: ConversionResults) -> np.ndarray:
     """`[files]`: of the files that are scored."""
     return np.array(file_nats)[np.array(results.header["file_bytes"]) > 0] / math.log(2)
+
+
+def _scored(model: Measured, results: ConversionResults) -> np.ndarray:
+    """`[files]`: bits in rows of the training length."""
+    return _bits(model.scores[str(results.header["recipe"]["text"]["row_length"])]["file_nats"], results)
 
 
 def _seed_spread(results: ConversionResults) -> float | None:
