@@ -223,6 +223,23 @@ def test_a_limit_leaves_nothing_half_done(
     assert len(results.path.read_text().splitlines()) == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gated_deltanet@1:1", "gated_deltanet@all"])
+def test_a_gpu_converts_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, name: str) -> None:
+    recipe = replace(
+        RECIPE, text=replace(RECIPE.text, parameters=200_000, hidden_size=64, width_multiple=8), again=None
+    )
+    results = open_conversions(tmp_path / "found.jsonl", recipe, corpus)
+    options = {"device": "cuda:0", "environment": HERE, "teacher_path": tmp_path / "teacher.pt"}
+    assert run_conversions(results, recipe, corpus, only=[name], **options) == []
+    (teacher,), (found,) = results.teachers.values(), results.conversions.values()
+    assert found.peak_bytes is not None and found.peak_bytes > 16 * found.parameters
+    for model in (teacher, found):
+        for context in ("16", "160"):
+            assert model.decoding[context]["tokens_per_second"] > 0, model.decoding
+            assert model.decoding[context]["peak_bytes"] > 0
+
+
 def test_the_command_line_lists_and_converts(
     corpus: TextCorpus, folder: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:

@@ -1,7 +1,6 @@
 """The page of the suite, made from its result file and the manifest of its text alone."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from deltazoo.workbench.lab.text.text_comparison import (
 )
 from deltazoo.workbench.lab.text.text_pictures import REFERENCE, draw_all
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
-from deltazoo.workbench.markdown import picture, table
+from deltazoo.workbench.markdown import filled, picture, table
 
 __all__ = ["write_text_page"]
 
-_LINE = 120
 _CAPTIONS = {
     "bits": "Bits per byte of every arm",
     "position": "Bits per byte by position in the row",
@@ -71,7 +69,7 @@ def write_text_page(page: Path, results: TextResults | None, manifest: dict[str,
 
 
 def _introduction(recipe: TextRecipe) -> str:
-    return _filled(
+    return filled(
         "Every rule of the zoo, softmax attention and hybrids of both, as causal language models of "
         f"{recipe.parameters / 1e6:g} M parameters, trained on the same {recipe.tokens / 1e6:.0f} M tokens of Python "
         "source in the same order. The result file and this page are made by"
@@ -80,7 +78,8 @@ def _introduction(recipe: TextRecipe) -> str:
         "    python scripts/build_python_text.py\n"
         "    deltazoo lab --suite text --device cuda --out benchmarks/results/text_h200.jsonl --limit 900\n"
         "    python scripts/render_text.py\n\n"
-        "The second command trains what the file lacks, the most important first, and can be given again and again.\n"
+        "The second command trains what the file lacks, the most important first, and can be given again and again.\n\n"
+        "The softmax model of this suite, converted to delta-rule layers: [text_conversions.md](text_conversions.md).\n"
     )
 
 
@@ -107,7 +106,7 @@ def _findings(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -
             if said
             else f"Rows of {length:,} tokens instead of {recipe.row_length:,} change no arm's bits per byte."
         )
-    return "\n".join(_filled(line, bullet="* ") for line in lines) + "\n"
+    return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
 
 
 def _beside(other: str, ranked: Sequence[str], results: TextResults) -> str:
@@ -143,7 +142,7 @@ def _quality(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
         "the share of second occurrences of new identifiers that the first seed completes, in rows of the training "
         "length."
     )
-    return table(header, rows, text_columns=1) + "\n" + _filled(note) + "\n"
+    return table(header, rows, text_columns=1) + "\n" + filled(note) + "\n"
 
 
 def _difference(arm: str, other: str, results: TextResults) -> str:
@@ -207,7 +206,7 @@ def _missing(results: TextResults | None, recipe: TextRecipe) -> str:
         f"Of {HYBRIDS} hybrids, {HYBRIDS - hybrids} are not trained; of {SECOND_SEEDS} second seeds, "
         f"{SECOND_SEEDS - seconds}.",
     ]
-    return "\n".join(_filled(line, bullet="* ") for line in lines) + "\n"
+    return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
 
 
 def _design(recipe: TextRecipe) -> str:
@@ -249,19 +248,8 @@ def _design(recipe: TextRecipe) -> str:
         "Order": f"Every rule and softmax attention with seed 0; then hybrids of the best {HYBRIDS} rules; then seed 1 "
         f"of the best {SECOND_SEEDS} arms. A training that does not end within the limit of a session leaves nothing.",
     }
-    bullets = [_filled(f"**{what}.** {text}", bullet="* ") for what, text in points.items()]
+    bullets = [filled(f"**{what}.** {text}", bullet="* ") for what, text in points.items()]
     return "\n".join(["Fixed before the first arm was trained.\n", *bullets]) + "\n"
-
-
-def _filled(text: str, bullet: str = "") -> str:
-    return textwrap.fill(
-        text,
-        _LINE,
-        initial_indent=bullet,
-        subsequent_indent=" " * len(bullet),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _text(manifest: dict[str, Any], recipe: TextRecipe) -> str:
@@ -282,7 +270,7 @@ def _text(manifest: dict[str, Any], recipe: TextRecipe) -> str:
     ]
     small = [package for package in parts["training"] if package.get("kept_bytes", 0) < 1e6]
     size = sum(package.get("kept_bytes", 0) for package in small)
-    return _filled(
+    return filled(
         "The Python sources of the packages that `constraints.txt` pinned when the text was made, split by package. "
         "Dropped are near-copies (half of a file's runs of three lines occur in files kept before it), tables of data "
         "(letters are less than 40% of the characters) and files of fewer than three lines. The byte-level BPE of "
