@@ -21,7 +21,8 @@ def commands() -> list[tuple[str, str]]:
     """Page and words behind `deltazoo`, from lines indented by four, code blocks and inline code."""
     found = []
     for page in PAGES:
-        for fenced in COMMAND.finditer(page.read_text(encoding="utf-8")):
+        text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))  # commands that go on in the next line
+        for fenced in COMMAND.finditer(text):
             found += [(page.name, line.strip()) for line in re.split(r";\s*deltazoo ", fenced[1].split("#")[0])]
     return found
 
