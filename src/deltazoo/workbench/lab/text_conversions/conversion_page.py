@@ -72,8 +72,8 @@ def _introduction(recipe: ConversionRecipe) -> str:
         )
         + "\n\n"
         "    python scripts/build_python_text.py\n"
-        "    deltazoo lab --suite text-conversions --device cuda --limit 900 \\\n"
-        "        --out benchmarks/results/text_conversions_h200.jsonl\n"
+        "    deltazoo lab --suite text-conversions --device cuda --out benchmarks/results/text_conversions_h200.jsonl "
+        "--limit 900\n"
         "    python scripts/render_text.py\n\n"
         + filled(
             "The second command trains the softmax model or finds it in the user's cache folder, converts what the "
