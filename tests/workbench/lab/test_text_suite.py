@@ -28,6 +28,7 @@ from deltazoo.workbench.lab.text.text_comparison import bits_per_byte, compare, 
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_page import write_text_page
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+from deltazoo.workbench.lab.text.training import train
 
 HERE = Environment(device="a machine", torch="1", triton=None, version="0", commit="abc", code="123")
 ARMS = ("delta_net", "softmax")
@@ -196,6 +197,32 @@ def test_scores_are_those_of_a_loop_over_tokens(corpus: TextCorpus, arm: str) ->
     assert sum(counts[0] for counts in later) == second > 10
     assert sum(counts[1] for counts in later) == completed
     assert math.isclose(sum(x for key, x in found.recall_nats.items() if key != "first"), cost, rel_tol=1e-4)
+
+
+def test_logits_are_float32_whatever_the_dtype_of_hidden_states(corpus: TextCorpus) -> None:
+    model = build_model("linear_attention", RECIPE, corpus.vocab_size, seed=0).eval().bfloat16()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(64)  # logits that bfloat16 rounds visibly
+        found = sum(score(model, corpus, RECIPE, [64])[64].file_nats)
+        stream = torch.from_numpy(corpus.held_out.astype(np.int64))
+        count = (len(stream) - 1) // 256 * 256
+        hidden = model.model(input_ids=stream[:count].view(-1, 64), use_cache=False).last_hidden_state.flatten(0, 1)
+        logits = hidden.double() @ model.lm_head.weight.double().T
+    targets = stream[1 : count + 1]
+    nats = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    expected = float(nats[torch.from_numpy(corpus.token_bytes.astype(np.int64))[targets] > 0].sum())
+    assert math.isclose(found, expected, rel_tol=1e-6)
+
+
+def test_the_time_that_a_training_takes_is_not_guessed_from_the_steps_that_compile(
+    corpus: TextCorpus, monkeypatch
+) -> None:
+    clock = iter([0.0, 800.0, 808.0, 816.0, 824.0])  # at the start, and after every eight steps
+    monkeypatch.setattr("deltazoo.workbench.lab.text.training.time.perf_counter", lambda: next(clock))
+    left: list[float] = []
+    options = {"rate": 1e-3, "steps": 24, "seed": 0, "device": "cpu", "watch": left.append}
+    trained = train("linear_attention", RECIPE, corpus, **options)
+    assert left == [8.0, 0.0] and trained.tokens_per_second == RECIPE.tokens_per_step
 
 
 def test_what_a_file_lacks_is_trained_and_nothing_else(

@@ -114,12 +114,10 @@ def _nats_and_hits(model: DeltaRuleForCausalLM, rows: Tensor, successors: Tensor
     nats, hits = [], []
     with autocast(model.device):
         hidden = model.model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
-        for states, targets in zip(
-            hidden.split(_LOGITS_AT_ONCE), successors.flatten().split(_LOGITS_AT_ONCE), strict=True
-        ):
-            logits = model.lm_head(states).float()
-            nats.append(F.cross_entropy(logits, targets, reduction="none"))
-            hits.append(logits.argmax(-1) == targets)
+    for states, targets in zip(hidden.split(_LOGITS_AT_ONCE), successors.flatten().split(_LOGITS_AT_ONCE), strict=True):
+        logits = F.linear(states.float(), model.lm_head.weight.float())  # in bfloat16 the likeliest tokens often tie
+        nats.append(F.cross_entropy(logits, targets, reduction="none"))
+        hits.append(logits.argmax(-1) == targets)
     return torch.cat(nats).double().cpu().numpy(), torch.cat(hits).cpu().numpy()
 
 

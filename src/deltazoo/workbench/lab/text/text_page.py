@@ -203,8 +203,7 @@ def _missing(results: TextResults | None, recipe: TextRecipe) -> str:
         f"Of {len(base_arms())} arms, every rule and softmax attention, {len(arms)} are not trained: {'; '.join(arms)}."
         if arms
         else "Every rule and softmax attention is trained.",
-        f"Of {HYBRIDS} hybrids, {HYBRIDS - hybrids} are not trained; of {SECOND_SEEDS} second seeds, "
-        f"{SECOND_SEEDS - seconds}.",
+        f"{hybrids} hybrids are trained, {HYBRIDS} are planned; {seconds} second seeds, {SECOND_SEEDS} are planned.",
     ]
     return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
 
@@ -233,8 +232,8 @@ def _design(recipe: TextRecipe) -> str:
         f"cost {len(recipe.rates) * recipe.trial_steps / recipe.steps:.0%} of its training. A second seed takes the "
         "rate of the first.",
         "Scores": f"The held-out stream is cut into rows of {recipe.row_length:,} tokens, and again of {lengths}, each "
-        "read from an empty state; every token but beginning tokens is scored. Bits per byte: the sum over all "
-        "tokens, divided by their bytes.",
+        "read from an empty state; every token but beginning tokens is scored. Logits are float32. Bits per byte: the "
+        "sum over all tokens, divided by their bytes.",
         "Recall": "An identifier is new if it occurs nowhere in the training part and has at least three tokens. At "
         "its second occurrence in a row it is completed if each of its tokens after the first is the model's likeliest "
         "one. First occurrences are counted beside, as what guessing gives.",

@@ -74,7 +74,8 @@ def train(
         rate, steps: of this training; trials are shorter.
         seed: of the initial weights and of the order of the rows.
         device: where.
-        watch: called now and then with the seconds that the rest will take at the present pace.
+        watch: called now and then with the seconds that the rest will take at the present pace, first when kernels are
+            compiled and a pace is known.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -105,7 +106,8 @@ def train(
             before = now
             if not is_finite:
                 break
-            watch(_usual(paces) * (steps - step - 1))
+            if len(paces) > 1:  # the first group's pace is that of compiling
+                watch(_usual(paces) * (steps - step - 1))
     seconds = time.perf_counter() - began
     return Trained(
         model=model,
