@@ -72,6 +72,13 @@ def test_other_rows_and_more_ways_change_nothing(device):
     assert together[0] == logits[0].argmax() and together[6] == logits[6].argmax()
 
 
+@pytest.mark.parametrize("top_p", [1e-13, 1e-300])
+def test_a_very_low_top_p_keeps_the_likeliest_token(top_p):
+    logits = torch.randn(4, 300)
+    made = chosen(rows_of([Sampling(1.0, top_p=top_p)] * 4), logits, 9, Way.FILTERED)
+    assert torch.equal(made, logits.argmax(-1))
+
+
 @pytest.mark.parametrize("temperature", [1e-30, 1e-45])
 def test_very_low_temperatures_are_greedy(temperature):
     logits = 30 * torch.randn(1, 300)

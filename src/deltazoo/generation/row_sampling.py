@@ -99,7 +99,8 @@ class RowSampling:
         # In whole numbers, since a GPU adds up one long row in an order that is not always the same.
         mass = (ordered.softmax(-1).double() * 2**40).long()
         mass_before = mass.cumsum(-1) - mass
-        dropped = (ordered < smallest) | ((mass_before >= top_p.double() * 2**40) & (top_p < 1))
+        most = (top_p.double() * 2**40).clamp(min=1)  # a top_p that float32 rounds to 0 keeps the likeliest token
+        dropped = (ordered < smallest) | ((mass_before >= most) & (top_p < 1))
         return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, indices, dropped), -torch.inf)
 
 
