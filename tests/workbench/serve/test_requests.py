@@ -79,6 +79,22 @@ def test_an_error_comes_after_what_was_made():
         assert isinstance(caught.value.__cause__, ValueError) and one.ended
 
 
+def test_a_reader_whose_loop_has_closed_does_not_stop_the_writer(monkeypatch):
+    one, other = stream(), stream()
+
+    async def read_one_piece():
+        async for _ in one:
+            return
+
+    one.put(Piece(text="a", token_ids=(1,)))
+    asyncio.run(read_one_piece())
+    monkeypatch.setattr(one._reader[0], "is_closed", lambda: False)  # it closes just after the writer has asked
+    for each in (one, other):
+        each.put(Piece(finish_reason="stop"))
+    Stream.wake([one, other])
+    assert list(other) == [Piece(finish_reason="stop")]
+
+
 def test_cancelling_tells_the_engine_once():
     cancelled = []
     one = stream(cancelled)

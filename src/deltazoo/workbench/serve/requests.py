@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -251,7 +252,7 @@ class Stream:
                     loop, event = stream._reader
                     arrived.setdefault(loop, []).append(event)
         for loop, events in arrived.items():
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed, so nobody reads
                 loop.call_soon_threadsafe(_set_all, events)
 
 
