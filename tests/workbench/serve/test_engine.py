@@ -12,8 +12,10 @@ from tiny_serving import byte_tokenizer, tiny
 
 import deltazoo
 from deltazoo.generation.row_table import PromptRows
-from deltazoo.workbench.serve import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError
+from deltazoo.workbench.serve import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError, Stream
 from deltazoo.workbench.serve.prefill import Prefill
+from deltazoo.workbench.serve.serving_task import ServingTask
+from deltazoo.workbench.serve.text_assembly import TextAssembly
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -263,6 +265,13 @@ class TestEnds:
         assert tokens == made[: len(tokens)] and stop in byte_tokenizer().decode(tokens)
         assert stop not in byte_tokenizer().decode(tokens[:-1])
         assert stream.completion_tokens == len(tokens)
+
+    def test_a_stop_string_in_text_that_was_held_back(self):
+        """The last token completes the stop string and begins a character, for which text waits."""
+        stream = Stream(Request(prompt=(1,), stop=("stop",)), 0, lambda stream: None)
+        text = TextAssembly(lambda tokens: "one stop\ufffd" if 2 in tokens else "", (1,), ("stop",))
+        piece = ServingTask(stream, text, {}, most=1).piece_of(2, None, is_end=False)
+        assert (piece.text, piece.finish_reason) == ("one ", "stop")
 
     def test_the_context_limit(self, engine_of):
         engine = engine_of(context_limit=20)

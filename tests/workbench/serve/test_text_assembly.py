@@ -41,6 +41,26 @@ def test_bytes_that_are_no_text():
 
 
 @pytest.mark.parametrize(
+    "characters", ["\ufffd".encode(), b"\x80", b"\xf0\x9f\x98", b"\xe2\x82", bytes(range(0x70, 0x100))]
+)
+def test_bytes_that_are_no_text_for_long(characters):
+    """Text comes nevertheless, and no more is decoded for each token."""
+    lengths = []
+
+    def decode(tokens):
+        lengths.append(len(tokens))
+        return bytes(tokens).decode(errors="replace")
+
+    tokens = random.Random(0).choices(characters, k=300) if len(characters) > 3 else list(characters * 100)
+    text, made = TextAssembly(decode, []), ""
+    for count, token in enumerate(tokens, 1):
+        made += text.add(token)
+        whole = bytes(tokens[:count]).decode(errors="replace")
+        assert whole.startswith(made) and len(whole) - len(made) <= 3
+    assert made + text.finish() == whole and max(lengths) <= 26
+
+
+@pytest.mark.parametrize(
     ("text", "stop", "before"),
     [
         ("one two three", ("two",), "one "),
@@ -55,6 +75,12 @@ def test_stop_strings(text, stop, before):
     pieces, assembly = assembled(of_bytes(text), stop=stop)
     assert "".join(pieces) == before and assembly.stopped and assembly.finish() == ""
     assert not any(x in "".join(pieces) for x in stop)
+
+
+def test_a_stop_string_before_half_a_character():
+    text = TextAssembly(lambda tokens: b"".join(tokens).decode(errors="replace"), [], ("stop",))
+    assert [text.add(b"on"), text.add(b"e stop\xe2")] == ["on", ""]
+    assert text.finish() == "e " and text.stopped and text.finish() == ""
 
 
 def test_what_only_began_a_stop_string_is_text():

@@ -52,5 +52,6 @@ class ServingTask:
             reason = "length"
         if reason is not None:
             text += self.text.finish()
+            reason = "stop" if self.text.stopped else reason
         logprobs = None if logprob is None else (logprob,)
         return Piece(text=text, token_ids=(token,), logprobs=logprobs, finish_reason=reason)

@@ -10,7 +10,9 @@ __all__ = ["TextAssembly", "decoder_of"]
 _CONTEXT = 6
 """Tokens of the prompt that are decoded with the first new one: some tokenizers drop a space where a text begins."""
 _INCOMPLETE = "\ufffd"
-"""What tokenizers put in place of bytes that are no character yet."""
+"""What tokenizers put in place of bytes that are no character yet, or never become one."""
+_LONGEST = 4
+"""Bytes of a character at most, and so tokens."""
 
 
 def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
@@ -23,7 +25,7 @@ def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 class TextAssembly:
     """The text of one request.
 
-    Text is held back while its last bytes are no character, or while it may be the beginning of a stop string.
+    Text is held back while its last bytes may be part of a character, or the beginning of a stop string.
 
     Args:
         decode: from `decoder_of`.
@@ -40,28 +42,34 @@ class TextAssembly:
         self._stop = stop
         self._window = list(prompt[-_CONTEXT:])
         self._before = len(decode(self._window))
+        self._incomplete = 0  # tokens since the text last ended with a whole character
         self._held = ""
 
     def add(self, token: int) -> str:
         """The text that becomes certain with one more token."""
         self._window.append(token)
         text = self._decode(self._window)
-        if text.endswith(_INCOMPLETE):
+        self._incomplete = self._incomplete + 1 if text.endswith(_INCOMPLETE) else 0
+        if 0 < self._incomplete < _LONGEST:
             return ""
-        new = text[self._before :]
-        if len(self._window) > 2 * _CONTEXT:
-            self._window = self._window[-_CONTEXT:]
+        # So many tokens are no character: only the last bytes may still be a part of one.
+        end = max(self._before, len(text) - _LONGEST + 1) if self._incomplete else len(text)
+        new, later = text[self._before : end], len(text) - end
+        context = 2 * _CONTEXT if self._incomplete else _CONTEXT  # the text that comes later must be in the window
+        if len(self._window) > 2 * context:
+            self._window = self._window[-context:]
             text = self._decode(self._window)
-        self._before = len(text)
+        self._before = max(0, len(text) - later)
         return self._certain(new)
 
     def finish(self) -> str:
-        """The text that was held back, once no more tokens come."""
+        """The text that was held back, once no more tokens come; a stop string may be in it."""
         if self.stopped:
             return ""
-        text = self._held + self._decode(self._window)[self._before :]
-        self._held, self._before = "", len(self._decode(self._window))
-        return text
+        text = self._decode(self._window)
+        new, self._before = self._certain(text[self._before :]), len(text)
+        held, self._held = self._held, ""
+        return new + held
 
     def _certain(self, new: str) -> str:
         if not self._stop:
