@@ -13,6 +13,7 @@ from tiny_serving import byte_tokenizer, tiny
 import deltazoo
 from deltazoo.generation.row_table import PromptRows
 from deltazoo.workbench.serve import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError, Stream
+from deltazoo.workbench.serve import engine as serving_engine
 from deltazoo.workbench.serve.prefill import Prefill
 from deltazoo.workbench.serve.serving_task import ServingTask
 from deltazoo.workbench.serve.text_assembly import TextAssembly
@@ -444,6 +445,22 @@ class TestFailures:
             with pytest.raises(EngineError, match="lost"):
                 list(stream)
         engine.stop()
+
+    def test_a_device_that_is_lost_in_a_prompt_ends_everything(self, engine_of, monkeypatch):
+        engine = engine_of()
+        running = engine.submit(request(max_tokens=10**9))
+        next(iter(running))
+
+        def fail(*_):
+            raise RuntimeError("the device is lost")
+
+        monkeypatch.setattr(engine.prompts, "run", fail)
+        monkeypatch.setattr(serving_engine, "_check_device", fail)
+        for stream in (engine.submit(request(20)), running):
+            with pytest.raises(EngineError, match="lost"):
+                list(stream)
+        engine._thread.join(10)
+        assert not engine.is_running and engine.counters().running == engine.counters().prefilling == 0
 
     def test_a_step_that_cannot_be_captured(self, engine_of, monkeypatch):
         engine = engine_of(start=False)

@@ -423,4 +423,5 @@ def test_a_stopping_engine_is_said_to_be_one() -> None:
             assert "stopped before the request was finished" in text
         refused = client.post("/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["message"] == "the server takes no new requests: it has been stopped"
         assert client.get("/health").status_code == 503

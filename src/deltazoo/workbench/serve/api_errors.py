@@ -62,7 +62,7 @@ def api_error_of(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, EngineStopped):
-        return ApiError(503, "the server is stopping and takes no new requests", code="stopping", retry_after=1)
+        return ApiError(503, f"the server takes no new requests: {error}", code="stopping", retry_after=1)
     return ApiError(500, f"the engine failed on this request: {error}")
 
 

@@ -311,13 +311,13 @@ class Engine:
             try:
                 self._prefill.run(tasks)
             except Exception as error:
-                self._fail(tasks, error)
+                self._fail_prompts(tasks, error)
             self._tally.add(pieces=len(tasks))
         for task in self._prefill.finished():
             try:
                 self._begin_row(task)
             except Exception as error:
-                self._fail([task], error)
+                self._fail_prompts([task], error)
 
     def _begin_row(self, task: ServingTask) -> None:
         row = next(row for row in range(self.table.widths[-1]) if row not in self._running)
@@ -411,6 +411,11 @@ class Engine:
             task.stream.fail(error)
         Stream.wake(task.stream for task in tasks)
 
+    def _fail_prompts(self, tasks: Iterable[ServingTask], error: Exception) -> None:
+        """End requests whose prompts failed; a device that works no longer ends the engine."""
+        self._fail(tasks, error)
+        _check_device(self.model.device)
+
     def _fail_step(self, tasks: Iterable[ServingTask], error: Exception) -> None:
         """End the requests of a step; after some such steps in a row the device is taken to be lost."""
         self._fail([*tasks], error)
@@ -431,6 +436,7 @@ class Engine:
         started = [task for step in self._started for task in step.rows.values()]
         self._started.clear()
         self._fail({*waiting, *self._prefill.tasks, *self._running.values(), *started}, error)
+        self._tally.set(running=0, prefilling=0)
 
 
 def unlimited(model: Any) -> bool:
@@ -448,6 +454,12 @@ def _context_limit(model: Any, given: int | None) -> int | None:
             f"got {given}"
         )
     return longest if given is None else given
+
+
+def _check_device(device: torch.device) -> None:
+    """Raise what a lost GPU raises at every call; one that ran out of memory works."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _check_options(**values: int) -> None:
