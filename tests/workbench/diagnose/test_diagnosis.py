@@ -18,9 +18,12 @@ from torch import Tensor
 from transitions import factors_and_writes
 
 import deltazoo
+from deltazoo.interop.acceleration.mixer import AcceleratedMixer
 from deltazoo.layers import DeltaRuleAttention, GatedDeltaNet, LayerStates, RuleInputs, make_layer
+from deltazoo.layers.state import MixerState
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.workbench.diagnose import Diagnosis, Figures
+from deltazoo.workbench.diagnose.rule_calls import recorded_calls
 from deltazoo.workbench.rule_files import load_rule_file
 
 HIDDEN, KEYS = 16, 8
@@ -254,6 +257,20 @@ def test_what_a_layer_raises_leaves_no_hook() -> None:
         deltazoo.diagnose(
             layer, {"hidden_states": torch.randn(1, 3, HIDDEN), "attention_mask": torch.zeros(1, 3).int()}
         )
+
+
+def test_one_token_of_an_accelerated_model_that_goes_on() -> None:
+    """Its step passes the operator an option by name."""
+    model = foreign_model("qwen3_next")
+    deltazoo.accelerate(model)
+    layer: Any = next(module for module in model.modules() if isinstance(module, AcceleratedMixer))
+    q = torch.randn(1, 1, 2, 8)
+    inputs, state = RuleInputs(q, q, q, torch.rand(1, 1, 2), -torch.rand(1, 1, 2)), torch.zeros(1, 2, 8, 8)
+    with (
+        recorded_calls({"layer": layer}, lambda name, call: None),
+        pytest.raises(ValueError, match="from their first token: pass no past_key_values"),
+    ):
+        layer.apply_rule(inputs, MixerState(None, state), in_place=True)
 
 
 def test_a_model_without_delta_rule_layers() -> None:

@@ -134,8 +134,8 @@ def _observed(layer: Any, method: str, observer: Callable[..., None]) -> Iterato
     """Call `observer(result, *arguments)` after each call of the method of this one layer."""
     function, own = getattr(layer, method), method in vars(layer)
 
-    def observed(*arguments: Any) -> Any:
-        result = function(*arguments)
+    def observed(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
         observer(result, *arguments)
         return result
 
