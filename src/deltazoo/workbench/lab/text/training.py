@@ -74,8 +74,8 @@ def train(
         rate, steps: of this training; trials are shorter.
         seed: of the initial weights and of the order of the rows.
         device: where.
-        watch: called now and then with the seconds that the rest will take at the present pace, first when kernels are
-            compiled and a pace is known.
+        watch: called now and then with the seconds that the rest will take at the present pace; first with 0, after the
+            steps in which kernels are compiled.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -106,8 +106,7 @@ def train(
             before = now
             if not is_finite:
                 break
-            if len(paces) > 1:  # the first group's pace is that of compiling
-                watch(_usual(paces) * (steps - step - 1))
+            watch(_usual(paces) * (steps - step - 1) if len(paces) > 1 else 0.0)
     seconds = time.perf_counter() - began
     return Trained(
         model=model,

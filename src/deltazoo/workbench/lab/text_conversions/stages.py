@@ -72,7 +72,7 @@ def convert_copy(
         conversion, recipe, corpus: what is done.
         score: called with the model, in evaluation mode, after the swap and every `evaluate_every` steps of a stage.
         watch: called now and then with the seconds that the rest of the training will take if a step goes on as it does
-            and later stages read as many tokens a second.
+            and later stages read as many tokens a second; with 0 while a stage compiles kernels and has no pace.
 
     Raises:
         ArithmeticError: a loss is not finite.
@@ -128,8 +128,8 @@ class _StageTraining:
 
     @property
     def seconds_per_step(self) -> float:
-        """As a rule; kernels are compiled before the first stop."""
-        return statistics.median(self._paces[1:] or self._paces)
+        """As a rule; 0 until the second stop, since kernels are compiled before the first."""
+        return statistics.median(self._paces[1:] or [0.0])
 
     def run(self) -> Iterator[int]:
         """Train to the end; yields the number of steps done, at least wherever `evaluate_every` divides it.
