@@ -242,6 +242,18 @@ class TestSampling:
             assert one.logprob == one.top[0][1] == pytest.approx(row[token].item(), abs=1e-4)
             assert [x for _, x in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
 
+    def test_equally_likely_tokens_come_in_one_order(self, engine_of):
+        """However many of the likeliest another request asks for."""
+        model = tiny()
+        with torch.no_grad():
+            for x in model.get_output_embeddings().weight[2:].split(64):
+                x.copy_(x[:1].expand_as(x))
+        engine = engine_of(model)
+        alone = [result_of(engine.submit(request(9, logprobs=count))) for count in range(6)]
+        for result, count in zip(alone, range(6), strict=True):
+            streams = [engine.submit(request(9, logprobs=each)) for each in (20, count)]
+            assert [result_of(stream) for stream in streams][1] == result
+
 
 class TestEnds:
     def test_an_end_token(self, engine_of):

@@ -21,9 +21,11 @@ def stream(cancelled=None):
     [
         ({"prompt": ()}, "at least one token"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"temperature": -1.0}, "temperature must be a number of at least 0, got -1.0"),
+        ({"temperature": -1.0}, "temperature must be between 0 and 1e30, got -1.0"),
         ({"temperature": float("nan")}, "got nan"),
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"temperature": 1e39}, "got 1e\\+39"),
+        ({"top_k": 0}, "top_k must be at least 1 and fit 64 bits, got 0"),
+        ({"top_k": 2**63}, "got 9223372036854775808"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"seed": 2**63}, "64 bits"),
         ({"stop": ("a", "")}, "must not be empty"),

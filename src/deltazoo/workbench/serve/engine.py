@@ -31,6 +31,7 @@ from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.workbench.serve.prefill import Prefill
 from deltazoo.workbench.serve.prefix_cache import PrefixCache, prefix_keys
 from deltazoo.workbench.serve.requests import (
+    MOST_LOGPROBS,
     Counters,
     EngineStopped,
     Piece,
@@ -310,9 +311,9 @@ class Engine:
         if tasks:
             try:
                 self._prefill.run(tasks)
+                self._tally.add(pieces=len(tasks))
             except Exception as error:
                 self._fail_prompts(tasks, error)
-            self._tally.add(pieces=len(tasks))
         for task in self._prefill.finished():
             try:
                 self._begin_row(task)
@@ -343,9 +344,8 @@ class Engine:
             self.table.step(width, max(task.way for task in self._running.values()))
             reporting = [row for row, task in self._running.items() if task.request.logprobs is not None]
             log_probabilities = None
-            if reporting:
-                most = max(self._running[row].request.logprobs or 0 for row in reporting)
-                log_probabilities = self.table.read_log_probabilities(width, reporting, most)
+            if reporting:  # always as many, since the order of equally likely tokens depends on how many there are
+                log_probabilities = self.table.read_log_probabilities(width, reporting, MOST_LOGPROBS)
             tokens = self.table.read_tokens(width)
         except Exception as error:
             return self._fail_step(self._running.values(), error)

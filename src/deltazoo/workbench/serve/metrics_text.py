@@ -28,7 +28,7 @@ _TOTALS = {
     "prefix_tokens": "Prompt tokens that were not run thanks to the prefix cache.",
     "steps": "Decoding steps.",
     "step_seconds": "Time from the start of a decoding step until its tokens were read, summed.",
-    "pieces": "Forward passes over parts of prompts.",
+    "pieces": "Pieces of prompts that were run.",
 }
 _HISTOGRAMS = {
     "time_to_first_token": ("time_to_first_token_seconds", "Seconds from a request's arrival to its first token."),

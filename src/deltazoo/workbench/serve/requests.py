@@ -1,7 +1,6 @@
 """What a server and the engine say to each other: requests, streams of their output, counters, errors."""
 
 import asyncio
-import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -86,11 +85,10 @@ class Request:
     def __post_init__(self) -> None:
         _check(bool(self.prompt), "the prompt must have at least one token")
         _check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
+        _check(0 <= self.temperature <= 1e30, f"temperature must be between 0 and 1e30, got {self.temperature}")
         _check(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature must be a number of at least 0, got {self.temperature}",
+            self.top_k is None or 1 <= self.top_k < 2**63, f"top_k must be at least 1 and fit 64 bits, got {self.top_k}"
         )
-        _check(self.top_k is None or self.top_k >= 1, f"top_k must be at least 1, got {self.top_k}")
         _check(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
         _check(
             self.seed is None or -(2**63) <= self.seed < 2**63, f"seed must be an integer of 64 bits, got {self.seed}"
@@ -320,7 +318,7 @@ class Counters:
     step_seconds: float = 0.0
     """Time from the start of a step until its tokens were read, summed; on a GPU two steps may overlap."""
     pieces: int = 0
-    """Forward passes over parts of prompts."""
+    """Pieces of prompts that were run, several in one forward pass or one."""
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     """Seconds from `submit` to the first token."""
     request_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
