@@ -254,6 +254,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     ("completions", {"prompt": "x", "stream": True, "stream_options": {"a": 1}}, 400, "stream_options.a", "no such"),
     ("completions", {"prompt": "x", "model": "gpt"}, 404, "model", "only 'tiny'"),
     ("chat/completions", {"messages": [{"role": "user", "content": "\udfff"}]}, 400, "messages", "surrogates"),
+    ("chat/completions", {"messages": [{**SAY[0], "name": "\ud800"}]}, 400, "messages", "surrogates"),
     ("chat/completions", {"messages": []}, 400, "messages", "at least 1"),
     ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'tool'"),
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "missing"),

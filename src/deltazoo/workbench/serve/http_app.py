@@ -151,8 +151,8 @@ class _Endpoints:
                 "use /v1/completions, or save a tokenizer with a chat template beside the model",
                 code="no_chat_template",
             )
-        for message in messages:
-            _check_text(message["content"], "messages")
+        for text in (text for message in messages for text in message.values()):
+            _check_text(text, "messages")
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except (TemplateError, ValueError) as error:
