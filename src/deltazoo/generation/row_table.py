@@ -102,7 +102,7 @@ class RowTable:
 
     @torch.no_grad()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy some rows to other places."""
+        """Copy some rows over others."""
         cache = self._caches[self.widths[-1]]
         num_tokens = 0 if self._columns is None else len(self._columns)
         restore(cache, snapshot(cache, rows=sources, num_tokens=num_tokens), rows=targets)

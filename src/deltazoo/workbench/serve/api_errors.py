@@ -93,12 +93,12 @@ def add_error_handlers(app: FastAPI) -> None:
 def _body_error(errors: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, as a sentence that names the field."""
     error = errors.errors()[0]
-    place = [part for part in error["loc"][1:] if part is not None]  # behind "body"
+    path = [part for part in error["loc"][1:] if part is not None]  # behind "body"
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
-    if not place:
+    if not path:
         return ApiError(400, "the body must be a JSON object, sent with the header Content-Type: application/json")
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     if error["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
     if error["type"] == "extra_forbidden":

@@ -1,6 +1,6 @@
 """The serving engine: one thread that runs one model for many requests at once.
 
-A request waits in a queue until a place is free. Then its prompt, all but the last token, runs in pieces; the state
+A request waits in a queue until a row is free. Then its prompt, all but the last token, runs in pieces; the state
 after them becomes a row of the table (`deltazoo.generation.row_table`), and every step adds a token to all rows. One
 turn of the loop is
 
@@ -75,9 +75,9 @@ class Engine:
             not change while the engine runs.
         tokenizer: of the model.
         widths: numbers of rows that a step can have; the largest is the most requests that run at once.
-        prompt_piece: most tokens of a prompt in one pass, and the distance of the places where prefixes are found.
+        prompt_piece: most tokens of a prompt in one pass, and the distance of the positions where prefixes are found.
         prompt_rows: prompts in one pass; default: 4 on a GPU for models that are `unlimited`, else 1.
-        max_queue: most requests that wait for a place.
+        max_queue: most requests that wait for a row.
         context_limit: most tokens of prompt and answer; default: none for models that are `unlimited`, for others the
             configuration's `max_position_embeddings`. Softmax layers reserve keys and values of so many tokens for
             every row.
@@ -297,7 +297,7 @@ class Engine:
         Stream.wake(task.stream for task in leaving)
 
     def _admit(self) -> None:
-        """Give waiting requests places."""
+        """Begin with the prompts of waiting requests, as many as will find a row."""
         while len(self._prefill.tasks) + len(self._running) < self.table.widths[-1]:
             with self._mutex:
                 if not self._waiting:
@@ -358,7 +358,7 @@ class Engine:
         self._tally.set(width=width)
 
     def _move_together(self) -> int:
-        """Move rows beyond the smallest possible width to free places within; returns that width."""
+        """Move rows beyond the smallest possible width to free rows within; returns that width."""
         width = next(width for width in self.table.widths if width >= len(self._running))
         beyond = [row for row in self._running if row >= width]
         if beyond:
@@ -395,7 +395,7 @@ class Engine:
         self._tally.add(completion_tokens=len(tasks), step_seconds=now - step.began)
 
     def _finish(self, task: ServingTask, last: Piece) -> None:
-        """End a request; its place is free for the next step."""
+        """End a request; its row is free for the next step."""
         assert last.finish_reason is not None
         self._leave(task)
         self._tally.add_end(last.finish_reason, time.monotonic() - task.arrived)
@@ -481,8 +481,8 @@ def _logprobs_of(step: _StartedStep, tokens: Sequence[int]) -> dict[int, TokenLo
         return {}
     chosen, values, indices = (x.tolist() for x in step.log_probabilities())
     found = {}
-    for place, row in enumerate(step.reporting):
+    for i, row in enumerate(step.reporting):
         count = step.rows[row].request.logprobs or 0
-        top = tuple(zip(indices[place][:count], values[place][:count], strict=True))
-        found[row] = TokenLogprob(token_id=tokens[row], logprob=chosen[place], top=top)
+        top = tuple(zip(indices[i][:count], values[i][:count], strict=True))
+        found[row] = TokenLogprob(token_id=tokens[row], logprob=chosen[i], top=top)
     return found

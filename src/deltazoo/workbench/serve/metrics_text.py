@@ -14,7 +14,7 @@ __all__ = ["METRICS_TYPE", "metrics_text"]
 _NOW = {
     "running": "Requests that take part in the decoding steps.",
     "prefilling": "Requests whose prompt is being run.",
-    "waiting": "Requests without a place.",
+    "waiting": "Requests in the queue.",
     "width": "Rows of the last decoding step.",
     "prefix_bytes": "Memory of the states in the prefix cache, in bytes.",
     "prefix_entries": "States in the prefix cache.",

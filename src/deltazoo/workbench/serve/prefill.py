@@ -14,19 +14,19 @@ class Prefill:
     """The prompts that are being run.
 
     Args:
-        places: in which they run.
+        prompts: rows in which they run.
         prefixes: where states after pieces are kept.
 
     Attributes:
-        tasks: theirs, oldest first.
+        tasks: of the prompts, oldest first.
     """
 
-    def __init__(self, places: PromptRows, prefixes: PrefixCache) -> None:
-        self.places = places
+    def __init__(self, prompts: PromptRows, prefixes: PrefixCache) -> None:
+        self.prompts = prompts
         self.prefixes = prefixes
         self.tasks: list[ServingTask] = []
-        self._loaded: list[ServingTask | None] = [None] * places.rows
-        """The task whose state is in each place."""
+        self._loaded: list[ServingTask | None] = [None] * prompts.rows
+        """The task whose state is in each row."""
         self._turns = itertools.count()
 
     def add(self, task: ServingTask) -> None:
@@ -53,17 +53,17 @@ class Prefill:
         for task in tasks:
             self._skip_known(task)
             if task.done < len(task.to_run) and all(self._is_whole(task) == self._is_whole(x) for x in chosen.values()):
-                chosen.setdefault(task.keys[self._next_place(task)], task)
-            if len(chosen) == self.places.rows:
+                chosen.setdefault(task.keys[self._next_end(task)], task)
+            if len(chosen) == self.prompts.rows:
                 break
         return [*chosen.values()]
 
     def _is_whole(self, task: ServingTask) -> bool:
         """Whether the next piece is as long as pieces can be."""
-        return self._next_place(task) - task.done == self.places.piece
+        return self._next_end(task) - task.done == self.prompts.piece
 
-    def _next_place(self, task: ServingTask) -> int:
-        return min(task.done + self.places.piece, len(task.to_run))
+    def _next_end(self, task: ServingTask) -> int:
+        return min(task.done + self.prompts.piece, len(task.to_run))
 
     def _skip_known(self, task: ServingTask) -> None:
         """Go on from a state in the prefix cache, if there is one further on."""
@@ -75,19 +75,19 @@ class Prefill:
 
     def run(self, tasks: Sequence[ServingTask]) -> None:
         """One pass over the next piece of each of these prompts."""
-        loaded, self._loaded = self._loaded, [None] * self.places.rows  # nothing, if the pass fails
+        loaded, self._loaded = self._loaded, [None] * self.prompts.rows  # nothing, if the pass fails
         loaded = [task if task in tasks else None for task in loaded]
         for task in tasks:
             if task not in loaded:
                 row = loaded.index(None)
-                self.places.load(row, task.state)
+                self.prompts.load(row, task.state)
                 loaded[row] = task
         rows = {task: loaded.index(task) for task in tasks}
-        self.places.run(
-            {row: (task.done, task.to_run[task.done : self._next_place(task)]) for task, row in rows.items()}
+        self.prompts.run(
+            {row: (task.done, task.to_run[task.done : self._next_end(task)]) for task, row in rows.items()}
         )
         for task, row in rows.items():
-            task.done = self._next_place(task)
-            task.state = self.places.take(row, task.done)
+            task.done = self._next_end(task)
+            task.state = self.prompts.take(row, task.done)
             self.prefixes.put(task.keys[task.done], task.state)
         self._loaded = loaded

@@ -25,7 +25,7 @@ __all__ = ["PrefixCache", "prefix_keys"]
 
 
 def prefix_keys(tokens: Sequence[int], piece: int) -> dict[int, bytes]:
-    """Keys of the places of a prompt at which its state can be kept or found, by the number of tokens before them.
+    """Keys of the positions of a prompt at which its state can be kept or found, by the number of tokens before them.
 
     Args:
         tokens: of the prompt.

@@ -39,7 +39,7 @@ class QueueFull(RuntimeError):
 
     Args:
         waiting: requests.
-        retry_after: seconds after which a place may be free.
+        retry_after: seconds after which the queue may be shorter.
     """
 
     def __init__(self, waiting: int, retry_after: int) -> None:
@@ -112,7 +112,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens at this place and their log-probabilities, likeliest first."""
+    """The likeliest tokens at this position and their log-probabilities, likeliest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class Stream:
         self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def cancel(self) -> None:
-        """End the request; its place in the batch is free at the next step. After its end nothing happens."""
+        """End the request; its row of the batch is free at the next step. After its end nothing happens."""
         with self._changed:
             first = not (self._cancelled or self._ended)
             self._cancelled = True
@@ -292,7 +292,7 @@ class Counters:
     prefilling: int = 0
     """Requests whose prompt is being run."""
     waiting: int = 0
-    """Requests without a place."""
+    """Requests in the queue."""
     width: int = 0
     """Rows of the last step."""
     finished: Mapping[str, int] = field(default_factory=dict)

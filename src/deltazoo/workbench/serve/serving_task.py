@@ -16,7 +16,7 @@ class ServingTask:
     Args:
         stream: of its output.
         text: that its tokens become.
-        keys: of the places in its prompt where the state can be kept or found (`prefix_keys`).
+        keys: of the positions in its prompt where the state can be kept or found (`prefix_keys`).
         most: new tokens after which it ends.
 
     Attributes:

@@ -75,7 +75,7 @@ class TextAssembly:
         if not self._stop:
             return new
         text = self._held + new
-        found = [place for place in map(text.find, self._stop) if place >= 0]
+        found = [start for start in map(text.find, self._stop) if start >= 0]
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
