@@ -318,7 +318,7 @@ class Counters:
     step_seconds: float = 0.0
     """Time from the start of a step until its tokens were read, summed; on a GPU two steps may overlap."""
     pieces: int = 0
-    """Pieces of prompts that were run, several in one forward pass or one."""
+    """Pieces of prompts that were run."""
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     """Seconds from `submit` to the first token."""
     request_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
