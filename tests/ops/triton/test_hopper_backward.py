@@ -53,6 +53,7 @@ DECAYS = ("none", "scalar")
     ids=str,
 )
 def test_compiles_with_products_in_flight(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "STRICT_SCANS", True)
     launches = call.launches(monkeypatch)
     names = [kernel.fn.__name__ for kernel, _ in launches]
     count = 2 if call.strict is None else 1
