@@ -1,10 +1,10 @@
 """Speed and memory of training steps of the suite `text`, to fix its batch and to plan a session.
 
-    python scripts/measure_text_pace.py --device cuda:0 --arms gated_deltanet,kda,softmax --rows 16,32,64
+    python scripts/measure_text_pace.py --device cuda:0 --configurations gated_deltanet,kda,softmax --rows 16,32,64
 
-One line per arm and number of rows: tokens per second, milliseconds of a step until it is done and until the host has
-launched it, peak memory, seconds of the first step, in which kernels are compiled. The two times tell whether the GPU
-waits for the host. `--passes 2` runs a step as two forward and backward passes; `--compile` runs torch.compile.
+One line per configuration and number of rows: tokens per second, milliseconds of a step until it is done and until the
+host has launched it, peak memory, seconds of the first step, in which kernels are compiled. The two times tell whether
+the GPU waits for the host. `--passes 2` runs a step as two forward and backward passes; `--compile` runs torch.compile.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from deltazoo.layers import parameter_groups
-from deltazoo.workbench.lab.text.arms import build_model
+from deltazoo.workbench.lab.text.text_configurations import build_model
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text.training import autocast
 
 VOCABULARY = 8192
-ARMS = "gated_deltanet,kda,softmax,delta_net,eda,gated_deltanet2"
+CONFIGURATIONS = "gated_deltanet,kda,softmax,delta_net,eda,gated_deltanet2"
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,24 @@ class Way:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--arms", default=ARMS)
+    parser.add_argument("--configurations", default=CONFIGURATIONS)
     parser.add_argument("--rows", default=str(TextRecipe.rows_per_step))
     parser.add_argument("--row-length", type=int, default=TextRecipe.row_length)
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
-    for arm in arguments.arms.split(","):
+    for configuration in arguments.configurations.split(","):
         for rows in map(int, arguments.rows.split(",")):
             way = Way(rows, arguments.row_length, arguments.passes, arguments.compile)
             try:
-                print(f"{arm} {way}: {measure(arm, way, torch.device(arguments.device), arguments.steps)}", flush=True)
-            except Exception:  # one arm that fails must not cost the others their time on the GPU
-                print(f"{arm} {way}: FAILED\n{traceback.format_exc(limit=-3)}", flush=True)
+                pace = measure(configuration, way, torch.device(arguments.device), arguments.steps)
+                print(f"{configuration} {way}: {pace}", flush=True)
+            except Exception:  # one configuration that fails must not cost the others their time on the GPU
+                print(f"{configuration} {way}: FAILED\n{traceback.format_exc(limit=-3)}", flush=True)
 
 
-def measure(arm: str, way: Way, device: torch.device, steps: int) -> str:
+def measure(configuration: str, way: Way, device: torch.device, steps: int) -> str:
     recipe, on_gpu = TextRecipe(), device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
@@ -61,7 +62,7 @@ def measure(arm: str, way: Way, device: torch.device, steps: int) -> str:
     with torch.device(device):
         # Compiled code computes all logits unless told otherwise.
         runtime = {"fuse_linear_cross_entropy": True} if way.compiled else {}
-        model = build_model(arm, recipe, VOCABULARY, **runtime).train()
+        model = build_model(configuration, recipe, VOCABULARY, **runtime).train()
         tokens = torch.randint(VOCABULARY, (way.rows, way.row_length + 1))
     forward = torch.compile(model) if way.compiled else model
     optimizer = torch.optim.AdamW(parameter_groups(model, recipe.weight_decay), lr=1e-3, fused=True)

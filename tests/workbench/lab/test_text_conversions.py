@@ -17,8 +17,8 @@ from deltazoo.swap import swapped_layers
 from deltazoo.workbench.cli import main
 from deltazoo.workbench.convert.conversion_config import AlignmentConfig, DistillationConfig, FineTuningConfig
 from deltazoo.workbench.lab.lab_records import Environment
-from deltazoo.workbench.lab.text.arms import build_model
 from deltazoo.workbench.lab.text.building import SourceFile, build_corpus
+from deltazoo.workbench.lab.text.text_configurations import build_model
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text_conversions import conversion_suite
@@ -98,8 +98,8 @@ def test_the_recipe_reads_a_tenth_and_survives_a_file() -> None:
     assert ConversionRecipe.from_json(json.loads(json.dumps(recipe.as_json()))) == recipe
     names = [conversion.name for conversion in recipe.conversions()]
     assert len(names) == 16 and names[0] == "gated_deltanet@3:1" and names.count("gated_deltanet@all") == 2
-    arms = [Conversion("kda", layers).arm(recipe.text.softmax_every) for layers in recipe.layers]
-    assert arms == ["hybrid:kda", None, "kda"]
+    configurations = [Conversion("kda", layers).configuration(recipe.text.softmax_every) for layers in recipe.layers]
+    assert configurations == ["hybrid:kda", None, "kda"]
     with pytest.raises(ValueError, match=r"align\.precision must be 'auto' here, got 'fp32'"):
         replace(recipe, align=replace(recipe.align, precision="fp32"))
 

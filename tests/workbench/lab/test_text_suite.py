@@ -1,4 +1,4 @@
-"""The suite on real text in miniature: corpus, equal arms, resuming, limit, scores against a plain loop, page."""
+"""The suite on real text in miniature: corpus, equal parameters, resuming, limit, scores against a plain loop, page."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ import torch
 from deltazoo.workbench.cli import main
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text import suite as text_suite
-from deltazoo.workbench.lab.text.arms import base_arms, build_model, hybrid_of, model_config
 from deltazoo.workbench.lab.text.building import SourceFile, build_corpus, installed_sources
 from deltazoo.workbench.lab.text.results import TextResults, Trial
 from deltazoo.workbench.lab.text.rows import TrainingRows
 from deltazoo.workbench.lab.text.scoring import file_bytes, score
 from deltazoo.workbench.lab.text.suite import missing_jobs, open_results, run_text_suite
 from deltazoo.workbench.lab.text.text_comparison import bits_per_byte, compare, interval
+from deltazoo.workbench.lab.text.text_configurations import base_configurations, build_model, hybrid_of, model_config
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_page import write_text_page
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text.training import train
 
 HERE = Environment(device="a machine", torch="1", triton=None, version="0", commit="abc", code="123")
-ARMS = ("delta_net", "softmax")
+CONFIGURATIONS = ("delta_net", "softmax")
 RECIPE = TextRecipe(
     parameters=48_000,
     hidden_size=32,
@@ -78,7 +78,7 @@ def finished(corpus: TextCorpus, tmp_path_factory: pytest.TempPathFactory) -> Te
 
 
 def run(results: TextResults, corpus: TextCorpus, **options) -> list:
-    options = {"only": ARMS, "report": lambda line: None, **options}
+    options = {"only": CONFIGURATIONS, "report": lambda line: None, **options}
     return run_text_suite(results, RECIPE, corpus, device="cpu", environment=HERE, **options)
 
 
@@ -129,11 +129,11 @@ def test_new_identifiers_are_spelled_by_their_tokens_and_unknown_to_the_training
     assert sum(name in words for name in spelled.values()) < 0.1 * len(spelled)  # cut names may occur
 
 
-def test_every_arm_has_the_same_number_of_parameters() -> None:
+def test_every_configuration_has_the_same_number_of_parameters() -> None:
     recipe, sizes = TextRecipe(), {}
     with torch.device("meta"):
-        for arm in [*base_arms(), hybrid_of("kda"), hybrid_of("gated_deltanet2")]:
-            sizes[arm] = sum(p.numel() for p in build_model(arm, recipe, 8192).parameters())
+        for configuration in [*base_configurations(), hybrid_of("kda"), hybrid_of("gated_deltanet2")]:
+            sizes[configuration] = sum(p.numel() for p in build_model(configuration, recipe, 8192).parameters())
     assert all(abs(size - recipe.parameters) <= 0.02 * recipe.parameters for size in sizes.values()), sizes
     assert max(sizes.values()) <= 1.02 * min(sizes.values())
     assert model_config(hybrid_of("kda"), recipe, 8192, 64).layer_types.count("full_attention") == 2
@@ -157,10 +157,10 @@ def test_rows_visit_an_epoch_once_and_go_on_in_another_order() -> None:
         TrainingRows(tokens, 600, 1, 0, "cpu")
 
 
-@pytest.mark.parametrize("arm", ["gated_deltanet", "softmax"])
-def test_scores_are_those_of_a_loop_over_tokens(corpus: TextCorpus, arm: str) -> None:
+@pytest.mark.parametrize("configuration", ["gated_deltanet", "softmax"])
+def test_scores_are_those_of_a_loop_over_tokens(corpus: TextCorpus, configuration: str) -> None:
     torch.manual_seed(0)
-    model = build_model(arm, RECIPE, corpus.vocab_size).eval()
+    model = build_model(configuration, RECIPE, corpus.vocab_size).eval()
     with torch.no_grad():  # so that some tokens are certain
         model.lm_head.weight.mul_(8)
     found = score(model, corpus, RECIPE)[128]
@@ -229,17 +229,22 @@ def test_what_a_file_lacks_is_trained_and_nothing_else(
     finished: TextResults, corpus: TextCorpus, tmp_path: Path
 ) -> None:
     lines = finished.path.read_text().splitlines(keepends=True)
-    assert [json.loads(line).get("kind") for line in lines[1:]] == ["trial", "trial", "arm"] * 2
+    assert [json.loads(line).get("kind") for line in lines[1:]] == ["trial", "trial", "configuration"] * 2
     path = tmp_path / "text.jsonl"
     path.write_text("".join(lines[:-1]) + lines[-1][:100])  # killed while the last line was written
     results = open_results(path, RECIPE, corpus)
-    assert [job.name for job in missing_jobs(results, RECIPE, ARMS)] == ["softmax: training, seed 0"]
+    assert [job.name for job in missing_jobs(results, RECIPE, CONFIGURATIONS)] == ["softmax: training, seed 0"]
     reported: list[str] = []
     assert run(results, corpus, report=reported.append) == [] and len(reported) == 1
     again = open_results(path, RECIPE, corpus)
-    for key, arm in finished.arms.items():  # the same seed, the same numbers
-        assert again.arms[key].curve == arm.curve and again.arms[key].scores == arm.scores
-    assert again.arms["softmax", 0].rate == min(RECIPE.rates, key=lambda rate: again.trials["softmax", rate].loss)
+    for key, configuration in finished.configurations.items():  # the same seed, the same numbers
+        assert (
+            again.configurations[key].curve == configuration.curve
+            and again.configurations[key].scores == configuration.scores
+        )
+    assert again.configurations["softmax", 0].rate == min(
+        RECIPE.rates, key=lambda rate: again.trials["softmax", rate].loss
+    )
     with pytest.raises(ValueError, match="results of another recipe"):
         open_results(path, replace(RECIPE, steps=5), corpus)
     with pytest.raises(ValueError, match="results of another corpus"):
@@ -254,9 +259,11 @@ def test_a_training_that_the_limit_cuts_leaves_nothing(corpus: TextCorpus, tmp_p
     clock = iter(range(10**6))
     monkeypatch.setattr(text_suite.time, "monotonic", lambda: next(clock))  # a second at every look
     missing = run(results, corpus, limit=14, report=reported.append)
-    assert [job.kind for job in missing][-1] == "arm" and any("no time left" in line for line in reported)
-    done = len(results.trials) + len(results.arms)
-    assert 0 < done < 6 and not results.arms  # an arm is expected to take a minute beside its training
+    assert [job.kind for job in missing][-1] == "configuration" and any("no time left" in line for line in reported)
+    done = len(results.trials) + len(results.configurations)
+    assert (
+        0 < done < 6 and not results.configurations
+    )  # a configuration is expected to take a minute beside its training
     assert len(results.path.read_text().splitlines()) == done + 1
 
 
@@ -267,17 +274,17 @@ def test_a_rate_at_which_the_loss_is_not_finite_is_not_taken(corpus: TextCorpus,
     assert run_text_suite(results, recipe, corpus, **options) == []
     again = open_results(results.path, recipe, corpus)
     assert again.trials["linear_attention", 1e30].loss == math.inf
-    assert again.arms["linear_attention", 0].rate == 1e-3
+    assert again.configurations["linear_attention", 0].rate == 1e-3
     recipe = replace(recipe, rates=(1e30,))
     results = open_results(tmp_path / "hopeless.jsonl", recipe, corpus)
-    assert run_text_suite(results, recipe, corpus, **options) == [] and not results.arms
+    assert run_text_suite(results, recipe, corpus, **options) == [] and not results.configurations
 
 
 def test_a_rate_that_fails_in_the_long_training_gives_way_to_the_next_best(
     corpus: TextCorpus, tmp_path: Path, monkeypatch
 ) -> None:
-    def train(arm: str, *given, rate: float, steps: int, **options):
-        found = whole_training(arm, *given, rate=rate, steps=steps, **options)
+    def train(configuration: str, *given, rate: float, steps: int, **options):
+        found = whole_training(configuration, *given, rate=rate, steps=steps, **options)
         if (rate, steps) == (1e-2, RECIPE.steps):
             found.losses[-1] = math.nan
         return found
@@ -287,20 +294,28 @@ def test_a_rate_that_fails_in_the_long_training_gives_way_to_the_next_best(
     results = open_results(tmp_path / "text.jsonl", RECIPE, corpus)
     for rate, loss in ((1e-3, 3.0), (1e-2, 2.0)):
         results.add(
-            Trial(arm="delta_net", rate=rate, loss=loss, seconds=1.0, tokens_per_second=1e9, environment=HERE, date="")
+            Trial(
+                configuration="delta_net",
+                rate=rate,
+                loss=loss,
+                seconds=1.0,
+                tokens_per_second=1e9,
+                environment=HERE,
+                date="",
+            )
         )
     assert run(results, corpus, only=["delta_net"]) == []
     again = open_results(results.path, RECIPE, corpus)
-    assert again.arms["delta_net", 0].rate == 1e-3 and again.trials["delta_net", 1e-2].loss == math.inf
+    assert again.configurations["delta_net", 0].rate == 1e-3 and again.trials["delta_net", 1e-2].loss == math.inf
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arm", ["gated_deltanet", "gated_deltanet2", "softmax", hybrid_of("kda")])
-def test_a_gpu_trains_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, arm: str) -> None:
+@pytest.mark.parametrize("configuration", ["gated_deltanet", "gated_deltanet2", "softmax", hybrid_of("kda")])
+def test_a_gpu_trains_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, configuration: str) -> None:
     recipe = replace(RECIPE, parameters=200_000, hidden_size=64, width_multiple=8)
     results = open_results(tmp_path / "text.jsonl", recipe, corpus)
-    assert run_text_suite(results, recipe, corpus, device="cuda:0", environment=HERE, only=[arm]) == []
-    found = results.arms[arm, 0]
+    assert run_text_suite(results, recipe, corpus, device="cuda:0", environment=HERE, only=[configuration]) == []
+    found = results.configurations[configuration, 0]
     assert found.peak_bytes is not None and found.peak_bytes > 16 * found.parameters  # weights, gradients, two moments
     assert 0 < bits_per_byte(found, results) < 10 and all(
         speed["tokens_per_second"] for speed in found.decoding.values()
@@ -309,35 +324,51 @@ def test_a_gpu_trains_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, arm
 
 def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, finished: TextResults) -> None:
     results = open_results(Path("unwritten.jsonl"), RECIPE, corpus)
-    example = finished.arms["delta_net", 0]
-    arms = base_arms()
-    for place, arm in enumerate(arms):
+    example = finished.configurations["delta_net", 0]
+    configurations = base_configurations()
+    for place, configuration in enumerate(configurations):
         nats = [round(x * (1 + place / 100), 1) for x in example.scores["64"]["file_nats"]]
         scores = {**example.scores, "64": {**example.scores["64"], "file_nats": nats}}
-        results.arms[arm, 0] = replace(example, arm=arm, scores=scores)
+        results.configurations[configuration, 0] = replace(example, configuration=configuration, scores=scores)
         for rate in RECIPE.rates:
-            results.trials[arm, rate] = Trial(
-                arm=arm, rate=rate, loss=1.0, seconds=1.0, tokens_per_second=1.0, environment=HERE, date=""
+            results.trials[configuration, rate] = Trial(
+                configuration=configuration,
+                rate=rate,
+                loss=1.0,
+                seconds=1.0,
+                tokens_per_second=1.0,
+                environment=HERE,
+                date="",
             )
     jobs = missing_jobs(results, RECIPE)
-    assert [job.arm for job in jobs if job.kind == "arm"] == [hybrid_of(x) for x in arms[:5] if x != "softmax"]
+    assert [job.configuration for job in jobs if job.kind == "configuration"] == [
+        hybrid_of(x) for x in configurations[:5] if x != "softmax"
+    ]
     for job in jobs:
-        if job.kind == "arm":
-            results.arms[job.arm, 0] = replace(results.arms[arms[20], 0], arm=job.arm)
+        if job.kind == "configuration":
+            results.configurations[job.configuration, 0] = replace(
+                results.configurations[configurations[20], 0], configuration=job.configuration
+            )
         else:
-            results.trials[job.arm, job.rate] = replace(results.trials[arms[0], 1e-3], arm=job.arm)
-    assert [(job.arm, job.seed) for job in missing_jobs(results, RECIPE)] == [(arm, 1) for arm in arms[:5]]
+            results.trials[job.configuration, job.rate] = replace(
+                results.trials[configurations[0], 1e-3], configuration=job.configuration
+            )
+    assert [(job.configuration, job.seed) for job in missing_jobs(results, RECIPE)] == [
+        (configuration, 1) for configuration in configurations[:5]
+    ]
 
-    best, next_best = (interval(arm, results) for arm in arms[:2])
-    assert best.low < best.value < best.high and best.value == bits_per_byte(results.arms[arms[0], 0], results)
-    ahead = compare(arms[1], arms[0], results)
+    best, next_best = (interval(configuration, results) for configuration in configurations[:2])
+    assert best.low < best.value < best.high and best.value == bits_per_byte(
+        results.configurations[configurations[0], 0], results
+    )
+    ahead = compare(configurations[1], configurations[0], results)
     assert ahead.interval.low > 0 and not ahead.called  # the seeds' spread is not known
     for seed_factor, called in ((1.001, True), (1.1, False)):
         nats = [x * seed_factor for x in example.scores["64"]["file_nats"]]
         scores = {**example.scores, "64": {**example.scores["64"], "file_nats": nats}}
-        results.arms[arms[0], 1] = replace(example, seed=1, scores=scores)
-        assert compare(arms[10], arms[0], results).called is called
-    with pytest.raises(ValueError, match="unknown arm 'kdaa'"):
+        results.configurations[configurations[0], 1] = replace(example, seed=1, scores=scores)
+        assert compare(configurations[10], configurations[0], results).called is called
+    with pytest.raises(ValueError, match="unknown configuration 'kdaa'"):
         missing_jobs(results, RECIPE, ["kdaa"])
 
 
@@ -347,13 +378,13 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     manifest = {**corpus.manifest, "sha256": corpus.digest}
     images = tmp_path / "images"
     empty = write_text_page(tmp_path / "empty.md", None, manifest, images=images).read_text()
-    assert "No arm has been trained yet" in empty and "## Findings" not in empty and not images.exists()
+    assert "No model has been trained yet" in empty and "## Findings" not in empty and not images.exists()
 
     page = write_text_page(tmp_path / "text.md", TextResults.read(finished.path), manifest, images=images).read_text()
-    for arm in ARMS:
-        assert str(interval(arm, finished)) in page
-    assert "no difference between arms is called" in page
-    assert f"{len(base_arms()) - 2} are not trained" in page and "KDA" in page.split("## What is missing")[1]
+    for configuration in CONFIGURATIONS:
+        assert str(interval(configuration, finished)) in page
+    assert "no difference between models is called" in page
+    assert f"{len(base_configurations()) - 2} are not trained" in page and "KDA" in page.split("## What is missing")[1]
     pictures = re.findall(r"!\[.*\]\((.*)\)", page)
     assert len(pictures) == 5 and all((tmp_path / name).stat().st_size > 5000 for name in pictures)
     assert page == write_text_page(tmp_path / "text.md", finished, manifest, images=images).read_text()
@@ -375,7 +406,7 @@ def test_the_command_line_trains_within_a_limit(corpus: TextCorpus, tmp_path: Pa
     assert "delta_net: trial of learning rate 0.01" in capsys.readouterr().out
     assert status([*command, "--only", "delta_net", "--limit", "600"]) == 0
     assert "bits per byte" in capsys.readouterr().out
-    assert set(open_results(tmp_path / "text.jsonl", RECIPE, corpus).arms) == {("delta_net", 0)}
+    assert set(open_results(tmp_path / "text.jsonl", RECIPE, corpus).configurations) == {("delta_net", 0)}
     assert (
         status([*command, "--steps", "3", "--no-measure"]) == 1
         and "has no --steps, --measure" in capsys.readouterr().err

@@ -32,8 +32,8 @@ def lab(
     only: Annotated[
         str,
         typer.Option(
-            help="Tasks, experiments or claims (text: arms; text-conversions: RULE@LAYERS), comma separated; all "
-            "unless given."
+            help="Tasks, experiments or claims (text: configurations; text-conversions: RULE@LAYERS), comma separated; "
+            "all unless given."
         ),
     ] = "",
     variants: Annotated[
@@ -143,7 +143,7 @@ def _text_suite(
     corpus_path: Path | None,
     show: bool,
 ) -> None:
-    """Train the arms that the result file lacks on real text."""
+    """Train the configurations that the result file lacks on real text."""
     began = time.monotonic()
     from rich.console import Console
 

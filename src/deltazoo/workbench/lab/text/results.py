@@ -1,4 +1,4 @@
-"""Result files of the suite: one JSON line per trial of a learning rate and per trained arm."""
+"""Result files of the suite: one JSON line per trial of a learning rate and per trained configuration."""
 
 import fcntl
 import json
@@ -12,36 +12,36 @@ from typing import Any
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 
-__all__ = ["ArmResult", "Job", "TextResults", "Trial", "append_line", "check_header", "read_header", "read_lines"]
+__all__ = ["Job", "TextResult", "TextResults", "Trial", "append_line", "check_header", "read_header", "read_lines"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training: a trial of a learning rate, or the training of an arm with the best of them."""
+    """One training: a trial of a learning rate, or the training of a configuration with the best of them."""
 
-    arm: str
+    configuration: str
     kind: str
-    """"trial" or "arm"."""
+    """"trial" or "configuration"."""
     seed: int = 0
     rate: float | None = None
-    """Of a trial; an arm's follows from its trials."""
+    """Of a trial; a configuration's follows from its trials."""
 
     @property
     def name(self) -> str:
         """In words."""
         what = f"trial of learning rate {self.rate:g}" if self.kind == "trial" else f"training, seed {self.seed}"
-        return f"{self.arm}: {what}"
+        return f"{self.configuration}: {what}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """A short training that judges a learning rate."""
 
-    arm: str
+    configuration: str
     rate: float
     loss: float
-    """Mean of the last steps, in nats per token; infinite where the loss, here or in the arm's whole training, was not
-    finite. A later line about the same rate counts."""
+    """Mean of the last steps, in nats per token; infinite where the loss, here or in the whole training at this rate,
+    was not finite. A later line about the same rate counts."""
     seconds: float
     tokens_per_second: float
     environment: Environment
@@ -49,10 +49,10 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmResult:
-    """A trained and scored arm."""
+class TextResult:
+    """A trained and scored configuration."""
 
-    arm: str
+    configuration: str
     seed: int
     rate: float
     parameters: int
@@ -98,7 +98,7 @@ class TextResults:
             "file_bytes": file_bytes,
         }
         self.trials: dict[tuple[str, float], Trial] = {}
-        self.arms: dict[tuple[str, int], ArmResult] = {}
+        self.configurations: dict[tuple[str, int], TextResult] = {}
         if path.exists() and path.stat().st_size:
             self._read()
             check_header(path, self.header)
@@ -111,7 +111,7 @@ class TextResults:
             ValueError: the file holds something else.
         """
         results = cls.__new__(cls)
-        results.path, results.header, results.trials, results.arms = path, read_header(path), {}, {}
+        results.path, results.header, results.trials, results.configurations = path, read_header(path), {}, {}
         results._read()
         return results
 
@@ -125,41 +125,41 @@ class TextResults:
                     self._keep(Trial(**content))
                 else:
                     content["curve"] = [tuple(point) for point in content["curve"]]
-                    self._keep(ArmResult(**content))
+                    self._keep(TextResult(**content))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{self.path}, line {number} is not a result of this suite: {error}") from error
 
-    def add(self, result: Trial | ArmResult) -> None:
+    def add(self, result: Trial | TextResult) -> None:
         """Keep a result; it is on disk when this returns."""
-        kind = "trial" if isinstance(result, Trial) else "arm"
+        kind = "trial" if isinstance(result, Trial) else "configuration"
         append_line(self.path, self.header, {"kind": kind, **asdict(result)})
         self._keep(result)
 
-    def _keep(self, result: Trial | ArmResult) -> None:
+    def _keep(self, result: Trial | TextResult) -> None:
         if isinstance(result, Trial):
-            self.trials[result.arm, result.rate] = result
+            self.trials[result.configuration, result.rate] = result
         else:
-            self.arms[result.arm, result.seed] = result
+            self.configurations[result.configuration, result.seed] = result
 
     def has(self, job: Job) -> bool:
         """Whether it is done."""
         if job.kind == "trial":
             assert job.rate is not None
-            return (job.arm, job.rate) in self.trials
-        return (job.arm, job.seed) in self.arms
+            return (job.configuration, job.rate) in self.trials
+        return (job.configuration, job.seed) in self.configurations
 
-    def best_rate(self, arm: str, rates: Iterable[float]) -> float | None:
-        """The learning rate whose trial of an arm ended with the lowest loss; None if no trial's loss is finite.
+    def best_rate(self, configuration: str, rates: Iterable[float]) -> float | None:
+        """The learning rate whose trial of a configuration ended with the lowest loss; None if no loss is finite.
 
         Raises:
             KeyError: a trial is missing.
         """
-        best = min(rates, key=lambda rate: self.trials[arm, rate].loss)
-        return best if math.isfinite(self.trials[arm, best].loss) else None
+        best = min(rates, key=lambda rate: self.trials[configuration, rate].loss)
+        return best if math.isfinite(self.trials[configuration, best].loss) else None
 
-    def of_arm(self, arm: str) -> list[ArmResult]:
-        """An arm's results, by seed."""
-        return [self.arms[key] for key in sorted(self.arms) if key[0] == arm]
+    def of_configuration(self, configuration: str) -> list[TextResult]:
+        """A configuration's results, by seed."""
+        return [self.configurations[key] for key in sorted(self.configurations) if key[0] == configuration]
 
 
 def append_line(path: Path, header: dict[str, Any], content: dict[str, Any]) -> None:

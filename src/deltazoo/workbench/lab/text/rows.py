@@ -1,4 +1,4 @@
-"""Rows of the training stream: which tokens each optimizer step sees, the same for every arm of a seed."""
+"""Rows of the training stream: which tokens each optimizer step sees, the same for every configuration of a seed."""
 
 from collections.abc import Iterator
 

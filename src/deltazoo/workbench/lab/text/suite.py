@@ -14,11 +14,11 @@ from deltazoo.names import unknown
 from deltazoo.workbench.lab.configurations import SOFTMAX
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.runner import device_is_lost
-from deltazoo.workbench.lab.text.arms import HYBRID, base_arms, hybrid_of, intermediate_size
 from deltazoo.workbench.lab.text.decoding import decoding, state_bytes
-from deltazoo.workbench.lab.text.results import ArmResult, Job, TextResults, Trial
+from deltazoo.workbench.lab.text.results import Job, TextResult, TextResults, Trial
 from deltazoo.workbench.lab.text.scoring import file_bytes, score
 from deltazoo.workbench.lab.text.text_comparison import bits_per_byte
+from deltazoo.workbench.lab.text.text_configurations import HYBRID, base_configurations, hybrid_of, intermediate_size
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text.training import train
@@ -28,7 +28,7 @@ __all__ = ["HYBRIDS", "SECOND_SEEDS", "missing_jobs", "open_results", "run_text_
 HYBRIDS = 4
 """Rules that are also trained as hybrids: the best ones alone."""
 SECOND_SEEDS = 5
-"""Arms that are trained with a second seed: the best ones."""
+"""Configurations that are trained with a second seed: the best ones."""
 _SCORING_SECONDS = 60.0
 """Guess of the time from the end of a training to its line in the file, before there is one to go by."""
 
@@ -42,28 +42,36 @@ def missing_jobs(results: TextResults, recipe: TextRecipe, only: Sequence[str] =
     """What is still to be trained, in order.
 
     First every rule and softmax attention, each with its trials. When all of them are there: the hybrids of the best
-    four rules, then the second seeds of the best five arms. An arm whose loss is not finite at any rate is left out.
+    four rules, then the second seeds of the best five configurations. One whose loss is not finite at any rate is left
+    out.
 
     Args:
         results: what is done.
         recipe: its rates are tried.
-        only: arms, hybrids among them; these alone, with one seed.
+        only: configurations, hybrids among them; these alone, with one seed.
 
     Raises:
-        ValueError: an unknown arm.
+        ValueError: an unknown configuration.
     """
-    known = [*base_arms(), *(hybrid_of(arm) for arm in base_arms() if arm != SOFTMAX)]
-    for arm in only:
-        if arm not in known:
-            raise ValueError(unknown("arm", arm, known))
-    missing = _missing_of(only or base_arms(), results, recipe)
+    known = [
+        *base_configurations(),
+        *(hybrid_of(configuration) for configuration in base_configurations() if configuration != SOFTMAX),
+    ]
+    for configuration in only:
+        if configuration not in known:
+            raise ValueError(unknown("configuration", configuration, known))
+    missing = _missing_of(only or base_configurations(), results, recipe)
     if missing or only:
         return missing
-    rules = [arm for arm in _best_first(results) if arm != SOFTMAX and not arm.startswith(HYBRID)]
+    rules = [
+        configuration
+        for configuration in _best_first(results)
+        if configuration != SOFTMAX and not configuration.startswith(HYBRID)
+    ]
     missing = _missing_of([hybrid_of(rule) for rule in rules[:HYBRIDS]], results, recipe)
     if missing:
         return missing
-    seconds = [Job(arm, "arm", seed=1) for arm in _best_first(results)[:SECOND_SEEDS]]
+    seconds = [Job(configuration, "configuration", seed=1) for configuration in _best_first(results)[:SECOND_SEEDS]]
     return [job for job in seconds if not results.has(job)]
 
 
@@ -111,7 +119,9 @@ def run_text_suite(
         job = next((job for job in missing_jobs(results, recipe, only) if job not in passed_over), None)
         if job is None:
             break
-        if job.kind == "arm" and any((job.arm, rate) not in results.trials for rate in recipe.rates):
+        if job.kind == "configuration" and any(
+            (job.configuration, rate) not in results.trials for rate in recipe.rates
+        ):
             passed_over.add(job)  # a trial failed, or there was no time for it
             continue
         try:
@@ -142,21 +152,21 @@ class OutOfTime(Exception):
     """The time limit leaves too little for a training."""
 
 
-def _missing_of(arms: Sequence[str], results: TextResults, recipe: TextRecipe) -> list[Job]:
+def _missing_of(configurations: Sequence[str], results: TextResults, recipe: TextRecipe) -> list[Job]:
     missing = []
-    for arm in arms:
-        trials = [Job(arm, "trial", rate=rate) for rate in recipe.rates]
+    for configuration in configurations:
+        trials = [Job(configuration, "trial", rate=rate) for rate in recipe.rates]
         untried = [job for job in trials if not results.has(job)]
         missing += untried
-        if untried or results.best_rate(arm, recipe.rates) is not None:
-            missing += [job for job in (Job(arm, "arm"),) if not results.has(job)]
+        if untried or results.best_rate(configuration, recipe.rates) is not None:
+            missing += [job for job in (Job(configuration, "configuration"),) if not results.has(job)]
     return missing
 
 
 def _best_first(results: TextResults) -> list[str]:
-    """Arms by the bits per byte of their first seed."""
-    first = {arm: result for (arm, seed), result in results.arms.items() if seed == 0}
-    return sorted(first, key=lambda arm: bits_per_byte(first[arm], results))
+    """Configurations by the bits per byte of their first seed."""
+    first = {configuration: result for (configuration, seed), result in results.configurations.items() if seed == 0}
+    return sorted(first, key=lambda configuration: bits_per_byte(first[configuration], results))
 
 
 def _run(
@@ -167,14 +177,14 @@ def _run(
     device: str,
     environment: Environment,
     deadline: float | None,
-) -> Trial | ArmResult:
+) -> Trial | TextResult:
     began = time.monotonic()
     is_trial = job.kind == "trial"
-    rate = job.rate if is_trial else results.best_rate(job.arm, recipe.rates)
+    rate = job.rate if is_trial else results.best_rate(job.configuration, recipe.rates)
     assert rate is not None
     later = 0.0 if is_trial else _scoring_seconds(results)
     trained = train(
-        job.arm,
+        job.configuration,
         recipe,
         corpus,
         rate=rate,
@@ -185,7 +195,7 @@ def _run(
     )
     if is_trial:
         return Trial(
-            arm=job.arm,
+            configuration=job.configuration,
             rate=rate,
             loss=round(trained.judged(recipe.trial_judged), 5),
             seconds=round(time.monotonic() - began, 2),
@@ -196,18 +206,18 @@ def _run(
     if not trained.is_finite:
         if job.seed:
             raise ArithmeticError(f"the loss is not finite after {len(trained.losses)} steps at learning rate {rate:g}")
-        return replace(results.trials[job.arm, rate], loss=math.inf)  # the next best rate is taken instead
+        return replace(results.trials[job.configuration, rate], loss=math.inf)  # the next best rate is taken instead
     scores = {str(length): found.as_json() for length, found in score(trained.model, corpus, recipe).items()}
     model = trained.model
     if torch.device(device).type == "cuda":
         model.bfloat16()
     prompt = torch.from_numpy(corpus.held_out[: recipe.decode_context].astype("int64")).to(device)
-    return ArmResult(
-        arm=job.arm,
+    return TextResult(
+        configuration=job.configuration,
         seed=job.seed,
         rate=rate,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        intermediate_size=intermediate_size(job.arm, recipe, corpus.vocab_size),
+        intermediate_size=intermediate_size(job.configuration, recipe, corpus.vocab_size),
         curve=trained.curve(),
         scores=scores,
         training_seconds=round(trained.seconds, 2),
@@ -231,21 +241,24 @@ def _check_time(deadline: float | None, seconds: float) -> None:
 
 
 def _expected_seconds(job: Job, results: TextResults, recipe: TextRecipe) -> float:
-    """Of a training, by the speed of the arm's trials, else by the slowest arm; 0 where nothing is known."""
-    speeds = {arm: trial.tokens_per_second for (arm, _), trial in results.trials.items()}
+    """Of a training, by the speed of the configuration's trials, else by the slowest one; 0 where nothing is known."""
+    speeds = {configuration: trial.tokens_per_second for (configuration, _), trial in results.trials.items()}
     if not speeds:
         return 0.0
     steps = recipe.trial_steps if job.kind == "trial" else recipe.steps
     later = 0.0 if job.kind == "trial" else _scoring_seconds(results)
-    return steps * recipe.tokens_per_step / speeds.get(job.arm, min(speeds.values())) + later
+    return steps * recipe.tokens_per_step / speeds.get(job.configuration, min(speeds.values())) + later
 
 
 def _scoring_seconds(results: TextResults) -> float:
-    """From the end of an arm's training to its line in the file."""
-    return max((arm.seconds - arm.training_seconds for arm in results.arms.values()), default=_SCORING_SECONDS)
+    """From the end of a configuration's training to its line in the file."""
+    return max(
+        (configuration.seconds - configuration.training_seconds for configuration in results.configurations.values()),
+        default=_SCORING_SECONDS,
+    )
 
 
-def _figures(result: Trial | ArmResult, results: TextResults) -> str:
+def _figures(result: Trial | TextResult, results: TextResults) -> str:
     speed = f"{result.tokens_per_second:,.0f} tokens/s"
     if isinstance(result, Trial):
         return f"learning rate {result.rate:g}, loss {result.loss:.4f}, {speed}"

@@ -1,4 +1,4 @@
-"""Bits per byte of arms with bootstrap intervals over files, and the rule that calls a difference."""
+"""Bits per byte of configurations with bootstrap intervals over files, and the rule that calls a difference."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from deltazoo.workbench.lab.text.results import ArmResult, TextResults
+from deltazoo.workbench.lab.text.results import TextResult, TextResults
 
 __all__ = [
     "Difference",
@@ -39,7 +39,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference:
-    """Bits per byte of one arm minus those of another."""
+    """Bits per byte of one configuration minus those of another."""
 
     interval: Interval
     spread: float | None
@@ -54,64 +54,64 @@ class Difference:
         return same_sign and abs(self.interval.value) > self.spread
 
 
-def bits_per_byte(result: ArmResult, results: TextResults, length: int | None = None) -> float:
+def bits_per_byte(result: TextResult, results: TextResults, length: int | None = None) -> float:
     """Of all scored held-out bytes in rows of a length, by default the training's."""
     nats, size = _file_sums([result], results, length)
     return float(nats.sum() / size.sum())
 
 
-def interval(arm: str, results: TextResults, length: int | None = None) -> Interval:
-    """Bits per byte of an arm, the mean of its seeds, over resamples of the held-out files.
+def interval(configuration: str, results: TextResults, length: int | None = None) -> Interval:
+    """Bits per byte of a configuration, the mean of its seeds, over resamples of the held-out files.
 
     Raises:
-        ValueError: the arm has no result.
+        ValueError: the configuration has no result.
     """
-    nats, size = _file_sums(_of(arm, results), results, length)
+    nats, size = _file_sums(_of(configuration, results), results, length)
     return ratio_interval(nats, size)
 
 
-def compare(arm: str, other: str, results: TextResults, length: int | None = None) -> Difference:
-    """An arm beside another on the same resamples of files, the mean of each one's seeds.
+def compare(configuration: str, other: str, results: TextResults, length: int | None = None) -> Difference:
+    """A configuration beside another on the same resamples of files, the mean of each one's seeds.
 
     Raises:
         ValueError: one of them has no result.
     """
-    nats, size = _file_sums(_of(arm, results), results, length)
+    nats, size = _file_sums(_of(configuration, results), results, length)
     other_nats, _ = _file_sums(_of(other, results), results, length)
     return Difference(ratio_interval(nats - other_nats, size), seed_spread(results))
 
 
-def length_gain(arm: str, results: TextResults, length: int) -> Interval:
+def length_gain(configuration: str, results: TextResults, length: int) -> Interval:
     """Bits per byte of the same text in rows of a length, minus those in rows of the training length.
 
     Raises:
-        ValueError: the arm has no result.
+        ValueError: the configuration has no result.
     """
-    of_seeds = _of(arm, results)
+    of_seeds = _of(configuration, results)
     longer, size = _file_sums(of_seeds, results, length)
     trained, _ = _file_sums(of_seeds, results, None)
     return ratio_interval(longer - trained, size)
 
 
 def seed_spread(results: TextResults) -> float | None:
-    """The largest difference in bits per byte between two seeds of one arm; None while no arm has two."""
+    """The largest difference in bits per byte between two seeds of one configuration; None while none has two."""
     spreads = []
-    for arm in {arm for arm, _ in results.arms}:
-        found = [bits_per_byte(result, results) for result in results.of_arm(arm)]
+    for configuration in {configuration for configuration, _ in results.configurations}:
+        found = [bits_per_byte(result, results) for result in results.of_configuration(configuration)]
         if len(found) > 1:
             spreads.append(max(found) - min(found))
     return max(spreads, default=None)
 
 
-def _of(arm: str, results: TextResults) -> list[ArmResult]:
-    found = results.of_arm(arm)
+def _of(configuration: str, results: TextResults) -> list[TextResult]:
+    found = results.of_configuration(configuration)
     if not found:
-        raise ValueError(f"there is no result of the arm {arm!r}")
+        raise ValueError(f"there is no result of the configuration {configuration!r}")
     return found
 
 
 def _file_sums(
-    of_seeds: Sequence[ArmResult], results: TextResults, length: int | None
+    of_seeds: Sequence[TextResult], results: TextResults, length: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Bits and bytes of each held-out file that is scored; bits are the mean of the seeds."""
     size = np.array(results.header["file_bytes"], dtype=np.float64)

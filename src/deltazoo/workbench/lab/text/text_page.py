@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deltazoo.workbench.lab.configurations import SOFTMAX
-from deltazoo.workbench.lab.text.arms import HYBRID, TOLERANCE, arm_label, base_arms
-from deltazoo.workbench.lab.text.results import ArmResult, TextResults, Trial
+from deltazoo.workbench.lab.text.results import TextResult, TextResults, Trial
 from deltazoo.workbench.lab.text.suite import HYBRIDS, SECOND_SEEDS
 from deltazoo.workbench.lab.text.text_comparison import (
     LEVEL,
@@ -18,6 +17,7 @@ from deltazoo.workbench.lab.text.text_comparison import (
     length_gain,
     seed_spread,
 )
+from deltazoo.workbench.lab.text.text_configurations import HYBRID, TOLERANCE, base_configurations, configuration_label
 from deltazoo.workbench.lab.text.text_pictures import REFERENCE, draw_all
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.markdown import filled, picture, table
@@ -25,7 +25,7 @@ from deltazoo.workbench.markdown import filled, picture, table
 __all__ = ["write_text_page"]
 
 _CAPTIONS = {
-    "bits": "Bits per byte of every arm",
+    "bits": "Bits per byte of every model",
     "position": "Bits per byte by position in the row",
     "recall": "Share of second occurrences completed, by distance",
     "cost": "Bits per byte beside the speed of training and decoding",
@@ -49,10 +49,13 @@ def write_text_page(page: Path, results: TextResults | None, manifest: dict[str,
         raise ValueError(f"{results.path} is of another text than the manifest")
     recipe = TextRecipe() if results is None else TextRecipe(**_tuples(results.header["recipe"]))
     parts = ["# Every rule on real text\n", _introduction(recipe)]
-    if results is None or not results.arms:
-        parts.append("No arm has been trained yet; what is planned is below.\n")
+    if results is None or not results.configurations:
+        parts.append("No model has been trained yet; what is planned is below.\n")
     else:
-        ranked = sorted({arm for arm, _ in results.arms}, key=lambda arm: interval(arm, results).value)
+        ranked = sorted(
+            {configuration for configuration, _ in results.configurations},
+            key=lambda configuration: interval(configuration, results).value,
+        )
         drawn = draw_all(images, results, ranked)
         parts += ["## Findings\n", _findings(results, ranked, recipe)]
         shown = {key: picture(drawn[key], page, caption) for key, caption in _CAPTIONS.items()}
@@ -86,42 +89,53 @@ def _introduction(recipe: TextRecipe) -> str:
 def _findings(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
     """One sentence each; only what the rule of the design calls is said to differ."""
     best, spread = ranked[0], seed_spread(results)
-    lines = [f"{arm_label(best)} has the fewest bits per byte, {interval(best, results)}."]
+    lines = [f"{configuration_label(best)} has the fewest bits per byte, {interval(best, results)}."]
     if spread is None:
-        lines.append("No arm has two seeds yet, so no difference between arms is called.")
+        lines.append("No model has two seeds yet, so no difference between models is called.")
     else:
-        ties = [arm_label(arm) for arm in ranked[1:] if not compare(arm, best, results).called]
+        ties = [
+            configuration_label(configuration)
+            for configuration in ranked[1:]
+            if not compare(configuration, best, results).called
+        ]
         lines.append(f"Ties with it: {'; '.join(ties) or 'none'}.")
         lines += [_beside(other, ranked, results) for other in (REFERENCE, SOFTMAX) if other in ranked]
-        lines.append(f"Two seeds of one arm differ by up to {spread:.4f} bits per byte.")
+        lines.append(f"Two seeds of one model differ by up to {spread:.4f} bits per byte.")
     for length in recipe.scored_lengths[1:]:
-        gains = {arm: length_gain(arm, results, length) for arm in ranked}
+        gains = {configuration: length_gain(configuration, results, length) for configuration in ranked}
         sides = (
-            ("cost fewer bits per byte", {arm: gain for arm, gain in gains.items() if gain.high < 0}),
-            ("cost more", {arm: gain for arm, gain in gains.items() if gain.low > 0}),
+            (
+                "cost fewer bits per byte",
+                {configuration: gain for configuration, gain in gains.items() if gain.high < 0},
+            ),
+            ("cost more", {configuration: gain for configuration, gain in gains.items() if gain.low > 0}),
         )
         said = [_most(what, side) for what, side in sides if side]
         lines.append(
             f"Rows of {length:,} tokens instead of {recipe.row_length:,}, the same text: {'; '.join(said)}."
             if said
-            else f"Rows of {length:,} tokens instead of {recipe.row_length:,} change no arm's bits per byte."
+            else f"Rows of {length:,} tokens instead of {recipe.row_length:,} change no model's bits per byte."
         )
     return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
 
 
 def _beside(other: str, ranked: Sequence[str], results: TextResults) -> str:
-    differences = {arm: compare(arm, other, results) for arm in ranked if arm != other}
-    better = {arm: d.interval for arm, d in differences.items() if d.called and d.interval.value < 0}
-    worse = {arm: d.interval for arm, d in differences.items() if d.called and d.interval.value > 0}
-    ties = [arm_label(arm) for arm, d in differences.items() if not d.called]
+    differences = {
+        configuration: compare(configuration, other, results) for configuration in ranked if configuration != other
+    }
+    better = {
+        configuration: d.interval for configuration, d in differences.items() if d.called and d.interval.value < 0
+    }
+    worse = {configuration: d.interval for configuration, d in differences.items() if d.called and d.interval.value > 0}
+    ties = [configuration_label(configuration) for configuration, d in differences.items() if not d.called]
     said = [_most(what, side) for what, side in (("are better", better), ("are worse", worse)) if side]
-    return f"Beside {arm_label(other)}: " + "; ".join([*said, f"ties: {'; '.join(ties) or 'none'}"]) + "."
+    return f"Beside {configuration_label(other)}: " + "; ".join([*said, f"ties: {'; '.join(ties) or 'none'}"]) + "."
 
 
 def _most(what: str, intervals: dict[str, Interval]) -> str:
-    """How many arms, and the one with the largest difference."""
-    most = max(intervals, key=lambda arm: abs(intervals[arm].value))
-    return f"{len(intervals)} {what}, most {arm_label(most)} by {_signed(intervals[most])}"
+    """How many configurations, and the one with the largest difference."""
+    most = max(intervals, key=lambda configuration: abs(intervals[configuration].value))
+    return f"{len(intervals)} {what}, most {configuration_label(most)} by {_signed(intervals[most])}"
 
 
 def _signed(found: Interval) -> str:
@@ -130,13 +144,29 @@ def _signed(found: Interval) -> str:
 
 def _quality(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
     others = [other for other in (REFERENCE, SOFTMAX) if other in ranked]
-    header = ["arm", "bits per byte", *(f"minus {arm_label(other)}" for other in others), "recall", "seeds"]
+    header = [
+        "model",
+        "bits per byte",
+        *(f"minus {configuration_label(other)}" for other in others),
+        "recall",
+        "seeds",
+    ]
     rows = []
-    for arm in ranked:
-        differences = ["-" if arm == other else _difference(arm, other, results) for other in others]
-        of_seeds = results.of_arm(arm)
+    for configuration in ranked:
+        differences = [
+            "-" if configuration == other else _difference(configuration, other, results) for other in others
+        ]
+        of_seeds = results.of_configuration(configuration)
         recall = _recall(of_seeds[0], recipe.row_length)
-        rows.append([arm_label(arm), str(interval(arm, results)), *differences, recall, str(len(of_seeds))])
+        rows.append(
+            [
+                configuration_label(configuration),
+                str(interval(configuration, results)),
+                *differences,
+                recall,
+                str(len(of_seeds)),
+            ]
+        )
     note = (
         f"Brackets: {LEVEL:.0%} of bootstrap resamples of files. Bold: called a difference by the rule below. Recall: "
         "the share of second occurrences of new identifiers that the first seed completes, in rows of the training "
@@ -145,23 +175,29 @@ def _quality(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
     return table(header, rows, text_columns=1) + "\n" + filled(note) + "\n"
 
 
-def _difference(arm: str, other: str, results: TextResults) -> str:
-    found = compare(arm, other, results)
+def _difference(configuration: str, other: str, results: TextResults) -> str:
+    found = compare(configuration, other, results)
     return f"**{_signed(found.interval)}**" if found.called else _signed(found.interval)
 
 
 def _lengths(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
-    header = ["arm, change in bits per byte", *(f"rows of {length:,}" for length in recipe.scored_lengths[1:])]
+    header = [
+        "model, change in bits per byte",
+        *(f"rows of {length:,}" for length in recipe.scored_lengths[1:]),
+    ]
     rows = (
-        [arm_label(arm), *(_signed(length_gain(arm, results, length)) for length in recipe.scored_lengths[1:])]
-        for arm in ranked
+        [
+            configuration_label(configuration),
+            *(_signed(length_gain(configuration, results, length)) for length in recipe.scored_lengths[1:]),
+        ]
+        for configuration in ranked
     )
     return table(header, rows, text_columns=1)
 
 
 def _costs(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
     header = [
-        "arm",
+        "model",
         "training, tokens/s",
         "training, GiB",
         *(f"decoding {batch} {'row' if batch == 1 else 'rows'}, tokens/s" for batch in recipe.decode_batches),
@@ -169,11 +205,11 @@ def _costs(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> s
         "parameters",
     ]
     rows = []
-    for arm in ranked:
-        first = results.of_arm(arm)[0]
+    for configuration in ranked:
+        first = results.of_configuration(configuration)[0]
         rows.append(
             [
-                arm_label(arm),
+                configuration_label(configuration),
                 f"{first.tokens_per_second:,.0f}",
                 "-" if first.peak_bytes is None else f"{first.peak_bytes / 2**30:.1f}",
                 *(_speed(first.decoding[str(batch)]) for batch in recipe.decode_batches),
@@ -188,20 +224,23 @@ def _speed(measured: dict[str, Any]) -> str:
     return measured["error"] if "error" in measured else f"{measured['tokens_per_second']:,.0f}"
 
 
-def _recall(result: ArmResult, length: int) -> str:
+def _recall(result: TextResult, length: int) -> str:
     groups = [counts for key, counts in result.scores[str(length)]["recall"].items() if key != "first"]
     asked, completed = (sum(counts[place] for counts in groups) for place in (0, 1))
     return f"{completed / asked:.1%}" if asked else "-"
 
 
 def _missing(results: TextResults | None, recipe: TextRecipe) -> str:
-    done = set() if results is None else {arm for arm, _ in results.arms}
-    arms = [arm_label(arm) for arm in base_arms() if arm not in done]
-    hybrids = sum(arm.startswith(HYBRID) for arm in done)
-    seconds = 0 if results is None else sum(seed > 0 for _, seed in results.arms)
+    done = set() if results is None else {configuration for configuration, _ in results.configurations}
+    configurations = [
+        configuration_label(configuration) for configuration in base_configurations() if configuration not in done
+    ]
+    hybrids = sum(configuration.startswith(HYBRID) for configuration in done)
+    seconds = 0 if results is None else sum(seed > 0 for _, seed in results.configurations)
     lines = [
-        f"Of {len(base_arms())} arms, every rule and softmax attention, {len(arms)} are not trained: {'; '.join(arms)}."
-        if arms
+        f"Of {len(base_configurations())} models, every rule and softmax attention, {len(configurations)} are not "
+        f"trained: {'; '.join(configurations)}."
+        if configurations
         else "Every rule and softmax attention is trained.",
         f"{hybrids} hybrids are trained, {HYBRIDS} are planned; {seconds} second seeds, {SECOND_SEEDS} are planned.",
     ]
@@ -222,15 +261,15 @@ def _design(recipe: TextRecipe) -> str:
         "Training": f"{recipe.steps:,} steps of {recipe.rows_per_step} rows of {recipe.row_length:,} tokens, "
         f"{recipe.tokens / 1e6:.0f} M tokens in all. A row is a piece of the stream of files; it may begin within a "
         "file and go on into the next, behind a beginning token. The seed decides the initial weights and the order of "
-        f"rows: all arms of a seed see the same rows. AdamW, betas {recipe.betas[0]} and {recipe.betas[1]}, weight "
+        f"rows: all models of a seed see the same rows. AdamW, betas {recipe.betas[0]} and {recipe.betas[1]}, weight "
         f"decay {recipe.weight_decay}, gradients clipped to norm {recipe.clip:g}; warm-up over {recipe.warmup:.0%} of "
         f"the steps, then a cosine to {recipe.final_rate:.0%} of the peak. bfloat16 autocast over float32 weights.",
         "Learning rate": f"{', '.join(rates)} or {last_rate}: trials of {recipe.trial_steps} steps with a schedule of "
-        "their own, seed 0, the same for every arm; the lowest mean training loss over the last "
+        "their own, seed 0, the same for every model; the lowest mean training loss over the last "
         f"{recipe.trial_judged:.0%} of the steps wins. A trial reads no row twice, so its loss is on text that it has "
-        "not seen. A rate at which the loss of the trial or of the training is not finite is out. The trials of an arm "
-        f"cost {len(recipe.rates) * recipe.trial_steps / recipe.steps:.0%} of its training. A second seed takes the "
-        "rate of the first.",
+        "not seen. A rate at which the loss of the trial or of the training is not finite is out. The trials of a "
+        f"model cost {len(recipe.rates) * recipe.trial_steps / recipe.steps:.0%} of its training. A second seed takes "
+        "the rate of the first.",
         "Scores": f"The held-out stream is cut into rows of {recipe.row_length:,} tokens, and again of {lengths}, each "
         "read from an empty state; every token but beginning tokens is scored. Logits are float32. Bits per byte: the "
         "sum over all tokens, divided by their bytes.",
@@ -239,16 +278,17 @@ def _design(recipe: TextRecipe) -> str:
         "one. First occurrences are counted beside, as what guessing gives.",
         "Decoding": f"Weights in bfloat16, greedy, captured, {recipe.decode_tokens} tokens after "
         f"{recipe.decode_context:,}, by the loop of `deltazoo.generate`.",
-        "Intervals": f"{LEVEL:.0%} of {RESAMPLES:,} bootstrap resamples of held-out files, the same ones for all arms, "
-        "so that differences are paired. Files of one package are alike, which resampling files leaves out.",
-        "Calling a difference": "Two arms differ, each by the mean of its seeds, if the interval of the paired "
-        "difference excludes 0 and the difference is larger than any two seeds of one arm differ. Everything else is a "
-        "tie. Until an arm has two seeds, nothing is called.",
+        "Intervals": f"{LEVEL:.0%} of {RESAMPLES:,} bootstrap resamples of held-out files, the same ones for all "
+        "models, so that differences are paired. Files of one package are alike, which resampling files leaves out.",
+        "Calling a difference": "Two models differ, each by the mean of its seeds, if the interval of the paired "
+        "difference excludes 0 and the difference is larger than any two seeds of one model differ. Everything else is "
+        "a tie. Until a model has two seeds, nothing is called.",
         "Order": f"Every rule and softmax attention with seed 0; then hybrids of the best {HYBRIDS} rules; then seed 1 "
-        f"of the best {SECOND_SEEDS} arms. A training that does not end within the limit of a session leaves nothing.",
+        f"of the best {SECOND_SEEDS} models. A training that does not end within the limit of a session leaves "
+        "nothing.",
     }
     bullets = [filled(f"**{what}.** {text}", bullet="* ") for what, text in points.items()]
-    return "\n".join(["Fixed before the first arm was trained.\n", *bullets]) + "\n"
+    return "\n".join(["Fixed before the first model was trained.\n", *bullets]) + "\n"
 
 
 def _text(manifest: dict[str, Any], recipe: TextRecipe) -> str:
@@ -289,26 +329,30 @@ def _text(manifest: dict[str, Any], recipe: TextRecipe) -> str:
 
 def _rates(results: TextResults, recipe: TextRecipe) -> str:
     rows = []
-    for arm in dict.fromkeys(arm for arm, _ in results.trials):
-        losses = {rate: results.trials[arm, rate].loss for rate in recipe.rates if (arm, rate) in results.trials}
+    for configuration in dict.fromkeys(configuration for configuration, _ in results.trials):
+        losses = {
+            rate: results.trials[configuration, rate].loss
+            for rate in recipe.rates
+            if (configuration, rate) in results.trials
+        }
         best = min(losses, key=lambda rate: losses[rate])
         shown = {rate: f"{loss:.4f}" if math.isfinite(loss) else "not finite" for rate, loss in losses.items()}
         if math.isfinite(losses[best]):
             shown[best] = f"**{shown[best]}**"
-        rows.append((arm_label(arm), *(shown.get(rate, "-") for rate in recipe.rates)))
+        rows.append((configuration_label(configuration), *(shown.get(rate, "-") for rate in recipe.rates)))
     header = ("loss of trials, nats per token", *(f"{rate:g}" for rate in recipe.rates))
     return table(header, rows, text_columns=1)
 
 
 def _runs(results: TextResults) -> str:
     environments: dict[tuple[str, ...], list[str]] = {}
-    done: list[Trial | ArmResult] = [*results.trials.values(), *results.arms.values()]
+    done: list[Trial | TextResult] = [*results.trials.values(), *results.configurations.values()]
     for result in done:
         here = result.environment
         key = (here.device, here.torch, here.triton or "-", here.transformers or "-", f"`{here.commit[:12]}`")
-        environments.setdefault(key, []).append("arm" if isinstance(result, ArmResult) else "trial")
-    rows = [(*key, str(kinds.count("arm")), str(kinds.count("trial"))) for key, kinds in environments.items()]
-    return table(("machine", "torch", "Triton", "transformers", "commit", "arms", "trials"), rows)
+        environments.setdefault(key, []).append("configuration" if isinstance(result, TextResult) else "trial")
+    rows = [(*key, str(kinds.count("configuration")), str(kinds.count("trial"))) for key, kinds in environments.items()]
+    return table(("machine", "torch", "Triton", "transformers", "commit", "models", "trials"), rows)
 
 
 def _tuples(recipe: dict[str, Any]) -> dict[str, Any]:

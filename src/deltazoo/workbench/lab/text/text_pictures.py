@@ -1,4 +1,4 @@
-"""Pictures of the suite: the leading arms, softmax attention and the reference in colour, the others in grey."""
+"""Pictures of the suite: the leading models, softmax attention and the reference in colour, the others in grey."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,10 +7,10 @@ from typing import Any
 
 from deltazoo.workbench.figures import BLACK, GREEN, GREY, PALETTE, new_figure, save_figure
 from deltazoo.workbench.lab.configurations import SOFTMAX
-from deltazoo.workbench.lab.text.arms import HYBRID, arm_label
-from deltazoo.workbench.lab.text.results import ArmResult, TextResults
+from deltazoo.workbench.lab.text.results import TextResult, TextResults
 from deltazoo.workbench.lab.text.scoring import FIRST_POSITIONS
 from deltazoo.workbench.lab.text.text_comparison import interval
+from deltazoo.workbench.lab.text.text_configurations import HYBRID, configuration_label
 
 __all__ = ["REFERENCE", "draw_all", "position_bits", "recall_by_distance"]
 
@@ -20,9 +20,9 @@ _PALE = "#C4C4C4"
 
 
 def draw_all(folder: Path, results: TextResults, ranked: Sequence[str]) -> dict[str, Path]:
-    """Write all pictures of at least one arm, the best first; by their subject."""
+    """Write all pictures of at least one configuration, the best first; by their subject."""
     colours = _colours(ranked)
-    first = {arm: results.of_arm(arm)[0] for arm in ranked}
+    first = {configuration: results.of_configuration(configuration)[0] for configuration in ranked}
     lengths = results.header["recipe"]["scored_lengths"]
     row_length = results.header["recipe"]["row_length"]
     return {
@@ -46,7 +46,7 @@ def draw_all(folder: Path, results: TextResults, ranked: Sequence[str]) -> dict[
         "cost": _draw_costs(folder / "text_cost.png", results, ranked, colours),
         "curves": _draw_lines(
             folder / "text_curves.png",
-            [("training", {arm: result.curve for arm, result in first.items()})],
+            [("training", {configuration: result.curve for configuration, result in first.items()})],
             colours,
             x="optimizer steps",
             y="training loss (nats per token)",
@@ -55,7 +55,7 @@ def draw_all(folder: Path, results: TextResults, ranked: Sequence[str]) -> dict[
     }
 
 
-def position_bits(result: ArmResult, length: int) -> list[tuple[int, float]]:
+def position_bits(result: TextResult, length: int) -> list[tuple[int, float]]:
     """(end of a group of positions, bits per byte in it) in rows of a length."""
     score = result.scores[str(length)]
     groups = zip(score["position_nats"], score["position_bytes"], strict=True)
@@ -66,7 +66,7 @@ def position_bits(result: ArmResult, length: int) -> list[tuple[int, float]]:
     ]
 
 
-def recall_by_distance(result: ArmResult, length: int, fewest: int = 30) -> list[tuple[int, float]]:
+def recall_by_distance(result: TextResult, length: int, fewest: int = 30) -> list[tuple[int, float]]:
     """(distance that a group does not reach, share completed) for groups of at least so many second occurrences."""
     groups = {key: counts for key, counts in result.scores[str(length)]["recall"].items() if key != "first"}
     return [(int(key), counts[1] / counts[0]) for key, counts in groups.items() if counts[0] >= fewest]
@@ -75,25 +75,27 @@ def recall_by_distance(result: ArmResult, length: int, fewest: int = 30) -> list
 def _colours(ranked: Sequence[str]) -> dict[str, str]:
     fixed = {SOFTMAX: BLACK, REFERENCE: GREEN}
     spare = [colour for colour in PALETTE if colour not in fixed.values()]
-    leading = [arm for arm in ranked if arm not in fixed][:_COLOURED]
-    return {arm: fixed[arm] for arm in ranked if arm in fixed} | dict(zip(leading, spare, strict=False))
+    leading = [configuration for configuration in ranked if configuration not in fixed][:_COLOURED]
+    return {configuration: fixed[configuration] for configuration in ranked if configuration in fixed} | dict(
+        zip(leading, spare, strict=False)
+    )
 
 
-def _by_position(first: dict[str, ArmResult], length: int) -> dict[str, list[tuple[int, float]]]:
-    return {arm: position_bits(result, length) for arm, result in first.items()}
+def _by_position(first: dict[str, TextResult], length: int) -> dict[str, list[tuple[int, float]]]:
+    return {configuration: position_bits(result, length) for configuration, result in first.items()}
 
 
-def _by_distance(first: dict[str, ArmResult], length: int) -> dict[str, list[tuple[int, float]]]:
-    return {arm: recall_by_distance(result, length) for arm, result in first.items()}
+def _by_distance(first: dict[str, TextResult], length: int) -> dict[str, list[tuple[int, float]]]:
+    return {configuration: recall_by_distance(result, length) for configuration, result in first.items()}
 
 
 def _draw_bits(path: Path, results: TextResults, ranked: Sequence[str], colours: dict[str, str]) -> Path:
     figure, (axis,) = new_figure(1, width=8.4, height=1.2 + 0.25 * len(ranked))
-    for place, arm in enumerate(ranked):
-        found, colour = interval(arm, results), colours.get(arm, GREY)
+    for place, configuration in enumerate(ranked):
+        found, colour = interval(configuration, results), colours.get(configuration, GREY)
         axis.plot([found.low, found.high], [place, place], color=colour, lw=2, alpha=0.6)
-        axis.plot(found.value, place, _marker(arm), color=colour)
-    axis.set_yticks(range(len(ranked)), [arm_label(arm) for arm in ranked], fontsize=8)
+        axis.plot(found.value, place, _marker(configuration), color=colour)
+    axis.set_yticks(range(len(ranked)), [configuration_label(configuration) for configuration in ranked], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("bits per byte of held-out files, with 95% of bootstrap resamples (lower is better)")
     return save_figure(figure, path)
@@ -111,12 +113,14 @@ def _draw_lines(
 ) -> Path:
     figure, axes = new_figure(len(panels), width=5.2 * len(panels) + 2.2, height=4.0)
     for axis, (title, lines) in zip(axes, panels, strict=True):
-        for arm in sorted(lines, key=lambda arm: arm in colours):  # grey ones first, below the others
-            if lines[arm]:
-                width, label = (1.8, arm_label(arm)) if arm in colours else (0.8, None)
-                dash = "--" if arm.startswith(HYBRID) else "-"
-                colour = colours.get(arm, _PALE)
-                axis.plot(*zip(*lines[arm], strict=True), color=colour, ls=dash, lw=width, label=label)
+        for configuration in sorted(
+            lines, key=lambda configuration: configuration in colours
+        ):  # grey ones first, below the others
+            if lines[configuration]:
+                width, label = (1.8, configuration_label(configuration)) if configuration in colours else (0.8, None)
+                dash = "--" if configuration.startswith(HYBRID) else "-"
+                colour = colours.get(configuration, _PALE)
+                axis.plot(*zip(*lines[configuration], strict=True), color=colour, ls=dash, lw=width, label=label)
         if log_x:
             axis.set_xscale("log", base=2)
             axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
@@ -128,7 +132,7 @@ def _draw_lines(
     axes[0].set_ylabel(y)
     points = [point for _, lines in panels for line in lines.values() for point in line]
     low = min((value for _, value in points), default=0.0)
-    # An arm that fails beyond its training length would flatten all others: what is within it sets the top.
+    # A configuration that fails beyond its training length would flatten all others: what is within it sets the top.
     high = max((value for place, value in points if mark is None or place <= mark), default=1.0)
     for axis in axes:
         axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) + 1e-6)
@@ -138,16 +142,26 @@ def _draw_lines(
 
 def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours: dict[str, str]) -> Path:
     batch = str(results.header["recipe"]["decode_batches"][-1])
-    subjects: list[tuple[str, Callable[[ArmResult], float | None]]] = [
+    subjects: list[tuple[str, Callable[[TextResult], float | None]]] = [
         ("training, tokens per second", lambda result: result.tokens_per_second),
         (f"decoding, {batch} rows, tokens per second", lambda result: result.decoding[batch].get("tokens_per_second")),
     ]
     figure, axes = new_figure(len(subjects), width=11.6, height=4.0)
     for axis, (title, speed) in zip(axes, subjects, strict=True):
-        for arm in ranked:
-            value, colour, fast = interval(arm, results).value, colours.get(arm, GREY), speed(results.of_arm(arm)[0])
+        for configuration in ranked:
+            value, colour, fast = (
+                interval(configuration, results).value,
+                colours.get(configuration, GREY),
+                speed(results.of_configuration(configuration)[0]),
+            )
             if fast is not None:
-                axis.plot(fast, value, _marker(arm), color=colour, label=arm_label(arm) if arm in colours else None)
+                axis.plot(
+                    fast,
+                    value,
+                    _marker(configuration),
+                    color=colour,
+                    label=configuration_label(configuration) if configuration in colours else None,
+                )
         axis.set_xlabel(title)
         axis.set_xlim(left=0)
     axes[0].set_ylabel("bits per byte (lower is better)")
@@ -155,5 +169,5 @@ def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours
     return save_figure(figure, path)
 
 
-def _marker(arm: str) -> str:
-    return "^" if arm == SOFTMAX else "D" if arm.startswith(HYBRID) else "o"
+def _marker(configuration: str) -> str:
+    return "^" if configuration == SOFTMAX else "D" if configuration.startswith(HYBRID) else "o"

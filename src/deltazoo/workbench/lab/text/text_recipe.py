@@ -1,4 +1,4 @@
-"""Sizes and schedule, the same for all arms: fixed before the first of them was trained."""
+"""Sizes and schedule, the same for all configurations: fixed before the first of them was trained."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ __all__ = ["TextRecipe"]
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecipe:
-    """How every arm is built, trained and scored. Lengths are in tokens."""
+    """How every configuration is built, trained and scored. Lengths are in tokens."""
 
     parameters: int = 50_000_000
     """Of a model, embedding included. The MLP's width makes up for what a mixer has more or less than others."""
@@ -26,7 +26,7 @@ class TextRecipe:
     rows_per_step: int = 32
     steps: int = 1536
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
-    """Peak learning rates, of which trials find the best for each arm."""
+    """Peak learning rates, of which trials find the best for each configuration."""
     trial_steps: int = 128
     """Of each trial, with a schedule of its own."""
     trial_judged: float = 0.25

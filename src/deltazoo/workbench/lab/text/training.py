@@ -1,4 +1,4 @@
-"""Training of one arm: AdamW on rows of the corpus in bfloat16 autocast, with speed and memory."""
+"""Training of one configuration: AdamW on rows of the corpus in bfloat16 autocast, with speed and memory."""
 
 import math
 import statistics
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleForCausalLM
-from deltazoo.workbench.lab.text.arms import build_model
 from deltazoo.workbench.lab.text.rows import TrainingRows
+from deltazoo.workbench.lab.text.text_configurations import build_model
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 
@@ -57,7 +57,7 @@ class Trained:
 
 
 def train(
-    arm: str,
+    configuration: str,
     recipe: TextRecipe,
     corpus: TextCorpus,
     *,
@@ -67,10 +67,10 @@ def train(
     device: torch.device | str,
     watch: Callable[[float], None] = lambda seconds_left: None,
 ) -> Trained:
-    """Train an arm for `steps` with a peak learning rate.
+    """Train a configuration for `steps` with a peak learning rate.
 
     Args:
-        arm, recipe, corpus: what is trained.
+        configuration, recipe, corpus: what is trained.
         rate, steps: of this training; trials are shorter.
         seed: of the initial weights and of the order of the rows.
         device: where.
@@ -80,7 +80,7 @@ def train(
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     with torch.device(device):
-        model = build_model(arm, recipe, corpus.vocab_size, seed=seed).train()
+        model = build_model(configuration, recipe, corpus.vocab_size, seed=seed).train()
     optimizer = torch.optim.AdamW(parameter_groups(model, recipe.weight_decay), lr=rate, betas=recipe.betas, fused=True)
     rows = TrainingRows(corpus.train, recipe.row_length, recipe.rows_per_step, seed, device)
     if on_gpu:

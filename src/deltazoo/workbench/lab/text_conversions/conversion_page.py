@@ -27,14 +27,15 @@ _PURPOSES = {
 
 
 def write_conversion_page(
-    page: Path, results: ConversionResults | None, arms: TextResults | None, *, images: Path
+    page: Path, results: ConversionResults | None, configurations: TextResults | None, *, images: Path
 ) -> Path:
     """Write the page, and its picture below `images`, the folder of pictures beside it.
 
     Args:
         page: its file.
         results: None before the first of them; the page then says so, and shows the design.
-        arms: of the suite `text`, for models trained from the start; those of another text or recipe are left out.
+        configurations: of the suite `text`, for models trained from the start; those of another text or recipe are left
+            out.
         images: where the picture goes.
     """
     recipe = ConversionRecipe() if results is None else results.recipe
@@ -44,7 +45,7 @@ def write_conversion_page(
     else:
         shown = [conversion for conversion in recipe.conversions() if conversion in results.conversions]
         parts += ["## Findings\n", _findings(results, recipe)]
-        parts += ["## Bits per byte\n", _quality(shown, results, _of_same_text(arms, results), recipe)]
+        parts += ["## Bits per byte\n", _quality(shown, results, _of_same_text(configurations, results), recipe)]
         parts.append(
             picture(
                 _draw(images / "text_conversions.png", results, recipe),
@@ -120,7 +121,10 @@ def _findings(results: ConversionResults, recipe: ConversionRecipe) -> str:
 
 
 def _quality(
-    shown: Sequence[Conversion], results: ConversionResults, arms: TextResults | None, recipe: ConversionRecipe
+    shown: Sequence[Conversion],
+    results: ConversionResults,
+    configurations: TextResults | None,
+    recipe: ConversionRecipe,
 ) -> str:
     stages = [stage.section for stage in recipe.stages]
     titles = {"align": "aligned", "distill": "distilled", "finetune": "fine-tuned"}
@@ -140,7 +144,7 @@ def _quality(
                 *(last.get(stage, "-") for stage in stages),
                 _signed(ratio_interval(converted - teacher, size)),
                 _share(ratio_interval(swapped - converted, swapped - teacher)) if result.swapped else "-",
-                _from_the_start(conversion, arms, recipe),
+                _from_the_start(conversion, configurations, recipe),
             ]
         )
     spread = _seed_spread(results)
@@ -213,7 +217,7 @@ def _design(recipe: ConversionRecipe) -> str:
     )
     contexts = " and ".join(f"{context:,}" for context in recipe.decode_contexts)
     points = {
-        "Softmax model": "The arm `softmax` of the suite on real text, seed 0: its model, rows, trials of learning "
+        "Softmax model": "`softmax` of the suite on real text, seed 0: its model, rows, trials of learning "
         f"rates and training on {text.tokens / 1e6:.0f} M tokens. It becomes a Llama of transformers, which computes "
         "the same. Where a file holds conversions of several trainings of it, each is compared with its own.",
         "Rules": f"{rules}. They were chosen for these differences.",
@@ -230,7 +234,7 @@ def _design(recipe: ConversionRecipe) -> str:
         "the end in longer rows as well.",
         "Control": "The softmax model itself through distillation and fine-tuning, with nothing swapped: what it gains "
         "is no merit of a conversion.",
-        "From the start": "The suite's arm with the same rule in the same layers, which read "
+        "From the start": "The suite's configuration with the same rule in the same layers, which read "
         f"{text.tokens / 1e6:.0f} M tokens. Its convolutions and norms are those of the rule's paper, and its MLP "
         "makes up for what the mixer has more. There is none of 1:1.",
         "Decoding": f"Weights in bfloat16, one row, greedy, captured, {text.decode_tokens} tokens after {contexts}, by "
@@ -354,16 +358,22 @@ def _seed_spread(results: ConversionResults) -> float | None:
     return max(spreads, default=None)
 
 
-def _of_same_text(arms: TextResults | None, results: ConversionResults) -> TextResults | None:
-    if arms is None or any(arms.header[key] != results.header[key] for key in ("corpus", "file_bytes")):
+def _of_same_text(configurations: TextResults | None, results: ConversionResults) -> TextResults | None:
+    if configurations is None or any(
+        configurations.header[key] != results.header[key] for key in ("corpus", "file_bytes")
+    ):
         return None
-    return arms if arms.header["recipe"] == results.header["recipe"]["text"] else None
+    return configurations if configurations.header["recipe"] == results.header["recipe"]["text"] else None
 
 
-def _from_the_start(conversion: Conversion, arms: TextResults | None, recipe: ConversionRecipe) -> str:
-    arm = conversion.arm(recipe.text.softmax_every)
-    found = arms.arms.get((arm, 0)) if arms is not None and arm is not None else None
-    return f"{bits_per_byte(found, arms):.4f}" if found is not None and arms is not None else "-"
+def _from_the_start(conversion: Conversion, configurations: TextResults | None, recipe: ConversionRecipe) -> str:
+    configuration = conversion.configuration(recipe.text.softmax_every)
+    found = (
+        configurations.configurations.get((configuration, 0))
+        if configurations is not None and configuration is not None
+        else None
+    )
+    return f"{bits_per_byte(found, configurations):.4f}" if found is not None and configurations is not None else "-"
 
 
 def _signed(found: Interval) -> str:

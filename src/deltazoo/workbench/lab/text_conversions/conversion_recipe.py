@@ -10,7 +10,7 @@ from deltazoo.workbench.convert.conversion_config import (
     StageConfig,
 )
 from deltazoo.workbench.lab.configurations import SOFTMAX, label_of
-from deltazoo.workbench.lab.text.arms import hybrid_of
+from deltazoo.workbench.lab.text.text_configurations import hybrid_of
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 
 __all__ = ["CONTROL", "Conversion", "ConversionRecipe", "tokens_of", "tokens_of_step"]
@@ -41,8 +41,8 @@ class Conversion:
             return "nothing swapped, trained on"
         return f"{label_of(self.rule)}, {'all layers' if self.layers == 'all' else self.layers}"
 
-    def arm(self, softmax_every: int) -> str | None:
-        """The arm of the suite `text` with this rule in the same layers; None where it has none."""
+    def configuration(self, softmax_every: int) -> str | None:
+        """The configuration of the suite `text` with this rule in the same layers; None where it has none."""
         if self.layers == "all":
             return self.rule
         return hybrid_of(self.rule) if self.layers == f"{softmax_every - 1}:1" else None

@@ -1,4 +1,4 @@
-"""The softmax model that is converted: the suite's arm, trained once per machine and kept in the user's cache."""
+"""The softmax model that is converted: that of the suite, trained once per machine and kept in the user's cache."""
 
 import hashlib
 import math
@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.workbench.lab.configurations import SOFTMAX
-from deltazoo.workbench.lab.text.arms import build_model
+from deltazoo.workbench.lab.text.text_configurations import build_model
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text.training import train
@@ -82,7 +82,7 @@ def load_teacher(path: Path, corpus: TextCorpus, recipe: TextRecipe, device: str
 
 
 def train_teacher(corpus: TextCorpus, recipe: TextRecipe, device: str, watch: Callable[[float], None]) -> Teacher:
-    """Train the softmax model as the suite `text` trains that arm with seed 0: trials of learning rates first.
+    """Train the softmax model as the suite `text` trains it with seed 0: trials of learning rates first.
 
     Args:
         corpus, recipe: of that suite.
