@@ -86,7 +86,7 @@ def low_rank_gates_kernel(
     if gate_weight is not None:  # noqa: SIM102 (decided when it is compiled)
         if block < GATE_BLOCKS:
             _second_map(mixed + FIRST, gate_weight, gate_bias, y, block, R, M, N_G, RANK_G, WIDTH, BM, BN, BG, AHEAD)
-    if decay_weight is not None:  # noqa: SIM102
+    if decay_weight is not None:  # noqa: SIM102 (likewise)
         if block >= GATE_BLOCKS:
             _second_map(mixed + FIRST + RANK_G, decay_weight, None, y + N_G, block - GATE_BLOCKS, R, M, N_A, RANK_A,
                         WIDTH, BM, BN, BA, AHEAD)  # fmt: skip

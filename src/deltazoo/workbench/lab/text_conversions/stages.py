@@ -112,7 +112,7 @@ def convert_copy(
 
 
 class _StageTraining:
-    """The training of one stage, which stops now and then for whoever runs it.
+    """The training of one stage.
 
     Attributes:
         seconds: of its steps so far, not of what happens between them where it stops.
