@@ -253,9 +253,9 @@ def _warnings(layer: LayerDiagnosis) -> Iterator[str]:
         return
     for badness, sentence in _TROUBLES:
         degrees = [badness(head) for head in layer.heads]
-        troubled = [number for number, degree in enumerate(degrees) if degree is not None]
+        troubled = {number: degree for number, degree in enumerate(degrees) if degree is not None}
         if troubled:
-            worst = max(troubled, key=lambda number: degrees[number])  # type: ignore[arg-type, return-value]
+            worst = max(troubled, key=troubled.__getitem__)
             others = f" and {len(troubled) - 1} more" if len(troubled) > 1 else ""
             yield f"{layer.name} head {worst}{others}: {sentence(layer.heads[worst])}"
 

@@ -108,8 +108,11 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -
         else:
             spec = get_variant(layer.arrangement.variant)
             activation = getattr(layer.get_submodule(layer.arrangement.norm), "activation", "silu")
-            observe: Callable[..., None] = lambda _, output, gate: keep_output_gate(gate, activation)  # noqa: E731
-            hooks.enter_context(_observed(layer, "_norm_and_gate", observe))
+
+            def keep_gate(_: Any, output: Tensor, gate: Tensor) -> None:
+                keep_output_gate(gate, activation)
+
+            hooks.enter_context(_observed(layer, "_norm_and_gate", keep_gate))
         hooks.callback(layer.register_forward_hook(finish).remove)
         yield
 

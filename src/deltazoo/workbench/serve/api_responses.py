@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from deltazoo.workbench.serve.token_texts import TokenTexts
 __all__ = ["Answer", "ChatAnswer", "CompletionAnswer", "usage_of"]
 
 
-class Answer:
+class Answer(ABC):
     """The parts of one response that its chunks share; a subclass per endpoint.
 
     Args:
@@ -42,17 +43,17 @@ class Answer:
         chunk = {**self._common, "object": self.chunk_object, "choices": choices}
         return chunk if usage is None else {**chunk, "usage": usage}
 
+    @abstractmethod
     def begin(self, index: int) -> dict[str, Any] | None:
         """What a choice's first chunk holds before any text, if anything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def part(self, index: int, piece: Piece) -> dict[str, Any]:
         """A choice of a chunk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choice(self, index: int, output: Piece) -> dict[str, Any]:
         """A choice of a whole response."""
-        raise NotImplementedError
 
 
 class CompletionAnswer(Answer):
