@@ -23,6 +23,6 @@ script model "$ours" && {
 }
 script model "$theirs" --kind qwen3_next && {
     load "$theirs" --label "qwen3_next, deltazoo serve" --start "$(serve "$theirs" --context-limit 2048)"
-    load "$theirs" --label "qwen3_next, transformers serve" --model "$theirs" --clients 1 16 --rounds 1 --processes 1 \
+    load "$theirs" --label "qwen3_next, transformers serve" --model "$theirs" --clients 1 4 --rounds 1 --processes 1 \
         --start "$python -m transformers.cli.transformers serve $theirs --port {port}"
 }
