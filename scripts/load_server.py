@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import shlex
 import socket
 import statistics
@@ -309,7 +310,7 @@ def main() -> None:
         "stream_options": {"include_usage": True},
     }
     source = Prompts(args.tokenizer, args.prompt_tokens)
-    log = args.out.with_suffix(f".{args.label.replace(' ', '_')}.log")
+    log = args.out.with_suffix(f".{re.sub(r'[^A-Za-z0-9]+', '_', args.label)}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
 

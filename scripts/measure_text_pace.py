@@ -56,6 +56,7 @@ def main() -> None:
 def measure(configuration: str, way: Way, device: torch.device, steps: int) -> str:
     recipe, on_gpu = TextRecipe(), device.type == "cuda"
     if on_gpu:
+        torch.cuda.init()  # before it, memory has no statistics
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(0)

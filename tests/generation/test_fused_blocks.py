@@ -18,7 +18,7 @@ from deltazoo.generation import fused_blocks
 from deltazoo.generation.fused_blocks import FusedBlocks, why_not_fused
 from deltazoo.generation.merged_projections import MergedProjections
 
-NEGATIVE = ("neg_delta_net", "neg_gated_deltanet", "neg_kda")
+NEGATIVE = ("neg_delta_net", "neg_gated_deltanet")
 FUSED = ("delta_net", "gated_deltanet", "kda", *NEGATIVE, "grouped_values", "tied", "hybrid")
 INTERPRETED = ("delta_net", "gated_deltanet", "neg_gated_deltanet", "grouped_values", "hybrid", "kda")
 ORDINARY = ("gla", "erase_only", "without_conv", "micro_steps", "longhorn", "comba")

@@ -42,7 +42,9 @@ def test_filters(device):
     logits[:, 7] = logits[:, 3]  # equal ones
     filtered = rows._filter(logits / rows.temperature)
     for row, sampling in enumerate(SETTINGS[1:]):
-        assert torch.equal(filtered[row : row + 1], sampling.filter(logits[row : row + 1]))
+        expected = sampling.filter(logits[row : row + 1])
+        assert torch.equal(filtered[row : row + 1].isfinite(), expected.isfinite())
+        torch.testing.assert_close(filtered[row : row + 1], expected)  # a GPU divides by a number otherwise
 
 
 @pytest.mark.parametrize("device", DEVICES)

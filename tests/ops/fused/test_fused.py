@@ -415,6 +415,10 @@ def test_interpreted(case: Case, interpreted: dict[str, Results]) -> None:
 
 
 KNOWN_MISSES = {
+    "gated_deltanet": known_miss(
+        "three TF32 products are not one of float32: the gradient of dt_bias is off by 2.4e-6 for 1.8e-6",
+        at_most=3.0e-6,
+    ),
     "kda": known_miss(
         "three TF32 products are not one of float32: the gradient of dt_bias is off by 2.5e-6 for 2.0e-6",
         at_most=3.2e-6,

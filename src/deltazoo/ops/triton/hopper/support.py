@@ -153,7 +153,7 @@ def backward_refusal(plan: Plan) -> str | None:
     return None
 
 
-STRICT_SCANS = False
+STRICT_SCANS = True
 """Whether strict launches of the scan take the Gluon kernel. It has run so on a model of a thread block only."""
 
 
