@@ -43,14 +43,10 @@ from deltazoo.workbench.provenance import describe_run
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
 DENSE = {"mlp_layer_types": ["dense"] * 4}
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict[str, Any]] = {  # different kinds first: a run that is cut has some of each
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3]},
-    "qwen3_5_text": {},
-    "qwen3_5_moe_text": {"num_experts": 16},
-    "olmo_hybrid": {},
     "kimi_linear": DENSE,
-    "bailing_hybrid": {**DENSE, "num_mtp_layers": 0},
-    "glm5_next": DENSE,
+    "olmo_hybrid": {},
     "qwen4_exp_text": {
         "num_experts": 16,
         "indexer_n_heads": 16,
@@ -59,6 +55,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "indexer_budget": 2048,
         "indexer_compress_ratio": 16,
     },
+    "qwen3_5_text": {},
+    "bailing_hybrid": {**DENSE, "num_mtp_layers": 0},
+    "glm5_next": DENSE,
+    "qwen3_5_moe_text": {"num_experts": 16},
 }
 COMMON = {
     "num_hidden_layers": 4,
@@ -264,9 +264,9 @@ def decoding(model: Any, prompt: torch.Tensor, *, accelerated: bool) -> Iterator
     """Greedy decoding by transformers' loop and, of an accelerated model, by ours."""
     mask, made = torch.ones_like(prompt), len(prompt) * NEW_TOKENS
 
-    def generate(new_tokens: int) -> None:
-        options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": new_tokens}
-        model.generate(prompt, attention_mask=mask, **options)
+    def generate(new_tokens: int) -> torch.Tensor:
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new_tokens}
+        return model.generate(prompt, attention_mask=mask, **options)
 
     yield Phase("generate", partial(generate, NEW_TOKENS), made, partial(generate, 4))
     if not accelerated:

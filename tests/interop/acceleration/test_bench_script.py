@@ -41,6 +41,16 @@ def test_small_run_on_a_cpu(script, tmp_path, monkeypatch, capsys):
     assert all(phase in printed for phase in script.PHASES)
 
 
+def test_no_token_ends_what_is_timed(script):
+    model = script.make_model("qwen3_next", True, torch.device("cpu"), torch.float32)
+    prompt = torch.randint(3, 64, (1, 8))
+    with script.inference(model):
+        model.generation_config.eos_token_id = model(prompt).logits[0, -1].argmax().item()
+        assert model.generate(prompt, do_sample=False, max_new_tokens=6).shape == (1, 9)
+        (phase,) = script.decoding(model, prompt, accelerated=False)
+        assert phase.call().shape == (1, 8 + phase.tokens)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU, and here is one")
 def test_without_a_gpu_it_says_what_to_do(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_accelerate.py"])

@@ -1,0 +1,177 @@
+"""Writes the measured parts of docs/training.md, generation.md and serving.md from committed results.
+
+    python scripts/render_measured_parts.py
+
+Each part stands between two marked lines; the rest of the pages stays as it is. The results are those of
+bench_native_training.py, measure_drafts.py and load_servers.sh.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deltazoo.workbench.markdown import filled, table
+from deltazoo.workbench.provenance import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
+BEGIN = "<!-- measured: written by scripts/render_measured_parts.py from benchmarks/results/{name}.json -->"
+END = "<!-- end of what was measured -->"
+DECODING = {
+    "plain": "`generate`, steps not captured",
+    "prompt_lookup": "`generate`, prompt lookup of 8 tokens",
+    "draft": "`generate`, a draft model, 5 tokens at a time",
+    "captured": "`generate`, captured steps",
+    "deltazoo.generate": "`deltazoo.generate`, captured steps",
+}
+TRAINING = {
+    "whole": "ours, one document in each row",
+    "packed": "ours, several documents in each row",
+    "transformers": "transformers' own code, one document in each row",
+}
+
+
+def main() -> None:
+    for name, (page, _) in PARTS.items():
+        page.write_text(filled_in(name, page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(page)
+
+
+def filled_in(name: str, text: str) -> str:
+    """A page's text with the part of a result file made again."""
+    begin = BEGIN.format(name=name)
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    between = re.compile(re.escape(begin) + ".*?" + re.escape(END), re.DOTALL)
+    part = "\n".join([begin, "", PARTS[name][1](content), END])
+    return between.sub(lambda _: part, text)
+
+
+def machine(content: dict[str, Any]) -> str:
+    """Where, with what and when a run measured."""
+    run = Run(**content)
+    versions = f"torch {run.torch}, Triton {run.triton}, transformers {run.transformers}"
+    return f"{run.machine}, {versions}, {run.date[:10]}, commit `{run.short_commit}`."
+
+
+def native_training(content: dict[str, Any]) -> str:
+    """Training steps of the presets of transformers' classes."""
+    rows = sorted(content["rows"], key=lambda row: (row["preset"], [*TRAINING].index(row["way"])))
+    own = {row["preset"]: row for row in rows if row["way"] == "transformers"}
+    gains, shares, body = [], [], []
+    for row in rows:
+        times = row["tokens_per_s"] / own[row["preset"]]["tokens_per_s"]
+        if row["way"] != "transformers":
+            gains.append(times)
+            shares.append(100 * row["peak_gib"] / own[row["preset"]]["peak_gib"])
+        speed = f"{row['tokens_per_s']:,.0f} ({row['low']:,.0f} to {row['high']:,.0f})"
+        body.append([f"`{row['preset']}`", TRAINING[row["way"]], speed, f"{times:.1f}", f"{row['peak_gib']:.1f}"])
+    first = rows[0]
+    text = (
+        f"The two presets train {min(gains):.1f} to {max(gains):.1f} times as fast as on transformers' own code, in "
+        f"{min(shares):.0f}% to {max(shares):.0f}% of its memory. That code is plain torch, which runs where "
+        "flash-linear-attention and causal-conv1d are not installed; it does not keep packed documents apart."
+    )
+    how = (
+        "Steps are forward, backward, clipping and AdamW on "
+        f"{first['rows']} rows of {first['row_length']:,} random tokens, bfloat16 autocast "
+        "(`scripts/bench_native_training.py`). Medians of five steps, with the least and the most. "
+        f"{machine(content['run'])}"
+    )
+    header = ["preset", "operators and rows", "tokens/s", "times", "peak, GiB"]
+    return f"{filled(text)}\n\n{filled(how)}\n\n{table(header, body, text_columns=2)}"
+
+
+def drafts(content: dict[str, Any]) -> str:
+    """Assisted decoding beside captured steps."""
+    rows = {row["way"]: row for row in content["rows"]}
+    speed = {way: row["tokens_per_second"] for way, row in rows.items()}
+    best = max(speed["draft"], speed["prompt_lookup"])
+    target, draft = content["training"]["target"], content["training"]["draft"]
+    call, back = content["rollback"]["call_ms"], content["rollback"]["rollback_ms"]
+    text = (
+        "Drafts help only where steps are not captured. Here a draft model makes `generate` "
+        f"{speed['draft'] / speed['plain']:.1f} times as fast as such steps, prompt lookup "
+        f"{speed['prompt_lookup'] / speed['plain']:.1f} times, and [captured steps](#one-cuda-graph-per-step) "
+        f"{speed['captured'] / speed['plain']:.0f} times, which is {speed['captured'] / best:.0f} times the better of "
+        "the two. So leave drafts out for one row of a model of this size: assisted decoding launches every pass from "
+        f"the host, which takes longer than the GPU needs. A call of 6 tokens takes {call:.1f} ms, taking 3 of them "
+        f"back another {back:.1f} ms."
+    )
+    how = (
+        f"A Gated DeltaNet of {target['parameters'] / 1e6:.0f} M parameters in {target['layers']} layers, and a draft "
+        f"model of {draft['parameters'] / 1e6:.1f} M in {draft['layers']}, both trained for seconds on bytes of "
+        "Python's standard library; one row, greedy, bfloat16 (`scripts/measure_drafts.py`). Medians over three "
+        f"prompts, with the slowest and the fastest. {machine(content['run'])}"
+    )
+    body = [
+        [
+            DECODING[way],
+            f"{speed[way]:,.0f} ({rows[way]['slowest']:,.0f} to {rows[way]['fastest']:,.0f})",
+            f"{rows[way]['tokens_per_pass']:.1f}",
+            rows[way]["equal_to_plain"],
+        ]
+        for way in DECODING
+    ]
+    header = ["decoding", "tokens/s", "tokens per pass", "outputs equal to plain steps'"]
+    return f"{filled(text)}\n\n{filled(how)}\n\n{table(header, body, text_columns=1)}"
+
+
+def serving(content: dict[str, Any]) -> str:
+    """The server under many clients, beside `deltazoo.generate` on as many rows."""
+    loops = [run for run in content["runs"] if run["label"] == "deltazoo.generate"]
+    generate: dict[int, float] = {}
+    for row in (row for loop in loops for row in loop["rows"]):
+        generate[row["rows"]] = max(row["tokens_per_second"], generate.get(row["rows"], 0.0))
+    asked = [(run["run"], row) for run in content["runs"] if run not in loops for row in run["rows"]]
+    one, prompts = next(row for _, row in asked if row["clients"] == 1), loops[0]["rows"][0]["prompt_tokens"]
+    rounds, new_tokens = one["requests"], one["new_tokens"] / one["requests"]
+    shares = [row["tokens_per_second"] / generate[row["clients"]] for _, row in asked]
+    body = [
+        [
+            f"`{widths(run['command'])}`",
+            f"{row['clients']}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{generate[row['clients']]:,.0f}",
+            f"{100 * share:.0f}%",
+            f"{row['first_token_p50']:.2f}",
+            f"{row['first_token_p99']:.2f}",
+            f"{row['failed']} of {row['requests']}",
+        ]
+        for (run, row), share in zip(asked, shares, strict=True)
+    ]
+    many = [share for (_, row), share in zip(asked, shares, strict=True) if row["clients"] > 1]
+    text = (
+        f"Under load the server reaches {100 * min(many):.0f}% to {100 * max(many):.0f}% of the throughput of "
+        "`deltazoo.generate` on one batch of as many rows as there are clients. The host bounds it: one Python process "
+        "takes the requests, launches the passes over their prompts and writes the events of all streams."
+    )
+    how = (
+        "The Gated DeltaNet of [model_speed.md](model_speed.md) with random weights, bfloat16. Each client streams "
+        f"{rounds} completions of {new_tokens:.0f} tokens, one after the other, greedy, after prompts of {prompts:,} "
+        "without a common beginning (`scripts/load_servers.sh`). Tokens per second are new tokens alone; the time "
+        f"includes the prompts, as that of `generate` does, of which the fastest of {len(loops)} runs is shown. "
+        f"{machine(asked[-1][0])} Code after that commit was not measured."
+    )
+    if not any("transformers serve" in run["label"] for run in content["runs"]):
+        how += " Not measured: hybrids, and transformers' own server."
+    header = ["`--widths`", "clients", "tokens/s", "`generate`", "share", "first token, s, p50", "p99", "failed"]
+    return f"{filled(text)}\n\n{filled(how)}\n\n{table(header, body, text_columns=1)}"
+
+
+def widths(command: list[str]) -> str:
+    """The widths with which a command started the server."""
+    found = re.search(r"--widths ([\d,]+)", " ".join(command))
+    return found[1] if found else "1,8,32,64"
+
+
+PARTS: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
+    "native_training_h200": (DOCS / "training.md", native_training),
+    "drafts_h200": (DOCS / "generation.md", drafts),
+    "serving_http_h200": (DOCS / "serving.md", serving),
+}
+
+if __name__ == "__main__":
+    main()

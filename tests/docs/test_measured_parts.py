@@ -1,0 +1,28 @@
+"""The measured parts of training.md, generation.md and serving.md show the committed results."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("render_measured_parts", ROOT / "scripts" / "render_measured_parts.py")
+assert SPEC is not None and SPEC.loader is not None
+render = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(render)
+
+
+@pytest.mark.parametrize("name", render.PARTS)
+def test_a_page_shows_the_committed_results(name: str) -> None:
+    text = render.PARTS[name][0].read_text(encoding="utf-8")
+    assert text.count(render.BEGIN.format(name=name)) == 1, "the part has no place on the page"
+    assert render.filled_in(name, text) == text, "run scripts/render_measured_parts.py"
+
+
+def test_what_stands_around_a_part_stays() -> None:
+    begin = render.BEGIN.format(name="drafts_h200")
+    text = render.filled_in("drafts_h200", f"before\n{begin}\nold\n{render.END}\nafter\n")
+    assert text.startswith(f"before\n{begin}\n\n") and text.endswith(f"\n{render.END}\nafter\n")
+    assert "old" not in text and "`deltazoo.generate`, captured steps" in text
