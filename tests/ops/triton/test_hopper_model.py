@@ -102,8 +102,10 @@ class Model:
             content.copy_(torch.from_numpy(memory[starts[pointer] : starts[pointer] + len(content)]))
 
 
-def results(x: DeltaRuleInputs, scale: float, model: Model, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """Results and gradients by the kernels on the model; gradients in place, as autograd wants them."""
+def results(
+    x: DeltaRuleInputs, scale: float, model: Model, monkeypatch: pytest.MonkeyPatch, recorded: bool = True
+) -> dict[str, Tensor]:
+    """Results by the kernels on the model; if `recorded` gradients too, in place, as autograd wants them."""
     new_empty = Tensor.new_empty
 
     def uninitialised(like: Tensor, *shape: Any, **options: Any) -> Tensor:
@@ -119,6 +121,8 @@ def results(x: DeltaRuleInputs, scale: float, model: Model, monkeypatch: pytest.
         patch.setattr(Tensor, "new_empty", uninitialised)
         inputs = (x.q, x.k, x.v, x.beta, x.log_decay, scale, x.initial_state, None, None, None, False, 1)
         problem = pipeline.Problem(*inputs)
+        if not recorded:
+            return dict(zip(("output", "final_state"), pipeline.infer(problem), strict=True))
         output, final_state, kept = pipeline.forward(problem)
         gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state, in_place=True)
     names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]
@@ -142,7 +146,7 @@ SEGMENTS = replace(SHORT, name="segments", T=200)
 
 def judge(
     case: DeltaRuleCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, kernels: set[str],
-    change: Callable[[DeltaRuleInputs], None] = lambda _: None,
+    change: Callable[[DeltaRuleInputs], None] = lambda _: None, recorded: bool = True,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Right, the same bits at any timing, no hazard, and by these kernels."""
     x, model = case.make(dtype=dtype), Model()
@@ -151,7 +155,8 @@ def judge(
     plain = results_and_gradients(delta_rule, x, backend="chunkwise")
     found = []
     for model.timing in (Timing(late=True, first=0), Timing(late=False, first=2)):
-        found.append(results(x, case.K**-0.5, model, monkeypatch))
+        found.append(results(x, case.K**-0.5, model, monkeypatch, recorded))
+    exact, plain = ({name: answers[name] for name in found[0]} for answers in (exact, plain))
     assert_within_reference(found[0], exact, plain, x, rounding=dtype, floor=4.0)
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
     assert not model.hazards, model.hazards
@@ -169,14 +174,6 @@ def some_zero_and_large(x: DeltaRuleInputs) -> None:
     x.beta[0, 70, 0] = 1.9  # in the second chunk
 
 
-@pytest.mark.sweep
-def test_recorded_forward_pass_and_strict_scans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "RECORDED_FORWARD", True)
-    monkeypatch.setattr(support, "STRICT_SCANS", True)
-    kernels = {"hopper_forward_kernel", "prepare_rest_kernel", "invert_kernel", "hopper_scan_kernel", "backward_kernel"}
-    judge(SHORT, torch.bfloat16, monkeypatch, kernels, some_zero_and_large)
-
-
 MANY = [
     *((replace(SHORT, name=f"{decay}-{d}", decay=decay), d) for decay in ("none", "scalar", "channel")
       for d in (torch.bfloat16, torch.float16)),
@@ -187,13 +184,17 @@ MANY = [
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("new", [False, True], ids=["chosen", "all"])
+@pytest.mark.parametrize("case", [SHORT, replace(SHORT, name="fresh", decay="none", initial_state=False)], ids=str)
+def test_fused_forward_pass(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {"hopper_forward_kernel", "prepare_rest_kernel", "invert_kernel", "hopper_scan_kernel"}
+    judge(case, torch.bfloat16, monkeypatch, kernels, some_zero_and_large, recorded=False)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "dtype"), MANY, ids=[case.name for case, _ in MANY])
-def test_many_cases(case: DeltaRuleCase, dtype: torch.dtype, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_cases(case: DeltaRuleCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.name.startswith("segments"):
         monkeypatch.setattr(plan, "segments_of", lambda chunks, programs: (-(-chunks // 2), 2))
-    monkeypatch.setattr(support, "RECORDED_FORWARD", new)
-    monkeypatch.setattr(support, "STRICT_SCANS", new)
     judge(case, dtype, monkeypatch, set(), some_zero_and_large)
 
 

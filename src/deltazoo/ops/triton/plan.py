@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.ops.triton.hopper import support
 from deltazoo.ops.triton.hopper.support import (
     BACKWARD,
     FUSED_FORWARD,
-    KEPT_STAGES,
     backward_refusal,
     refusal,
     reverse_scan_options,
@@ -107,17 +105,12 @@ class Plan:
         """Heads of all sequences."""
         self.many_scans = self.heads * self.segments * -(-self.V // 128) > FEW_SCANS
         self.hopper = gluon and refusal(self) is None
-        """Whether Gluon kernels take the serial scans that are not strict."""
+        """Whether Gluon kernels take the serial scans, but for strict reverse ones."""
 
     @property
     def fused_backward(self) -> bool:
         """Whether one Gluon kernel makes all gradients, of heads without a chunk that has a large gain."""
         return self.hopper and backward_refusal(self) is None
-
-    @property
-    def hopper_scans(self) -> dict[bool, bool]:
-        """Whether Gluon kernels take the strict and the other launches of the scan."""
-        return {True: self.hopper and support.STRICT_SCANS, False: self.hopper}
 
     @property
     def separate(self) -> bool:
@@ -197,12 +190,11 @@ class Plan:
         )  # fmt: skip
 
     @per_plan
-    def fused_forward(self, initial: bool, keep: bool) -> Constants:
-        """The launch of the fused forward pass; `initial`: from a given state, `keep`: a backward pass follows."""
-        options = FUSED_FORWARD | (dict(STAGES=KEPT_STAGES) if keep else {})
+    def fused_forward(self, initial: bool) -> Constants:
+        """The launch of the fused forward pass; `initial`: from a given state."""
         return Constants(
             self.B * self.HV, scale=self.scale, T=self.T, H=self.H, HV=self.HV, DECAY=self.decay == 1, INITIAL=initial,
-            BY_GAIN=self.by_gain, KEEP=keep, **options,
+            BY_GAIN=self.by_gain, **FUSED_FORWARD,
         )  # fmt: skip
 
     @per_plan
