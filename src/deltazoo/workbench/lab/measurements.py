@@ -20,7 +20,8 @@ _NAMES = ("numerics", "complexity")
 def run_measurements(
     folder: Path, suite: str, environment: Environment, device: str, report: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Measure what has no file in `folder` yet: numerics, with the full suite complexity too; nothing with `family`.
+    """Measure what has no file in `folder` yet: numerics, with the full suite complexity too; nothing with
+    `family` and `causes`.
 
     Returns:
         Name -> what was measured.
@@ -28,7 +29,7 @@ def run_measurements(
     folder.mkdir(parents=True, exist_ok=True)
     on_gpu = torch.device(device).type == "cuda"
     wanted: dict[str, Callable[[], dict[str, Any]]] = {}
-    if suite != "family":
+    if suite not in ("family", "causes"):
         wanted["numerics"] = lambda: measure_numerics(device)
     if suite == "full":
         wanted["complexity"] = lambda: measure_complexity(device, longest=131072 if on_gpu else 16384)

@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 def lab(
     context: typer.Context,
-    suite: Annotated[str, typer.Option(help="mini, full, family, text or text-conversions.")] = "mini",
+    suite: Annotated[str, typer.Option(help="mini, full, family, causes, text or text-conversions.")] = "mini",
     only: Annotated[
         str,
         typer.Option(

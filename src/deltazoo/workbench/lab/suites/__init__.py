@@ -1,14 +1,15 @@
-"""The suites: `mini` for two CPU cores and three minutes, `full` and `family` for one large GPU."""
+"""The suites: `mini` and `causes` for a CPU (three minutes, half an hour), `full` and `family` for one large GPU."""
 
 from deltazoo.names import unknown
 from deltazoo.workbench.lab.claims import Claim
+from deltazoo.workbench.lab.suites.causes import CAUSES
 from deltazoo.workbench.lab.suites.family import FAMILY
 from deltazoo.workbench.lab.suites.full import FULL
 from deltazoo.workbench.lab.suites.mini import MINI
 
 __all__ = ["SUITES", "get_suite"]
 
-SUITES: dict[str, tuple[Claim, ...]] = {"mini": MINI, "full": FULL, "family": FAMILY}
+SUITES: dict[str, tuple[Claim, ...]] = {"mini": MINI, "full": FULL, "family": FAMILY, "causes": CAUSES}
 
 
 def get_suite(name: str) -> tuple[Claim, ...]:
