@@ -14,7 +14,7 @@ import torch
 from helpers import run_python
 
 import deltazoo
-from deltazoo.layers import l2_normalize
+from deltazoo.layers import bounded_step, l2_normalize
 from deltazoo.ops import delta_rule
 from deltazoo.ops.step_size import euler, exact
 from deltazoo.workbench.cli import main
@@ -28,7 +28,7 @@ from deltazoo.workbench.lab.lab_page import _wall_clock
 from deltazoo.workbench.lab.lab_plots import draw_complexity, draw_numerics
 from deltazoo.workbench.lab.lab_records import Environment, Record, ResultFile, decisive_files, read_records
 from deltazoo.workbench.lab.numerics import ROUNDED_FORM, judge_numerics, measure_numerics
-from deltazoo.workbench.lab.repeated_keys import judge_repeated_keys
+from deltazoo.workbench.lab.repeated_keys import bound_of, judge_repeated_keys
 from deltazoo.workbench.lab.runner import Plan, _in_order, run_suite
 from deltazoo.workbench.lab.suite_selection import Selection, select
 from deltazoo.workbench.lab.task import get_task, list_tasks
@@ -302,10 +302,15 @@ def test_measurements_are_judged_and_drawn(tmp_path: Path) -> None:
     assert [check.verdict for check in checks] == ["pass"] * len(checks)
     norms = measured["state_norm"]
     assert norms["unguarded"][-1] > 50 and max(norms["guarded"]) < 1.01
+    shape = {"tokens": 1024, "dim": 128}
     far_off = {"dtype": "bfloat16", "pattern": "one key", "beta": 2.0, "who": "token loop", "error": 4e13}
     for row in (far_off, {**far_off, "error": None}):
-        assert judge_repeated_keys({"rows": [row]})[0].verdict == "fail"
-    assert judge_repeated_keys({"rows": [{**far_off, "who": "fla"}]})[0].verdict == "printed"
+        assert judge_repeated_keys({**shape, "rows": [row]})[0].verdict == "fail"
+    assert judge_repeated_keys({**shape, "rows": [{**far_off, "who": "fla"}]})[0].verdict == "printed"
+    forgotten = {**far_off, "dtype": "float32", "beta": 1.9, "error": 2e-4}  # below step size 2 nothing adds up
+    at_two = {**forgotten, "beta": 2.0}
+    for row, verdict in ((forgotten, "fail"), (at_two, "fail"), ({**at_two, "who": "chunkwise"}, "pass")):
+        assert judge_repeated_keys({**shape, "rows": [row]})[0].verdict == verdict
     measured["repeated_keys"]["rows"].append({**far_off, "who": "fla", "error": None})
     complexity = measure_complexity("cpu", longest=256, seconds=0.0)
     assert {row["form"] for row in complexity["length"]} >= {"token loop", "parallel scan", "chunkwise", "softmax"}
@@ -483,3 +488,40 @@ def test_the_rounding_gate_is_what_rounded_operands_give() -> None:
     exact = outputs(lambda x: x)
     once, everywhere = ((x - exact).norm() for x in (half(exact), half(outputs(half))))
     assert 2.5 < everywhere / once < ROUNDED_FORM
+
+
+def test_the_gate_of_repeated_keys_is_the_rounding_of_a_keys_squared_length() -> None:
+    """One key, step size 2, float32: the product k k^T in float32 and all else in float64 gives its error."""
+    torch.manual_seed(0)
+    heads, dim, chunk = 4, 128, 64
+    key = l2_normalize(torch.randn(heads, 1, dim))
+    steps = bounded_step(torch.full((1, 1, heads), 2.0), key.transpose(0, 1)[None])
+    beta = steps[0, 0, :, None, None].double()
+
+    def outputs(product: torch.Tensor) -> torch.Tensor:
+        """Of the chunk form in float64, `product` standing for k k^T."""
+        K = key.double().expand(-1, chunk, -1)
+        A = torch.linalg.inv(torch.eye(chunk, dtype=torch.float64) + (beta * product.double()).tril(-1)) * beta
+        state, found = torch.zeros(heads, dim, dim, dtype=torch.float64), []
+        for Q, V in zip(q.double().split(chunk, 1), v.double().split(chunk, 1), strict=True):
+            U = A @ (V - K @ state)
+            found.append(Q @ state + (Q @ K.mT).tril() @ U)
+            state = state + K.mT @ U
+        return torch.cat(found, 1)
+
+    repeated = key.expand(-1, chunk, -1).contiguous()
+    errors = {}
+    for tokens in (1024, 2048):
+        q, v = l2_normalize(torch.randn(heads, tokens, dim)), torch.randn(heads, tokens, dim)
+        exact = outputs(repeated.double() @ repeated.double().mT)
+        inputs = (x.transpose(0, 1)[None] for x in (q, key.expand(-1, tokens, -1), v))
+        whole = delta_rule(*inputs, steps.expand(-1, tokens, -1), scale=1.0, backend="chunkwise").output
+        whole = whole[0].transpose(0, 1).double()
+        alone, of_all = (float((x - exact).norm() / exact.norm()) for x in (outputs(repeated @ repeated.mT), whole))
+        assert alone == pytest.approx(of_all, rel=0.1)
+        errors[tokens] = of_all
+        assert errors[tokens] < bound_of({"dtype": "float32", "beta": 2.0, "who": "chunkwise"}, tokens, dim)
+        # The gate's arithmetic: the rounding of 2 k k^T, times T / sqrt(6).
+        off = 2 * ((repeated @ repeated.mT).double() - repeated.double() @ repeated.double().mT).mean((1, 2))
+        assert alone == pytest.approx(float(off.square().mean().sqrt()) * tokens / 6**0.5, rel=0.3)
+    assert errors[2048] == pytest.approx(2 * errors[1024], rel=0.3)
