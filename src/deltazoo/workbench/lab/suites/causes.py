@@ -153,7 +153,7 @@ CAUSES = (
         statement="EFLA's lead over DeltaNet under brightness, noise and lost pixels exceeds the spread over seeds, at "
         "the paper's two learning rates and at equal ones.",
         paper="Why the suites mini and full warn or fail: their claims on digits (arXiv:2512.12602)",
-        differences="mini's recipe on images of 8 x 8 with four seeds and two learning rates; then four times the steps",
+        differences="mini's images of 8 x 8, four seeds and two learning rates; then four times the steps",
         experiments=(DIGITS_SEEDS, DIGITS_LONGER),
         judge=_digits,
     ),
