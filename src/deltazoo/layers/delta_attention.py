@@ -16,7 +16,7 @@ from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
 from deltazoo.layers.sequences import Sequences, SharedSequences, describe_sequences, describe_shared
-from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
+from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve, state_after
 from deltazoo.layers.state import LayerStates, MixerState, StateAccess, StateStore
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.fused import fused_kernels_fit, fused_softplus_decay
@@ -258,8 +258,10 @@ class DeltaRuleAttention(Float32Parameters):
             states.set_state(self.layer_idx, before, 0)
         past = StateAccess(states, self.layer_idx)
         sequences = sequences.first(count)
-        q, k, v = (y[:, :count] for y in projected)
-        *_, conv_state = self._convolve(q, k, v, past, sequences)
+        conv_state = None
+        if self.conv_size:
+            q, k, v = (y[:, :count] for y in projected)
+            conv_state = state_after((self.q_conv1d, self.k_conv1d, self.v_conv1d), q, k, v, past, sequences)
         inputs = inputs.first(count).mask_padding(sequences)
         inputs, auxiliary = self.with_auxiliary_state(x[:, :count], inputs, past, sequences)
         return MixerState(conv_state, self.apply_rule(inputs, past, sequences).final_state, auxiliary)

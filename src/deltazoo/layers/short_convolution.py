@@ -23,6 +23,7 @@ __all__ = [
     "convolve_token",
     "depthwise_sum",
     "last_inputs",
+    "state_after",
 ]
 
 
@@ -274,6 +275,22 @@ def convolve(
     return q, k, v, torch.cat([q_state, k_state, v_state], dim=1) if past.wanted else None
 
 
+def state_after(
+    convolutions: Convolutions, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
+) -> Tensor:
+    """The new state that `convolve` returns, without the outputs."""
+    width = convolutions[0].kernel_size - 1
+    if isinstance(sequences, SharedSequences):
+        return last_tokens((q, k, v), width, sequences.context).mT
+    x = torch.cat([q, k, v], dim=-1)
+    if past.recurrent is not None:
+        before = _checked_state(past.conv, x.shape[2]).transpose(1, 2).to(x.dtype)
+    else:
+        num_sequences = sequences.num_sequences if isinstance(sequences, PackedSequences) else x.shape[0]
+        before = x.new_zeros(num_sequences, width, x.shape[2])
+    return last_inputs(x, before, sequences)
+
+
 def _convolve_piece(
     convolutions: Convolutions, inputs: tuple[Tensor, Tensor, Tensor], past: StateAccess, sequences: SharedSequences
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -282,7 +299,7 @@ def _convolve_piece(
     before = tokens_before(inputs, width, sequences.context)
     q, k, v = (torch.cat(parts, 1) for parts in zip(before, inputs, strict=True))
     q, k, v, _ = convolve(convolutions, q, k, v, StateAccess(None, None), sequences.with_tokens_before(width))
-    state = last_tokens(inputs, width, sequences.context).mT if past.wanted else None
+    state = state_after(convolutions, *inputs, past, sequences) if past.wanted else None
     return q[:, width:], k[:, width:], v[:, width:], state
 
 

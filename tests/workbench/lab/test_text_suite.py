@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from deltazoo.workbench.cli import main
 from deltazoo.workbench.lab.lab_records import Environment
@@ -141,6 +142,22 @@ def test_every_configuration_has_the_same_number_of_parameters() -> None:
         build_model("kda", replace(RECIPE, parameters=9_000), 400)
     with pytest.raises(ValueError, match="needs a rule beside"):
         build_model(hybrid_of("softmax"), recipe, 8192)
+
+
+def test_softmax_attention_takes_the_fast_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16-bit inputs and no mask: what torch's flash attention needs, and a fair comparison with it."""
+    calls = []
+    attend = F.scaled_dot_product_attention
+
+    def watched(*inputs: torch.Tensor, **options: object) -> torch.Tensor:
+        calls.append(([x.dtype for x in inputs], options["attn_mask"], options["is_causal"]))
+        return attend(*inputs, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model, tokens = build_model("softmax", RECIPE, 400).train(), torch.randint(400, (2, 65))
+    with torch.autocast("cpu", torch.bfloat16):  # as the suite trains on a GPU; on a CPU it does so in float32
+        model(input_ids=tokens[:, :-1], labels=tokens[:, :-1], shift_labels=tokens[:, 1:], use_cache=False)
+    assert calls == [([torch.bfloat16] * 3, None, True)] * RECIPE.num_layers
 
 
 def test_rows_visit_an_epoch_once_and_go_on_in_another_order() -> None:

@@ -162,7 +162,8 @@ class AcceleratedMixer:
     ) -> MixerState:
         """The state after the first `count` tokens of a call, whose tensors these are; see `Replay`."""
         sequences = sequences.first(count)
-        _, window = self._convolve(qkv[:, :count], before, sequences, None)
+        qkv = qkv[:, :count]
+        window = self._window(qkv, self._inputs_before(qkv, before, sequences), sequences)
         inputs = inputs.first(count).mask_padding(sequences)
         return MixerState(window, self.apply_rule(inputs, before).final_state)
 
@@ -170,22 +171,32 @@ class AcceleratedMixer:
         self: Any, qkv: Tensor, before: MixerState | None, sequences: Sequences, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
-        taps, state = self.conv_kernel_size, None if before is None else before.conv
-        past = qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2]) if state is None else state.transpose(1, 2).to(qkv.dtype)
-        if isinstance(sequences, SharedSequences):
-            (past,) = tokens_before((qkv,), taps, sequences.context)
+        state, past = None if before is None else before.conv, self._inputs_before(qkv, before, sequences)
+        window = self._window(qkv, past, sequences)
         if sequences.whole_rows and self.fuses(qkv, state) and (positions is None or state is None):
             older = None if state is None else past[:, 1:].transpose(1, 2)
-            window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
-            return _fused_convolution(qkv, self.conv1d.weight[:, 0], older, positions), window.transpose(1, 2)
-        history = torch.cat([past, qkv], dim=1)
+            return _fused_convolution(qkv, self.conv1d.weight[:, 0], older, positions), window
+        history = torch.cat([past[:, 1:], qkv], dim=1)
+        return F.silu(depthwise_sum(history, self.conv1d.weight, positions)).to(qkv.dtype), window
+
+    def _inputs_before(self: Any, qkv: Tensor, before: MixerState | None, sequences: Sequences) -> Tensor:
+        """The `conv_kernel_size` inputs before each row, `[B, taps, C]`, zeros where there are none."""
+        taps = self.conv_kernel_size
+        if isinstance(sequences, SharedSequences):
+            return tokens_before((qkv,), taps, sequences.context)[0]
+        if before is None or before.conv is None:
+            return qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2])
+        return before.conv.transpose(1, 2).to(qkv.dtype)
+
+    def _window(self: Any, qkv: Tensor, past: Tensor, sequences: Sequences) -> Tensor:
+        """The last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
+        taps = self.conv_kernel_size
         if isinstance(sequences, PaddedSequences):
             index = sequences.lengths + torch.arange(taps, device=qkv.device)
-            window = history.gather(1, index[..., None].expand(-1, -1, qkv.shape[2]))
+            window = torch.cat([past, qkv], dim=1).gather(1, index[..., None].expand(-1, -1, qkv.shape[2]))
         else:
-            window = history[:, -taps:]
-        convolved = F.silu(depthwise_sum(history[:, 1:], self.conv1d.weight, positions)).to(qkv.dtype)
-        return convolved, window.transpose(1, 2)
+            window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
+        return window.transpose(1, 2)
 
     def _heads(self: Any, qkv: Tensor, projections: Projections) -> list[Tensor]:
         """q, k and v of the convolved `[B, T, C]`, each `[B, T, heads, head dimension]`."""
