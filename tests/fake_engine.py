@@ -97,18 +97,17 @@ class FakeEngine:
         changed = list(self._running)
         for stream in changed:
             pieces = self._running[stream]
-            if stream in self._cancelled:
-                stream.put(Piece(finish_reason="cancelled"))
-            elif 2 in stream.request.prompt and stream.completion_tokens == 2:
+            piece = Piece(finish_reason="cancelled") if stream in self._cancelled else pieces.pop(0)
+            if piece.finish_reason != "cancelled" and 2 in stream.request.prompt and stream.completion_tokens == 2:
                 stream.fail(ValueError("a matrix is not what it should be"))
                 self.finished["error"] += 1
             else:
-                stream.put(pieces.pop(0))
+                stream.put(piece)
+                if piece.finish_reason is not None:
+                    self.finished[piece.finish_reason] += 1
             if stream.ended:
                 del self._running[stream]
                 self._cancelled.discard(stream)
-                if stream._piece is not None and stream._piece.finish_reason:
-                    self.finished[stream._piece.finish_reason] += 1
         for stream in [stream for stream in self._waiting if stream in self._cancelled]:
             self._waiting.remove(stream)
             stream.put(Piece(finish_reason="cancelled"))

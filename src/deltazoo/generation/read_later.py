@@ -1,11 +1,11 @@
-"""Values of a device that the host reads once they are there, without waiting for what the device does afterwards."""
+"""What the host learns of a device without waiting for what the device does afterwards."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["read_later"]
+__all__ = ["read_later", "wait_for"]
 
 
 def read_later(x: Tensor) -> Callable[[], Tensor]:
@@ -19,11 +19,19 @@ def read_later(x: Tensor) -> Callable[[], Tensor]:
         return lambda: copied
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(x.device))
+    wait = wait_for(x.device)
 
-    def wait() -> Tensor:
-        arrived.synchronize()
+    def read() -> Tensor:
+        wait()
         return host
 
-    return wait
+    return read
+
+
+def wait_for(device: torch.device) -> Callable[[], None]:
+    """A function that waits for what the device has been given until now."""
+    if device.type != "cuda":
+        return lambda: None
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(device))
+    return done.synchronize

@@ -19,7 +19,8 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
 from deltazoo.generation.decoder import check_model
-from deltazoo.generation.read_later import read_later
+from deltazoo.generation.read_later import read_later, wait_for
+from deltazoo.generation.row_copies import RowCopies
 from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.generation.row_sampling import RowSampling, Way
 from deltazoo.generation.sampling import Sampling
@@ -74,6 +75,7 @@ class RowTable:
             ) from error
         self.empty = snapshot(cache, rows=[0], num_tokens=0).with_tensors(torch.zeros_like)
         self._caches = {width: some_rows(cache, slice(width)) for width in self.widths}
+        self._copies = RowCopies(cache) if RowCopies.serve(cache) else None
         self._steps: dict[int, CapturedStep] = {}
         self._draws: dict[tuple[int, Way], Callable[[], object]] = {}
 
@@ -95,17 +97,23 @@ class RowTable:
             position: of that token in the row.
             sampling, seed: how the row's tokens are drawn.
         """
-        restore(self._caches[self.widths[-1]], state, rows=[row])
+        if self._copies is not None:
+            self._copies.put(row, state)
+        else:
+            restore(self._caches[self.widths[-1]], state, rows=[row])
         self.token[row].fill_(token)
         self.position[row].fill_(position)
         self.sampling.put(row, sampling, seed)
 
     @torch.no_grad()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy some rows over others."""
-        cache = self._caches[self.widths[-1]]
-        num_tokens = 0 if self._columns is None else len(self._columns)
-        restore(cache, snapshot(cache, rows=sources, num_tokens=num_tokens), rows=targets)
+        """Copy some rows over others, which are not among them."""
+        if self._copies is not None:
+            self._copies.move(sources, targets)
+        else:
+            cache = self._caches[self.widths[-1]]
+            num_tokens = 0 if self._columns is None else len(self._columns)
+            restore(cache, snapshot(cache, rows=sources, num_tokens=num_tokens), rows=targets)
         for x in (self.token, self.position):
             for source, target in zip(sources, targets, strict=True):
                 x[target].copy_(x[source])
@@ -197,6 +205,7 @@ class PromptRows:
         self._caches = [fixed_cache(model, max_length or 1) for _ in range(1 if padded else rows)]
         for cache in self._caches:
             restore(cache, empty.fork(rows) if padded else empty)
+        self._copies = RowCopies(self._caches[0]) if padded else None
         self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
         self._columns = torch.arange(piece, device=model.device)
@@ -213,32 +222,35 @@ class PromptRows:
     def load(self, row: int, state: Snapshot | None) -> None:
         """Continue a row from a state; None: from the beginning."""
         state = self.empty if state is None else state
-        if self.padded:
-            restore(self._caches[0], state, rows=[row])
+        if self._copies is not None:
+            self._copies.put(row, state)
         else:
             restore(self._caches[row], state)
 
     @torch.no_grad()
     def take(self, row: int, num_tokens: int) -> Snapshot:
         """The state of a row, which has had `num_tokens` tokens."""
-        if self.padded:
-            return snapshot(self._caches[0], rows=[row], num_tokens=num_tokens)
+        if self._copies is not None:
+            return self._copies.take(row, num_tokens)
         return snapshot(self._caches[row], num_tokens=num_tokens)
 
     @torch.no_grad()
-    def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+    def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]]) -> Callable[[], None]:
         """Advance some rows; the contents of the others are lost.
 
         Args:
             pieces: by row: how many tokens the row has had, and at most `piece` further ones. They are all whole, or
                 all shorter: a row must take the same way whatever the others do.
+
+        Returns:
+            A function that waits until the device has done it.
         """
         if not self.padded:
             for row, (start, tokens) in pieces.items():
                 ids = self._on_device([tokens])
                 positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
                 _forward(self.model, ids, self._caches[row], positions)
-            return
+            return wait_for(self._tokens.device)
         kinds = {len(tokens) == self.piece for _, tokens in pieces.values()}
         if len(kinds) != 1:
             raise ValueError(f"pieces of one pass must all have {self.piece} tokens, or all fewer")
@@ -247,6 +259,7 @@ class PromptRows:
         self._tokens.copy_(self._on_device([[*tokens, *[0] * (self.piece - len(tokens))] for tokens in given]))
         self._lengths.copy_(self._on_device([[len(tokens)] for tokens in given]))
         self._passes[kinds.pop()].replay()
+        return wait_for(self._tokens.device)
 
     def _run_all(self, whole: bool) -> Tensor:
         mask = None if whole else {"linear_attention": self._columns < self._lengths}

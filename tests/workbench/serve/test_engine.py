@@ -54,7 +54,7 @@ def recorded(engine, monkeypatch):
     calls = []
     run, step = engine.prompts.run, engine.table.step
     monkeypatch.setattr(
-        engine.prompts, "run", lambda pieces: (calls.append(("pass", [x for x, _ in pieces.values()])), run(pieces))
+        engine.prompts, "run", lambda pieces: calls.append(("pass", [x for x, _ in pieces.values()])) or run(pieces)
     )
     monkeypatch.setattr(engine.table, "step", lambda width, way: (calls.append(("step", width)), step(width, way)))
     return calls
@@ -402,7 +402,7 @@ class TestFailures:
         def fail_on_long_ones(pieces):
             if any(start >= 16 for start, _ in pieces.values()):
                 raise RuntimeError("out of memory")
-            run(pieces)
+            return run(pieces)
 
         monkeypatch.setattr(engine.prompts, "run", fail_on_long_ones)
         with pytest.raises(EngineError, match="the model failed: out of memory"):
@@ -425,18 +425,20 @@ class TestFailures:
             list(engine.submit(request()))
         assert len(tokens_of(engine.submit(request()))) == 6
 
-    def test_an_error_of_the_tokenizer_ends_that_request(self, engine_of):
+    @pytest.mark.parametrize("stop", [(), ("never there",)])
+    def test_an_error_of_the_tokenizer_ends_that_request(self, engine_of, stop):
         engine = engine_of()
         other = engine.submit(request(max_tokens=40))
         expected = tokens_of(engine.submit(request(max_tokens=3)))
-        failing = engine.submit(request(max_tokens=10**9))
+        failing = engine.submit(request(max_tokens=10**9, stop=stop))
 
-        def fail(token):
-            raise KeyError(token)
+        def fail(tokens):
+            raise KeyError(tokens)
 
         next(iter(failing))
-        next(task for task in [*engine._running.values()] if task.stream is failing).text.add = fail
-        with pytest.raises(EngineError, match="the model failed"):
+        task = next(task for task in [*engine._running.values()] if task.stream is failing)
+        (task.text or failing._text).add = fail
+        with pytest.raises(EngineError, match="the model failed" if stop else "the tokenizer failed"):
             list(failing)
         assert len(tokens_of(other)) == 40 and tokens_of(engine.submit(request(max_tokens=3))) == expected
 

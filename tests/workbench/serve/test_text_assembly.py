@@ -21,7 +21,7 @@ def assembled(tokens, prompt=(), stop=()):
     pieces = []
     for token in tokens:
         if not text.stopped:
-            pieces.append(text.add(token))
+            pieces.append(text.add([token]))
     return pieces, text
 
 
@@ -40,6 +40,18 @@ def test_bytes_that_are_no_text():
     assert pieces == ["a", "", ""] and text.finish() == "\ufffd"
 
 
+@pytest.mark.parametrize("tokens", [of_bytes(TEXT * 4), random.Random(1).choices(range(2, 258), k=300)])
+def test_several_tokens_at_a_time_make_the_same_text(tokens):
+    drawn = random.Random(2)
+    for _ in range(20):
+        text, made, start = TextAssembly(decoder_of(byte_tokenizer()), [70]), "", 0
+        while start < len(tokens):
+            count = drawn.randrange(7)
+            made += text.add(tokens[start : start + count])
+            start += count
+        assert made + text.finish() == byte_tokenizer().decode(tokens)
+
+
 @pytest.mark.parametrize(
     "characters", ["\ufffd".encode(), b"\x80", b"\xf0\x9f\x98", b"\xe2\x82", bytes(range(0x70, 0x100))]
 )
@@ -54,7 +66,7 @@ def test_bytes_that_are_no_text_for_long(characters):
     tokens = random.Random(0).choices(characters, k=300) if len(characters) > 3 else list(characters * 100)
     text, made = TextAssembly(decode, []), ""
     for count, token in enumerate(tokens, 1):
-        made += text.add(token)
+        made += text.add([token])
         whole = bytes(tokens[:count]).decode(errors="replace")
         assert whole.startswith(made) and len(whole) - len(made) <= 3
     assert made + text.finish() == whole and max(lengths) <= 26
@@ -79,7 +91,7 @@ def test_stop_strings(text, stop, before):
 
 def test_a_stop_string_before_half_a_character():
     text = TextAssembly(lambda tokens: b"".join(tokens).decode(errors="replace"), [], ("stop",))
-    assert [text.add(b"on"), text.add(b"e stop\xe2")] == ["on", ""]
+    assert [text.add([b"on"]), text.add([b"e stop\xe2"])] == ["on", ""]
     assert text.finish() == "e " and text.stopped and text.finish() == ""
 
 
@@ -97,7 +109,7 @@ def test_a_space_between_prompt_and_answer_stays():
     backend.add_special_tokens(["</s>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     text = TextAssembly(decoder_of(tokenizer), [0])
-    assert [text.add(token) for token in (1, 3, 2) * 9] == [" wide", "", " world"] * 9
+    assert [text.add([token]) for token in (1, 3, 2) * 9] == [" wide", "", " world"] * 9
 
 
 def test_tokenizers_without_a_backend():
@@ -106,4 +118,4 @@ def test_tokenizers_without_a_backend():
             assert skip_special_tokens
             return "".join(chr(token) for token in tokens)
 
-    assert TextAssembly(decoder_of(Plain()), [65]).add(66) == "B"
+    assert TextAssembly(decoder_of(Plain()), [65]).add([66]) == "B"

@@ -313,7 +313,7 @@ def test_a_flood_is_refused_in_part_and_memory_stays(folder: Path, engine: Engin
         statuses += flood(url, 15 * LONGER)
         late = process.memory_info().rss
         metrics = httpx.get(f"{url}/metrics", trust_env=False).text
-        endless = {"prompt": "x", "max_tokens": 30_000, "stream": True, "seed": 0}
+        endless = {"prompt": "x", "max_tokens": 30_000, "stream": True, "seed": 0, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=endless, trust_env=False) as answer:
             lines = answer.iter_lines()
             next(lines)

@@ -76,7 +76,7 @@ class Engine:
         tokenizer: of the model.
         widths: numbers of rows that a step can have; the largest is the most requests that run at once.
         prompt_piece: most tokens of a prompt in one pass, and the distance of the positions where prefixes are found.
-        prompt_rows: prompts in one pass; default: 4 on a GPU for models that are `unlimited`, else 1.
+        prompt_rows: prompts in one pass; default: 8 on a GPU for models that are `unlimited`, else 1.
         max_queue: most requests that wait for a row.
         context_limit: most tokens of prompt and answer; default: none for models that are `unlimited`, for others the
             configuration's `max_position_embeddings`. Softmax layers reserve keys and values of so many tokens for
@@ -114,7 +114,7 @@ class Engine:
         padded = model.device.type == "cuda" and unlimited(model)
         self.prompts = PromptRows(
             model,
-            prompt_rows or (4 if padded else 1),
+            prompt_rows or (8 if padded else 1),
             prompt_piece,
             self.table.empty,
             padded=padded,
@@ -138,6 +138,8 @@ class Engine:
         # Of the engine's thread alone:
         self._prefill = Prefill(self.prompts, self.prefixes)
         self._running: dict[int, ServingTask] = {}
+        self._passes: deque[Callable[[], None]] = deque()
+        """Passes over prompts that may not be done yet; the second-last is waited for before another one is begun."""
         self._started: deque[_StartedStep] = deque()
         self._ahead = 1 if model.device.type == "cuda" else 0  # a CPU does one thing at a time
         self._failures = 0
@@ -179,9 +181,9 @@ class Engine:
         most = self._check(request)
         # Of numbers with more than 53 bits many readers of JSON lose digits, and could not ask for the seed again.
         seed = random.getrandbits(53) if request.seed is None else request.seed
-        stream = Stream(request, seed, self._cancel)
         text = TextAssembly(self._decode, request.prompt, request.stop)
-        task = ServingTask(stream, text, prefix_keys(request.prompt[:-1], self.prompts.piece), most)
+        stream = Stream(request, seed, self._cancel, None if request.stop else text)
+        task = ServingTask(stream, text if request.stop else None, prefix_keys(request.prompt[:-1], self.prompts.piece), most)
         with self._mutex:
             if self._refusal is not None:
                 raise EngineStopped(self._refusal)
@@ -271,6 +273,8 @@ class Engine:
 
     def _turn(self) -> None:
         """Take in what clients want, run prompts one piece further, start a step, hand out the tokens of the last."""
+        while len(self._passes) > 1:  # a pass that is put together late has more prompts in it
+            self._passes.popleft()()
         self._end_cancelled()
         self._admit()
         self._run_prompts()
@@ -310,7 +314,7 @@ class Engine:
         tasks = self._prefill.next_tasks()
         if tasks:
             try:
-                self._prefill.run(tasks)
+                self._passes.append(self._prefill.run(tasks))
                 self._tally.add(pieces=len(tasks))
             except Exception as error:
                 self._fail_prompts(tasks, error)

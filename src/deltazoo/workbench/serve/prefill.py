@@ -1,7 +1,7 @@
 """Running prompts piece by piece, some in each pass, and keeping the states after the pieces."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from deltazoo.generation.row_table import PromptRows
 from deltazoo.workbench.serve.prefix_cache import PrefixCache
@@ -73,8 +73,8 @@ class Prefill:
             task.done, task.state = done, state
             self._loaded = [None if other is task else other for other in self._loaded]
 
-    def run(self, tasks: Sequence[ServingTask]) -> None:
-        """One pass over the next piece of each of these prompts."""
+    def run(self, tasks: Sequence[ServingTask]) -> Callable[[], None]:
+        """One pass over the next piece of each of these prompts; the result waits until the device has done it."""
         loaded, self._loaded = self._loaded, [None] * self.prompts.rows  # nothing, if the pass fails
         loaded = [task if task in tasks else None for task in loaded]
         for task in tasks:
@@ -83,7 +83,7 @@ class Prefill:
                 self.prompts.load(row, task.state)
                 loaded[row] = task
         rows = {task: loaded.index(task) for task in tasks}
-        self.prompts.run(
+        wait = self.prompts.run(
             {row: (task.done, task.to_run[task.done : self._next_end(task)]) for task, row in rows.items()}
         )
         for task, row in rows.items():
@@ -91,3 +91,4 @@ class Prefill:
             task.state = self.prompts.take(row, task.done)
             self.prefixes.put(task.keys[task.done], task.state)
         self._loaded = loaded
+        return wait

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from deltazoo.workbench.serve.text_assembly import TextAssembly
 
 __all__ = [
     "MOST_LOGPROBS",
@@ -129,14 +131,17 @@ class Piece:
     finish_reason: FinishReason | None = None
     """Set in the last piece."""
 
-    def __add__(self, later: "Piece") -> "Piece":
-        """Both as one piece."""
-        logprobs = None if self.logprobs is later.logprobs is None else (self.logprobs or ()) + (later.logprobs or ())
+    @staticmethod
+    def joined(pieces: "Sequence[Piece]") -> "Piece":
+        """At least one piece, one behind the other, as one."""
+        if len(pieces) == 1:
+            return pieces[0]
+        logprobs = tuple(entry for piece in pieces for entry in piece.logprobs or ())
         return Piece(
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=logprobs,
-            finish_reason=later.finish_reason,
+            text="".join(piece.text for piece in pieces),
+            token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+            logprobs=None if all(piece.logprobs is None for piece in pieces) else logprobs,
+            finish_reason=pieces[-1].finish_reason,
         )
 
 
@@ -150,6 +155,8 @@ class Stream:
         request: whose output it is.
         seed: of the draws.
         on_cancel: called by the first `cancel`.
+        text: makes the text of the tokens where they are read, so that the engine does not wait for it; None: pieces
+            come with their text.
 
     Attributes:
         prompt_tokens: of the request.
@@ -158,19 +165,26 @@ class Stream:
         completion_tokens: new tokens so far, an end token included.
 
     Raises:
-        EngineError: on reading, if the model failed on the request.
+        EngineError: on reading, if the model or the tokenizer failed on the request.
     """
 
-    def __init__(self, request: Request, seed: int, on_cancel: Callable[["Stream"], None]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        seed: int,
+        on_cancel: Callable[["Stream"], None],
+        text: TextAssembly | None = None,
+    ) -> None:
         self.request = request
         self.seed = seed
         self.prompt_tokens = len(request.prompt)
         self.cached_tokens = 0
         self.completion_tokens = 0
         self._on_cancel = on_cancel
+        self._text = text
         self._cancelled = False
         self._changed = threading.Condition()
-        self._piece: Piece | None = None
+        self._pieces: list[Piece] = []
         self._error: BaseException | None = None
         self._ended = False
         self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
@@ -188,7 +202,7 @@ class Stream:
         more = True
         while more:
             with self._changed:
-                self._changed.wait_for(lambda: self._piece is not None or self._ended)
+                self._changed.wait_for(lambda: self._pieces or self._ended)
             piece, more = self._take()
             if piece is not None:
                 yield piece
@@ -210,14 +224,28 @@ class Stream:
         """What has come since the last call, and whether there can be more.
 
         Raises:
-            EngineError: nothing has come, since the model failed.
+            EngineError: nothing has come, since the model failed; the tokenizer failed.
         """
         with self._changed:
-            piece, self._piece = self._piece, None
-            if piece is None and self._error is not None:
+            pieces, self._pieces = self._pieces, []
+            if not pieces and self._error is not None:
                 error, self._error = self._error, None
                 raise EngineError(f"the model failed: {error}") from error
-            return piece, not self._ended or self._error is not None
+            more = not self._ended or self._error is not None
+        return (self._with_text(Piece.joined(pieces)) if pieces else None), more
+
+    def _with_text(self, piece: Piece) -> Piece:
+        if self._text is None:
+            return piece
+        is_end = piece.finish_reason == "stop"  # without stop strings, the last token is an end token
+        try:
+            text = self._text.add(piece.token_ids[:-1] if is_end else piece.token_ids)
+            if piece.finish_reason in ("stop", "length"):
+                text += self._text.finish()
+        except Exception as error:
+            self.cancel()
+            raise EngineError(f"the tokenizer failed: {error}") from error
+        return replace(piece, text=text)
 
     # The engine's side.
 
@@ -225,7 +253,7 @@ class Stream:
         """Add a piece; the last has a `finish_reason`. `wake` tells a coroutine."""
         with self._changed:
             self.completion_tokens += len(piece.token_ids)
-            self._piece = piece if self._piece is None else self._piece + piece
+            self._pieces.append(piece)
             self._ended = piece.finish_reason is not None
             self._changed.notify_all()
 
@@ -248,7 +276,8 @@ class Stream:
             with stream._changed:
                 if stream._reader is not None:
                     loop, event = stream._reader
-                    arrived.setdefault(loop, []).append(event)
+                    if not event.is_set():
+                        arrived.setdefault(loop, []).append(event)
         for loop, events in arrived.items():
             with suppress(RuntimeError):  # the loop is closed, so nobody reads
                 loop.call_soon_threadsafe(_set_all, events)

@@ -15,7 +15,7 @@ class ServingTask:
 
     Args:
         stream: of its output.
-        text: that its tokens become.
+        text: that its tokens become, if a stop string may end it; otherwise the reader of the stream makes it.
         keys: of the positions in its prompt where the state can be kept or found (`prefix_keys`).
         most: new tokens after which it ends.
 
@@ -27,7 +27,7 @@ class ServingTask:
         arrived: when.
     """
 
-    def __init__(self, stream: Stream, text: TextAssembly, keys: dict[int, bytes], most: int) -> None:
+    def __init__(self, stream: Stream, text: TextAssembly | None, keys: dict[int, bytes], most: int) -> None:
         self.stream = stream
         self.request = request = stream.request
         self.text = text
@@ -44,13 +44,13 @@ class ServingTask:
 
     def piece_of(self, token: int, logprob: TokenLogprob | None, is_end: bool) -> Piece:
         """The output that one more token makes; `is_end`: it is an end token, which has no text."""
-        text = "" if is_end else self.text.add(token)
+        text = "" if is_end or self.text is None else self.text.add([token])
         reason: FinishReason | None = None
-        if is_end or self.text.stopped:
+        if is_end or (self.text is not None and self.text.stopped):
             reason = "stop"
         elif self.stream.completion_tokens + 1 == self.most:
             reason = "length"
-        if reason is not None:
+        if reason is not None and self.text is not None:
             text += self.text.finish()
             reason = "stop" if self.text.stopped else reason
         logprobs = None if logprob is None else (logprob,)

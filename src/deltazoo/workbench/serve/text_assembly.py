@@ -45,10 +45,12 @@ class TextAssembly:
         self._incomplete = 0  # tokens since the text last ended with a whole character
         self._held = ""
 
-    def add(self, token: int) -> str:
-        """The text that becomes certain with one more token."""
-        self._window.append(token)
-        text = self._decode(self._window)
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that becomes certain with more tokens, the same however many come at a time."""
+        text = self._decode([*self._window, *tokens])
+        if len(tokens) > 1 and (self._stop or text.endswith(_INCOMPLETE)):
+            return "".join(self.add([token]) for token in tokens)
+        self._window += tokens
         self._incomplete = self._incomplete + 1 if text.endswith(_INCOMPLETE) else 0
         if 0 < self._incomplete < _LONGEST:
             return ""
