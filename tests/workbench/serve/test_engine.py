@@ -88,6 +88,28 @@ def as_on_a_gpu(engine):
     return engine
 
 
+def test_prompts_that_come_during_a_pass_share_a_later_one(engine_of, monkeypatch):
+    """The second-last pass is waited for: those that begin meanwhile do not run one by one."""
+    engine = as_on_a_gpu(engine_of(widths=(4,), start=False, prefix_memory=0))
+    run, sizes, done = engine.prompts.run, [], threading.Semaphore(0)
+
+    def counted(pieces):
+        run(pieces)
+        sizes.append(len(pieces))
+        return done.acquire
+
+    monkeypatch.setattr(engine.prompts, "run", counted)
+    streams = []
+    for count in range(4):
+        streams.append(engine.submit(request(9, 3 * count, max_tokens=2)))
+        while count < 2 and len(sizes) < count + 1:  # the first two passes begin at once
+            time.sleep(0.001)
+    assert sizes == [1, 1]
+    done.release(10)
+    assert [len(tokens_of(stream)) for stream in streams] == [2] * 4
+    assert sizes == [1, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("case", "device", "arranged"),
     [
