@@ -183,7 +183,8 @@ class Engine:
         seed = random.getrandbits(53) if request.seed is None else request.seed
         text = TextAssembly(self._decode, request.prompt, request.stop)
         stream = Stream(request, seed, self._cancel, None if request.stop else text)
-        task = ServingTask(stream, text if request.stop else None, prefix_keys(request.prompt[:-1], self.prompts.piece), most)
+        keys = prefix_keys(request.prompt[:-1], self.prompts.piece)
+        task = ServingTask(stream, text if request.stop else None, keys, most)
         with self._mutex:
             if self._refusal is not None:
                 raise EngineStopped(self._refusal)

@@ -17,8 +17,8 @@ from deltazoo.workbench.serve.requests import EngineError, Piece, Stream
 __all__ = ["StreamReader"]
 
 _PAUSE = 0.0005
-"""Seconds between two pieces of a stream, per stream that has begun. Sending a piece takes about an eighth of it, so the
-event loop leaves most of the interpreter's time to the engine's thread; tokens made meanwhile become one piece."""
+"""Seconds between two pieces of a stream, per stream that has begun. Sending a piece takes about an eighth of it, so
+the event loop leaves most of the interpreter's time to the engine's thread; tokens made meanwhile become one piece."""
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies are to pass every event on at once; nginx does it by the second one."""
