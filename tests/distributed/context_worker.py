@@ -8,6 +8,7 @@ run on it.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -149,6 +150,7 @@ def made_model(case: str) -> Any:
     if case == "accelerated":
         model = foreign_model("qwen3_next")
         deltazoo.accelerate(model)
+        model.set_experts_implementation("eager")  # the others take no float64
         return model.eval()
     return tiny_model(case).eval()
 
@@ -180,8 +182,9 @@ def run_model(model: Any, ids: Tensor, context: ContextParallel | None, lengths:
 
 
 def check_models(groups: dict[int, Any]) -> dict[str, Any]:
-    """By case and degree, the largest relative distance of a result from that of the whole sequence on one rank."""
-    found = {}
+    """By case and degree, the largest relative distance of a result from that of the whole sequence on one rank; and,
+    by case, that of the latter from its float64."""
+    found, rounding = {}, {}
     for case, level in MODELS.items():
         model = made_model(case)
         vocabulary = model.config.vocab_size
@@ -196,6 +199,9 @@ def check_models(groups: dict[int, Any]) -> dict[str, Any]:
             if level != "none":
                 model.set_runtime(recompute="none")
             plain = run_model(model, ids, None, [TOKENS], **given[packing])
+            if RANK == 0:
+                exact = run_model(copy.deepcopy(model).double(), ids, None, [TOKENS], **given[packing])
+                rounding[f"{case}, {packing}"] = furthest(plain, exact)
             if level != "none":
                 model.set_runtime(recompute=level)
                 model.train()
@@ -205,11 +211,14 @@ def check_models(groups: dict[int, Any]) -> dict[str, Any]:
                     lengths = [100, TOKENS - 100] if degree == 2 else [128, 2, TOKENS - 130]
                     context = ContextParallel(groups[degree], segment_length=64)
                     shared = run_model(model, ids, context, lengths, **given[packing])
-                    found[f"{case}, {packing}, {degree}"] = max(
-                        float((shared[key] - x).abs().max() / x.abs().max().clamp(min=1e-6)) for key, x in plain.items()
-                    )
+                    found[f"{case}, {packing}, {degree}"] = furthest(shared, plain)
             model.eval()
-    return found
+    return {"distances": found, "rounding": rounding}
+
+
+def furthest(results: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest distance of a tensor from what is expected, relative to the largest number in that."""
+    return max(float((results[key] - x).abs().max() / x.abs().max().clamp(min=1e-6)) for key, x in expected.items())
 
 
 def collectives_of(step: Any) -> int:
