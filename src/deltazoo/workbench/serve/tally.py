@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from deltazoo.workbench.serve.requests import Counters
@@ -15,33 +14,31 @@ class Tally:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters = Counters()
+        self._values: dict[str, Any] = vars(Counters()) | {"finished": Counter()}
 
     def read(self) -> Counters:
         """All of them at one moment."""
-        return self._counters
+        with self._lock:
+            return Counters(**self._values | {"finished": dict(self._values["finished"])})
 
     def add(self, **amounts: float) -> None:
         """Count up."""
         with self._lock:
-            sums: dict[str, Any] = {name: getattr(self._counters, name) + amount for name, amount in amounts.items()}
-            self._counters = replace(self._counters, **sums)
+            for name, amount in amounts.items():
+                self._values[name] += amount
 
     def set(self, **values: Any) -> None:
         """Set what is so now."""
         with self._lock:
-            self._counters = replace(self._counters, **values)
+            self._values |= values
 
     def add_first_token(self, seconds: float) -> None:
         """Count a request's first token."""
         with self._lock:
-            histogram = self._counters.time_to_first_token.with_value(seconds)
-            self._counters = replace(self._counters, time_to_first_token=histogram)
+            self._values["time_to_first_token"] = self._values["time_to_first_token"].with_value(seconds)
 
     def add_end(self, reason: str, seconds: float) -> None:
         """Count the end of a request."""
         with self._lock:
-            finished = Counter(self._counters.finished)
-            finished[reason] += 1
-            histogram = self._counters.request_seconds.with_value(seconds)
-            self._counters = replace(self._counters, finished=dict(finished), request_seconds=histogram)
+            self._values["finished"][reason] += 1
+            self._values["request_seconds"] = self._values["request_seconds"].with_value(seconds)
