@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from deltazoo.workbench.lab.numerics import ROUNDED_FORM, judge_numerics, measur
 from deltazoo.workbench.lab.repeated_keys import bound_of, judge_repeated_keys
 from deltazoo.workbench.lab.runner import Plan, _in_order, run_suite
 from deltazoo.workbench.lab.suite_selection import Selection, select
+from deltazoo.workbench.lab.suites.causes import lead
 from deltazoo.workbench.lab.task import get_task, list_tasks
 from deltazoo.workbench.lab.tasks.parity import PARITY
 
@@ -263,6 +265,23 @@ def test_gates() -> None:
     curve = [(10, 1.0, 0.5), (20, 0.5, 0.96), (30, 0.1, 0.99)]
     assert Scores([record("kda", 1.0, curve=curve)]).steps_to("tiny", "kda", 0.95) == 20
     assert Scores([record("kda", 1.0, curve=curve[:1])]).steps_to("tiny", "kda", 0.95) is None
+    assert Scores([record("kda", 1.0, curve=curve)]).training_bits("tiny", "kda") == pytest.approx(0.1 / math.log(2))
+
+
+def test_a_lead_counts_beyond_twice_its_standard_error() -> None:
+    """Two means of three seeds .5 apart; the standard error is sqrt(2/3) times the spread of the seeds."""
+    for spread, verdict, word in ((0.1, "pass", "ahead"), (0.4, "warn", "no difference")):
+        records = [
+            record(name, mean + step * spread, seed=1 + step)
+            for name, mean in (("efla", 0.5), ("delta_net", 0.0))
+            for step in (-1, 0, 1)
+        ]
+        rate = records[0].learning_rate
+        better, worse = (("tiny", name, rate) for name in ("efla", "delta_net"))
+        found = lead(Scores(records), better, worse, 9)
+        assert found.verdict == verdict
+        assert found.text.endswith(f"at 9: +0.500 +- {spread * (2 / 3) ** 0.5:.3f}, {word}")
+    assert lead(Scores(records), worse, better, 9).verdict == "warn"
 
 
 def test_selection() -> None:
@@ -337,12 +356,13 @@ def test_the_page_says_what_the_results_say(tmp_path: Path) -> None:
     from deltazoo.workbench.lab.lab_page import write_page
 
     results = finished(tmp_path)
-    selection = Selection((EXPERIMENT,), (claim(2.0),))
+    selection = Selection((EXPERIMENT,), (replace(claim(2.0), tried="three seeds"),))
     page = write_page(tmp_path / "lab.md", {"mini": (selection, list(results.records.values()), {})}).read_text()
     score = results.records["tiny neg_delta_net lr=0.001 seed=0"].scores["9"].accuracy
     assert "**FAIL**" in page and "chance 0.500" in page and "| DeltaNet [-1,1] | 0.001 | 1 |" in page
     assert f"{score:.3f}" in page and "a machine" in page
     assert (tmp_path / "images" / "lab_mini_tiny.png").exists()
+    assert "- Tried: three seeds.\n" in page
     assert "\n2 runs, " in page and "Cut short" not in page
     backwards = {"mini": (selection, [*results.records.values()][::-1], {})}
     assert write_page(tmp_path / "lab.md", backwards).read_text() == page  # configurations in the experiment's order
@@ -362,6 +382,7 @@ def test_the_page_of_a_suite_cut_short_judges_only_what_ran(tmp_path: Path) -> N
     )
     selection = Selection((EXPERIMENT, other), (claim(0.0), unjudged))
     page = write_page(tmp_path / "lab.md", {"mini": (selection, records, {})}).read_text()
+    assert "- Tried: three seeds.\n" in page
     assert "\n2 runs, " in page and "Missing runs by experiment: other (4).\n" in page
     assert "| [It learns.](#mini-tiny) | none | **pass** |" in page
     assert "| [It learns more.](#mini-other) | none | not run |" in page

@@ -1,5 +1,6 @@
 """Claims: what a paper says, the experiments that test it, and a gate that passes, fails or warns."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from deltazoo.workbench.lab.experiment import Experiment
 from deltazoo.workbench.lab.lab_records import Record
 from deltazoo.workbench.lab.task import get_task
 
-__all__ = ["Check", "Claim", "Missing", "Scores", "Verdict", "gap", "too_easy", "verdict_of"]
+__all__ = ["Check", "Claim", "Missing", "Scores", "Verdict", "error_of_difference", "gap", "too_easy", "verdict_of"]
 
 Verdict = Literal["pass", "warn", "fail", "printed", "not run"]
 _FROM_BEST_TO_WORST: tuple[Verdict, ...] = ("printed", "pass", "warn", "fail")
@@ -41,6 +42,7 @@ class Claim:
         judge: the gate.
         picture: "lengths" (score against test length or condition), "curve" (training accuracy against step) or
             "table" (every configuration on every experiment).
+        tried: what was tried where a gate is not met, why the verdict stands and what is open; empty otherwise.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Claim:
     experiments: tuple[Experiment, ...]
     judge: Callable[["Scores"], list[Check]]
     picture: Literal["lengths", "curve", "table"] = "lengths"
+    tried: str = ""
 
     def checks(self, scores: "Scores") -> list[Check]:
         """The outcome of every comparison; one "not run" if results are missing."""
@@ -116,6 +119,17 @@ class Scores:
         reached = [next((step for step, _, now in record.curve if now >= accuracy), None) for record in found]
         return min((step for step in reached if step is not None), default=None)
 
+    def training_bits(self, experiment: str, configuration: str) -> float:
+        """The best seed's bits per answer on training batches, at all positions: mean of the curve's last fifth."""
+        curves = [
+            record.curve
+            for record in self.records
+            if record.experiment == experiment and record.configuration == configuration and record.curve
+        ]
+        if not curves:
+            raise Missing(f"{label_of(configuration)} has no training curve in {experiment}")
+        return min(statistics.fmean(nats for _, nats, _ in c[-max(1, len(c) // 5) :]) for c in curves) / math.log(2)
+
     def at_least(
         self, experiment: str, configuration: str, condition: int | str, bound: float, *, otherwise: Verdict = "fail"
     ) -> Check:
@@ -161,6 +175,11 @@ def gap(what: str, difference: float, bound: float, *, otherwise: Verdict = "fai
     """A difference at or above a bound."""
     verdict: Verdict = "pass" if difference >= bound else otherwise
     return Check(verdict, f"{what}: {difference:+.3f}, wanted at least {bound:+.2f}")
+
+
+def error_of_difference(ours: list[float], theirs: list[float]) -> float:
+    """Standard error of the difference of two means over seeds, of at least two values each."""
+    return math.sqrt(sum(statistics.variance(values) / len(values) for values in (ours, theirs)))
 
 
 def too_easy(what: str, value: float, bound: float) -> Check:

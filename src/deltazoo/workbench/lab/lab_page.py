@@ -41,7 +41,8 @@ _INTRODUCTION = """\
 Claims of the papers behind this project are tried here on small models of every variant side by side. `deltazoo lab`
 runs the suite mini (two CPU cores, about three minutes). `deltazoo lab --suite full --device cuda --workers 12` runs
 the suite full on one large GPU or several, and `--suite family` every rule on the same tasks; workers that share a GPU
-are fastest under CUDA's multi-process service.
+are fastest under CUDA's multi-process service. `--suite causes` asks on one CPU core why claims of the others are not
+met.
 `scripts/render_lab.py` writes this page from the result files under `benchmarks/results`.
 
 - The column *paper* shows what a paper reports. Each claim says how our recipe differs from the paper's.
@@ -256,7 +257,9 @@ def _claim(suite: str, claim: Claim, scores: Scores, images: Path, page: Path, s
         f"### {suite}: {claim.name.replace('_', ' ')}\n",
         f"{claim.statement} {_SHOWN[verdict_of(checks)]}.\n",
         f"- Paper: {claim.paper}.",
-        f"- Difference in recipe: {claim.differences}.\n",
+        f"- Difference in recipe: {claim.differences}.",
+        *([f"- Tried: {claim.tried}."] if claim.tried else []),
+        "",
         *(_check(check) for check in checks),
         "",
     ]
