@@ -535,8 +535,8 @@ def test_the_gate_of_repeated_keys_is_the_rounding_of_a_keys_squared_length() ->
     for tokens in (1024, 2048):
         q, v = l2_normalize(torch.randn(heads, tokens, dim)), torch.randn(heads, tokens, dim)
         exact = outputs(repeated.double() @ repeated.double().mT)
-        inputs = (x.transpose(0, 1)[None] for x in (q, key.expand(-1, tokens, -1), v))
-        whole = delta_rule(*inputs, steps.expand(-1, tokens, -1), scale=1.0, backend="chunkwise").output
+        Q, K, V = (x.transpose(0, 1)[None] for x in (q, key.expand(-1, tokens, -1), v))
+        whole = delta_rule(Q, K, V, steps.expand(-1, tokens, -1), scale=1.0, backend="chunkwise").output
         whole = whole[0].transpose(0, 1).double()
         alone, of_all = (float((x - exact).norm() / exact.norm()) for x in (outputs(repeated @ repeated.mT), whole))
         assert alone == pytest.approx(of_all, rel=0.1)

@@ -129,10 +129,11 @@ def _digits(scores: Scores) -> list[Check]:
         ]
 
     published = ("delta_net", 3e-3, 1e-3)
+    unit_keys = (published, *(("delta_net", rate, rate) for rate in _RATES))
     every = (published, *((name, rate, rate) for rate in _RATES for name in _DIGITS[1:]))
     return [
         *efla("digits_seeds", "brightness 2", every),
-        *(check for what in ("noise 0.25", "dropout 0.25") for check in efla("digits_seeds", what, (published,))),
+        *(check for what in ("noise 0.25", "dropout 0.25") for check in efla("digits_seeds", what, unit_keys)),
         *efla("digits_longer", "brightness 2", (published,)),
     ]
 

@@ -79,6 +79,11 @@ LANGUAGE = (
         "the order alone compares",
         experiments=(BYTES,),
         judge=_order,
+        tried="the suite causes, claim text: a small Gated DeltaNet leads at both learning rates, early and late in "
+        "the context. It leads here too on training batches, at all positions. Graded are the last 256 bytes of "
+        "held-out windows; every configuration with a decay needs more bits there than on training batches, the others "
+        "about as many or fewer. Whether the position is the reason, or that training reads the text about twice, is "
+        "open: a score at all positions, and three seeds, would tell",
     ),
     Claim(
         name="extrapolation",
