@@ -23,7 +23,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -82,6 +82,12 @@ def gates(model: nn.Module) -> dict[str, Any]:
     found = steps(model, torch.optim.SGD(model.parameters(), lr=1e-2), 0, 2)
     dtypes = [str(attn.A_log.dtype), *set(seen), str(attn.A_log.grad.dtype)]
     return {"losses": found, "gates": dtypes, "matrices": str(attn.q_proj.weight.dtype)}
+
+
+def sharded_apart(model: DeltaRuleForCausalLM, **options: Any) -> int:
+    """Modules within the first block that belong to other groups than the block's."""
+    block = fully_shard_model(model, **options).model.layers[0]
+    return sum(isinstance(module, FSDPModule) for module in block.modules()) - 1
 
 
 @torch.no_grad()
@@ -155,6 +161,7 @@ def main(folder: Path) -> None:
         "fully_shard_model, mixed precision": gates(
             fully_shard_model(model(), mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32))
         ),
+        "apart": [sharded_apart(model()), sharded_apart(model(), mp_policy=MixedPrecisionPolicy(param_dtype=half))],
         "accelerate": gates(prepared_by_accelerate(model())),
         "accelerate, sharded before, bfloat16": gates(prepared_by_accelerate(fully_shard_model(model(half)))),
     }

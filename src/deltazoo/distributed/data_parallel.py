@@ -16,8 +16,9 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     """Shard a model with `torch.distributed.fsdp.fully_shard`, block by block, with gate parameters in float32.
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
-    parameters that a layer keeps in float32 (`A_log`, `dt_bias`) form a group of their own that is never cast.
-    accelerate and Trainer would put a whole block into one group; they do not shard a model that is sharded already.
+    parameters that a layer keeps in float32 (`A_log`, `dt_bias`) form a group of their own that is never cast. Where
+    nothing is cast and all parameters have one dtype, a block is one group, since groups cost the host time. accelerate
+    and Trainer put a whole block into one group always; they do not shard a model that is sharded already.
 
     In accelerated layers of transformers all parameters but those of linear maps stay float32.
 
@@ -28,8 +29,22 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     Returns:
         The model.
     """
-    gate_options = {name: value for name, value in options.items() if name != "mp_policy"}
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if getattr(options.get("mp_policy"), "param_dtype", None) is not None or _num_dtypes(model) > 1:
+        _shard_gates(model, options)
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def _num_dtypes(model: nn.Module) -> int:
+    return len({parameter.dtype for parameter in model.parameters()})
+
+
+def _shard_gates(model: nn.Module, options: dict[str, Any]) -> None:
+    """Put what layers keep in float32 into groups that are not cast, and the rest of these layers into others."""
+    gate_options = {name: value for name, value in options.items() if name != "mp_policy"}
     for layer in [module for module in model.modules() if isinstance(module, DeltaRuleAttention)]:
         if layer.kept_in_float32():
             fully_shard(list(layer.children()), **options)
@@ -37,7 +52,3 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     for foreign in [module for module in model.modules() if isinstance(module, RunsDeltaRule)]:
         fully_shard([module for module in foreign.modules() if isinstance(module, nn.Linear)], **options)
         fully_shard(foreign, **gate_options)
-    for block in blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return model
