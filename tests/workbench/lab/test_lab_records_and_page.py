@@ -382,7 +382,6 @@ def test_the_page_of_a_suite_cut_short_judges_only_what_ran(tmp_path: Path) -> N
     )
     selection = Selection((EXPERIMENT, other), (claim(0.0), unjudged))
     page = write_page(tmp_path / "lab.md", {"mini": (selection, records, {})}).read_text()
-    assert "- Tried: three seeds.\n" in page
     assert "\n2 runs, " in page and "Missing runs by experiment: other (4).\n" in page
     assert "| [It learns.](#mini-tiny) | none | **pass** |" in page
     assert "| [It learns more.](#mini-other) | none | not run |" in page
