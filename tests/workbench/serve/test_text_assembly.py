@@ -52,6 +52,32 @@ def test_several_tokens_at_a_time_make_the_same_text(tokens):
         assert made + text.finish() == byte_tokenizer().decode(tokens)
 
 
+def byte_fallback():
+    """The decoder of SentencePiece vocabularies: bytes are tokens of their own, and a run of them is text or is not."""
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "▁bc", "d", "<unk>"]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return backend.decode
+
+
+@pytest.mark.parametrize("prompt", [[257], list("👍🏽🎉".encode())])
+@pytest.mark.parametrize("count", [1, 2, 5, 100])
+def test_characters_of_several_tokens_in_a_row(prompt, count):
+    expected = "👩‍🚀👍🏽🎉🎉🎉日本語 a"
+    tokens, text = [*expected.removesuffix(" a").encode(), 256], TextAssembly(byte_fallback(), prompt)
+    made = "".join(text.add(tokens[start : start + count]) for start in range(0, len(tokens), count))
+    assert made + text.finish() == expected
+
+
+@pytest.mark.parametrize("count", [2, 5, 6])
+def test_half_a_character_is_the_same_text_however_many_tokens_come(count):
+    tokens = [*"€".encode(), 0xE2, 256, 257]
+    one, several = (TextAssembly(byte_fallback(), [257]) for _ in range(2))
+    made = "".join(several.add(tokens[start : start + count]) for start in range(0, len(tokens), count))
+    assert made == "".join(one.add([token]) for token in tokens) and made.endswith(" a bc")
+
+
 @pytest.mark.parametrize(
     "characters", ["\ufffd".encode(), b"\x80", b"\xf0\x9f\x98", b"\xe2\x82", bytes(range(0x70, 0x100))]
 )

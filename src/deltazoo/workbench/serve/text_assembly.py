@@ -40,15 +40,15 @@ class TextAssembly:
         self.stopped = False
         self._decode = decode
         self._stop = stop
-        self._window = list(prompt[-_CONTEXT:])
-        self._before = len(decode(self._window))
+        self._window, text = _last_characters(decode, prompt, _CONTEXT)
+        self._before = len(text)
         self._incomplete = 0  # tokens since the text last ended with a whole character
         self._held = ""
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that becomes certain with more tokens, the same however many come at a time."""
         text = self._decode([*self._window, *tokens])
-        if len(tokens) > 1 and (self._stop or text.endswith(_INCOMPLETE)):
+        if len(tokens) > 1 and (self._stop or _INCOMPLETE in text):
             return "".join(self.add([token]) for token in tokens)
         self._window += tokens
         self._incomplete = self._incomplete + 1 if text.endswith(_INCOMPLETE) else 0
@@ -59,8 +59,7 @@ class TextAssembly:
         new, later = text[self._before : end], len(text) - end
         context = 2 * _CONTEXT if self._incomplete else _CONTEXT  # the text that comes later must be in the window
         if len(self._window) > 2 * context:
-            self._window = self._window[-context:]
-            text = self._decode(self._window)
+            self._window, text = _last_characters(self._decode, self._window, context)
         self._before = max(0, len(text) - later)
         return self._certain(new)
 
@@ -84,6 +83,22 @@ class TextAssembly:
         length = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - length :]
         return text[: len(text) - length]
+
+
+def _last_characters(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], count: int
+) -> tuple[list[int], str]:
+    """The last tokens, `count` or a few more, and their text; they do not begin inside a character.
+
+    Bytes as tokens of their own (byte fallback) are text only together: behind half a character all of them are none.
+    """
+    for length in range(count, count + _LONGEST):
+        last = list(tokens[-length:])
+        text = decode(last)
+        if not text.startswith(_INCOMPLETE):
+            return last, text
+    last = list(tokens[-count:])  # no text, whatever comes before
+    return last, decode(last)
 
 
 def _overlap(text: str, stop: str) -> int:
