@@ -448,7 +448,7 @@ class TestFailures:
         assert len(tokens_of(engine.submit(request()))) == 6
 
     @pytest.mark.parametrize("stop", [(), ("never there",)])
-    def test_an_error_of_the_tokenizer_ends_that_request(self, engine_of, stop):
+    def test_an_error_of_the_tokenizer_ends_that_request(self, engine_of, stop, caplog):
         engine = engine_of()
         other = engine.submit(request(max_tokens=40))
         expected = tokens_of(engine.submit(request(max_tokens=3)))
@@ -462,7 +462,10 @@ class TestFailures:
         (task.text or failing._text).add = fail
         with pytest.raises(EngineError, match="the model failed" if stop else "the tokenizer failed"):
             list(failing)
+        assert any(record.exc_info and record.exc_info[0] is KeyError for record in caplog.records)
         assert len(tokens_of(other)) == 40 and tokens_of(engine.submit(request(max_tokens=3))) == expected
+        finished = engine.counters().finished
+        assert sum(finished.values()) == 4 and finished["error" if stop else "cancelled"] == 1
 
     def test_a_lost_device_ends_everything(self, engine_of, monkeypatch):
         engine = engine_of(widths=(1,), start=False)

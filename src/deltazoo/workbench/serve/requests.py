@@ -1,6 +1,7 @@
 """What a server and the engine say to each other: requests, streams of their output, counters, errors."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ __all__ = [
     "Stream",
     "TokenLogprob",
 ]
+
+_log = logging.getLogger(__name__)
 
 MOST_LOGPROBS = 20
 """The most other tokens whose log-probabilities a request may ask for, as in OpenAI's interface."""
@@ -244,6 +247,7 @@ class Stream:
                 text += self._text.finish()
         except Exception as error:
             self.cancel()
+            _log.error("the tokenizer failed on a request: %s", error, exc_info=error)
             raise EngineError(f"the tokenizer failed: {error}") from error
         return replace(piece, text=text)
 

@@ -46,14 +46,7 @@ class StreamReader:
         return _EventStream(self._events(streams, answer, usage), streams)
 
     async def _whole(self, stream: Stream) -> Piece:
-        pieces = [piece async for piece in self._pieces(stream)]
-        logprobs = tuple(entry for piece in pieces for entry in piece.logprobs or ())
-        return Piece(
-            text="".join(piece.text for piece in pieces),
-            token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-            logprobs=None if stream.request.logprobs is None else logprobs,
-            finish_reason=pieces[-1].finish_reason,
-        )
+        return Piece.joined([piece async for piece in self._pieces(stream)])
 
     async def _events(
         self, streams: Sequence[Stream], answer: Answer, usage: Callable[[], dict[str, Any]] | None
