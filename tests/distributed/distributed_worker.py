@@ -161,7 +161,10 @@ def main(folder: Path) -> None:
         "fully_shard_model, mixed precision": gates(
             fully_shard_model(model(), mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32))
         ),
-        "apart": [sharded_apart(model()), sharded_apart(model(), mp_policy=MixedPrecisionPolicy(param_dtype=half))],
+        "apart": [
+            sharded_apart(model(), mp_policy=MixedPrecisionPolicy(**dtypes))
+            for dtypes in ({}, {"param_dtype": half}, {"reduce_dtype": half})
+        ],
         "accelerate": gates(prepared_by_accelerate(model())),
         "accelerate, sharded before, bfloat16": gates(prepared_by_accelerate(fully_shard_model(model(half)))),
     }

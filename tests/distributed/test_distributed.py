@@ -110,8 +110,8 @@ def test_fsdp2_equals_one_process_and_goes_on_where_it_was_interrupted(together:
 
 @pytest.mark.slow
 def test_a_block_is_one_group_where_nothing_is_cast(together: dict[str, Any]) -> None:
-    uncast, cast = together["apart"]
-    assert uncast == 0 < cast
+    uncast, parameters_cast, gradients_cast = together["apart"]
+    assert uncast == 0 < parameters_cast == gradients_cast
 
 
 @pytest.mark.slow

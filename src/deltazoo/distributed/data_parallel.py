@@ -30,7 +30,9 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
         The model.
     """
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-    if getattr(options.get("mp_policy"), "param_dtype", None) is not None or _num_dtypes(model) > 1:
+    policy = options.get("mp_policy")
+    casts = policy is not None and (policy.param_dtype, policy.reduce_dtype) != (None, None)
+    if casts or _num_dtypes(model) > 1:
         _shard_gates(model, options)
     for block in blocks:
         fully_shard(block, **options)
