@@ -46,6 +46,14 @@ def test_pieces_that_wait_become_one():
     assert (one.prompt_tokens, one.completion_tokens, one.seed) == (3, 2, 5)
 
 
+def test_a_stream_that_nobody_reads_keeps_few_objects():
+    one = stream()
+    for number in range(3000):
+        one.put(Piece(text="a", token_ids=(number,), finish_reason="length" if number == 2999 else None))
+        assert len(one._pieces) <= 256
+    assert list(one) == [Piece(text="a" * 3000, token_ids=tuple(range(3000)), finish_reason="length")]
+
+
 def write(one, count):
     for number in range(count):
         one.put(Piece(token_ids=(number,), finish_reason="length" if number == count - 1 else None))

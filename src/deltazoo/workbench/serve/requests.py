@@ -30,6 +30,10 @@ _log = logging.getLogger(__name__)
 MOST_LOGPROBS = 20
 """The most other tokens whose log-probabilities a request may ask for, as in OpenAI's interface."""
 
+_MOST_PIECES = 256
+"""Pieces that a stream keeps for a reader who does not come, before they become one, which takes a fifth of their
+memory."""
+
 FinishReason = Literal["stop", "length", "cancelled"]
 """stop: an end token or a stop string. length: `max_tokens` or the context limit. cancelled: by the client or a stop of
 the engine."""
@@ -258,6 +262,8 @@ class Stream:
         with self._changed:
             self.completion_tokens += len(piece.token_ids)
             self._pieces.append(piece)
+            if len(self._pieces) == _MOST_PIECES:
+                self._pieces = [Piece.joined(self._pieces)]
             self._ended = piece.finish_reason is not None
             self._changed.notify_all()
 
