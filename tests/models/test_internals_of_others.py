@@ -148,6 +148,7 @@ INTERNALS = (
     Internal("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "transformers.models.auto.modeling_auto", "which have a model"),
     Internal("_load_from_checkpoint", "transformers:Trainer", "overridden: renamed weights are loaded too"),
     Internal("_experts_implementation", "transformers.configuration_utils", "set back after serving's steps"),
+    Internal("_foreach_copy_", "torch", "states of all layers in one launch"),
     Internal("_can_set_experts_implementation", MODEL, "whether a model has experts"),
 )
 
