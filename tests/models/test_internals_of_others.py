@@ -128,6 +128,7 @@ INTERNALS = (
     Internal("_compiled_call_impl", "torch.nn:Module", "a compiled module captures no step"),
     Internal("_current_level", "torch.autograd.forward_ad", "forward-mode derivatives"),
     Internal("_dynamo", "torch", "addresses that captured steps rely on"),
+    Internal("_foreach_copy_", "torch", "states of all layers in one launch"),
     Internal("_forward_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_forward_pre_hooks", "torch.nn.modules.module", "a module with hooks is called"),
     Internal("_forward_pre_hooks_with_kwargs", "torch.nn.modules.module", "our hook is removed again"),
@@ -148,7 +149,6 @@ INTERNALS = (
     Internal("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "transformers.models.auto.modeling_auto", "which have a model"),
     Internal("_load_from_checkpoint", "transformers:Trainer", "overridden: renamed weights are loaded too"),
     Internal("_experts_implementation", "transformers.configuration_utils", "set back after serving's steps"),
-    Internal("_foreach_copy_", "torch", "states of all layers in one launch"),
     Internal("_can_set_experts_implementation", MODEL, "whether a model has experts"),
 )
 
