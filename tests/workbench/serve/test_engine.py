@@ -544,7 +544,7 @@ def test_many_clients_in_threads(engine_of):
 def test_nothing_is_kept_of_requests(engine_of):
     engine = engine_of(tiny(num_hidden_layers=1), widths=(32,), prefix_memory=10_000, max_queue=3000)
     counts = []
-    for _ in range(3):
+    for _ in range(4):
         streams = [engine.submit(request(1 + (number % 10 == 0), number, max_tokens=2)) for number in range(700)]
         assert all(len(tokens_of(stream)) == 2 for stream in streams)
         del streams
@@ -552,4 +552,5 @@ def test_nothing_is_kept_of_requests(engine_of):
             time.sleep(0.01)
         gc.collect()
         counts.append(len(gc.get_objects()))
+    counts = counts[1:]  # during the first round what other tests left may still go
     assert max(counts) - min(counts) < 300, counts
