@@ -145,8 +145,9 @@ def serving(content: dict[str, Any]) -> str:
     many = [share for (_, row), share in zip(asked, shares, strict=True) if row["clients"] > 1]
     text = (
         f"Under load the server reaches {100 * min(many):.0f}% to {100 * max(many):.0f}% of the throughput of "
-        "`deltazoo.generate` on one batch of as many rows as there are clients. The host bounds it: one Python process "
-        "takes the requests, launches the passes over their prompts and writes the events of all streams."
+        "`deltazoo.generate` on one batch of as many rows as there are clients. One Python process takes the requests, "
+        "launches the passes over their prompts and writes the events of all streams; what that costs was looked at on "
+        "a CPU, with a stand-in for the model ([log.md](log.md#the-server-under-load-where-the-hosts-time-went))."
     )
     how = (
         "The Gated DeltaNet of [model_speed.md](model_speed.md) with random weights, bfloat16. Each client streams "

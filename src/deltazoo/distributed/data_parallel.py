@@ -17,8 +17,8 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
     parameters that a layer keeps in float32 (`A_log`, `dt_bias`) form a group of their own that is never cast. Where
-    nothing is cast and all parameters have one dtype, a block is one group, since groups cost the host time. accelerate
-    and Trainer put a whole block into one group always; they do not shard a model that is sharded already.
+    nothing is cast and all parameters have one dtype, a block is one group, with fewer collectives. accelerate and
+    Trainer put a whole block into one group always; they do not shard a model that is sharded already.
 
     In accelerated layers of transformers all parameters but those of linear maps stay float32.
 

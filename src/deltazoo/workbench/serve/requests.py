@@ -31,8 +31,7 @@ MOST_LOGPROBS = 20
 """The most other tokens whose log-probabilities a request may ask for, as in OpenAI's interface."""
 
 _MOST_PIECES = 256
-"""Pieces that a stream keeps for a reader who does not come, before they become one, which takes a fifth of their
-memory."""
+"""Pieces that a stream keeps for a reader who does not come, before they become one, which takes less memory."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
 """stop: an end token or a stop string. length: `max_tokens` or the context limit. cancelled: by the client or a stop of
