@@ -195,7 +195,7 @@ def main() -> None:
     record("conversation", conversation(engine, 8 * args.prompt, vocabulary))
     sampled = serve(engine, prompts_of(args.clients[-1], args.prompt, vocabulary, 0), **options, **drawn)
     record("engine, top_p 0.95", {"clients": args.clients[-1], **sampled})
-    content["counters"] = asdict(engine.counters())
+    content["counters"] = asdict(engine.status().counters)
     engine.stop()
     for name, value in part_times(engine, [1] * args.piece):
         content["parts"][name] = value

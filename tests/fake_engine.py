@@ -6,12 +6,24 @@ import copy
 import random
 import string
 import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tiny_serving
 
-from deltazoo.workbench.serve import Counters, EngineStopped, Piece, QueueFull, Request, RequestError, Stream
-from deltazoo.workbench.serve.requests import TokenLogprob
+from deltazoo.workbench.serve import (
+    Counters,
+    EngineError,
+    EngineStopped,
+    Piece,
+    QueueFull,
+    Request,
+    RequestError,
+    Status,
+    Stream,
+)
+from deltazoo.workbench.serve.requests import Output, TokenLogprob
 
 CONTEXT = 5000
 
@@ -22,10 +34,18 @@ def byte_tokenizer(chat_template: str | None = None) -> Any:
     return tokenizer
 
 
-def expected_text(request: Request, seed: int) -> str:
+def expected_text(request: Request, seed: int | None) -> str:
     length = min(request.max_tokens or CONTEXT, CONTEXT - len(request.prompt))
     source = random.Random(f"{request.prompt} {seed if request.temperature else 0}")
     return "".join(source.choices(string.ascii_letters, k=length))
+
+
+@dataclass(eq=False)
+class Entry:
+    key: Any
+    request: Request
+    deliver: Any
+    made: int = 0
 
 
 class FakeEngine:
@@ -40,9 +60,9 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.is_running = False
         self._lock = threading.Lock()
-        self._running: dict[Stream, list[Piece]] = {}
-        self._waiting: list[Stream] = []
-        self._cancelled: set[Stream] = set()
+        self._running: dict[Entry, list[Piece]] = {}
+        self._waiting: list[Entry] = []
+        self._cancelled: set[tuple[Any, Any]] = set()
         self.finished = {"stop": 0, "length": 0, "cancelled": 0, "error": 0}
 
     def __enter__(self) -> FakeEngine:
@@ -54,28 +74,38 @@ class FakeEngine:
     def __exit__(self, *_: Any) -> None:
         self.stop(timeout=0)
 
-    def submit(self, request: Request) -> Stream:
+    def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
+        def cancel(stream: Stream) -> None:
+            self.cancel([stream], Stream.deliver)
+
+        streams = [Stream(request.with_seed(), cancel) for request in requests]
+        self.enter([(stream, stream.request) for stream in streams], Stream.deliver)
+        return streams
+
+    def cancel(self, keys: Iterable[Any], deliver: Any) -> None:
+        self._cancelled.update((key, deliver) for key in keys)
+
+    def enter(self, requests: Sequence[tuple[Any, Request]], deliver: Any) -> None:
         if not self.is_running:
             raise EngineStopped("it has been stopped")
-        if len(request.prompt) >= CONTEXT:
-            raise RequestError(f"the prompt has {len(request.prompt)} tokens, and the context limit is {CONTEXT}")
+        for _, request in requests:
+            if len(request.prompt) >= CONTEXT:
+                raise RequestError(f"the prompt has {len(request.prompt)} tokens, and the context limit is {CONTEXT}")
         with self._lock:
-            if len(self._waiting) >= self.max_queue:
+            if len(self._waiting) + len(requests) > self.max_queue:
                 raise QueueFull(len(self._waiting), 3)
-            self.requests.append(request)
-            seed = len(self.requests) if request.seed is None else request.seed
-            stream = Stream(request, seed, self._cancelled.add)
-            self._waiting.append(stream)
-            return stream
+            self.requests.extend(request for _, request in requests)
+            self._waiting.extend(Entry(key, request, deliver) for key, request in requests)
 
-    def counters(self) -> Counters:
-        return Counters(running=len(self._running), waiting=len(self._waiting), finished=dict(self.finished))
+    def status(self) -> Status:
+        counters = Counters(running=len(self._running), waiting=len(self._waiting), finished=dict(self.finished))
+        return Status(self.is_running, counters)
 
     def stop(self, *, timeout: float | None = None) -> None:
         self.is_running = False
         self._thread.join(timeout)
-        for stream in [*self._running, *self._waiting]:
-            stream.cancel()
+        for entry in [*self._running, *self._waiting]:
+            self._cancelled.add((entry.key, entry.deliver))
         if self.steps is not None:
             self.steps.release(100)
         self._thread.join()
@@ -92,33 +122,31 @@ class FakeEngine:
 
     def _step(self) -> None:
         while self._waiting and len(self._running) < self.places:
-            stream = self._waiting.pop(0)
-            self._running[stream] = pieces_of(stream)
-        changed = list(self._running)
-        for stream in changed:
-            pieces = self._running[stream]
-            piece = Piece(finish_reason="cancelled") if stream in self._cancelled else pieces.pop(0)
-            if piece.finish_reason != "cancelled" and 2 in stream.request.prompt and stream.completion_tokens == 2:
-                stream.fail(ValueError("a matrix is not what it should be"))
-                self.finished["error"] += 1
-            else:
-                stream.put(piece)
-                if piece.finish_reason is not None:
-                    self.finished[piece.finish_reason] += 1
-            if stream.ended:
-                del self._running[stream]
-                self._cancelled.discard(stream)
-        for stream in [stream for stream in self._waiting if stream in self._cancelled]:
-            self._waiting.remove(stream)
-            stream.put(Piece(finish_reason="cancelled"))
-            self.finished["cancelled"] += 1
-            changed.append(stream)
-        Stream.wake(changed)
+            entry = self._waiting.pop(0)
+            self._running[entry] = pieces_of(entry.request)
+        made: list[tuple[Entry, Output]] = []
+        for entry, pieces in [*self._running.items()]:
+            output: Output = pieces.pop(0)
+            if (entry.key, entry.deliver) in self._cancelled:
+                output = Piece(finish_reason="cancelled")
+            elif 2 in entry.request.prompt and entry.made == 2:
+                output = EngineError("the model failed: a matrix is not what it should be")
+            made.append((entry, output))
+            entry.made += 1
+        for entry in self._waiting:
+            if (entry.key, entry.deliver) in self._cancelled:
+                made.append((entry, Piece(finish_reason="cancelled")))
+        for entry, output in made:
+            reason = "error" if isinstance(output, EngineError) else output.finish_reason
+            if reason is not None:
+                self.finished[reason] += 1
+                self._running.pop(entry, None)
+                self._waiting = [other for other in self._waiting if other is not entry]
+            entry.deliver([(entry.key, output)])
 
 
-def pieces_of(stream: Stream) -> list[Piece]:
-    request = stream.request
-    text = expected_text(request, stream.seed)
+def pieces_of(request: Request) -> list[Piece]:
+    text = expected_text(request, request.seed)
     ends = [place for stop in request.stop if (place := text.find(stop)) >= 0]
     tokens = stream_tokens(text)
     pieces = []

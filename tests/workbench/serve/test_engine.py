@@ -207,18 +207,18 @@ class TestPrefixes:
             prompt = (*prompt, *answer[1], *prompt_of(6, turn))
         # Multiples of 8 within the former prompt; all but its last token the second time.
         assert cached == [0, 20, 16, 37, 32, 54]
-        counters = with_cache.counters()
+        counters = with_cache.status().counters
         assert (counters.prefix_hits, counters.prefix_misses) == (5, 1)
         assert counters.prefix_tokens == sum(cached)
-        assert counters.prefix_bytes == with_cache.prefixes.nbytes > 0 == without.counters().prefix_bytes
+        assert counters.prefix_bytes == with_cache.prefixes.nbytes > 0 == without.status().counters.prefix_bytes
 
     def test_samples_of_one_prompt_run_it_once(self, engine_of):
         engine = engine_of()
         first = result_of(engine.submit(request(30, temperature=1.0, seed=1)))
-        passes = engine.counters().pieces
+        passes = engine.status().counters.pieces
         more = [engine.submit(request(30, temperature=1.0, seed=seed)) for seed in range(1, 5)]
         results = [result_of(stream) for stream in more]
-        assert passes == 4 == engine.counters().pieces
+        assert passes == 4 == engine.status().counters.pieces
         assert results[0] == first and len({tuple(result[1]) for result in results}) == 4
 
     @pytest.mark.parametrize("prompt_rows", [1, 3])
@@ -303,9 +303,9 @@ class TestEnds:
 
     def test_a_stop_string_in_text_that_was_held_back(self):
         """The last token completes the stop string and begins a character, for which text waits."""
-        stream = Stream(Request(prompt=(1,), stop=("stop",)), 0, lambda stream: None)
+        request = Request(prompt=(1,), stop=("stop",), seed=0)
         text = TextAssembly(lambda tokens: "one stop\ufffd" if 2 in tokens else "", (1,), ("stop",))
-        piece = ServingTask(stream, text, {}, most=1).piece_of(2, None, is_end=False)
+        piece = ServingTask(None, request, Stream.deliver, text, {}, most=1).output_of(2, None, is_end=False)
         assert (piece.text, piece.finish_reason) == ("one ", "stop")
 
     def test_the_context_limit(self, engine_of):
@@ -361,8 +361,9 @@ class TestEnds:
         assert result_of(prefilling)[3] == "cancelled"
         assert len(tokens_of(engine.submit(request()))) == 6
         engine.stop()
-        assert engine.counters().finished == {"cancelled": 3, "length": 1}
-        assert engine.counters().running == engine.counters().prefilling == engine.counters().waiting == 0
+        assert engine.status().counters.finished == {"cancelled": 3, "length": 1}
+        counters = engine.status().counters
+        assert counters.running == counters.prefilling == counters.waiting == 0
 
 
 class TestLimits:
@@ -373,8 +374,8 @@ class TestLimits:
         others = [engine.submit(request()) for _ in range(2)]
         with pytest.raises(QueueFull, match="2 requests are waiting") as caught:
             engine.submit(request())
-        assert 1 <= caught.value.retry_after <= 60 and engine.counters().rejected == 1
-        assert engine.counters().waiting == 2
+        assert 1 <= caught.value.retry_after <= 60 and engine.status().counters.rejected == 1
+        assert engine.status().counters.waiting == 2
         first.cancel()
         assert [len(tokens_of(stream)) for stream in others] == [6, 6]
 
@@ -431,7 +432,7 @@ class TestFailures:
             list(engine.submit(request(30)))
         assert len(tokens_of(other)) >= 1
         assert len(tokens_of(engine.submit(request(10)))) == 6
-        assert engine.counters().finished["error"] == 1
+        assert engine.status().counters.finished["error"] == 1
 
     def test_an_error_in_a_step_ends_those_that_run(self, engine_of, monkeypatch):
         engine = engine_of()
@@ -458,13 +459,13 @@ class TestFailures:
             raise KeyError(tokens)
 
         next(iter(failing))
-        task = next(task for task in [*engine._running.values()] if task.stream is failing)
+        task = next(task for task in [*engine._running.values()] if task.key is failing)
         (task.text or failing._text).add = fail
         with pytest.raises(EngineError, match="the model failed" if stop else "the tokenizer failed"):
             list(failing)
         assert any(record.exc_info and record.exc_info[0] is KeyError for record in caplog.records)
         assert len(tokens_of(other)) == 40 and tokens_of(engine.submit(request(max_tokens=3))) == expected
-        finished = engine.counters().finished
+        finished = engine.status().counters.finished
         assert sum(finished.values()) == 4 and finished["error" if stop else "cancelled"] == 1
 
     def test_a_lost_device_ends_everything(self, engine_of, monkeypatch):
@@ -499,7 +500,8 @@ class TestFailures:
             with pytest.raises(EngineError, match="lost"):
                 list(stream)
         engine._thread.join(10)
-        assert not engine.is_running and engine.counters().running == engine.counters().prefilling == 0
+        status = engine.status()
+        assert not status.running and status.counters.running == status.counters.prefilling == 0
 
     def test_a_step_that_cannot_be_captured(self, engine_of, monkeypatch):
         engine = engine_of(start=False)
@@ -538,7 +540,7 @@ def test_many_clients_in_threads(engine_of):
     for thread in threads:
         thread.join()
     engine.stop()
-    assert not wrong and sum(engine.counters().finished.values()) == 12 + 24 * 4
+    assert not wrong and sum(engine.status().counters.finished.values()) == 12 + 24 * 4
 
 
 def test_nothing_is_kept_of_requests(engine_of):
@@ -548,7 +550,7 @@ def test_nothing_is_kept_of_requests(engine_of):
         streams = [engine.submit(request(1 + (number % 10 == 0), number, max_tokens=2)) for number in range(700)]
         assert all(len(tokens_of(stream)) == 2 for stream in streams)
         del streams
-        while engine.counters().running:
+        while engine.status().counters.running:
             time.sleep(0.01)
         gc.collect()
         counts.append(len(gc.get_objects()))

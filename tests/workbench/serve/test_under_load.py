@@ -157,7 +157,7 @@ async def ask_all(url: str, requests: list[Asked], at_once: int) -> None:
 def wait_until_idle(engine: Engine) -> Any:
     end = time.monotonic() + 30
     while True:
-        counters = engine.counters()
+        counters = engine.status().counters
         if counters.running == counters.prefilling == counters.waiting == 0:
             return counters
         assert time.monotonic() < end, counters
@@ -233,7 +233,7 @@ def test_whatever_is_sent_is_answered_or_refused_with_a_sentence(engine: Engine)
             statuses.add(answer.status_code)
             assert answer.status_code in (200, 400, 404), (body, answer.text)
             assert ("error" in answer.text) == (answer.status_code != 200), (body, answer.text)
-    assert {200, 400} <= statuses and engine.is_running
+    assert {200, 400} <= statuses and engine.status().running
 
 
 @contextmanager

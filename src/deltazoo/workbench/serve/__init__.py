@@ -14,9 +14,10 @@ from deltazoo.workbench.serve.requests import (
     QueueFull,
     Request,
     RequestError,
-    Stream,
+    Status,
     TokenLogprob,
 )
+from deltazoo.workbench.serve.stream import Stream
 
 if TYPE_CHECKING:
     from deltazoo.workbench.serve.engine import Engine
@@ -32,6 +33,7 @@ __all__ = [
     "QueueFull",
     "Request",
     "RequestError",
+    "Status",
     "Stream",
     "TokenLogprob",
     "background_server",

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from deltazoo import __version__
-from deltazoo.workbench.serve.requests import Piece, Stream, TokenLogprob
+from deltazoo.workbench.serve.requests import Piece, TokenLogprob
+from deltazoo.workbench.serve.stream import Stream
 from deltazoo.workbench.serve.token_texts import TokenTexts
 
 __all__ = ["Answer", "ChatAnswer", "CompletionAnswer", "usage_of"]

@@ -15,11 +15,10 @@ one width.
 """
 
 import logging
-import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,16 +31,18 @@ from deltazoo.workbench.serve.prefill import Prefill
 from deltazoo.workbench.serve.prefix_cache import PrefixCache, prefix_keys
 from deltazoo.workbench.serve.requests import (
     MOST_LOGPROBS,
-    Counters,
+    EngineError,
     EngineStopped,
+    Output,
     Piece,
     QueueFull,
     Request,
     RequestError,
-    Stream,
+    Status,
     TokenLogprob,
 )
-from deltazoo.workbench.serve.serving_task import ServingTask
+from deltazoo.workbench.serve.serving_task import Deliver, ServingTask
+from deltazoo.workbench.serve.stream import Stream
 from deltazoo.workbench.serve.tally import Tally
 from deltazoo.workbench.serve.text_assembly import TextAssembly, decoder_of
 
@@ -130,7 +131,7 @@ class Engine:
         # What clients and the engine's thread share, under the mutex:
         self._mutex = threading.Condition()
         self._waiting: deque[ServingTask] = deque()
-        self._cancelled: set[Stream] = set()
+        self._cancelled: set[tuple[Deliver, Hashable]] = set()
         self._cancel_all = False
         self._stopping = False
         self._refusal: str | None = "the engine has not been started"
@@ -141,6 +142,8 @@ class Engine:
         self._passes: deque[Callable[[], None]] = deque()
         """Passes over prompts that may not be done yet; the second-last is waited for before another one is begun."""
         self._started: deque[_StartedStep] = deque()
+        self._outputs: dict[Deliver, list[tuple[Any, Output]]] = {}
+        """What has been made, and by which function it is delivered."""
         self._ahead = 1 if model.device.type == "cuda" else 0  # a CPU does one thing at a time
         self._failures = 0
 
@@ -166,38 +169,55 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.stop(timeout=0)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether requests are accepted."""
-        with self._mutex:
-            return self._refusal is None
-
     def submit(self, request: Request) -> Stream:
         """Queue a request; the stream yields its output.
 
         Raises:
             RequestError: it does not fit the model. QueueFull: too many wait. EngineStopped: the engine does not run.
         """
-        most = self._check(request)
-        # Of numbers with more than 53 bits many readers of JSON lose digits, and could not ask for the seed again.
-        seed = random.getrandbits(53) if request.seed is None else request.seed
-        text = TextAssembly(self._decode, request.prompt, request.stop)
-        stream = Stream(request, seed, self._cancel, None if request.stop else text)
-        keys = prefix_keys(request.prompt[:-1], self.prompts.piece)
-        task = ServingTask(stream, text if request.stop else None, keys, most)
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
+        """Queue requests, all or none of them.
+
+        Raises:
+            RequestError, QueueFull, EngineStopped: see `submit`.
+        """
+        streams = [Stream(request.with_seed(), self._cancel_stream, self._decode) for request in requests]
+        self.enter([(stream, stream.request) for stream in streams], Stream.deliver)
+        return streams
+
+    def enter(self, requests: Sequence[tuple[Any, Request]], deliver: Deliver) -> None:
+        """Queue requests, all or none of them, whose output a function takes.
+
+        Args:
+            requests: each with a key, and with a seed.
+            deliver: called by the engine's thread with some keys and what was made for them. It must not block.
+
+        Raises:
+            RequestError, QueueFull, EngineStopped: see `submit`.
+        """
+        tasks = [self._task(key, request, deliver) for key, request in requests]
         with self._mutex:
             if self._refusal is not None:
                 raise EngineStopped(self._refusal)
-            if len(self._waiting) >= self.max_queue:
-                self._tally.add(rejected=1)
+            if len(self._waiting) + len(tasks) > self.max_queue:
+                self._tally.add(rejected=len(tasks))
                 raise QueueFull(len(self._waiting), self._retry_after())
-            self._waiting.append(task)
+            self._waiting.extend(tasks)
             self._mutex.notify_all()
-        return stream
 
-    def counters(self) -> Counters:
-        """What the engine has done, and does now."""
-        return replace(self._tally.read(), waiting=len(self._waiting))
+    def cancel(self, keys: Iterable[Hashable], deliver: Deliver) -> None:
+        """End requests, named by the key and the function that they were entered with."""
+        with self._mutex:
+            self._cancelled.update((deliver, key) for key in keys)
+            self._mutex.notify_all()
+
+    def status(self) -> Status:
+        """Whether requests are accepted; what the engine has done, and does now."""
+        with self._mutex:
+            running, waiting = self._refusal is None, len(self._waiting)
+        return Status(running, replace(self._tally.read(), waiting=waiting))
 
     def stop(self, *, timeout: float | None = None) -> None:
         """Refuse new requests, finish all accepted ones, and end the thread.
@@ -215,10 +235,13 @@ class Engine:
             self._cancel_all = True
         self._thread.join()
 
-    def _cancel(self, stream: Stream) -> None:
-        with self._mutex:
-            self._cancelled.add(stream)
-            self._mutex.notify_all()
+    def _cancel_stream(self, stream: Stream) -> None:
+        self.cancel([stream], Stream.deliver)
+
+    def _task(self, key: Any, request: Request, deliver: Deliver) -> ServingTask:
+        most = self._check(request)
+        text = TextAssembly(self._decode, request.prompt, request.stop) if request.stop else None
+        return ServingTask(key, request, deliver, text, prefix_keys(request.prompt[:-1], self.prompts.piece), most)
 
     def _check(self, request: Request) -> int:
         """The number of new tokens after which a request ends; RequestError if it does not fit."""
@@ -291,15 +314,15 @@ class Engine:
 
     def _end_cancelled(self) -> None:
         with self._mutex:
-            streams, self._cancelled = self._cancelled, set()
-            if not (streams or self._cancel_all):
+            cancelled, self._cancelled = self._cancelled, set()
+            if not (cancelled or self._cancel_all):
                 return
             tasks = [*self._waiting, *self._prefill.tasks, *self._running.values()]
-            leaving = [task for task in tasks if self._cancel_all or task.stream in streams]
+            leaving = [task for task in tasks if self._cancel_all or (task.deliver, task.key) in cancelled]
             self._waiting = deque(task for task in self._waiting if task not in leaving)
         for task in leaving:
             self._finish(task, Piece(finish_reason="cancelled"))
-        Stream.wake(task.stream for task in leaving)
+        self._deliver()
 
     def _admit(self) -> None:
         """Begin with the prompts of waiting requests, as many as will find a row."""
@@ -328,15 +351,14 @@ class Engine:
     def _begin_row(self, task: ServingTask) -> None:
         row = next(row for row in range(self.table.widths[-1]) if row not in self._running)
         state = self.table.empty if task.state is None else task.state
-        self.table.put(row, state, task.request.prompt[-1], len(task.to_run), task.sampling, task.stream.seed)
+        self.table.put(row, state, task.request.prompt[-1], len(task.to_run), task.sampling, task.seed)
         task.state = None
         self._running[row] = task
-        cached = task.stream.cached_tokens
         self._tally.add(
             prompt_tokens=len(task.request.prompt),
-            prefix_hits=int(cached > 0),
-            prefix_misses=int(cached == 0),
-            prefix_tokens=cached,
+            prefix_hits=int(task.cached > 0),
+            prefix_misses=int(task.cached == 0),
+            prefix_tokens=task.cached,
         )
 
     def _start_step(self) -> None:
@@ -382,39 +404,49 @@ class Engine:
             return self._fail_step(step.rows.values(), error)
         self._failures = 0
         now = time.monotonic()
-        tasks = [(row, task) for row, task in step.rows.items() if not task.stream.ended]
+        tasks = [(row, task) for row, task in step.rows.items() if not task.ended]
         for row, task in tasks:
-            if task.stream.completion_tokens == 0:
+            if task.made == 0:
                 self._tally.add_first_token(now - task.arrived)
             is_end = tokens[row] in self._ends and not task.request.ignore_eos
             try:
-                piece = task.piece_of(tokens[row], logprobs.get(row), is_end)
+                output = task.output_of(tokens[row], logprobs.get(row), is_end)
             except Exception as error:  # of the tokenizer
                 self._fail([task], error)
                 continue
-            if piece.finish_reason is None:
-                task.stream.put(piece)
+            if isinstance(output, Piece) and output.finish_reason is not None:
+                self._finish(task, output)
             else:
-                self._finish(task, piece)
-        Stream.wake(task.stream for _, task in tasks)
+                self._add_output(task, output)
+        self._deliver()
         self._tally.add(completion_tokens=len(tasks), step_seconds=now - step.began)
+
+    def _add_output(self, task: ServingTask, output: Output) -> None:
+        self._outputs.setdefault(task.deliver, []).append((task.key, output))
+
+    def _deliver(self) -> None:
+        outputs, self._outputs = self._outputs, {}
+        for deliver, made in outputs.items():
+            deliver(made)
 
     def _finish(self, task: ServingTask, last: Piece) -> None:
         """End a request; its row is free for the next step."""
         assert last.finish_reason is not None
         self._leave(task)
         self._tally.add_end(last.finish_reason, time.monotonic() - task.arrived)
-        task.stream.put(last)
+        self._add_output(task, last)
 
     def _fail(self, tasks: Iterable[ServingTask], error: BaseException) -> None:
         """End requests with the model's error."""
-        tasks = [task for task in tasks if not task.stream.ended]
+        tasks = [task for task in tasks if not task.ended]
         _log.error("the model failed on %d requests: %s", len(tasks), error, exc_info=error)
         for task in tasks:
             self._leave(task)
             self._tally.add_end("error", time.monotonic() - task.arrived)
-            task.stream.fail(error)
-        Stream.wake(task.stream for task in tasks)
+            failure = EngineError(f"the model failed: {error}")
+            failure.__cause__ = error
+            self._add_output(task, failure)
+        self._deliver()
 
     def _fail_prompts(self, tasks: Iterable[ServingTask], error: Exception) -> None:
         """End requests whose prompts failed; a device that works no longer ends the engine."""
@@ -429,6 +461,7 @@ class Engine:
             raise error
 
     def _leave(self, task: ServingTask) -> None:
+        task.ended = True
         if task in self._prefill.tasks:
             self._prefill.tasks.remove(task)
         for row in [row for row, other in self._running.items() if other is task]:

@@ -18,28 +18,38 @@ from deltazoo.workbench.serve.api_errors import ApiError, add_error_handlers
 from deltazoo.workbench.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, usage_of
 from deltazoo.workbench.serve.api_schemas import ChatBody, CompletionBody
 from deltazoo.workbench.serve.metrics_text import METRICS_TYPE, metrics_text
-from deltazoo.workbench.serve.requests import Counters, Request, Stream
+from deltazoo.workbench.serve.requests import EngineStopped, Request, Status
+from deltazoo.workbench.serve.stream import Stream
 from deltazoo.workbench.serve.stream_reading import StreamReader
 from deltazoo.workbench.serve.token_texts import TokenTexts
 
-__all__ = ["RunsRequests", "create_app"]
+__all__ = ["Backend", "RunsRequests", "app_before", "create_app"]
 
 
 class RunsRequests(Protocol):
-    """What the application needs of an engine."""
+    """What the application needs of an engine in its process."""
 
     tokenizer: Any
     max_queue: int
 
-    def submit(self, request: Request) -> Stream:
-        """Take a request; raises QueueFull, RequestError, EngineStopped."""
+    def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
+        """Take all requests or none; raises QueueFull, RequestError, EngineStopped."""
 
-    def counters(self) -> Counters:
-        """What it has done."""
+    def status(self) -> Status:
+        """Whether it takes requests, and what it has done."""
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it takes requests."""
+
+class Backend(Protocol):
+    """The same of an engine that may be in another process."""
+
+    tokenizer: Any
+    max_queue: int
+
+    async def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
+        """Take all requests or none; raises QueueFull, RequestError, EngineStopped."""
+
+    async def status(self) -> Status:
+        """Whether it takes requests, and what it has done; raises EngineStopped."""
 
 
 def create_app(engine: RunsRequests, *, model: str, api_key: str | None = None) -> FastAPI:
@@ -56,6 +66,11 @@ def create_app(engine: RunsRequests, *, model: str, api_key: str | None = None) 
             uvicorn.run(create_app(engine, model="my-model"))
         ```
     """
+    return app_before(_InThisProcess(engine), model=model, api_key=api_key)
+
+
+def app_before(engine: Backend, *, model: str, api_key: str | None) -> FastAPI:
+    """`create_app` for an engine wherever it is."""
     endpoints = _Endpoints(engine, model)
     app = FastAPI(title="deltazoo", docs_url=None, redoc_url=None)  # those pages load scripts from elsewhere
     add_error_handlers(app)
@@ -70,8 +85,20 @@ def create_app(engine: RunsRequests, *, model: str, api_key: str | None = None) 
     return app
 
 
+class _InThisProcess:
+    def __init__(self, engine: RunsRequests) -> None:
+        self.tokenizer, self.max_queue = engine.tokenizer, engine.max_queue
+        self._engine = engine
+
+    async def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
+        return self._engine.submit_all(requests)
+
+    async def status(self) -> Status:
+        return self._engine.status()
+
+
 class _Endpoints:
-    def __init__(self, engine: RunsRequests, model: str) -> None:
+    def __init__(self, engine: Backend, model: str) -> None:
         self.engine, self.tokenizer, self.model = engine, engine.tokenizer, model
         self._texts = TokenTexts(engine.tokenizer)
         self._reader = StreamReader()
@@ -112,12 +139,16 @@ class _Endpoints:
 
     async def health(self) -> Response:
         """200 while the engine takes requests, else 503."""
-        running = self.engine.is_running
+        try:
+            running = (await self.engine.status()).running
+        except EngineStopped:
+            running = False
         return JSONResponse({"status": "ok" if running else "stopped"}, 200 if running else 503)
 
     async def metrics(self) -> Response:
         """The engine's counters in Prometheus' text format."""
-        return PlainTextResponse(metrics_text(self.engine.counters(), self.model), media_type=METRICS_TYPE)
+        counters = (await self.engine.status()).counters
+        return PlainTextResponse(metrics_text(counters, self.model), media_type=METRICS_TYPE)
 
     def _description(self) -> dict[str, Any]:
         return {"id": self.model, "object": "model", "created": self._created, "owned_by": "deltazoo"}
@@ -162,7 +193,7 @@ class _Endpoints:
         self, http: HTTPRequest, body: CompletionBody | ChatBody, requests: Sequence[Request], answer: Answer
     ) -> Response:
         """Run the requests of all choices, and respond at once or in pieces."""
-        streams = self._submit(requests)
+        streams = await self._submit(requests)
         if body.stream:
             usage = partial(usage_of, streams, body.n) if body.include_usage else None
             return self._reader.event_stream(streams, answer, usage)
@@ -173,21 +204,13 @@ class _Endpoints:
         ]
         return JSONResponse(answer.whole(choices, usage_of(streams, body.n)))
 
-    def _submit(self, requests: Sequence[Request]) -> list[Stream]:
+    async def _submit(self, requests: Sequence[Request]) -> list[Stream]:
         """Streams of all requests, or of none."""
         if len(requests) > self.engine.max_queue:
             raise ApiError(
                 400, f"this request makes {len(requests)} choices, and at most {self.engine.max_queue} can wait here"
             )
-        streams: list[Stream] = []
-        try:
-            for request in requests:
-                streams.append(self.engine.submit(request))
-        except Exception:
-            for stream in streams:
-                stream.cancel()
-            raise
-        return streams
+        return await self.engine.submit_all(requests)
 
 
 def _check_text(text: str, param: str) -> None:

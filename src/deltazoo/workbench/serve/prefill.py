@@ -69,7 +69,7 @@ class Prefill:
         """Go on from a state in the prefix cache, if there is one further on."""
         done, state = self.prefixes.find(task.keys)
         if done > task.done:
-            task.stream.cached_tokens += done - task.done
+            task.cached += done - task.done
             task.done, task.state = done, state
             self._loaded = [None if other is task else other for other in self._loaded]
 

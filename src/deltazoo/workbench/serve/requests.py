@@ -1,14 +1,9 @@
-"""What a server and the engine say to each other: requests, streams of their output, counters, errors."""
+"""What a server and the engine say to each other: requests, parts of their output, counters, errors."""
 
-import asyncio
-import logging
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
-
-from deltazoo.workbench.serve.text_assembly import TextAssembly
 
 __all__ = [
     "MOST_LOGPROBS",
@@ -17,21 +12,17 @@ __all__ = [
     "EngineStopped",
     "FinishReason",
     "Histogram",
+    "Output",
     "Piece",
     "QueueFull",
     "Request",
     "RequestError",
-    "Stream",
+    "Status",
     "TokenLogprob",
 ]
 
-_log = logging.getLogger(__name__)
-
 MOST_LOGPROBS = 20
 """The most other tokens whose log-probabilities a request may ask for, as in OpenAI's interface."""
-
-_MOST_PIECES = 256
-"""Pieces that a stream keeps for a reader who does not come, before they become one, which takes less memory."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
 """stop: an end token or a stop string. length: `max_tokens` or the context limit. cancelled: by the client or a stop of
@@ -51,8 +42,11 @@ class QueueFull(RuntimeError):
     """
 
     def __init__(self, waiting: int, retry_after: int) -> None:
-        super().__init__(f"{waiting} requests are waiting: try again in {retry_after} seconds")
-        self.retry_after = retry_after
+        super().__init__(waiting, retry_after)
+        self.waiting, self.retry_after = waiting, retry_after
+
+    def __str__(self) -> str:
+        return f"{self.waiting} requests are waiting: try again in {self.retry_after} seconds"
 
 
 class EngineStopped(RuntimeError):
@@ -60,7 +54,7 @@ class EngineStopped(RuntimeError):
 
 
 class EngineError(RuntimeError):
-    """The model, or the tokenizer, failed on a request; `__cause__` is the exception."""
+    """The model or the tokenizer failed on a request, or the engine is lost; `__cause__` is the exception, if known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +76,7 @@ class Request:
     top_p: float = 1.0
     """Draw among the fewest tokens, likeliest first, whose probabilities add up to this."""
     seed: int | None = None
-    """Of the draws: the same seed, prompt and parameters give the same tokens. None: the engine chooses one."""
+    """Of the draws: the same seed, prompt and parameters give the same tokens. None: one is drawn."""
     stop: tuple[str, ...] = ()
     """Texts that end the generation. They are not part of the output."""
     ignore_eos: bool = False
@@ -106,6 +100,11 @@ class Request:
             self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS,
             f"logprobs must be between 0 and {MOST_LOGPROBS}, got {self.logprobs}",
         )
+
+    def with_seed(self) -> "Request":
+        """The same with a seed, if it has none."""
+        # Of numbers with more than 53 bits many readers of JSON lose digits, and could not ask for the seed again.
+        return self if self.seed is not None else replace(self, seed=random.getrandbits(53))
 
 
 def _check(condition: bool, message: str) -> None:
@@ -136,6 +135,8 @@ class Piece:
     """One per new token, if the request asked for them."""
     finish_reason: FinishReason | None = None
     """Set in the last piece."""
+    cached_tokens: int = 0
+    """In the first piece: tokens of the prompt that were not run, since the prefix cache had their state."""
 
     @staticmethod
     def joined(pieces: "Sequence[Piece]") -> "Piece":
@@ -148,153 +149,12 @@ class Piece:
             token_ids=tuple(token for piece in pieces for token in piece.token_ids),
             logprobs=None if all(piece.logprobs is None for piece in pieces) else logprobs,
             finish_reason=pieces[-1].finish_reason,
+            cached_tokens=sum(piece.cached_tokens for piece in pieces),
         )
 
 
-class Stream:
-    """The output of one request: an iterator over its pieces, for threads (`for`) or coroutines (`async for`).
-
-    Pieces that a reader has not taken become one, so a slow reader gets fewer and larger ones. The last has a
-    `finish_reason`. One thread or coroutine reads; `cancel` may be called from anywhere.
-
-    Args:
-        request: whose output it is.
-        seed: of the draws.
-        on_cancel: called by the first `cancel`.
-        text: makes the text of the tokens where they are read, so that the engine does not wait for it; None: pieces
-            come with their text.
-
-    Attributes:
-        prompt_tokens: of the request.
-        cached_tokens: tokens of the prompt that were not run, since the prefix cache had their state; known with the
-            first piece.
-        completion_tokens: new tokens so far, an end token included.
-
-    Raises:
-        EngineError: on reading, if the model or the tokenizer failed on the request.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        seed: int,
-        on_cancel: Callable[["Stream"], None],
-        text: TextAssembly | None = None,
-    ) -> None:
-        self.request = request
-        self.seed = seed
-        self.prompt_tokens = len(request.prompt)
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self._on_cancel = on_cancel
-        self._text = text
-        self._cancelled = False
-        self._changed = threading.Condition()
-        self._pieces: list[Piece] = []
-        self._error: BaseException | None = None
-        self._ended = False
-        self._reader: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
-
-    def cancel(self) -> None:
-        """End the request; its row of the batch is free at the next step. After its end nothing happens."""
-        with self._changed:
-            first = not (self._cancelled or self._ended)
-            self._cancelled = True
-        if first:
-            self._on_cancel(self)
-
-    def __iter__(self) -> Iterator[Piece]:
-        """The pieces as they are made; blocks."""
-        more = True
-        while more:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pieces or self._ended)
-            piece, more = self._take()
-            if piece is not None:
-                yield piece
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        """The same in a coroutine."""
-        news, more = asyncio.Event(), True
-        with self._changed:
-            self._reader = asyncio.get_running_loop(), news
-        while more:
-            news.clear()
-            piece, more = self._take()
-            if piece is not None:
-                yield piece
-            elif more:
-                await news.wait()
-
-    def _take(self) -> tuple[Piece | None, bool]:
-        """What has come since the last call, and whether there can be more.
-
-        Raises:
-            EngineError: nothing has come, since the model failed; the tokenizer failed.
-        """
-        with self._changed:
-            pieces, self._pieces = self._pieces, []
-            if not pieces and self._error is not None:
-                error, self._error = self._error, None
-                raise EngineError(f"the model failed: {error}") from error
-            more = not self._ended or self._error is not None
-        return (self._with_text(Piece.joined(pieces)) if pieces else None), more
-
-    def _with_text(self, piece: Piece) -> Piece:
-        if self._text is None:
-            return piece
-        is_end = piece.finish_reason == "stop"  # without stop strings, the last token is an end token
-        try:
-            text = self._text.add(piece.token_ids[:-1] if is_end else piece.token_ids)
-            if piece.finish_reason in ("stop", "length"):
-                text += self._text.finish()
-        except Exception as error:
-            self.cancel()
-            _log.error("the tokenizer failed on a request: %s", error, exc_info=error)
-            raise EngineError(f"the tokenizer failed: {error}") from error
-        return replace(piece, text=text)
-
-    # The engine's side.
-
-    def put(self, piece: Piece) -> None:
-        """Add a piece; the last has a `finish_reason`. `wake` tells a coroutine."""
-        with self._changed:
-            self.completion_tokens += len(piece.token_ids)
-            self._pieces.append(piece)
-            if len(self._pieces) == _MOST_PIECES:
-                self._pieces = [Piece.joined(self._pieces)]
-            self._ended = piece.finish_reason is not None
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """End with an error."""
-        with self._changed:
-            self._error, self._ended = error, True
-            self._changed.notify_all()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the last piece or an error has been put."""
-        return self._ended
-
-    @staticmethod
-    def wake(streams: Iterable["Stream"]) -> None:
-        """Tell the coroutines that read these streams of news: one message per event loop, however many streams."""
-        arrived: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-        for stream in streams:
-            with stream._changed:
-                if stream._reader is not None:
-                    loop, event = stream._reader
-                    if not event.is_set():
-                        arrived.setdefault(loop, []).append(event)
-        for loop, events in arrived.items():
-            with suppress(RuntimeError):  # the loop is closed, so nobody reads
-                loop.call_soon_threadsafe(_set_all, events)
-
-
-def _set_all(events: Iterable[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+Output = int | Piece | EngineError
+"""What the engine makes of a request at a time: a token and nothing else, a piece, or an error that ends it."""
 
 
 @dataclass(frozen=True)
@@ -361,3 +221,11 @@ class Counters:
     """Seconds from `submit` to the first token."""
     request_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     """Seconds from `submit` to the end."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether an engine takes requests, and what it has done."""
+
+    running: bool
+    counters: Counters

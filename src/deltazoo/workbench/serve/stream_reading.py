@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from deltazoo.workbench.serve.api_errors import ApiError, api_error_of
 from deltazoo.workbench.serve.api_responses import Answer
-from deltazoo.workbench.serve.requests import EngineError, Piece, Stream
+from deltazoo.workbench.serve.requests import EngineError, Piece
+from deltazoo.workbench.serve.stream import Stream
 
 __all__ = ["StreamReader"]
 

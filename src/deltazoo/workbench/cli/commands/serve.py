@@ -65,12 +65,13 @@ def serve(
     name = name or (folder.parent.name if folder.name == "model" else folder.name)
 
     try:
-        from deltazoo.workbench.serve.http_app import create_app
-        from deltazoo.workbench.serve.http_server import bind, run_server, url_of
+        from deltazoo.workbench.serve.http_processes import AppSettings, number_of_processes, run_server
+        from deltazoo.workbench.serve.http_server import bind, url_of
     except ModuleNotFoundError as error:
         raise ImportError(f"deltazoo serve needs {error.name}: pip install 'deltazoo[serve]'") from error
 
-    address = bind(host, port)
+    addresses = bind(host, port, number_of_processes())
+    url = url_of(addresses[0])
     import torch
 
     from deltazoo.workbench.console import console
@@ -90,15 +91,16 @@ def serve(
             prefix_memory=int(prefix_memory * 2**30),
         )
         engine.start()
-    if api_key is None and not ipaddress.ip_address(address.getsockname()[0]).is_loopback:
+    if api_key is None and not ipaddress.ip_address(addresses[0].getsockname()[0]).is_loopback:
         say("Without --api-key everyone who reaches this machine can use the server.")
 
     def ready() -> None:
         header = "" if api_key is None else ' -H "Authorization: Bearer $DELTAZOO_API_KEY"'
-        typer.echo(f"{name} at {url_of(address)}/v1, for example:")
+        typer.echo(f"{name} at {url}/v1, for example:")
         typer.echo(
-            f"curl {url_of(address)}/v1/completions{header} -H 'Content-Type: application/json' "
+            f"curl {url}/v1/completions{header} -H 'Content-Type: application/json' "
             f'-d \'{{"model": "{name}", "prompt": "def read(self", "max_tokens": 64}}\''
         )
 
-    run_server(create_app(engine, model=name, api_key=api_key), engine, address, stop_timeout=stop_timeout, ready=ready)
+    settings = AppSettings(tokenizer, max_queue, name, api_key)
+    run_server(engine, settings, addresses, stop_timeout=stop_timeout, ready=ready)
