@@ -6,6 +6,8 @@ up of an MLP) one below the other in memory. Within `active()`, the first map mu
 
     q_proj(x) -> x [Wq; Wk; Wv; Wb]^T -> q | k | v | b,      k_proj(x) -> k,      v_proj(x) -> v,      b_proj(x) -> b
 
+Inputs of many tokens take one product per map, whose results are contiguous, as most kernels want them.
+
 Modules, parameters and state-dict keys stay what they are. Only the addresses of weights change: no weight exists
 twice, and an update in place acts on both forms. For torch each parameter has a storage of its own, which begins where
 another ends. Views of one storage would not do, since code that saves models takes them for duplicates.
@@ -24,6 +26,9 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 __all__ = ["JointProduct", "MergedProjections", "is_plain"]
+
+_MOST_TOKENS = 1024
+"""Tokens of an input that is multiplied by all weights at once."""
 
 
 class MergedProjections:
@@ -110,7 +115,7 @@ class JointProduct:
 
     def _piece(self, index: int, x: Tensor) -> Tensor:
         # Another thread may use the model at the same time: to train, with gradients, or to decode, with another input.
-        if index == 0 and not torch.is_grad_enabled():
+        if index == 0 and not torch.is_grad_enabled() and x.numel() <= _MOST_TOKENS * x.shape[-1]:
             self._ready = (x, list(self._multiply(x)))
         source, pieces = self._ready
         piece = pieces[index] if source is x and not torch.is_grad_enabled() else None

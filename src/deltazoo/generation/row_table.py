@@ -27,6 +27,7 @@ from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step_capture import CapturedStep, capture
+from deltazoo.layers import WHOLE_ROWS, BatchDescription, RightPaddedSequences
 
 __all__ = ["PromptRows", "RowTable", "has_softmax_layers"]
 
@@ -208,7 +209,6 @@ class PromptRows:
         self._copies = RowCopies(self._caches[0]) if padded else None
         self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        self._columns = torch.arange(piece, device=model.device)
         self._passes: dict[bool, CapturedStep] = {}
 
     @torch.no_grad()
@@ -262,10 +262,10 @@ class PromptRows:
         return wait_for(self._tokens.device)
 
     def _run_all(self, whole: bool) -> Tensor:
-        mask = None if whole else {"linear_attention": self._columns < self._lengths}
-        return self.model(
-            self._tokens, attention_mask=mask, past_key_values=self._caches[0], use_cache=True, logits_to_keep=1
-        ).logits
+        sequences = WHOLE_ROWS if whole else RightPaddedSequences.from_lengths(self._lengths, self.piece)
+        positions = torch.arange(self.piece, device=self._tokens.device)[None]  # which linear layers do not read
+        batch = BatchDescription(sequences, positions, None)
+        return self.model.base_model(self._tokens, past_key_values=self._caches[0], batch=batch).last_hidden_state
 
     def _on_device(self, numbers: Sequence[Sequence[int]]) -> Tensor:
         device = self._tokens.device

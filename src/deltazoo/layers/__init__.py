@@ -19,6 +19,7 @@ from deltazoo.layers.sequences import (
     WHOLE_ROWS,
     PackedSequences,
     PaddedSequences,
+    RightPaddedSequences,
     Sequences,
     describe_sequences,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "PackedSequences",
     "PaddedSequences",
     "RMSNorm",
+    "RightPaddedSequences",
     "RuleInputs",
     "Sequences",
     "ShortConvolution",

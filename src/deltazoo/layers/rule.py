@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
-from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, PaddedSequences, Sequences, SharedSequences
+from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import is_decoding_step
 from deltazoo.ops import (
     DeltaRuleOutput,
@@ -62,7 +62,7 @@ class RuleInputs(NamedTuple):
 
     def mask_padding(self, sequences: Sequences) -> "RuleInputs":
         """Padding tokens neither write to, erase from, nor decay the state."""
-        if not isinstance(sequences, PaddedSequences):
+        if not isinstance(sequences, RightPaddedSequences):
             return self
         padding = ~sequences.real
 

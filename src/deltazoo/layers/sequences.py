@@ -20,6 +20,7 @@ __all__ = [
     "WHOLE_ROWS",
     "PackedSequences",
     "PaddedSequences",
+    "RightPaddedSequences",
     "Sequences",
     "SharedSequences",
     "check_cu_seqlens",
@@ -65,22 +66,39 @@ WHOLE_ROWS = Sequences()
 
 
 @dataclass(frozen=True)
-class PaddedSequences(Sequences):
+class RightPaddedSequences(Sequences):
+    """Rows that begin with their real tokens. What a layer gives for the padding behind them means nothing."""
+
+    whole_rows = False
+    lengths: Tensor
+    """`[B, 1]` int64: real tokens per row."""
+    real: Tensor
+    """`[B, T]` bool: which positions hold real tokens, after `arrange`."""
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor, num_tokens: int) -> "RightPaddedSequences":
+        """From `[B, 1]` int64, at most T = `num_tokens` each."""
+        return RightPaddedSequences(lengths, torch.arange(num_tokens, device=lengths.device) < lengths)
+
+    def first(self, count: int) -> "RightPaddedSequences":
+        """Of the first `count` tokens of every row."""
+        return self.from_lengths(self.lengths.clamp(max=count), count)
+
+
+@dataclass(frozen=True)
+class PaddedSequences(RightPaddedSequences):
     """Rows of which only some tokens are real: padding on the left, on the right or in the middle.
 
     A layer moves each row's real tokens to its start, in order, computes on those, and moves the results back. So every
     row gives exactly what it would give alone.
     """
 
-    whole_rows = False
     mask: Tensor
     """`[B, T]` bool, True = real, in the caller's order."""
     order: Tensor
     """`[B, T]` int64: the caller's position of the token at each new position."""
     inverse: Tensor
     """`[B, T]` int64: the new position of each of the caller's tokens."""
-    lengths: Tensor
-    """`[B, 1]` int64: real tokens per row."""
 
     @classmethod
     def from_mask(cls, attention_mask: Tensor) -> "PaddedSequences":
@@ -90,16 +108,11 @@ class PaddedSequences(Sequences):
         inverse = torch.where(mask, mask.cumsum(1), lengths + (~mask).cumsum(1)) - 1
         positions = torch.arange(mask.shape[1], device=mask.device).expand_as(inverse)
         order = torch.empty_like(inverse).scatter_(1, inverse, positions)
-        return cls(mask, order, inverse, lengths)
+        return cls(lengths, positions < lengths, mask, order, inverse)
 
     def first(self, count: int) -> "PaddedSequences":
         """Of the first `count` columns of the mask; real tokens of later ones that remain are padding then."""
         return PaddedSequences.from_mask(self.mask[:, :count])
-
-    @property
-    def real(self) -> Tensor:
-        """`[B, T]` bool: which positions hold real tokens after `arrange`."""
-        return torch.arange(self.mask.shape[1], device=self.mask.device) < self.lengths
 
     def arrange(self, x: Tensor) -> Tensor:
         """`[B or 1, T, D]` as `[B, T, D]` with each row's real tokens first and zeros after them."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.recompute import recomputable
-from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, PaddedSequences, Sequences, SharedSequences
+from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.state import StateAccess, is_decoding_step
 from deltazoo.ops.context.token_exchange import last_tokens, tokens_before
 from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv, fused_short_conv_step, fused_short_convs
@@ -93,34 +93,37 @@ def causal_sum(x: Tensor, weight: Tensor, past: Tensor, sequences: Sequences) ->
     return depthwise_sum(history[None], weight).index_select(1, outputs)
 
 
-def last_inputs(x: Tensor, past: Tensor, sequences: Sequences) -> Tensor:
+def last_inputs(inputs: Sequence[Tensor], past: Tensor, sequences: Sequences) -> Tensor:
     """The last `width` inputs of each row or sequence, those before it included.
 
     Args:
-        x: `[B, T, C]`, arranged by `sequences`.
-        past: `[N, width, C]` in x's dtype, the inputs before each row or packed sequence, oldest first.
+        inputs: `[B, T, channels]` each, arranged by `sequences`; C is the sum of their channels.
+        past: `[N, width, C]` in their dtype, the inputs before each row or packed sequence, oldest first.
         sequences: of the batch.
 
     Returns:
-        `[N, C, width]`, oldest first.
+        `[N, C, width]`, oldest first, contiguous.
     """
-    width = past.shape[1]
-    if not x.numel():
-        return past.transpose(1, 2)
+    width, (rows, num_tokens, _) = past.shape[1], inputs[0].shape
+    if not rows * num_tokens:
+        return past.transpose(1, 2).contiguous()
     if sequences.whole_rows:
-        recent = x[:, max(0, x.shape[1] - width) :]
-        return torch.cat([past.transpose(1, 2), recent.transpose(1, 2)], dim=2)[..., recent.shape[1] :]
-    steps = torch.arange(width, device=x.device)
-    if isinstance(sequences, PaddedSequences):
-        history = torch.cat([past, x], dim=1)
+        recent = torch.cat([x[:, max(0, num_tokens - width) :] for x in inputs], dim=-1)
+        if num_tokens < width:
+            recent = torch.cat([past[:, num_tokens:], recent], dim=1)
+        return recent.transpose(1, 2).contiguous()
+    steps = torch.arange(width, device=past.device)
+    if isinstance(sequences, RightPaddedSequences):
         last = sequences.lengths + steps
-        return history.gather(1, last[..., None].expand(-1, -1, x.shape[2])).transpose(1, 2)
-    assert isinstance(sequences, PackedSequences)
-    last = (sequences.cu_seqlens.diff()[:, None] + steps).long()
-    tokens = sequences.cu_seqlens[:-1, None] + last - width
-    recent = x[0, tokens.clamp(0, x.shape[1] - 1)]
-    before = past.gather(1, last.clamp(max=max(0, width - 1))[..., None].expand(-1, -1, x.shape[2]))
-    return torch.where((last < width)[..., None], before, recent).transpose(1, 2)
+        begins = num_tokens * torch.arange(rows, device=past.device)[:, None]
+    else:
+        assert isinstance(sequences, PackedSequences)
+        last = (sequences.cu_seqlens.diff()[:, None] + steps).long()
+        begins = sequences.cu_seqlens[:-1, None].long()
+    tokens = (begins + last - width).clamp(0, rows * num_tokens - 1).flatten()
+    recent = torch.cat([x.flatten(0, 1).index_select(0, tokens) for x in inputs], dim=-1).view_as(past)
+    before = past.gather(1, last.clamp(max=max(0, width - 1))[..., None].expand_as(past))
+    return torch.where((last < width)[..., None], before, recent).transpose(1, 2).contiguous()
 
 
 class ShortConvolution(nn.Module):
@@ -135,7 +138,7 @@ class ShortConvolution(nn.Module):
         activation: "silu", or "identity" for the bare sum.
         unit_heads: divide the output by the L2 norm of every head of so many channels; 0 leaves it as it is.
         fused: one Triton kernel each way instead of plain torch; None: wherever it runs, unless the state wants a
-            gradient. Rows with padding take plain torch in any case.
+            gradient.
 
     Attributes:
         weight: `[channels, 1, kernel_size]` as in nn.Conv1d; the last tap belongs to the current token.
@@ -187,13 +190,13 @@ class ShortConvolution(nn.Module):
         Returns:
             The output in x's shape and dtype, and the new state `[N, channels, kernel_size - 1]` or None.
         """
-        fused = self.fuses(x, state) and x.numel() and not isinstance(sequences, PaddedSequences)
+        fused = self.fuses(x, state) and x.numel()
         if state is not None and sequences.whole_rows and x.shape[1] == 1 and not fused:
             y, window = _convolve_window(self._checked(state, x.shape[0]), x, self.weight, self.activate)
             return self.normalized(y), window
         compute = self._convolve_fused if fused else self._convolve_plainly
         y = recomputable(partial(compute, state=state, sequences=sequences), x, self.weight)
-        return y, last_inputs(x, self._past(x, state, sequences), sequences) if with_state else None
+        return y, last_inputs([x], self._past(x, state, sequences), sequences) if with_state else None
 
     def fuses(self, x: Tensor, state: Tensor | None = None) -> bool:
         """Whether the kernel takes inputs like `x`, after this state."""
@@ -260,19 +263,20 @@ def convolve(
         return _convolve_piece(convolutions, (q, k, v), past, sequences)
     q_past = k_past = v_past = None
     if past.recurrent is not None:
-        state = _checked_state(past.conv, sum(widths))
+        before = _checked_state(past.conv, sum(widths))
         if sequences.whole_rows and is_decoding_step(q) and _can_join(convolutions, q):
-            (q, k, v), state = convolve_token(convolutions, (q, k, v), state, inplace=past.in_place)
-            return q, k, v, state
-        q_past, k_past, v_past = state.split(widths, dim=1)
+            (q, k, v), after = convolve_token(convolutions, (q, k, v), before, inplace=past.in_place)
+            return q, k, v, after
+        q_past, k_past, v_past = before.split(widths, dim=1)
     elif not past.wanted and _fuse_together(convolutions, (q, k, v), sequences):
         heads = (q_conv.unit_heads, k_conv.unit_heads, v_conv.unit_heads)
         together = partial(_convolve_together, heads=heads, sequences=sequences)
         return *recomputable(together, q, k, v, q_conv.weight, k_conv.weight, v_conv.weight), None
-    q, q_state = q_conv(q, q_past, sequences, with_state=past.wanted)
-    k, k_state = k_conv(k, k_past, sequences, with_state=past.wanted)
-    v, v_state = v_conv(v, v_past, sequences, with_state=past.wanted)
-    return q, k, v, torch.cat([q_state, k_state, v_state], dim=1) if past.wanted else None
+    new_q, _ = q_conv(q, q_past, sequences, with_state=False)
+    new_k, _ = k_conv(k, k_past, sequences, with_state=False)
+    new_v, _ = v_conv(v, v_past, sequences, with_state=False)
+    state = state_after(convolutions, q, k, v, past, sequences) if past.wanted else None
+    return new_q, new_k, new_v, state
 
 
 def state_after(
@@ -282,13 +286,13 @@ def state_after(
     width = convolutions[0].kernel_size - 1
     if isinstance(sequences, SharedSequences):
         return last_tokens((q, k, v), width, sequences.context).mT
-    x = torch.cat([q, k, v], dim=-1)
+    channels = q.shape[2] + k.shape[2] + v.shape[2]
     if past.recurrent is not None:
-        before = _checked_state(past.conv, x.shape[2]).transpose(1, 2).to(x.dtype)
+        before = _checked_state(past.conv, channels).transpose(1, 2).to(q.dtype)
     else:
-        num_sequences = sequences.num_sequences if isinstance(sequences, PackedSequences) else x.shape[0]
-        before = x.new_zeros(num_sequences, width, x.shape[2])
-    return last_inputs(x, before, sequences)
+        num_sequences = sequences.num_sequences if isinstance(sequences, PackedSequences) else q.shape[0]
+        before = q.new_zeros(num_sequences, width, channels)
+    return last_inputs([q, k, v], before, sequences)
 
 
 def _convolve_piece(
@@ -312,7 +316,7 @@ def _checked_state(state: Tensor | None, channels: int) -> Tensor:
 
 def _fuse_together(convolutions: Convolutions, inputs: tuple[Tensor, ...], sequences: Sequences) -> bool:
     """Whether one call of the kernels' function may take the place of the modules' calls."""
-    if torch.compiler.is_compiling() or isinstance(sequences, PaddedSequences) or not inputs[0].numel():
+    if torch.compiler.is_compiling() or not inputs[0].numel():
         return False
     return _can_join(convolutions, inputs[0]) and all(
         convolution.fuses(x) and x.dtype == inputs[0].dtype for convolution, x in zip(convolutions, inputs, strict=True)

@@ -31,7 +31,7 @@ from deltazoo.layers.backend_report import RuleDescription, describe_update
 from deltazoo.layers.norm import at_least_float32, l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences, SharedSequences
-from deltazoo.layers.short_convolution import depthwise_sum
+from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
 from deltazoo.layers.state import MixerState, is_decoding_step
 from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.context.token_exchange import tokens_before
@@ -190,13 +190,10 @@ class AcceleratedMixer:
 
     def _window(self: Any, qkv: Tensor, past: Tensor, sequences: Sequences) -> Tensor:
         """The last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
-        taps = self.conv_kernel_size
         if isinstance(sequences, PaddedSequences):
-            index = sequences.lengths + torch.arange(taps, device=qkv.device)
-            window = torch.cat([past, qkv], dim=1).gather(1, index[..., None].expand(-1, -1, qkv.shape[2]))
-        else:
-            window = torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:]
-        return window.transpose(1, 2)
+            return last_inputs([qkv], past, sequences)
+        taps = past.shape[1]
+        return torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:].transpose(1, 2)
 
     def _heads(self: Any, qkv: Tensor, projections: Projections) -> list[Tensor]:
         """q, k and v of the convolved `[B, T, C]`, each `[B, T, heads, head dimension]`."""

@@ -82,7 +82,7 @@ def causal_conv1d(
         if residual.shape != x.shape:
             raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
         y = y + residual
-    return y.to(x.dtype), last_inputs(tokens, past, sequences) if output_final_state else None
+    return y.to(x.dtype), last_inputs([tokens], past, sequences) if output_final_state else None
 
 
 def _past(x: Tensor, state: Tensor | None, width: int, sequences: Sequences) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from deltazoo.layers import PackedSequences, PaddedSequences, RuleInputs, run_rule
+from deltazoo.layers import PackedSequences, RightPaddedSequences, RuleInputs, run_rule
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.workbench.diagnose.rule_calls import RuleCall
 
@@ -121,7 +121,7 @@ def _one_row(call: RuleCall) -> _Row:
     rows, length = inputs.q.shape[:2]
     device = inputs.q.device
     real = torch.ones(rows, length, dtype=torch.bool, device=device)
-    if isinstance(sequences, PaddedSequences):
+    if isinstance(sequences, RightPaddedSequences):
         real = sequences.real
     begins = torch.zeros_like(real)
     begins[:, :1] = True
