@@ -47,7 +47,7 @@ def equal(a, b):
 def check_greedy(model, ids, *, padded=False):
     """Two rows of different lengths, through steps of two widths, against `deltazoo.generate` of each alone."""
     table = RowTable(model, [2, 4], MOST)
-    prompts = PromptRows(model, 2, PIECE, table.empty, padded=padded, max_length=MOST)
+    prompts = PromptRows(model, [2], PIECE, table.empty, padded=padded, max_length=MOST)
     rows = {3: ids[0].tolist(), 1: ids[1, :6].tolist()}
     for row, prompt in rows.items():
         table.put(row, state_after(prompts, row % 2, prompt), prompt[-1], len(prompt) - 1, Sampling(), 0)
@@ -103,25 +103,46 @@ def test_passes_keep_rows_apart(case, device):
     """Other rows change no bit, and padding differs from none by rounding."""
     model = tiny_model(case).to(device)
     empty = RowTable(model, [1]).empty
-    alone, together = (PromptRows(model, 3, PIECE, empty, padded=True) for _ in range(2))
-    exact = PromptRows(model, 3, PIECE, empty, padded=False)
+    alone, together = (PromptRows(model, [3], PIECE, empty, padded=True) for _ in range(2))
+    exact = PromptRows(model, [3], PIECE, empty, padded=False)
     ids, lengths = tokens(3, 30).tolist(), {0: 6, 1: 27, 2: 19}
     expected = {row: state_after(alone, row, ids[row][:length]) for row, length in lengths.items()}
     states = dict.fromkeys(lengths)
     for start in range(0, 26, PIECE):
         pieces = {row: ids[row][start : min(start + PIECE, length - 1)] for row, length in lengths.items()}
-        for whole in (False, True):
-            chosen = {row: (start, x) for row, x in pieces.items() if x and (len(x) == PIECE) == whole}
-            for row in chosen:
-                together.load(row, states[row])
-            if chosen:
-                together.run(chosen)
-            states |= {row: together.take(row, 0) for row in chosen}
+        chosen = {row: (start, x) for row, x in pieces.items() if x}
+        for row in chosen:
+            together.load(row, states[row])
+        together.run(chosen)
+        states |= {row: together.take(row, 0) for row in chosen}
     assert all(equal(states[row], state) for row, state in expected.items())
     plain = state_after(exact, 1, ids[1][:27])
     for padded_layer, layer in zip(expected[1].layers, plain.layers, strict=True):
         for name, x in layer.items():
             torch.testing.assert_close(padded_layer[name], x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", FEW)
+def test_sizes_of_passes_differ_by_rounding(case, device):
+    """A pass takes the smallest size with its rows, and leaves rows beyond it as they are."""
+    model = tiny_model(case).to(device)
+    prompts = PromptRows(model, [1, 4, 2], PIECE, RowTable(model, [1]).empty, padded=True)
+    assert [prompts.best_count(waiting) for waiting in range(1, 7)] == [1, 2, 2, 4, 4, 4]
+    assert [prompts.size_for(count) for count in range(1, 5)] == [1, 2, 4, 4]
+    piece = tokens(1, PIECE)[0].tolist()
+    for row in range(4):
+        prompts.load(row, None)
+    prompts.run({0: (0, piece), 1: (0, piece), 3: (0, piece)})
+    widest = [prompts.take(row, PIECE) for row in (0, 1, 3)]
+    assert equal(widest[0], widest[1]) and equal(widest[0], widest[2])
+    for row in (0, 1):
+        prompts.load(row, None)
+        prompts.run({row: (0, piece)})
+        for narrow, layer in zip(prompts.take(row, PIECE).layers, widest[0].layers, strict=True):
+            for name, x in layer.items():
+                torch.testing.assert_close(narrow[name], x, rtol=1e-4, atol=1e-5)
+    assert equal(prompts.take(3, PIECE), widest[2])
 
 
 def with_experts():
@@ -137,7 +158,7 @@ def test_other_rows_change_no_bit(case, way, device):
     model = (with_experts() if case == "experts" else tiny_model(case)).to(device)
     samplings = {Way.GREEDY: Sampling(), Way.DRAWN: Sampling(1.0), Way.FILTERED: Sampling(1.0, 20, 0.9)}
     table = RowTable(model, [8], MOST)
-    prompts = PromptRows(model, 1, PIECE, table.empty, padded=False, max_length=MOST)
+    prompts = PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST)
     ids = tokens(8, 12).tolist()
     states = [state_after(prompts, 0, row) for row in ids]
 
@@ -157,7 +178,7 @@ def test_other_rows_change_no_bit(case, way, device):
 def test_widths_differ_by_rounding(case, device):
     model = tiny_model(case).to(device)
     table = RowTable(model, [1, 3, 16], MOST)
-    prompts = PromptRows(model, 1, PIECE, table.empty, padded=False, max_length=MOST)
+    prompts = PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST)
     state, found = state_after(prompts, 0, tokens(1, 12)[0].tolist()), []
     for width in table.widths:
         table.put(0, state, 5, 11, Sampling(), 0)
@@ -177,8 +198,8 @@ def test_nothing_waits_for_the_device(case, captures, monkeypatch):
     table.capture()
     assert len(captures) == 2 + 2 * len(Way)
     if case in FEW:
-        PromptRows(model, 2, PIECE, table.empty, padded=True).capture()
-        assert len(captures) == 2 + 2 * len(Way) + 2
+        PromptRows(model, [1, 2, 4], PIECE, table.empty, padded=True).capture()
+        assert len(captures) == 2 + 2 * len(Way) + 3
 
 
 @pytest.mark.gpu
@@ -186,7 +207,7 @@ def test_nothing_waits_for_the_device(case, captures, monkeypatch):
 def test_taking_and_putting_states_waits_for_nothing(case):
     model = tiny_model(case).cuda()
     table = RowTable(model, [2])
-    prompts = PromptRows(model, 2, PIECE, table.empty, padded=True)
+    prompts = PromptRows(model, [2], PIECE, table.empty, padded=True)
     table.capture()
     prompts.capture()
     torch.cuda.set_sync_debug_mode("error")
@@ -206,7 +227,7 @@ def test_taking_and_putting_states_waits_for_nothing(case):
 def test_rows_that_are_not_in_use_may_be_past_the_end():
     model = tiny_model("hybrid")
     table = RowTable(model, [2], 4)
-    prompts = PromptRows(model, 1, PIECE, table.empty, padded=False, max_length=4)
+    prompts = PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=4)
     state = state_after(prompts, 0, [3, 4])
     expected = None
     for _ in range(3):
@@ -220,12 +241,6 @@ class TestRefusals:
     def test_softmax_layers_need_a_length(self):
         with pytest.raises(ValueError, match="max_length is needed"):
             RowTable(tiny_model("hybrid"), [1])
-
-    def test_whole_and_shorter_pieces_in_one_pass(self):
-        model = tiny_model("gated_deltanet")
-        prompts = PromptRows(model, 2, 2, RowTable(model, [1]).empty, padded=True)
-        with pytest.raises(ValueError, match="must all have 2 tokens, or all fewer"):
-            prompts.run({0: (0, [1, 2]), 1: (0, [3])})
 
     def test_sliding_windows(self):
         model = tiny_original("mistral")

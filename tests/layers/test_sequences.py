@@ -20,7 +20,7 @@ def test_arranging_keeps_the_order_and_restoring_undoes_it() -> None:
         [21, 22, 23, 24, 25],
     ]
     assert torch.equal(sequences.lengths[:, 0], mask.sum(1))
-    assert torch.equal(sequences.real, arranged[..., 0] > 0)
+    assert torch.equal(~sequences.padding, arranged[..., 0] > 0)
     assert torch.equal(sequences.restore(arranged), x * mask[..., None])
 
 

@@ -3,8 +3,8 @@
     prompt -> PromptRows, piece by piece -> Snapshot -> a row of RowTable -> step -> token -> step -> token ...
 
 Shapes do not depend on what the rows are. A step computes the first rows of the table, as many as the smallest of a few
-widths that holds the running ones; on a GPU a pass over pieces of prompts always has the same rows and tokens. So what
-a row computes does not depend on the others, bit for bit, and each shape is one CUDA graph.
+widths that holds the running ones; on a GPU a pass over pieces of prompts has one of a few sizes. At one width and one
+size, what a row computes does not depend on the others, bit for bit; each width and size is one CUDA graph.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step_capture import CapturedStep, capture
-from deltazoo.layers import WHOLE_ROWS, BatchDescription, RightPaddedSequences
+from deltazoo.layers import BatchDescription, RightPaddedSequences
 
 __all__ = ["PromptRows", "RowTable", "has_softmax_layers"]
 
@@ -185,23 +185,30 @@ class PromptRows:
 
     Args:
         model: as for `RowTable`.
-        rows: that run in one pass.
+        sizes: numbers of rows that a pass can have.
         piece: most tokens of a row in one pass.
         empty: `RowTable.empty`.
         max_length: as for `RowTable`.
-        padded: every pass has `rows` rows of `piece` tokens and is one CUDA graph on a GPU: one for whole pieces, which
-            have no padding, and one for shorter ones, which have. Only for our own models without softmax layers.
-            Otherwise the rows of a pass run one by one, without padding.
+        padded: the rows of a pass are one batch, with `piece` tokens each, of which some are padding; on a GPU it is a
+            CUDA graph for each size. Only for our own models without softmax layers. Otherwise the rows run one by one.
     """
 
     def __init__(
-        self, model: Any, rows: int, piece: int, empty: Snapshot, *, padded: bool, max_length: int | None = None
+        self,
+        model: Any,
+        sizes: Sequence[int],
+        piece: int,
+        empty: Snapshot,
+        *,
+        padded: bool,
+        max_length: int | None = None,
     ) -> None:
         self.model = model
-        self.rows = rows
+        self.sizes = tuple(sorted(set(sizes)))
         self.piece = piece
         self.empty = empty
         self.padded = padded
+        rows = self.sizes[-1]
         # Padded rows are one batch. Rows that run one by one have caches of their own, with their own counts of tokens.
         self._caches = [fixed_cache(model, max_length or 1) for _ in range(1 if padded else rows)]
         for cache in self._caches:
@@ -209,14 +216,22 @@ class PromptRows:
         self._copies = RowCopies(self._caches[0]) if padded else None
         self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        self._passes: dict[bool, CapturedStep] = {}
+        self._passes: dict[int, CapturedStep] = {}
+
+    def best_count(self, waiting: int) -> int:
+        """How many of some waiting rows to run in the next pass: as many as fill one, if they fill any."""
+        return max((size for size in self.sizes if size <= waiting), default=waiting)
+
+    def size_for(self, count: int) -> int:
+        """Of a pass over `count` rows, which are to be among its first."""
+        return next(size for size in self.sizes if size >= count)
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Prepare both passes, over whole pieces and shorter ones; they are prepared at their first use otherwise."""
-        if self.padded and not self._passes:
-            for whole in (True, False):
-                self._passes[whole] = CapturedStep(self.model, partial(self._run_all, whole), self._caches[0])
+        """Prepare the passes of all sizes; they are prepared at their first use otherwise."""
+        if self.padded:
+            for size in reversed(self.sizes):
+                self._prepare(size)
 
     @torch.no_grad()
     def load(self, row: int, state: Snapshot | None) -> None:
@@ -239,8 +254,7 @@ class PromptRows:
         """Advance some rows; the contents of the others are lost.
 
         Args:
-            pieces: by row: how many tokens the row has had, and at most `piece` further ones. They are all whole, or
-                all shorter: a row must take the same way whatever the others do.
+            pieces: by row: how many tokens the row has had, and at most `piece` further ones.
 
         Returns:
             A function that waits until the device has done it.
@@ -251,21 +265,24 @@ class PromptRows:
                 positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
                 _forward(self.model, ids, self._caches[row], positions)
             return wait_for(self._tokens.device)
-        kinds = {len(tokens) == self.piece for _, tokens in pieces.values()}
-        if len(kinds) != 1:
-            raise ValueError(f"pieces of one pass must all have {self.piece} tokens, or all fewer")
-        self.capture()
-        given = [pieces.get(row, (0, ()))[1] for row in range(self.rows)]
-        self._tokens.copy_(self._on_device([[*tokens, *[0] * (self.piece - len(tokens))] for tokens in given]))
-        self._lengths.copy_(self._on_device([[len(tokens)] for tokens in given]))
-        self._passes[kinds.pop()].replay()
+        size = self.size_for(max(pieces) + 1)
+        self._prepare(size)
+        given = [pieces.get(row, (0, ()))[1] for row in range(size)]
+        self._tokens[:size].copy_(self._on_device([[*tokens, *[0] * (self.piece - len(tokens))] for tokens in given]))
+        self._lengths[:size].copy_(self._on_device([[len(tokens)] for tokens in given]))
+        self._passes[size].replay()
         return wait_for(self._tokens.device)
 
-    def _run_all(self, whole: bool) -> Tensor:
-        sequences = WHOLE_ROWS if whole else RightPaddedSequences.from_lengths(self._lengths, self.piece)
+    def _prepare(self, size: int) -> None:
+        if size not in self._passes:
+            cache = some_rows(self._caches[0], slice(size))
+            self._passes[size] = CapturedStep(self.model, partial(self._run_all, size, cache), cache)
+
+    def _run_all(self, size: int, cache: StaticCache) -> Tensor:
+        sequences = RightPaddedSequences.from_lengths(self._lengths[:size], self.piece)
         positions = torch.arange(self.piece, device=self._tokens.device)[None]  # which linear layers do not read
         batch = BatchDescription(sequences, positions, None)
-        return self.model.base_model(self._tokens, past_key_values=self._caches[0], batch=batch).last_hidden_state
+        return self.model.base_model(self._tokens[:size], past_key_values=cache, batch=batch).last_hidden_state
 
     def _on_device(self, numbers: Sequence[Sequence[int]]) -> Tensor:
         device = self._tokens.device

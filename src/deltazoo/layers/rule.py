@@ -64,7 +64,7 @@ class RuleInputs(NamedTuple):
         """Padding tokens neither write to, erase from, nor decay the state."""
         if not isinstance(sequences, RightPaddedSequences):
             return self
-        padding = ~sequences.real
+        padding = sequences.padding
 
         def masked(x: Tensor) -> Tensor:
             return x.masked_fill(padding.reshape(*padding.shape, *[1] * (x.ndim - 2)), 0)

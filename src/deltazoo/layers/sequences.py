@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import torch
@@ -72,13 +72,28 @@ class RightPaddedSequences(Sequences):
     whole_rows = False
     lengths: Tensor
     """`[B, 1]` int64: real tokens per row."""
-    real: Tensor
-    """`[B, T]` bool: which positions hold real tokens, after `arrange`."""
+    padding: Tensor
+    """`[B, T]` bool: which positions hold no real tokens, after `arrange`."""
+    _tails: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, num_tokens: int) -> "RightPaddedSequences":
         """From `[B, 1]` int64, at most T = `num_tokens` each."""
-        return RightPaddedSequences(lengths, torch.arange(num_tokens, device=lengths.device) < lengths)
+        return RightPaddedSequences(lengths, torch.arange(num_tokens, device=lengths.device) >= lengths)
+
+    def tail(self, width: int) -> tuple[Tensor, Tensor]:
+        """Where the last `width` tokens of each row are, if so many others are before it; found once for all layers.
+
+        Returns:
+            `[B, width]` int64, oldest first: how many tokens from the beginning of those others; and the position in
+            the joined rows, of some real or other token where it is one of the others.
+        """
+        if width not in self._tails:
+            rows, num_tokens = self.padding.shape
+            last = self.lengths + torch.arange(width, device=self.lengths.device)
+            begins = num_tokens * torch.arange(rows, device=self.lengths.device)[:, None]
+            self._tails[width] = last, (begins + last - width).clamp(min=0)
+        return self._tails[width]
 
     def first(self, count: int) -> "RightPaddedSequences":
         """Of the first `count` tokens of every row."""
@@ -108,7 +123,7 @@ class PaddedSequences(RightPaddedSequences):
         inverse = torch.where(mask, mask.cumsum(1), lengths + (~mask).cumsum(1)) - 1
         positions = torch.arange(mask.shape[1], device=mask.device).expand_as(inverse)
         order = torch.empty_like(inverse).scatter_(1, inverse, positions)
-        return cls(lengths, positions < lengths, mask, order, inverse)
+        return cls(lengths, positions >= lengths, mask, order, inverse)
 
     def first(self, count: int) -> "PaddedSequences":
         """Of the first `count` columns of the mask; real tokens of later ones that remain are padding then."""
@@ -120,7 +135,7 @@ class PaddedSequences(RightPaddedSequences):
 
     def _real_tokens_first(self, x: Tensor) -> Tensor:
         x = x.expand(self.mask.shape[0], -1, -1)
-        return _take(x, self.order).masked_fill(~self.real[..., None], 0)
+        return _take(x, self.order).masked_fill(self.padding[..., None], 0)
 
     def restore(self, x: Tensor) -> Tensor:
         """Undo `arrange`; padded positions are zero."""

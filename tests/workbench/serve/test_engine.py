@@ -80,12 +80,31 @@ def test_greedy_tokens_are_those_of_generate(case, engine_of):
         assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
 
 
-def as_on_a_gpu(engine):
-    """Passes over several prompts with padding, and the host a step behind."""
-    engine.prompts = PromptRows(engine.model, 3, 8, engine.table.empty, padded=True)
-    engine._prefill, engine._ahead = Prefill(engine.prompts, engine.prefixes), 1
+def with_sizes(engine, sizes):
+    """Passes over several prompts, with padding."""
+    engine.prompts = PromptRows(engine.model, sizes, 8, engine.table.empty, padded=True)
+    engine._prefill = Prefill(engine.prompts, engine.prefixes)
+    return engine
+
+
+def as_on_a_gpu(engine, sizes=(3,)):
+    """The same, and the host a step behind."""
+    with_sizes(engine, sizes)._ahead = 1
     engine.start()
     return engine
+
+
+def test_passes_of_several_sizes(engine_of, monkeypatch):
+    """A pass is filled, and prompts go on from one size to another."""
+    engine = with_sizes(engine_of(widths=(4, 8), start=False, prefix_memory=0), (1, 2, 4))
+    calls = recorded(engine, monkeypatch)
+    streams = all_at_once(engine, *(request(length, length, max_tokens=5) for length in (57, 33, 34, 17, 24, 12, 3)))
+    for stream in streams:
+        prompt = torch.tensor([stream.request.prompt])
+        expected = deltazoo.generate(engine.model, prompt, max_new_tokens=5, eos_token_id=[])
+        assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
+    counts = [len(starts) for name, starts in calls if name == "pass"]
+    assert sum(counts) == 24 and set(counts) == {1, 2, 4}
 
 
 def test_prompts_that_come_during_a_pass_share_a_later_one(engine_of, monkeypatch):
@@ -123,8 +142,8 @@ def test_prompts_that_come_during_a_pass_share_a_later_one(engine_of, monkeypatc
 def test_a_crowd_changes_no_bit(case, device, arranged, engine_of):
     """At one width: each request alone in a fresh engine, then all of them among others that come and go."""
     model = tiny(case).to(device)
-    alone = [result_of(arranged(engine_of(model, start=False, prompt_rows=2)).submit(one)) for one in MIXED]
-    crowd = arranged(engine_of(model, start=False, prompt_rows=2))
+    alone = [result_of(arranged(engine_of(model, start=False)).submit(one)) for one in MIXED]
+    crowd = arranged(engine_of(model, start=False))
     others = [crowd.submit(request(length, 9, temperature=1.0, max_tokens=length)) for length in (2, 40, 5, 11)]
     streams = [crowd.submit(one) for one in (*MIXED, *MIXED[::-1])]
     assert [result_of(stream) for stream in streams] == alone + alone[::-1]
@@ -221,9 +240,9 @@ class TestPrefixes:
         assert passes == 4 == engine.status().counters.pieces
         assert results[0] == first and len({tuple(result[1]) for result in results}) == 4
 
-    @pytest.mark.parametrize("prompt_rows", [1, 3])
-    def test_equal_prompts_that_arrive_together_run_once(self, prompt_rows, engine_of, monkeypatch):
-        engine = engine_of(start=False, prompt_rows=prompt_rows)
+    @pytest.mark.parametrize("size", [1, 3])
+    def test_equal_prompts_that_arrive_together_run_once(self, size, engine_of, monkeypatch):
+        engine = with_sizes(engine_of(start=False), [size])
         calls = recorded(engine, monkeypatch)
         same = [request(30, max_tokens=1), request(30, max_tokens=2), request(33, max_tokens=1)]
         same[2] = Request(prompt=(*same[0].prompt, 5, 6, 7), max_tokens=1, temperature=0)

@@ -122,7 +122,7 @@ def _one_row(call: RuleCall) -> _Row:
     device = inputs.q.device
     real = torch.ones(rows, length, dtype=torch.bool, device=device)
     if isinstance(sequences, RightPaddedSequences):
-        real = sequences.real
+        real = ~sequences.padding
     begins = torch.zeros_like(real)
     begins[:, :1] = True
     if isinstance(sequences, PackedSequences):

@@ -8,10 +8,10 @@ turn of the loop is
 
 so a step never waits for more than one pass, and a GPU works on a step while the host handles the one before it.
 
-What is promised. Every shape is fixed: passes over prompts always have the same division into pieces, and steps one of
-a few widths. So the tokens of a request at one width do not depend on the other requests, bit for bit, nor on what the
-prefix cache knows. Between widths logits differ by rounding. Where tokens must be the same at any load, give the engine
-one width.
+What is promised. Every shape is fixed: prompts are always divided into the same pieces, steps have one of a few widths,
+and passes over prompts one of a few sizes, or a single one where there is a single width. So the tokens of a request at
+one width do not depend on the other requests, bit for bit, nor on what the prefix cache knows. Between widths and
+between sizes logits differ by rounding. Where tokens must be the same at any load, give the engine one width.
 """
 
 import logging
@@ -50,6 +50,10 @@ __all__ = ["Engine", "unlimited"]
 
 _log = logging.getLogger(__name__)
 
+_SIZES = (1, 2, 4, 8, 16)
+"""Prompts in one pass on a GPU. A pass of 16 takes less time per prompt than one of 8, and steps wait for it longer."""
+_ONLY_SIZE = (8,)
+"""The same where requests are to be computed at one size only."""
 _FAILURES = 3
 """Steps that fail one after another before the engine gives up."""
 
@@ -75,9 +79,9 @@ class Engine:
         model: a causal language model with delta-rule layers, in evaluation mode, on the device where it stays. It must
             not change while the engine runs.
         tokenizer: of the model.
-        widths: numbers of rows that a step can have; the largest is the most requests that run at once.
+        widths: numbers of rows that a step can have; the largest is the most requests that run at once. With a single
+            one tokens are the same at any load.
         prompt_piece: most tokens of a prompt in one pass, and the distance of the positions where prefixes are found.
-        prompt_rows: prompts in one pass; default: 8 on a GPU for models that are `unlimited`, else 1.
         max_queue: most requests that wait for a row.
         context_limit: most tokens of prompt and answer; default: none for models that are `unlimited`, for others the
             configuration's `max_position_embeddings`. Softmax layers reserve keys and values of so many tokens for
@@ -94,16 +98,14 @@ class Engine:
         model: Any,
         tokenizer: Any,
         *,
-        widths: Sequence[int] = (1, 8, 32, 64),
+        widths: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
         prompt_piece: int = 512,
-        prompt_rows: int | None = None,
         max_queue: int = 256,
         context_limit: int | None = None,
         prefix_memory: int = 2**30,
         eos_token_id: int | Sequence[int] | None = None,
     ) -> None:
         _check_options(widths=min(widths, default=0), prompt_piece=prompt_piece, max_queue=max_queue)
-        _check_options(prompt_rows=1 if prompt_rows is None else prompt_rows)
         _check_options(context_limit=1 if context_limit is None else context_limit)
         if prefix_memory < 0:
             raise ValueError(f"prefix_memory must be at least 0 bytes, got {prefix_memory}")
@@ -113,14 +115,8 @@ class Engine:
         self.context_limit = context_limit = _context_limit(model, context_limit)
         self.table = RowTable(model, widths, context_limit)
         padded = model.device.type == "cuda" and unlimited(model)
-        self.prompts = PromptRows(
-            model,
-            prompt_rows or (8 if padded else 1),
-            prompt_piece,
-            self.table.empty,
-            padded=padded,
-            max_length=context_limit,
-        )
+        sizes = (1,) if not padded else _SIZES if len(self.table.widths) > 1 else _ONLY_SIZE
+        self.prompts = PromptRows(model, sizes, prompt_piece, self.table.empty, padded=padded, max_length=context_limit)
         self.prefixes = PrefixCache(prefix_memory)
         self._ends = _end_tokens(model, tokenizer, eos_token_id)
         self._decode = decoder_of(tokenizer)

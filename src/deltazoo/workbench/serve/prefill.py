@@ -25,8 +25,8 @@ class Prefill:
         self.prompts = prompts
         self.prefixes = prefixes
         self.tasks: list[ServingTask] = []
-        self._loaded: list[ServingTask | None] = [None] * prompts.rows
-        """The task whose state is in each row."""
+        self._loaded: dict[ServingTask, int] = {}
+        """The row that has the state of a task."""
         self._turns = itertools.count()
 
     def add(self, task: ServingTask) -> None:
@@ -44,7 +44,7 @@ class Prefill:
         """Those of the next pass: in turn, the oldest and those with the fewest tokens left come first.
 
         So a short prompt does not wait for a long one, and a long one is not overtaken for ever. Of several whose next
-        piece is the same, one runs it, and the others find the state. Their pieces are all whole, or all shorter.
+        piece is the same, one runs it, and the others find the state.
         """
         tasks = [task for task in self.tasks if task.done < len(task.to_run)]
         if tasks and next(self._turns) % 2:
@@ -52,15 +52,11 @@ class Prefill:
         chosen: dict[bytes, ServingTask] = {}
         for task in tasks:
             self._skip_known(task)
-            if task.done < len(task.to_run) and all(self._is_whole(task) == self._is_whole(x) for x in chosen.values()):
+            if task.done < len(task.to_run):
                 chosen.setdefault(task.keys[self._next_end(task)], task)
-            if len(chosen) == self.prompts.rows:
+            if len(chosen) == self.prompts.sizes[-1]:
                 break
-        return [*chosen.values()]
-
-    def _is_whole(self, task: ServingTask) -> bool:
-        """Whether the next piece is as long as pieces can be."""
-        return self._next_end(task) - task.done == self.prompts.piece
+        return [*chosen.values()][: self.prompts.best_count(len(chosen))]
 
     def _next_end(self, task: ServingTask) -> int:
         return min(task.done + self.prompts.piece, len(task.to_run))
@@ -71,18 +67,18 @@ class Prefill:
         if done > task.done:
             task.cached += done - task.done
             task.done, task.state = done, state
-            self._loaded = [None if other is task else other for other in self._loaded]
+            self._loaded.pop(task, None)
 
     def run(self, tasks: Sequence[ServingTask]) -> Callable[[], None]:
         """One pass over the next piece of each of these prompts; the result waits until the device has done it."""
-        loaded, self._loaded = self._loaded, [None] * self.prompts.rows  # nothing, if the pass fails
-        loaded = [task if task in tasks else None for task in loaded]
+        loaded, self._loaded = self._loaded, {}  # nothing, if the pass fails
+        size = self.prompts.size_for(len(tasks))
+        rows = {task: loaded[task] for task in tasks if loaded.get(task, size) < size}
+        free = iter(sorted({*range(size)} - {*rows.values()}))
         for task in tasks:
-            if task not in loaded:
-                row = loaded.index(None)
-                self.prompts.load(row, task.state)
-                loaded[row] = task
-        rows = {task: loaded.index(task) for task in tasks}
+            if task not in rows:
+                rows[task] = next(free)
+                self.prompts.load(rows[task], task.state)
         wait = self.prompts.run(
             {row: (task.done, task.to_run[task.done : self._next_end(task)]) for task, row in rows.items()}
         )
@@ -90,5 +86,5 @@ class Prefill:
             task.done = self._next_end(task)
             task.state = self.prompts.take(row, task.done)
             self.prefixes.put(task.keys[task.done], task.state)
-        self._loaded = loaded
+        self._loaded = rows
         return wait

@@ -34,7 +34,7 @@ def serve(
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get status 429.")] = 256,
     widths: Annotated[
         str, typer.Option(help="Rows that a step can have; one number: equal tokens at any load, bit for bit.")
-    ] = "1,8,32,64",
+    ] = "1,2,4,8,16,32,64",
     prefix_memory: Annotated[
         float, typer.Option(min=0.0, help="GiB for states of prompts and turns that may come again.")
     ] = 1.0,
