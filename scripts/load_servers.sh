@@ -18,7 +18,7 @@ serve() { echo "$python -m deltazoo serve $1 --port {port} --name served --max-q
 ours=$folder/gated_deltanet theirs=$folder/qwen3_next
 script model "$ours" && {
     load "$ours" --label "gated_deltanet, deltazoo serve" --start "$(serve "$ours")"
-    load "$ours" --label "gated_deltanet, deltazoo serve, widths to 256" --start "$(serve "$ours" --widths 1,16,64,256)"
+    load "$ours" --label "gated_deltanet, deltazoo serve, widths to 256" --start "$(serve "$ours" --widths 1,2,4,8,16,32,64,128,256)"
     script generate "$ours" --out "$out" --commit "$commit"
 }
 script model "$theirs" --kind qwen3_next && {

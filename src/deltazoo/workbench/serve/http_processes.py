@@ -6,6 +6,7 @@ messages on. The HTTP processes share the port, and the kernel divides connectio
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -67,9 +68,17 @@ def run_server(
         RuntimeError: an HTTP process could not start.
     """
     try:
+        _leave_alone_what_is_loaded()
         asyncio.run(_Supervisor(engine, settings, addresses, stop_timeout, ready).run())
     finally:
+        gc.unfreeze()
         engine.stop(timeout=0)
+
+
+def _leave_alone_what_is_loaded() -> None:
+    """Take the objects of all modules out of garbage collections, which stop a process for 0.2 s to look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 class _Supervisor:
@@ -141,6 +150,7 @@ def _serve_http(end: socket.socket, address: socket.socket, settings: AppSetting
     """An HTTP process."""
     engine = RemoteEngine(end, settings.tokenizer, settings.max_queue)
     app = app_before(engine, model=settings.model, api_key=settings.api_key)
+    _leave_alone_what_is_loaded()
     _Server(uvicorn_config(app, _AFTER_THE_ENGINE), engine).run(sockets=[address])
 
 
