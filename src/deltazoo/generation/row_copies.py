@@ -1,76 +1,71 @@
 """Copying the states of single rows in and out of a cache whose layers all keep states of one size."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
-from deltazoo.generation.layer_contents import kind_of, tensors_of
-from deltazoo.generation.states import Snapshot
+from deltazoo.generation.layer_contents import tensors_of
 
-__all__ = ["RowCopies"]
+__all__ = ["RowCopies", "RowState"]
+
+
+@dataclass(frozen=True, eq=False)
+class RowState:
+    """The states of one row in all layers, as `RowCopies` of one model exchange them. Nothing changes it."""
+
+    blocks: tuple[Tensor, ...]
+    """Of each dtype a vector with the contents of all its tensors."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tensors."""
+        return sum(x.nbytes for x in self.blocks)
 
 
 class RowCopies:
-    """What `snapshot` and `restore` do for single rows, of all layers with one launch per dtype.
+    """What `snapshot` and `restore` do for single rows, with one launch per dtype for all layers.
 
     Args:
         cache: static, of delta-rule layers that hold something, whose tensors stay where they are.
     """
 
     def __init__(self, cache: Cache) -> None:
-        self._kinds = tuple(map(kind_of, cache.layers))
-        held = [tensors_of(layer) for layer in cache.layers]
-        rows = min(len(x) for tensors in held for x in tensors.values())
-        self._rows = [
-            tuple({name: x[row : row + 1] for name, x in tensors.items()} for tensors in held) for row in range(rows)
-        ]
-        self._device = _tensors(self._rows[0])[0].device
-        self._sizes: dict[torch.dtype, list[int]] = {}
-        for x in _tensors(self._rows[0]):
-            self._sizes.setdefault(x.dtype, []).append(x.numel())
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for layer in cache.layers:
+            for x in tensors_of(layer).values():
+                by_dtype.setdefault(x.dtype, []).append(x)
+        groups = [*by_dtype.values()]
+        self._sizes = [[x[0].numel() for x in group] for group in groups]
+        rows = min(len(x) for group in groups for x in group)
+        # Made once: one view takes as long as a launch, and there are two for each layer.
+        self._rows = [[[x[row].view(-1) for x in group] for group in groups] for row in range(rows)]
 
     @staticmethod
     def serve(cache: Cache) -> bool:
         """Whether a cache is of the kind that this is for."""
         return all(isinstance(layer, DeltaRuleCacheLayer) and layer.static for layer in cache.layers)
 
-    def take(self, row: int, num_tokens: int) -> Snapshot:
-        """A copy of a row, which has had `num_tokens` tokens."""
-        # One block of memory per dtype, as asking for one per layer takes longer than copying.
-        blocks = {
-            dtype: iter(torch.empty(sum(sizes), dtype=dtype, device=self._device).split(sizes))
-            for dtype, sizes in self._sizes.items()
-        }
-        layers = tuple(
-            {name: next(blocks[x.dtype]).view(x.shape) for name, x in tensors.items()} for tensors in self._rows[row]
-        )
-        _copy(zip(_tensors(layers), _tensors(self._rows[row]), strict=True))
-        return Snapshot(self._kinds, layers, num_tokens)
+    def take(self, row: int) -> RowState:
+        """A copy of a row."""
+        return RowState(tuple(map(torch.cat, self._rows[row])))
 
-    def put(self, row: int, saved: Snapshot) -> None:
-        """Replace a row by a snapshot of one row."""
-        _copy(zip(_tensors(self._rows[row]), _tensors(saved.layers), strict=True))
+    def empty(self) -> RowState:
+        """A row before its first token."""
+        return RowState(tuple(map(torch.zeros_like, self.take(0).blocks)))
 
-    def move(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+    def put(self, row: int, state: RowState) -> None:
+        """Replace a row."""
+        for targets, block, sizes in zip(self._rows[row], state.blocks, self._sizes, strict=True):
+            torch._foreach_copy_(targets, block.split(sizes))
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Replace rows by others; none is both a source and a target."""
-        pairs = zip(sources, targets, strict=True)
-        _copy(pair for x, y in pairs for pair in zip(_tensors(self._rows[y]), _tensors(self._rows[x]), strict=True))
+        for group in range(len(self._sizes)):
+            torch._foreach_copy_(self._views(targets, group), self._views(sources, group))
 
-
-def _tensors(layers: Iterable[Any]) -> list[Tensor]:
-    return [x for tensors in layers for x in tensors.values()]
-
-
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each pair to the first; tensors of one dtype together, as one kernel takes them."""
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in pairs:
-        targets, sources = by_dtype.setdefault(target.dtype, ([], []))
-        targets.append(target)
-        sources.append(source)
-    for targets, sources in by_dtype.values():
-        torch._foreach_copy_(targets, sources)
+    def _views(self, rows: Iterable[int], group: int) -> list[Tensor]:
+        return [x for row in rows for x in self._rows[row][group]]

@@ -1,6 +1,6 @@
 """A table of rows that begin and end on their own: the batch of a server.
 
-    prompt -> PromptRows, piece by piece -> Snapshot -> a row of RowTable -> step -> token -> step -> token ...
+    prompt -> PromptRows, piece by piece -> its state -> a row of RowTable -> step -> token -> step -> token ...
 
 Shapes do not depend on what the rows are. A step computes the first rows of the table, as many as the smallest of a few
 widths that holds the running ones; on a GPU a pass over pieces of prompts has one of a few sizes. At one width and one
@@ -20,7 +20,7 @@ from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
 from deltazoo.generation.decoder import check_model
 from deltazoo.generation.read_later import read_later, wait_for
-from deltazoo.generation.row_copies import RowCopies
+from deltazoo.generation.row_copies import RowCopies, RowState
 from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.generation.row_sampling import RowSampling, Way
 from deltazoo.generation.sampling import Sampling
@@ -77,6 +77,7 @@ class RowTable:
         self.empty = snapshot(cache, rows=[0], num_tokens=0).with_tensors(torch.zeros_like)
         self._caches = {width: some_rows(cache, slice(width)) for width in self.widths}
         self._copies = RowCopies(cache) if RowCopies.serve(cache) else None
+        self._beginning = self.empty if self._copies is None else self._copies.empty()
         self._steps: dict[int, CapturedStep] = {}
         self._draws: dict[tuple[int, Way], Callable[[], object]] = {}
 
@@ -88,17 +89,21 @@ class RowTable:
                 self._prepare(width, way)
 
     @torch.no_grad()
-    def put(self, row: int, state: Snapshot, token: int, position: int, sampling: Sampling, seed: int) -> None:
+    def put(
+        self, row: int, state: RowState | Snapshot | None, token: int, position: int, sampling: Sampling, seed: int
+    ) -> None:
         """Begin a row.
 
         Args:
             row: whose former contents are lost.
-            state: of one row, after the tokens before `token`.
+            state: of one row, after the tokens before `token`; None: there are none.
             token: the last one that is known; the next step continues from it.
             position: of that token in the row.
             sampling, seed: how the row's tokens are drawn.
         """
-        if self._copies is not None:
+        state = self._beginning if state is None else state
+        if isinstance(state, RowState):
+            assert self._copies is not None
             self._copies.put(row, state)
         else:
             restore(self._caches[self.widths[-1]], state, rows=[row])
@@ -181,7 +186,7 @@ class RowTable:
 
 
 class PromptRows:
-    """A few rows in which prompts run piece by piece; the states after a piece are taken out as snapshots.
+    """A few rows in which prompts run piece by piece; the states after each piece can be taken out.
 
     Args:
         model: as for `RowTable`.
@@ -206,7 +211,6 @@ class PromptRows:
         self.model = model
         self.sizes = tuple(sorted(set(sizes)))
         self.piece = piece
-        self.empty = empty
         self.padded = padded
         rows = self.sizes[-1]
         # Padded rows are one batch. Rows that run one by one have caches of their own, with their own counts of tokens.
@@ -214,6 +218,7 @@ class PromptRows:
         for cache in self._caches:
             restore(cache, empty.fork(rows) if padded else empty)
         self._copies = RowCopies(self._caches[0]) if padded else None
+        self._beginning = empty if self._copies is None else self._copies.empty()
         self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
         self._passes: dict[int, CapturedStep] = {}
@@ -234,19 +239,20 @@ class PromptRows:
                 self._prepare(size)
 
     @torch.no_grad()
-    def load(self, row: int, state: Snapshot | None) -> None:
-        """Continue a row from a state; None: from the beginning."""
-        state = self.empty if state is None else state
-        if self._copies is not None:
+    def load(self, row: int, state: RowState | Snapshot | None) -> None:
+        """Continue a row from a state of this model's `PromptRows`; None: from the beginning."""
+        state = self._beginning if state is None else state
+        if isinstance(state, RowState):
+            assert self._copies is not None
             self._copies.put(row, state)
         else:
             restore(self._caches[row], state)
 
     @torch.no_grad()
-    def take(self, row: int, num_tokens: int) -> Snapshot:
+    def take(self, row: int, num_tokens: int) -> RowState | Snapshot:
         """The state of a row, which has had `num_tokens` tokens."""
         if self._copies is not None:
-            return self._copies.take(row, num_tokens)
+            return self._copies.take(row)
         return snapshot(self._caches[row], num_tokens=num_tokens)
 
     @torch.no_grad()

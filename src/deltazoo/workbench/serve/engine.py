@@ -346,8 +346,7 @@ class Engine:
 
     def _begin_row(self, task: ServingTask) -> None:
         row = next(row for row in range(self.table.widths[-1]) if row not in self._running)
-        state = self.table.empty if task.state is None else task.state
-        self.table.put(row, state, task.request.prompt[-1], len(task.to_run), task.sampling, task.seed)
+        self.table.put(row, task.state, task.request.prompt[-1], len(task.to_run), task.sampling, task.seed)
         task.state = None
         self._running[row] = task
         self._tally.add(
