@@ -3,10 +3,10 @@
     scripts/load_servers.sh benchmarks/results/serving_http_h200.json COMMIT
 
 calls all parts of this script. `model` saves a model of about 370 M parameters with random weights, a Gated DeltaNet or
-transformers' Qwen3-Next, and a tokenizer of Python's standard library. `load` starts a server, asks it from several
-processes, and stops it; with `--url` it asks one that runs. Any server with OpenAI's API will do: transformers' own
-answers one request at a time, as its continuous batching refuses linear layers. `generate` times `deltazoo.generate` on
-batches of as many rows as there are clients. `load` and `generate` add to a result file.
+transformers' Qwen3-Next, and a tokenizer of Python's standard library. `load` waits for a server and asks it from
+several processes. Any server with OpenAI's API will do: transformers' own answers one request at a time, as its
+continuous batching refuses linear layers. `generate` times `deltazoo.generate` on batches of as many rows as there are
+clients. `load` and `generate` add to a result file.
 
 Every client streams one completion after another: a slice of the standard library as prompt, a fixed number of new
 tokens, greedy. Tokens are those that the server reports. The time to the first token runs from sending the request to
@@ -19,17 +19,12 @@ import argparse
 import asyncio
 import json
 import os
-import re
-import shlex
-import socket
 import statistics
-import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,6 +32,8 @@ from typing import Any
 
 import httpx
 from tokenizers import Tokenizer
+
+COUNTERS = {"deltazoo_steps_total": "steps", "deltazoo_pieces_total": "pieces"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,10 @@ class Prompts:
     def __init__(self, tokenizer: Path, length: int) -> None:
         self.tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
         self.length = length - 1
-        self._ids = self.tokenizer.encode(library_text(12_000_000), add_special_tokens=False).ids
+        text, part = library_text(12_000_000), 100_000
+        parts = [text[start : start + part] for start in range(0, len(text), part)]  # so all processors take part
+        encoded = self.tokenizer.encode_batch(parts, add_special_tokens=False)
+        self._ids = [token for tokens in encoded for token in tokens.ids]
         self._next = 0
 
     def take(self, number: int) -> list[str]:
@@ -142,12 +142,14 @@ def load(
     """One row of results: `clients` at once, each asking `rounds` times."""
     texts = source.take(clients * rounds)
     prompts = [texts[client * rounds : (client + 1) * rounds] for client in range(clients)]
+    before = counted(url)
     start = time.monotonic() + 0.5
     shares = [share for number in range(processes) if (share := prompts[number::processes])]
     jobs = [pool.submit(_run_clients, url, share, body, start) for share in shares]
     asked = [entry for job in jobs for entry in job.result()]
     good = [entry for entry in asked if entry.error is None]
     row: dict[str, Any] = {"clients": clients, "requests": len(asked), "failed": len(asked) - len(good)}
+    row |= {name: value - before[name] for name, value in counted(url).items()}
     if len(good) < len(asked):
         row["first_error"] = next(entry.error for entry in asked if entry.error is not None)
     if good:
@@ -165,30 +167,20 @@ def load(
     return row
 
 
-@contextmanager
-def started(command: str, wait: float, log: Path) -> Iterator[str]:
-    """Inside, the server that a command starts; `{port}` in it is a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    with log.open("w", encoding="utf-8") as output:
-        server = subprocess.Popen(
-            shlex.split(command.replace("{port}", str(port))), stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            end = time.monotonic() + wait
-            while not _answers(url):
-                if server.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"no server at {url}:\n{log.read_text(encoding='utf-8')[-3000:]}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            server.terminate()
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+def counted(url: str) -> dict[str, float]:
+    """What our server counts of its steps and pieces of prompts; nothing for another server."""
+    lines = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text.splitlines()
+    values = {name: line.split()[-1] for line in lines for name in COUNTERS if line.startswith(name + "{")}
+    return {COUNTERS[name]: float(value) for name, value in values.items()}
+
+
+def wait_for(url: str, seconds: float) -> None:
+    """Return once a server answers."""
+    end = time.monotonic() + seconds
+    while not _answers(url):
+        if time.monotonic() > end:
+            raise RuntimeError(f"no server at {url} after {seconds:.0f} s")
+        time.sleep(0.2)
 
 
 def _answers(url: str) -> bool:
@@ -251,15 +243,18 @@ def generate_rows(
         }
 
 
-def add_rows(path: Path, label: str, rows: list[dict[str, Any]], command: list[str], device: str, commit: str) -> None:
-    """Add rows to a result file, with where they were measured."""
+def add_rows(path: Path, label: str, rows: Iterable[dict[str, Any]], device: str, commit: str) -> None:
+    """Add rows to a result file as they come, with where they were measured."""
     from deltazoo.workbench.provenance import describe_run
 
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": []}
-    run = asdict(describe_run(device=device, commit=commit, command=command))
-    content["runs"].append({"label": label, "run": run, "rows": rows})
+    run = asdict(describe_run(device=device, commit=commit, command=sys.argv[1:]))
+    content["runs"].append({"label": label, "run": run, "rows": []})
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    for row in rows:
+        print(row, flush=True)
+        content["runs"][-1]["rows"].append(row)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -270,9 +265,8 @@ def main() -> None:
     model.add_argument("--kind", choices=("gated_deltanet", "qwen3_next"), default="gated_deltanet")
     model.add_argument("--size", default="340m", help="as in deltazoo bench model")
     asking = commands.add_parser("load", help="ask a server")
-    asking.add_argument("--url", help="of a server that runs")
-    asking.add_argument("--start", help="command that starts one; {port} is replaced")
-    asking.add_argument("--wait", type=float, default=120.0, help="seconds until it must answer")
+    asking.add_argument("--url", required=True, help="of the server")
+    asking.add_argument("--wait", type=float, default=300.0, help="seconds until it must answer")
     asking.add_argument("--model", default="served", help="the name of the model in requests")
     asking.add_argument("--tokenizer", type=Path, required=True, help="folder of the model, to make prompts with")
     asking.add_argument("--label", required=True, help="of the rows in the result file")
@@ -293,15 +287,10 @@ def main() -> None:
 
     if args.command == "model":
         return save_model(args.folder, args.device, args.kind, args.size)
-    rows: list[dict[str, Any]] = []
     if args.command == "generate":
-        for row in generate_rows(args.path, args.device, args.rows, args.prompt_tokens, args.new_tokens):
-            rows.append(row)
-            print(row, flush=True)
-        return add_rows(args.out, "deltazoo.generate", rows, sys.argv[1:], args.device, args.commit)
-
-    if (args.url is None) == (args.start is None):
-        parser.error("give --url or --start")
+        found = generate_rows(args.path, args.device, args.rows, args.prompt_tokens, args.new_tokens)
+        return add_rows(args.out, "deltazoo.generate", found, args.device, args.commit)
+    wait_for(args.url, args.wait)
     body = {
         "model": args.model,
         "max_tokens": args.new_tokens,
@@ -310,23 +299,11 @@ def main() -> None:
         "stream_options": {"include_usage": True},
     }
     source = Prompts(args.tokenizer, args.prompt_tokens)
-    log = args.out.with_suffix(f".{re.sub(r'[^A-Za-z0-9]+', '_', args.label)}.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
-
-        def ask(url: str) -> None:
-            share = (args.processes, source, body, pool)
-            print("warm-up", load(url, args.processes, 1, *share), flush=True)
-            for clients in args.clients:
-                rows.append(load(url, clients, args.rounds, *share))
-                print(rows[-1], flush=True)
-
-        if args.url is not None:
-            ask(args.url)
-        else:
-            with started(args.start, args.wait, log) as url:
-                ask(url)
-    add_rows(args.out, args.label, rows, sys.argv[1:], args.device, args.commit)
+        share = (args.processes, source, body, pool)
+        print("warm-up", load(args.url, args.processes, 1, *share), flush=True)
+        rows = (load(args.url, clients, args.rounds, *share) for clients in args.clients)
+        add_rows(args.out, args.label, rows, args.device, args.commit)
 
 
 if __name__ == "__main__":

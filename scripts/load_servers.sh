@@ -1,28 +1,33 @@
 #!/usr/bin/env bash
 # Throughput through HTTP on one GPU: deltazoo serve beside deltazoo.generate, and beside transformers serve.
 #     scripts/load_servers.sh RESULT.json [COMMIT]
-# Some minutes. PYTHON names the interpreter; it needs the extras serve and test.
+# The servers start at once and are then asked one after the other. PYTHON names the interpreter, which needs the extras
+# serve and test; DEVICE and SIZE are for a rehearsal on a CPU.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:?the file for results}
 commit=${2:-$(git rev-parse HEAD)}
-python=${PYTHON:-python3}
+python=${PYTHON:-python3} device=${DEVICE:-cuda} size=${SIZE:-340m}
 folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; wait; rm -rf "$folder"' EXIT
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
 
 script() { "$python" scripts/load_server.py "$@"; }
-load() { script load --out "$out" --commit "$commit" --tokenizer "$@"; }
-serve() { echo "$python -m deltazoo serve $1 --port {port} --name served --max-queue 1024 ${*:2}"; }
+model() { script model "$folder/$1" --kind "$1" --size "$size" --device "$device"; }
+load() { # label, port, kind, options...
+    script load --url "http://127.0.0.1:$2" --label "$1" --tokenizer "$folder/$3" --out "$out" --commit "$commit" --device "$device" "${@:4}"
+}
+ours() { # kind, port, options...
+    exec "$python" -m deltazoo serve "$folder/$1" --port "$2" --name served --max-queue 1024 --device "$device" "${@:3}"
+}
+theirs() { # kind, port
+    exec "$python" -m transformers.cli.transformers serve "$folder/$1" --port "$2" --device "$device"
+}
 
-ours=$folder/gated_deltanet theirs=$folder/qwen3_next
-script model "$ours" && {
-    load "$ours" --label "gated_deltanet, deltazoo serve" --start "$(serve "$ours")"
-    load "$ours" --label "gated_deltanet, deltazoo serve, widths to 256" --start "$(serve "$ours" --widths 1,2,4,8,16,32,64,128,256)"
-    script generate "$ours" --out "$out" --commit "$commit"
-}
-script model "$theirs" --kind qwen3_next && {
-    load "$theirs" --label "qwen3_next, deltazoo serve" --start "$(serve "$theirs" --context-limit 2048)"
-    load "$theirs" --label "qwen3_next, transformers serve" --model "$theirs" --clients 1 4 --rounds 1 --processes 1 \
-        --start "$python -m transformers.cli.transformers serve $theirs --port {port}"
-}
+widths=1,2,4,8,16,32,64,128,256
+model gated_deltanet && ours gated_deltanet 18001 --widths $widths &
+model qwen3_next && { ours qwen3_next 18002 --context-limit 2048 & theirs qwen3_next 18003 & wait; } &
+load "gated_deltanet, deltazoo serve --widths $widths" 18001 gated_deltanet
+load "qwen3_next, deltazoo serve --context-limit 2048" 18002 qwen3_next
+load "qwen3_next, transformers serve" 18003 qwen3_next --model "$folder/qwen3_next" --clients 1 4 --rounds 1 --processes 1
+script generate "$folder/gated_deltanet" --out "$out" --commit "$commit" --device "$device"

@@ -22,6 +22,7 @@ import deltazoo.layers.short_convolution
 from deltazoo.layers import recompute_levels
 from deltazoo.models import block
 from deltazoo.ops import DeltaRuleOutput
+from deltazoo.ops.second_scan import scans_again
 from deltazoo.runtime import RECOMPUTE_LEVELS as LEVELS
 
 CASES = [
@@ -51,6 +52,20 @@ def test_gradients_are_the_same(case, level):
     expected = loss_and_gradients(tiny_model(case).train(), ids)
     actual = loss_and_gradients(tiny_model(case, recompute=level).train(), ids)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_which_levels_scan_again():
+    seen = []
+
+    def double(x):
+        seen.append(scans_again())
+        return 2 * x
+
+    x = torch.ones(3, requires_grad=True)
+    for level in LEVELS:
+        recompute_levels.run_block(level, double, x)
+    assert (LEVELS, seen) == (("none", "elementwise", "block"), [False, True, False])
+    assert not scans_again()
 
 
 @pytest.fixture

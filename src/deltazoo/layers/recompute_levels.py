@@ -3,14 +3,15 @@
 | level | kept per block | computed again |
 |---|---|---|
 | `none` | whatever autograd saves | nothing |
-| `elementwise` | results of matrix products and of the operators | norms, activations, gates, convolutions |
+| `elementwise` | results of matrix products and of the operators | norms, activations, gates, convolutions, states |
 | `block` | the block's input | all of it, as with transformers' gradient checkpointing |
 
 Matrix products are nearly all of the work and elementwise results most of the memory, so the middle level saves memory
 at little cost in time. Gradients are the same at every level.
 
 At the middle level the layers say what is computed again, through `recomputable` in `deltazoo.layers.recompute`. A
-compiler sees single operators, so `torch.compile` decides by their names.
+compiler sees single operators, so `torch.compile` decides by their names. States are those that enter the chunks of a
+linear layer, and its corrections: compiled, they are kept.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from deltazoo.layers.recompute import recomputing
+from deltazoo.ops.second_scan import scanning_again
 from deltazoo.ops.transforms import transforming
 
 __all__ = ["level_of", "run_block"]
@@ -64,7 +66,7 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, exchanges:
     if level == "none" or transforming():  # under transforms a detached tensor would lose its tangent
         return forward(*args, **kwargs)
     if level == "elementwise" and not torch.compiler.is_compiling():
-        with recomputing():
+        with recomputing(), scanning_again():
             return forward(*args, **kwargs)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if level == "elementwise":

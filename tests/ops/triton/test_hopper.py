@@ -42,6 +42,7 @@ class Call:
     few: bool = False
     segmented: bool = False
     strict: bool | None = None
+    keep: bool = True
 
     def launches(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
         """Kernels in Gluon and their arguments by name, of forward and backward on meta tensors."""
@@ -72,8 +73,8 @@ class Call:
         update = (e if self.erase_key else None, self.undecayed, 1)
         inputs = (q, k, v, beta, log_decay, 0.1, state, None, self.strict, *update)
         problem = pipeline.Problem(*inputs)
-        output, final_state, kept = pipeline.forward(problem)
-        pipeline.backward(problem, kept, output, final_state if self.state else None)
+        output, final_state, kept = pipeline.forward(problem, self.keep)
+        pipeline.backward(problem, kept, output, final_state if self.state else None, self.keep)
 
 
 CALLS = [

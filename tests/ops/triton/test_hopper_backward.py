@@ -22,6 +22,7 @@ from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
 from ops.triton.test_hopper import Call, launched_kernels, no_kernels, sizes  # noqa: E402
 
 from deltazoo.ops import DeltaRuleOutput, delta_rule  # noqa: E402
+from deltazoo.ops.second_scan import scanning_again  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
 from deltazoo.ops.triton.hopper import support  # noqa: E402
 from deltazoo.ops.triton.hopper.support import MISSING, backward_refusal  # noqa: E402
@@ -48,6 +49,7 @@ DECAYS = ("none", "scalar")
         Call(decay=0, dtype=torch.float16),
         Call(decay=1),
         pytest.param(Call(decay=0, strict=False), marks=pytest.mark.sweep),
+        pytest.param(Call(decay=1, keep=False), marks=pytest.mark.sweep),
         pytest.param(Call(decay=1, strict=False, state=False), marks=pytest.mark.sweep),
     ],
     ids=str,
@@ -56,7 +58,8 @@ def test_compiles_with_products_in_flight(call: Call, monkeypatch: pytest.Monkey
     launches = call.launches(monkeypatch)
     names = [kernel.fn.__name__ for kernel, _ in launches]
     count = 2 if call.strict is None else 1
-    assert names == ["hopper_scan_kernel"] * count + ["backward_kernel"] * count
+    scans = count if call.keep else 2 * count
+    assert names == ["hopper_scan_kernel"] * scans + ["backward_kernel"] * count
     for kernel, arguments in launches:
         compiled = compile_kernel(kernel, arguments)
         print(compiled)
@@ -267,6 +270,10 @@ def test_same_bits_every_time_and_every_way(decay: str) -> None:
     twice = RecordedCall(inputs)
     for retain_graph in (True, True, False):
         assert all_equal(twice.gradients(retain_graph), expected)
+    with scanning_again():
+        again = RecordedCall(inputs)
+    for retain_graph in (True, False):
+        assert all_equal(again.gradients(retain_graph), expected)
     assert all_equal(RecordedCall(inputs, recomputed=True).gradients(), expected)
     assert all_equal(RecordedCall(inputs, compiled=True).gradients(), expected)
     graph = torch.cuda.CUDAGraph()

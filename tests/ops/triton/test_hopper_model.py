@@ -103,7 +103,12 @@ class Model:
 
 
 def results(
-    x: DeltaRuleInputs, scale: float, model: Model, monkeypatch: pytest.MonkeyPatch, recorded: bool = True
+    x: DeltaRuleInputs,
+    scale: float,
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: bool = True,
+    keep: bool = True,
 ) -> dict[str, Tensor]:
     """Results by the kernels on the model; if `recorded` gradients too, in place, as autograd wants them."""
     new_empty = Tensor.new_empty
@@ -123,8 +128,8 @@ def results(
         problem = pipeline.Problem(*inputs)
         if not recorded:
             return dict(zip(("output", "final_state"), pipeline.infer(problem), strict=True))
-        output, final_state, kept = pipeline.forward(problem)
-        gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state, in_place=True)
+        output, final_state, kept = pipeline.forward(problem, keep)
+        gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state, keep, in_place=True)
     names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]
     found = dict(zip(names, gradients, strict=True))
     return {"output": output, "final_state": final_state} | {n: g for n, g in found.items() if g is not None}
@@ -172,6 +177,20 @@ def test_step_sizes_of_zero_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def some_zero_and_large(x: DeltaRuleInputs) -> None:
     x.beta[:, ::5] = 0
     x.beta[0, 70, 0] = 1.9  # in the second chunk
+
+
+@pytest.mark.parametrize("case", [SHORT, replace(SHORT, name="fresh", decay="none", initial_state=False)], ids=str)
+def test_gradients_with_a_second_scan_are_the_same(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, scans = case.make(dtype=torch.bfloat16), []
+    some_zero_and_large(x)
+    found = []
+    for keep in (True, False):
+        model = Model()
+        found.append(results(x, 0.1, model, monkeypatch, keep=keep))
+        assert "backward_kernel" in model.names
+        scans.append(model.names.count("hopper_scan_kernel"))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+    assert scans[1] == 2 * scans[0]
 
 
 MANY = [

@@ -11,6 +11,7 @@ from deltazoo.ops.context.context_group import ContextParallel, agreed_lengths, 
 from deltazoo.ops.context.segment_backends import Kept, SegmentBackend, SegmentInputs, backend_for
 from deltazoo.ops.context.segment_fold import Fold
 from deltazoo.ops.context.token_pieces import Cells, Pieces, cells_of, make_cells, pieces_of, segment_length
+from deltazoo.ops.second_scan import scans_again
 from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms, transforming
 from deltazoo.ops.validation import check_tensor_values
 
@@ -68,7 +69,7 @@ def rule_on_piece(
         backend_for(name, strict, rows * (len(cells.bounds) - 1)),
         context,
         cells,
-        _recording(tensors),
+        _recording(tensors) and not scans_again(),
     )
     if torch.compiler.is_compiling():  # views, since compilers want no tensor twice
         return _Rule.apply(call, *(None if x is None else x.view_as(x) for x in tensors))
@@ -120,7 +121,7 @@ class _Call:
     backend: SegmentBackend
     context: ContextParallel
     cells: Cells
-    recording: bool
+    keep: bool
     underway: tuple[Any, ...] | None = None
     """What `_Start` and `_Finish` hand to each other."""
 
@@ -151,7 +152,7 @@ class _Call:
         """Output, final states, and what the backward pass needs besides x: first states, two M's, what is kept."""
         fold, gathered, M, kept = exchange.fold, exchange.gathered, exchange.M, exchange.kept
         starts = self.pieces.starts(fold.boundaries(gathered), initial)
-        output, ends, kept_too = self.backend.outputs(x, kept, starts, self.recording)
+        output, ends, kept_too = self.backend.outputs(x, kept, starts, self.keep)
         final = self.pieces.finals(ends, initial)
         if self.context.gather_final_state:
             final = sum_over_ranks(final, self.context)

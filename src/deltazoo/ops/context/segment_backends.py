@@ -65,7 +65,7 @@ class SegmentBackend(ABC):
 
     @abstractmethod
     def outputs(self, x: SegmentInputs, kept: Kept, starts: Tensor, keep: bool) -> tuple[Tensor, Tensor, Kept]:
-        """The output, the segments' last states, and what else is kept; with `keep` a backward pass may follow."""
+        """The output, the segments' last states, and what else is kept: with `keep` as much as spares a second scan."""
 
     @abstractmethod
     def start_gradients(self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from deltazoo.ops.second_scan import scans_again
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.hopper.support import available
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
@@ -24,16 +25,17 @@ def triton_delta_rule(
     `strict` is its precision: True, False for fast, or None for as each chunk's erase gain needs. With `undecayed` the
     erase reads the state before the decay.
     """
-    keep = torch.is_grad_enabled() and any(
+    recorded = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, beta, log_decay, initial_state, erase_key)
     )
+    keep = recorded and not scans_again()
     return _operator(
         q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, keep
     )
 
 
 def _forward(*arguments):
-    """Output, final state, and the fields of `Kept`. The last argument: whether a backward pass may follow."""
+    """Output, final state, and the fields of `Kept`. The last argument: so that no backward pass need scan again."""
     q, _, v, _, log_decay, _, _, cu_seqlens, *_, keep = arguments
     check_tensor_values(log_decay, cu_seqlens, q.shape[1])
     with torch.cuda.device_of(v):

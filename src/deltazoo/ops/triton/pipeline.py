@@ -2,7 +2,7 @@
 
 Forward: prepare (chunk-parallel) -> scan (serial over chunks). Backward: scan again for the states, reverse scan, chunk
 gradients (chunk-parallel). Many heads on Hopper take one kernel for the whole forward pass if no gradients are recorded
-(`infer`), and one for all gradients (`fused_gradients`), for which the forward pass keeps the states.
+(`infer`), and one for all gradients (`fused_gradients`), for which the forward pass keeps the states if it may.
 
 Few heads and long rows leave most of the GPU idle in the serial scans. Rows are then cut into segments: one scan finds
 each segment's final state X from a zero state, another its transition M (the final state from the identity, without
@@ -85,9 +85,10 @@ class Problem:
         return self.q.new_empty(*shape, dtype=torch.float32)
 
 
-def states_shape(plan: Plan) -> tuple[int, ...]:
-    """Of the states that the fused backward reads (`Kept.states`)."""
-    return 2, plan.B, plan.NT * CHUNK, plan.HV, plan.K
+def new_states(plan: Plan, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised corrections U, and states that enter the chunks, as the kernels of the backward pass read them."""
+    by_token, by_chunk = (2, plan.B, plan.NT * CHUNK, plan.HV, plan.K), (plan.slots, plan.V, plan.K)
+    return v.new_empty(plan.B, plan.T, plan.HV, plan.V), v.new_empty(by_token if plan.fused_backward else by_chunk)
 
 
 def by_token(states: Tensor | None) -> bool:
@@ -119,7 +120,7 @@ class Kept(NamedTuple):
     transitions: Tensor | None = None
     """Of rows cut into segments: the transition of each segment `[N * segments, HV, K, K]`."""
     U: Tensor | None = None
-    """Where the fused backward serves a call that records gradients: the corrections `[B, T, HV, V]`."""
+    """Where the fused backward serves a call, and is not to scan again: the corrections `[B, T, HV, V]`."""
     states: Tensor | None = None
     """The states that enter the chunks, likewise: `[2, B, NT * C, HV, K]`, half of their value channels in place of the
     tokens of a chunk, so that dq and dk can lie there."""
@@ -142,7 +143,7 @@ class Kept(NamedTuple):
             starts, transitions = (new(plan.scans, plan.HV, plan.K, x, dtype=float32) for x in (plan.V, plan.K))
         U = states = None
         if keep and plan.fused_backward:
-            U, states = new(plan.B, plan.T, plan.HV, plan.V), new(states_shape(plan))
+            U, states = new_states(plan, q)
         return cls(AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, starts, transitions, U, states)
 
     def of_plan(self, plan: Plan, keep: bool) -> "Kept":
@@ -219,12 +220,12 @@ def backward(
     starts = p.initial_state
     if plan.segments > 1:
         starts, d_final = kept.starts, segment_end_gradients(p, kept, d_output, d_final)
-    if kept.U is None or kept.states is None:
+    if again := kept.U is None or kept.states is None:
         U, states = scan_for_states(p, kept, starts)
     else:
         U, states = kept.U, kept.states
     if by_token(states):
-        gradients, d_initial = fused_gradients(p, kept, U, states, starts, d_output, d_final, in_place)
+        gradients, d_initial = fused_gradients(p, kept, U, states, starts, d_output, d_final, in_place or again)
     else:
         Z, d_states, d_initial = reverse_scan(
             p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None
@@ -357,8 +358,8 @@ def segment_end_gradients(p: Problem, kept: Kept, d_output: Tensor, d_final: Ten
 
 def scan_for_states(p: Problem, kept: Kept, initial: Tensor | None) -> tuple[Tensor, Tensor]:
     """The corrections U, and the states that enter the chunks."""
-    plan, U = p.plan, torch.empty_like(p.v)
-    states = p.v.new_empty(plan.slots, plan.V, plan.K)
+    plan = p.plan
+    U, states = new_states(plan, p.v)
     # Where the fast launch leaves its state for the strict one.
     final = p.float32(plan.scans, plan.HV, plan.K, plan.V) if plan.by_gain else None
     scan(p, kept, p.v, initial, final, None, U, states)

@@ -50,11 +50,6 @@ def _new_state(q: Tensor, plan: Plan, columns: int) -> Tensor:
     return q.new_empty(plan.N, plan.HV, plan.K, columns, dtype=torch.float32)
 
 
-def _new_states(v: Tensor, plan: Plan, fused: bool) -> tuple[Tensor, Tensor]:
-    shape = pipeline.states_shape(plan) if fused else (plan.slots, plan.V, plan.K)
-    return v.new_empty(v.shape), v.new_empty(shape)
-
-
 def _pairs(*inputs):
     with torch.cuda.device_of(inputs[0]):
         p = _problem(inputs)
@@ -76,7 +71,7 @@ def _outputs(*arguments):
     with torch.cuda.device_of(inputs[0]):
         p = _problem(inputs)
         plan = p.plan
-        U, states = _new_states(p.v, plan, True) if keep and plan.fused_backward else (None, None)
+        U, states = pipeline.new_states(plan, p.v) if keep and plan.fused_backward else (None, None)
         output, ends = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(p.q, plan, plan.V)
         pipeline.scan(p, _kept(plan, prepared), p.v, p.initial_state, ends, output, U, states)
     return output, ends, U, states
@@ -85,7 +80,7 @@ def _outputs(*arguments):
 def _fake_outputs(*arguments):
     inputs, _, (keep,) = _parts(arguments)
     v, plan = inputs[2], _fake_plan(*inputs)
-    U, states = _new_states(v, plan, True) if keep and plan.fused_backward else (None, None)
+    U, states = pipeline.new_states(plan, v) if keep and plan.fused_backward else (None, None)
     return v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(v, plan, plan.V), U, states
 
 
@@ -110,7 +105,7 @@ def _states(*arguments):
 
 
 def _fake_states(*arguments):
-    return _new_states(arguments[2], _fake_plan(*arguments[:13]), False)
+    return pipeline.new_states(_fake_plan(*arguments[:13]), arguments[2])
 
 
 def _gradients(*arguments):
