@@ -3,7 +3,7 @@
     scripts/load_servers.sh benchmarks/results/serving_http_h200.json COMMIT
 
 calls all parts of this script. `model` saves a model of about 370 M parameters with random weights, a Gated DeltaNet or
-transformers' Qwen3-Next, and a tokenizer of Python's standard library. `load` waits for a server and asks it from
+transformers' Qwen3-Next, and a tokenizer of Python's standard library. `wait` waits for servers, `load` asks one from
 several processes. Any server with OpenAI's API will do: transformers' own answers one request at a time, as its
 continuous batching refuses linear layers. `generate` times `deltazoo.generate` on batches of as many rows as there are
 clients. `load` and `generate` add to a result file.
@@ -174,12 +174,12 @@ def counted(url: str) -> dict[str, float]:
     return {COUNTERS[name]: float(value) for name, value in values.items()}
 
 
-def wait_for(url: str, seconds: float) -> None:
-    """Return once a server answers."""
+def wait_for(urls: list[str], seconds: float) -> None:
+    """Return once servers answer."""
     end = time.monotonic() + seconds
-    while not _answers(url):
+    while silent := [url for url in urls if not _answers(url)]:
         if time.monotonic() > end:
-            raise RuntimeError(f"no server at {url} after {seconds:.0f} s")
+            sys.exit(f"no server after {seconds:.0f} s at {', '.join(silent)}")
         time.sleep(0.2)
 
 
@@ -264,9 +264,11 @@ def main() -> None:
     model.add_argument("folder", type=Path)
     model.add_argument("--kind", choices=("gated_deltanet", "qwen3_next"), default="gated_deltanet")
     model.add_argument("--size", default="340m", help="as in deltazoo bench model")
+    waiting = commands.add_parser("wait", help="return once all servers answer")
+    waiting.add_argument("urls", nargs="+")
+    waiting.add_argument("--seconds", type=float, default=300.0, help="after which to give up")
     asking = commands.add_parser("load", help="ask a server")
     asking.add_argument("--url", required=True, help="of the server")
-    asking.add_argument("--wait", type=float, default=300.0, help="seconds until it must answer")
     asking.add_argument("--model", default="served", help="the name of the model in requests")
     asking.add_argument("--tokenizer", type=Path, required=True, help="folder of the model, to make prompts with")
     asking.add_argument("--label", required=True, help="of the rows in the result file")
@@ -285,12 +287,13 @@ def main() -> None:
         command.add_argument("--device", default="cuda")
     args = parser.parse_args()
 
+    if args.command == "wait":
+        return wait_for(args.urls, args.seconds)
     if args.command == "model":
         return save_model(args.folder, args.device, args.kind, args.size)
     if args.command == "generate":
         found = generate_rows(args.path, args.device, args.rows, args.prompt_tokens, args.new_tokens)
         return add_rows(args.out, "deltazoo.generate", found, args.device, args.commit)
-    wait_for(args.url, args.wait)
     body = {
         "model": args.model,
         "max_tokens": args.new_tokens,
