@@ -25,8 +25,12 @@ theirs() { # kind, port
 }
 
 widths=1,2,4,8,16,32,64,128,256
-model gated_deltanet && ours gated_deltanet 18001 --widths $widths &
-model qwen3_next && { ours qwen3_next 18002 --context-limit 2048 & theirs qwen3_next 18003 & wait; } &
+model gated_deltanet &
+model qwen3_next &
+wait
+ours gated_deltanet 18001 --widths $widths &
+ours qwen3_next 18002 --context-limit 2048 &
+theirs qwen3_next 18003 &
 script wait http://127.0.0.1:1800{1,2,3} --seconds "${WAIT:-300}" # one that starts slows the others down
 load "gated_deltanet, deltazoo serve --widths $widths" 18001 gated_deltanet
 load "qwen3_next, deltazoo serve --context-limit 2048" 18002 qwen3_next --clients 1 4 16 64
