@@ -120,52 +120,51 @@ def drafts(content: dict[str, Any]) -> str:
 
 
 def serving(content: dict[str, Any]) -> str:
-    """The server under many clients, beside `deltazoo.generate` on as many rows."""
+    """The servers under many clients, beside `deltazoo.generate` on as many rows."""
     loops = [run for run in content["runs"] if run["label"] == "deltazoo.generate"]
     generate: dict[int, float] = {}
     for row in (row for loop in loops for row in loop["rows"]):
         generate[row["rows"]] = max(row["tokens_per_second"], generate.get(row["rows"], 0.0))
-    asked = [(run["run"], row) for run in content["runs"] if run not in loops for row in run["rows"]]
+    asked = [(run, row) for run in content["runs"] if run not in loops for row in run["rows"]]
+    compared = [(run, row) for run, row in asked if run["label"].startswith("gated_deltanet")]
     one, prompts = next(row for _, row in asked if row["clients"] == 1), loops[0]["rows"][0]["prompt_tokens"]
     rounds, new_tokens = one["requests"], one["new_tokens"] / one["requests"]
-    shares = [row["tokens_per_second"] / generate[row["clients"]] for _, row in asked]
-    body = [
-        [
-            f"`{widths(run['command'])}`",
-            f"{row['clients']}",
-            f"{row['tokens_per_second']:,.0f}",
-            f"{generate[row['clients']]:,.0f}",
-            f"{100 * share:.0f}%",
-            f"{row['first_token_p50']:.2f}",
-            f"{row['first_token_p99']:.2f}",
-            f"{row['failed']} of {row['requests']}",
-        ]
-        for (run, row), share in zip(asked, shares, strict=True)
-    ]
-    many = [share for (_, row), share in zip(asked, shares, strict=True) if row["clients"] > 1]
+    body, shares = [], []
+    for run, row in asked:
+        of_generate = ["", ""]
+        if (run, row) in compared:
+            alone = generate[row["clients"]]
+            shares.append((row["clients"], row["tokens_per_second"] / alone))
+            of_generate = [f"{alone:,.0f}", f"{100 * shares[-1][1]:.0f}%"]
+        body.append(
+            [
+                run["label"],
+                f"{row['clients']}",
+                f"{row['tokens_per_second']:,.0f}",
+                *of_generate,
+                f"{row['first_token_p50']:.2f}",
+                f"{row['first_token_p99']:.2f}",
+                f"{row['failed']} of {row['requests']}",
+            ]
+        )
+    many = [share for clients, share in shares if clients > 1]
     text = (
         f"Under load the server reaches {100 * min(many):.0f}% to {100 * max(many):.0f}% of the throughput of "
-        "`deltazoo.generate` on one batch of as many rows as there are clients. One Python process takes the requests, "
-        "launches the passes over their prompts and writes the events of all streams; what that costs was looked at on "
-        "a CPU, with a stand-in for the model ([log.md](log.md#the-server-under-load-where-the-hosts-time-went))."
+        "`deltazoo.generate` on one batch of as many rows as there are clients. Hybrids are far slower, since their "
+        "prompts run one by one and without CUDA graphs."
     )
     how = (
-        "The Gated DeltaNet of [model_speed.md](model_speed.md) with random weights, bfloat16. Each client streams "
-        f"{rounds} completions of {new_tokens:.0f} tokens, one after the other, greedy, after prompts of {prompts:,} "
-        "without a common beginning (`scripts/load_servers.sh`). Tokens per second are new tokens alone; the time "
-        f"includes the prompts, as that of `generate` does, of which the fastest of {len(loops)} runs is shown. "
-        f"{machine(asked[-1][0])} Code after that commit was not measured."
+        "The Gated DeltaNet of [model_speed.md](model_speed.md), and a Qwen3-Next of these sizes, with random weights, "
+        f"bfloat16. Each client streams {rounds} completions of {new_tokens:.0f} tokens, one after the other, greedy, "
+        f"after prompts of {prompts:,} without a common beginning (`scripts/load_servers.sh`). Tokens per second are "
+        "new tokens alone; the time includes the prompts, as that of `generate` does. "
+        f"The servers: {machine(asked[-1][0]['run'])} "
+        f"`generate`, the fastest of {len(loops)} runs: {machine(loops[-1]['run'])}"
     )
     if not any("transformers serve" in run["label"] for run in content["runs"]):
-        how += " Not measured: hybrids, and transformers' own server."
-    header = ["`--widths`", "clients", "tokens/s", "`generate`", "share", "first token, s, p50", "p99", "failed"]
+        how += " Not measured: transformers' own server."
+    header = ["model, server", "clients", "tokens/s", "`generate`", "share", "first token, s, p50", "p99", "failed"]
     return f"{filled(text)}\n\n{filled(how)}\n\n{table(header, body, text_columns=1)}"
-
-
-def widths(command: list[str]) -> str:
-    """The widths with which a command started the server."""
-    found = re.search(r"--widths ([\d,]+)", " ".join(command))
-    return found[1] if found else "1,8,32,64"
 
 
 PARTS: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {

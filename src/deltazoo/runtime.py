@@ -9,7 +9,7 @@ from deltazoo.names import unknown
 __all__ = ["BACKENDS", "RECOMPUTE_LEVELS", "RUNTIME_OPTIONS", "RuntimeOptions"]
 
 Backend = Literal["triton", "chunkwise", "reference"]
-RecomputeLevel = Literal["none", "elementwise", "block"]
+RecomputeLevel = Literal["none", "elementwise", "states", "block"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 RECOMPUTE_LEVELS: tuple[str, ...] = get_args(RecomputeLevel)
 
@@ -31,9 +31,9 @@ class RuntimeOptions:
             `fuse_linear_cross_entropy` for the loss. True: on GPUs only, and the package (the extra `fast`) is needed.
         fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see
             `deltazoo.models.loss`. True: a model whose loss cannot be computed so raises.
-        recompute: what training computes again in the backward pass instead of keeping it: `"none"`, `"elementwise"`
-            or `"block"`, see `deltazoo.layers.recompute_levels`. Gradient checkpointing replaces it if both are on. As
-            with gradient checkpointing, training then creates no cache.
+        recompute: what training computes again in the backward pass instead of keeping it: `"none"`, `"elementwise"`,
+            `"states"` or `"block"`, see `deltazoo.layers.recompute_levels`. Gradient checkpointing replaces it if both
+            are on. As with gradient checkpointing, training then creates no cache.
 
     Raises:
         ValueError: a value that an option does not have.

@@ -64,7 +64,7 @@ def test_which_levels_scan_again():
     x = torch.ones(3, requires_grad=True)
     for level in LEVELS:
         recompute_levels.run_block(level, double, x)
-    assert (LEVELS, seen) == (("none", "elementwise", "block"), [False, True, False])
+    assert (LEVELS, seen) == (("none", "elementwise", "states", "block"), [False, False, True, False])
     assert not scans_again()
 
 
@@ -81,9 +81,9 @@ def levels_run(monkeypatch):
     return seen
 
 
-def test_by_default_a_gpu_recomputes_elementwise_and_a_cpu_nothing():
+def test_by_default_a_gpu_recomputes_states_and_a_cpu_nothing():
     devices = [torch.device(name) for name in ("cpu", "cuda", "meta")]
-    assert [recompute_levels.level_of(None, device) for device in devices] == ["none", "elementwise", "none"]
+    assert [recompute_levels.level_of(None, device) for device in devices] == ["none", "states", "none"]
     assert [recompute_levels.level_of("block", device) for device in devices] == ["block"] * 3
     with torch.no_grad():
         assert recompute_levels.level_of(None, torch.device("cuda")) == "none"
@@ -97,12 +97,12 @@ def test_the_default_on_a_gpu(on_a_gpu, monkeypatch):
     model = tiny_model("hybrid").train()
     seen.clear()
     torch.testing.assert_close(loss_and_gradients(model, ids), expected, rtol=0, atol=0)
-    assert seen == ["elementwise"] * 2
+    assert seen == ["states"] * 2
     seen.clear()
     assert model(ids).past_key_values is None
     assert model(ids, use_cache=True).past_key_values.get_seq_length() == 20  # asked for, so nothing is recomputed
     assert model.eval()(ids).past_key_values.get_seq_length() == 20
-    assert seen == ["elementwise"] * 2 + ["none"] * 4
+    assert seen == ["states"] * 2 + ["none"] * 4
     with torch.no_grad():
         assert model.train()(ids).past_key_values.get_seq_length() == 20
 
@@ -213,6 +213,7 @@ def test_each_level_keeps_less():
     """A block keeps its input, 64 numbers a token, and some state per sequence; `none` keeps a hundred times that."""
     kept = {level: kept_per_layer(level) for level in LEVELS}
     assert kept["elementwise"] < 0.6 * kept["none"]
+    assert kept["states"] == kept["elementwise"]  # here, where the operator keeps no states
     assert kept["block"] < 0.2 * kept["elementwise"]
     assert kept_per_layer("none", gradient_checkpointing=True) <= kept["block"] * 1.1
 

@@ -3,18 +3,20 @@
 | level | kept per block | computed again |
 |---|---|---|
 | `none` | whatever autograd saves | nothing |
-| `elementwise` | results of matrix products and of the operators | norms, activations, gates, convolutions, states |
+| `elementwise` | results of matrix products and of the operators | norms, activations, gates, convolutions |
+| `states` | the same but for the states that enter the chunks of linear layers, and the corrections | these, too |
 | `block` | the block's input | all of it, as with transformers' gradient checkpointing |
 
-Matrix products are nearly all of the work and elementwise results most of the memory, so the middle level saves memory
+Matrix products are nearly all of the work and elementwise results most of the memory, so the levels between save memory
 at little cost in time. Gradients are the same at every level.
 
-At the middle level the layers say what is computed again, through `recomputable` in `deltazoo.layers.recompute`. A
-compiler sees single operators, so `torch.compile` decides by their names. States are those that enter the chunks of a
-linear layer, and its corrections: compiled, they are kept.
+At these levels the layers say what is computed again, through `recomputable` in `deltazoo.layers.recompute`. A compiler
+sees single operators, so `torch.compile` decides by their names, and keeps the states. Only where the fused backward
+pass serves (`deltazoo.ops.triton`) are they kept at all, so elsewhere `states` is `elementwise`.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,7 +40,7 @@ _COLLECTIVES = "_c10d_functional"
 def level_of(chosen: str | None, device: torch.device) -> str:
     """The level of a training step on a device.
 
-    By default it is `elementwise` on a GPU, where memory is scarce, and `none` on a CPU. It is also `none` where hooks
+    By default it is `states` on a GPU, where memory is scarce, and `none` on a CPU. It is also `none` where hooks
     on saved tensors are active (offloading, other checkpointing), since both cannot act.
     """
     if chosen is not None:
@@ -47,7 +49,7 @@ def level_of(chosen: str | None, device: torch.device) -> str:
         return "none"
     if not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "none"
-    return "elementwise"
+    return "states"
 
 
 def _recomputes_by_default(device: torch.device) -> bool:
@@ -65,11 +67,11 @@ def run_block(level: str, forward: Callable[..., Tensor], *args: Any, exchanges:
     """
     if level == "none" or transforming():  # under transforms a detached tensor would lose its tangent
         return forward(*args, **kwargs)
-    if level == "elementwise" and not torch.compiler.is_compiling():
-        with recomputing(), scanning_again():
+    if level != "block" and not torch.compiler.is_compiling():
+        with recomputing(), scanning_again() if level == "states" else nullcontext():
             return forward(*args, **kwargs)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if level == "elementwise":
+    if level != "block":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
     elif exchanges:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_exchanged)
