@@ -50,11 +50,12 @@ AdamW on random tokens. The dtype `autocast` means float32 weights under bfloat1
 On a GPU the steps of the loop and of our models' `generate` are CUDA graphs, on a CPU they are plain calls. What
 `generate` takes beyond `loop` is transformers' own loop.
 
-Older runs differ in three points. Before commit `a0f610a` the default configuration kept all logits, recomputed nothing
+Older runs differ in four points. Before commit `a0f610a` the default configuration kept all logits, recomputed nothing
 and ran SwiGLU and norms in plain torch: the rows `eager` of these runs measure what `no-options` measures since. Before
 commit `566db21` `generate` captured its steps only with `capture_step=True`: these rows are called `generate-captured`,
 and our rows `generate` of these runs are plain. Before commit `f826b2c` the default configuration ran without fused
-kernels, also in the rows `compile` and in those against the context.
+kernels, also in the rows `compile` and in those against the context. Before commit `f639fb8` it recomputed elementwise
+results, and not the states as well: `recompute-elementwise` measures that since.
 
 Ranges are the 20th to 80th percentile of single steps or tokens. With one CPU thread the clock counts the time that the
 process computed, which other work on the machine hardly changes. Prompts are the first of a fresh model, so compilation
