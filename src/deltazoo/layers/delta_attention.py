@@ -1,6 +1,5 @@
 """The layer that all variants share: project, convolve, normalise, gates, rule, norm and output gate, project."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
+from deltazoo.layers.layer_options import check_decay, check_sizes, check_steps
 from deltazoo.layers.linear_maps import called_as_is, cast_for_product, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize, l2_normalize_both
 from deltazoo.layers.recompute import recomputable
@@ -21,9 +21,8 @@ from deltazoo.layers.state import LayerStates, MixerState, StateAccess, StateSto
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.fused import fused_kernels_fit, fused_softplus_decay
 from deltazoo.ops.named_choices import function_of
-from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.runtime import RuntimeOptions
-from deltazoo.spec import DeltaRuleSpec, choice_name, get_variant, registered_layer
+from deltazoo.spec import DeltaRuleSpec, get_variant, registered_layer
 
 __all__ = ["DeltaRuleAttention", "layer_class", "make_layer"]
 
@@ -163,7 +162,9 @@ class DeltaRuleAttention(Float32Parameters):
         """Which of how many equal shares of the model's heads this layer has: tensor parallelism divides them."""
         self.backend = backend
         self.fused_kernels = fused_kernels
-        self._check_options(beta_bias)
+        check_sizes(self)
+        check_steps(self, beta_bias)
+        check_decay(self, of_its_own=type(self).make_decay_gate is not DeltaRuleAttention.make_decay_gate)
 
         query_dim, value_dim = self.num_heads * self.head_k_dim, self.num_v_heads * self.head_v_dim
         key_dim, written_dim = self.projected_steps * query_dim, self.projected_steps * value_dim
@@ -517,54 +518,6 @@ class DeltaRuleAttention(Float32Parameters):
                 f"{self.hidden_size} is no multiple of num_heads={self.num_heads}: pass head_dim"
             )
         return self.hidden_size // self.num_heads
-
-    def _check_options(self, beta_bias: bool) -> None:
-        name = self.spec.name
-        if self.spec.corrects:
-            function_of("step_size", self.spec.step_size, STEP_SIZES)  # a misspelt name raises here
-        for option in ("hidden_size", "num_heads", "head_k_dim", "num_v_heads", "num_micro_steps"):
-            if getattr(self, option) < 1:
-                raise ValueError(f"{option.replace('_k_', '_')} must be at least 1, got {getattr(self, option)}")
-        index, count = self.layer_idx, self.num_layers
-        if index is not None and count is not None and not 0 <= index < count:
-            raise ValueError(f"layer_idx={index} must be at least 0 and less than num_layers={count}")
-        if self.num_v_heads % self.num_heads:
-            raise ValueError(f"num_v_heads={self.num_v_heads} must be a multiple of num_heads={self.num_heads}")
-        if self.head_v_dim < 1 or not math.isclose(self.head_v_dim, self.head_k_dim * self.expand_v):
-            raise ValueError(
-                f"expand_v={self.expand_v} times head_dim={self.head_k_dim} must be a positive whole number, "
-                f"got {self.head_k_dim * self.expand_v}"
-            )
-        if self.neg_eigval not in ("both", "erase"):
-            raise ValueError(f"neg_eigval must be 'both' or 'erase', got {self.neg_eigval!r}")
-        if self.neg_eigval == "erase" and not self.allow_neg_eigval:
-            raise ValueError("neg_eigval='erase' acts only with allow_neg_eigval=True")
-        if self.allow_neg_eigval and not self.spec.corrects:
-            raise ValueError(f"variant {name!r} has no correction term, so allow_neg_eigval=True cannot act")
-        if self.num_micro_steps > 1 and not self.spec.corrects:
-            raise ValueError(
-                f"variant {name!r} has no correction term, so num_micro_steps={self.num_micro_steps} cannot act"
-            )
-        if not self.projects_micro_steps and self.num_micro_steps != self.spec.num_micro_steps:
-            raise ValueError(
-                f"variant {name!r} has num_micro_steps={self.spec.num_micro_steps}, which cannot be changed, got "
-                f"{self.num_micro_steps}"
-            )
-        if beta_bias and not self.spec.corrects:
-            raise ValueError(f"variant {name!r} has no step size, so beta_bias=True cannot act")
-        if self.decay_lower_bound is not None and self.spec.decay == "none":
-            raise ValueError(f"variant {name!r} has no decay, so decay_lower_bound={self.decay_lower_bound} cannot act")
-        if self.decay_lower_bound is not None and self.decay_lower_bound >= 0:
-            raise ValueError(f"decay_lower_bound is a log-decay and must be negative, got {self.decay_lower_bound}")
-        if self.decay_lower_bound is not None and type(self).make_decay_gate is not DeltaRuleAttention.make_decay_gate:
-            raise ValueError(
-                f"variant {name!r} has a decay of its own, so decay_lower_bound={self.decay_lower_bound} cannot act"
-            )
-        if self.decay_lower_bound is not None and self.spec.decay_gate != "softplus":
-            raise ValueError(
-                f"decay_lower_bound={self.decay_lower_bound} takes the place of the softplus gate, and variant "
-                f"{name!r} has the decay gate {choice_name(self.spec.decay_gate)!r}"
-            )
 
     def _unit_heads(self, normalize: bool) -> int:
         """Channels per head that the convolution normalises, 0 if it does not. A rotation afterwards keeps the norm."""
