@@ -1,4 +1,5 @@
 import pytest
+from replayed_operations import ReplayedOperations
 
 from deltazoo.generation import capture_conditions, kept_steps, step_capture
 from deltazoo.generation.step_capture import NoWaiting
@@ -24,8 +25,32 @@ def captures(monkeypatch):
         made.append(step)
         return step
 
-    monkeypatch.setattr(api, "check_tensor_values", lambda *args: None)  # reads values on a CPU alone
-    monkeypatch.setattr(step_capture, "capture", as_a_graph)
+    _as_on_a_gpu(monkeypatch, as_a_graph)
     for module in (capture_conditions, kept_steps):
         monkeypatch.setattr(module, "graphs_run_on", lambda device: True)
     return made
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Steps are captured as CUDA graphs would be: what Python did while a step was captured does not happen again."""
+
+    def as_a_graph(step, changed, generators=(), *, compiled=False):
+        before = [x.clone() for x in changed]
+
+        def put_back():
+            for x, value in zip(changed, before, strict=True):
+                x.copy_(value)
+
+        step()
+        put_back()
+        graph = ReplayedOperations(step)
+        put_back()
+        return graph.replay
+
+    _as_on_a_gpu(monkeypatch, as_a_graph)
+
+
+def _as_on_a_gpu(monkeypatch, capture):
+    monkeypatch.setattr(api, "check_tensor_values", lambda *args: None)  # reads values on a CPU alone
+    monkeypatch.setattr(step_capture, "capture", capture)

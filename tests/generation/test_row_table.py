@@ -45,13 +45,13 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.blocks, b.blocks, strict=True))
 
 
-def check_greedy(model, ids, *, padded=False):
+def check_greedy(model, ids, *, padded=False, size=2):
     """Two rows of different lengths, through steps of two widths, against `deltazoo.generate` of each alone."""
     table = RowTable(model, [2, 4], MOST)
-    prompts = PromptRows(model, [2], PIECE, table.empty, padded=padded, max_length=MOST)
+    prompts = PromptRows(model, [size], PIECE, table.empty, padded=padded, max_length=MOST)
     rows = {3: ids[0].tolist(), 1: ids[1, :6].tolist()}
     for row, prompt in rows.items():
-        table.put(row, state_after(prompts, row % 2, prompt), prompt[-1], len(prompt) - 1, Sampling(), 0)
+        table.put(row, state_after(prompts, row % size, prompt), prompt[-1], len(prompt) - 1, Sampling(), 0)
     made = {row: [] for row in rows}
     for _ in range(4):
         table.step(4, Way.GREEDY)
@@ -76,37 +76,66 @@ def test_greedy(case, padded, device):
     check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device), padded=padded)
 
 
+ONE_BY_ONE = [(False, 2), (True, 1)]
+"""Models with softmax layers: rows without padding, or one row with it."""
+
+
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("padded", "size"), ONE_BY_ONE)
 @pytest.mark.parametrize("case", HYBRID)
-def test_hybrids(case, device):
-    check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device))
+def test_hybrids(case, padded, size, device):
+    check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device), padded=padded, size=size)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("padded", "size"), ONE_BY_ONE)
 @pytest.mark.parametrize(("family", "layers"), [("llama", "1:1"), ("llama", "all"), ("gpt2", "1:1")])
-def test_swapped_models(family, layers, device):
+def test_swapped_models(family, layers, padded, size, device):
     model = tiny_original(family).to(device)
     deltazoo.swap_attention(model, "gated_deltanet", layers)
-    check_greedy(model, tiny_families.tokens(2, 20).to(device))
+    check_greedy(model, tiny_families.tokens(2, 20).to(device), padded=padded, size=size)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("padded", "size"), ONE_BY_ONE)
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"])
-def test_accelerated_models(family, device):
+def test_accelerated_models(family, padded, size, device):
     model = foreign_model(family).to(device)
     deltazoo.accelerate(model)
-    check_greedy(model, foreign_models.tokens(2, 20).to(device))
+    check_greedy(model, foreign_models.tokens(2, 20).to(device), padded=padded, size=size)
+
+
+KINDS = [*FEW, "hybrid", "hybrid_softmax_first", "swapped", "qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"]
+
+
+def model_of_kind(kind):
+    if kind in CASES:
+        return tiny_model(kind)
+    if kind == "swapped":
+        model = tiny_original("llama")
+        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
+    else:
+        model = foreign_model(kind)
+        deltazoo.accelerate(model)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_of_passes_and_steps(kind, replays, monkeypatch):
+    """Nothing that Python did at a capture is missing at a replay, or is as it was then."""
+    monkeypatch.setattr(row_table, "capture", step_capture.capture)
+    check_greedy(model_of_kind(kind), tokens(2, 20), padded=True, size=2 if kind in FEW else 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", LINEAR)
 def test_passes_keep_rows_apart(case, device):
     """Other rows change no bit, and padding differs from none by rounding."""
     model = tiny_model(case).to(device)
     empty = RowTable(model, [1]).empty
     alone, together = (PromptRows(model, [3], PIECE, empty, padded=True) for _ in range(2))
     exact = PromptRows(model, [3], PIECE, empty, padded=False)
-    ids, lengths = tokens(3, 30).tolist(), {0: 6, 1: 27, 2: 19}
+    ids, lengths = tokens(3, 30).tolist(), {0: 2, 1: 27, 2: 19}  # the first is shorter than the convolution
     expected = {row: state_after(alone, row, ids[row][:length]) for row, length in lengths.items()}
     states = dict.fromkeys(lengths)
     for start in range(0, 26, PIECE):
@@ -187,17 +216,38 @@ def test_widths_differ_by_rounding(case, device):
         torch.testing.assert_close(found[0], other, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", [*FEW, "hybrid"])
-def test_nothing_waits_for_the_device(case, captures, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_waits_for_the_device(kind, captures, monkeypatch):
     """What is captured holds no operation that a CUDA graph could not."""
     monkeypatch.setattr(row_table, "capture", step_capture.capture)
-    model = tiny_model(case)
+    model = model_of_kind(kind)
     table = RowTable(model, [1, 2], MOST)
     table.capture()
     assert len(captures) == 2 + 2 * len(Way)
-    if case in FEW:
-        PromptRows(model, [1, 2, 4], PIECE, table.empty, padded=True).capture()
-        assert len(captures) == 2 + 2 * len(Way) + 3
+    sizes = [1, 2, 4] if kind in FEW else [1]
+    prompts = PromptRows(model, sizes, PIECE, table.empty, padded=True, max_length=MOST)
+    prompts.capture()
+    assert prompts.padded and len(captures) == 2 + 2 * len(Way) + len(sizes)
+
+
+def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
+    model = model_of_kind("qwen3_next")
+    table = RowTable(model, [2, 4], MOST)
+    prompts = PromptRows(model, [1], PIECE, table.empty, padded=True, max_length=MOST)
+    ids = tokens(1, 20)[0].tolist()
+    expected = state_after(PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST), 0, ids)
+    run = prompts._run_all
+    monkeypatch.setattr(prompts, "_run_all", lambda size, cache: run(size, cache)[torch.ones(1).nonzero()[0]])
+    prompts.capture()
+    assert not prompts.padded and "prompts run without CUDA graphs, which makes them slower: nonzero" in caplog.text
+    for layer, exact in zip(state_after(prompts, 0, ids).layers, expected.layers, strict=True):
+        assert all(torch.equal(layer[name], x) for name, x in exact.items())
+
+
+def test_a_padded_pass_of_a_hybrid_has_one_row():
+    model = tiny_model("hybrid")
+    with pytest.raises(ValueError, match=r"a padded pass has one row, got sizes=\[2\]"):
+        PromptRows(model, [2], PIECE, RowTable(model, [1], MOST).empty, padded=True, max_length=MOST)
 
 
 @pytest.mark.gpu

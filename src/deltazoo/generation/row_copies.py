@@ -64,6 +64,8 @@ class RowCopies:
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Replace rows by others; none is both a source and a target."""
+        if not sources:
+            return
         for group in range(len(self._sizes)):
             torch._foreach_copy_(self._views(targets, group), self._views(sources, group))
 

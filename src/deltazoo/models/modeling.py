@@ -134,7 +134,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        batch: BatchDescription | None = None,
+        delta_batch: BatchDescription | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Final hidden states.
@@ -146,7 +146,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             past_key_values: the cache to continue; changed in place.
             inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
             use_cache: return a cache; a packed batch returns none, since no further call could continue it.
-            batch: the description that `describe_batch` makes of the arguments; made here unless given.
+            delta_batch: the description that `describe_batch` makes of the arguments; made here unless given.
             kwargs: `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` for packed documents, and what transformers passes through.
                 `token_type_ids` have no effect, as in transformers' decoders.
 
@@ -161,6 +161,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             inputs_embeds = self.embeddings(input_ids)
         if past_key_values is not None:
             self.prepare_cache(past_key_values)
+        batch = delta_batch
         if batch is None:
             batch = self.describe(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
         recomputes = self.training and self.runtime.recompute not in (None, "none")
@@ -290,7 +291,7 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            batch=batch,
+            delta_batch=batch,
             **kwargs,
         )
         hidden_states = _select_positions(outputs.last_hidden_state, logits_to_keep)

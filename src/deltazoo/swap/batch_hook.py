@@ -41,8 +41,8 @@ def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -
     tokens = kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
-    if tokens is None:
-        return kwargs  # the model raises
+    if tokens is None or kwargs.get("delta_batch") is not None:
+        return kwargs  # the model raises; the batch is described already
     cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
     past_length = 0 if cache is None else cache.get_seq_length()
     given: dict[str, Any] = {

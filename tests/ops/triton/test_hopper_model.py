@@ -179,7 +179,9 @@ def some_zero_and_large(x: DeltaRuleInputs) -> None:
     x.beta[0, 70, 0] = 1.9  # in the second chunk
 
 
-@pytest.mark.parametrize("case", [SHORT, replace(SHORT, name="fresh", decay="none", initial_state=False)], ids=str)
+@pytest.mark.parametrize(
+    "case", [SHORT, replace(SHORT, name="whole_chunks", T=128, decay="none", initial_state=False)], ids=str
+)
 def test_gradients_with_a_second_scan_are_the_same(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
     x, scans = case.make(dtype=torch.bfloat16), []
     some_zero_and_large(x)

@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def test_greedy_tokens_are_those_of_generate(case, engine_of):
 
 def with_sizes(engine, sizes):
     """Passes over several prompts, with padding."""
-    engine.prompts = PromptRows(engine.model, sizes, 8, engine.table.empty, padded=True)
+    empty, limit = engine.table.empty, engine.context_limit
+    engine.prompts = PromptRows(engine.model, sizes, 8, empty, padded=True, max_length=limit)
     engine._prefill = Prefill(engine.prompts, engine.prefixes)
     return engine
 
@@ -135,6 +137,7 @@ def test_prompts_that_come_during_a_pass_share_a_later_one(engine_of, monkeypatc
         ("gated_deltanet", "cpu", Engine.__enter__),
         ("hybrid_kda", "cpu", Engine.__enter__),
         ("gated_deltanet", "cpu", as_on_a_gpu),
+        ("hybrid_kda", "cpu", partial(as_on_a_gpu, sizes=(1,))),
         pytest.param("gated_deltanet", "cuda", Engine.__enter__, marks=pytest.mark.gpu),
         pytest.param("hybrid_kda", "cuda", Engine.__enter__, marks=pytest.mark.gpu),
     ],

@@ -30,7 +30,13 @@ from deltazoo.interop.acceleration.transformers_layers import (
 from deltazoo.layers.backend_report import RuleDescription, describe_update
 from deltazoo.layers.norm import at_least_float32, l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
-from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences, SharedSequences
+from deltazoo.layers.sequences import (
+    WHOLE_ROWS,
+    PaddedSequences,
+    RightPaddedSequences,
+    Sequences,
+    SharedSequences,
+)
 from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
 from deltazoo.layers.state import MixerState, is_decoding_step
 from deltazoo.ops import DeltaRuleOutput
@@ -87,11 +93,11 @@ class AcceleratedMixer:
             )
         # A single token is never padding, so a mask of one column is ignored.
         sequences: Sequences = WHOLE_ROWS
-        if attention_mask is not None and hidden_states.shape[1] > 1:
-            sequences = PaddedSequences.from_mask(attention_mask)
         if kwargs.get(SHARED_BATCH) is not None:
             sequences = kwargs[SHARED_BATCH].sequences
             positions = sequences.positions
+        elif attention_mask is not None and hidden_states.shape[1] > 1:
+            sequences = PaddedSequences.from_mask(attention_mask)
         hidden_states = sequences.arrange(hidden_states)
 
         projections = self.arrangement.project(self, hidden_states)
@@ -173,7 +179,8 @@ class AcceleratedMixer:
         """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
         state, past = None if before is None else before.conv, self._inputs_before(qkv, before, sequences)
         window = self._window(qkv, past, sequences)
-        if sequences.whole_rows and self.fuses(qkv, state) and (positions is None or state is None):
+        shared = isinstance(sequences, SharedSequences)
+        if not shared and self.fuses(qkv, state) and (positions is None or state is None):
             older = None if state is None else past[:, 1:].transpose(1, 2)
             return _fused_convolution(qkv, self.conv1d.weight[:, 0], older, positions), window
         history = torch.cat([past[:, 1:], qkv], dim=1)
@@ -190,7 +197,7 @@ class AcceleratedMixer:
 
     def _window(self: Any, qkv: Tensor, past: Tensor, sequences: Sequences) -> Tensor:
         """The last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
-        if isinstance(sequences, PaddedSequences):
+        if isinstance(sequences, RightPaddedSequences):
             return last_inputs([qkv], past, sequences)
         taps = past.shape[1]
         return torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:].transpose(1, 2)

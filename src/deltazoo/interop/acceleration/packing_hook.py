@@ -37,7 +37,7 @@ EXPLICIT_PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 POSITIONS = "deltazoo_positions"
 """The argument that takes each token's position in its document, `[B, T]` from 0, down to the layers."""
 SHARED_BATCH = "delta_batch"
-"""The argument that takes the description of rows that several ranks share down to the layers, as in swapped models."""
+"""The argument that takes a ready description of the batch down to the layers, as in swapped models."""
 SPARSE_LAYER_TYPES = {"indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention"}
 """Softmax layers that choose among pooled tokens: one name since transformers 5.18, one per family before."""
 
@@ -56,6 +56,8 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     tokens = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
     if tokens is None:
         return None  # the model itself complains
+    if call.get(SHARED_BATCH) is not None:
+        return None  # described already
     shape = (tokens.shape[0], tokens.shape[1])
     context = getattr(model, "deltazoo_context", None)
     if context is not None:

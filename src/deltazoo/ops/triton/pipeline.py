@@ -220,12 +220,12 @@ def backward(
     starts = p.initial_state
     if plan.segments > 1:
         starts, d_final = kept.starts, segment_end_gradients(p, kept, d_output, d_final)
-    if again := kept.U is None or kept.states is None:
+    if kept.U is None or kept.states is None:
         U, states = scan_for_states(p, kept, starts)
     else:
         U, states = kept.U, kept.states
     if by_token(states):
-        gradients, d_initial = fused_gradients(p, kept, U, states, starts, d_output, d_final, in_place or again)
+        gradients, d_initial = fused_gradients(p, kept, U, states, starts, d_output, d_final, in_place)
     else:
         Z, d_states, d_initial = reverse_scan(
             p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None

@@ -114,8 +114,8 @@ class Engine:
         self.max_queue = max_queue
         self.context_limit = context_limit = _context_limit(model, context_limit)
         self.table = RowTable(model, widths, context_limit)
-        padded = model.device.type == "cuda" and unlimited(model)
-        sizes = (1,) if not padded else _SIZES if len(self.table.widths) > 1 else _ONLY_SIZE
+        padded = model.device.type == "cuda"
+        sizes = (1,) if not (padded and unlimited(model)) else _SIZES if len(self.table.widths) > 1 else _ONLY_SIZE
         self.prompts = PromptRows(model, sizes, prompt_piece, self.table.empty, padded=padded, max_length=context_limit)
         self.prefixes = PrefixCache(prefix_memory)
         self._ends = _end_tokens(model, tokenizer, eos_token_id)
