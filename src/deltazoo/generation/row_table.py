@@ -299,13 +299,16 @@ class PromptRows:
         size = self.size_for(max(pieces) + 1)
         self._prepare(size)
         given = [pieces.get(row, (0, ())) for row in range(size)]
-        # Padding repeats the row's own last token, so no other token's weights can make the row's results wrong.
-        padded = [[*tokens, *(tokens[-1:] or [0]) * (self.piece - len(tokens))] for _, tokens in given]
-        self._tokens[:size].copy_(self._on_device(padded))
+        self._tokens[:size].copy_(self._on_device([self._padded(tokens) for _, tokens in given]))
         self._starts[:size].copy_(self._on_device([[start] for start, _ in given]))
         self._lengths[:size].copy_(self._on_device([[len(tokens)] for _, tokens in given]))
         self._passes[size].replay()
         return wait_for(self._tokens.device)
+
+    def _padded(self, tokens: Sequence[int]) -> list[int]:
+        # Padding repeats the row's own last token, so no other token's weights can make the row's results wrong.
+        last = tokens[-1] if tokens else 0
+        return [*tokens, *[last] * (self.piece - len(tokens))]
 
     def _prepare(self, size: int) -> None:
         if size not in self._passes:
