@@ -96,6 +96,17 @@ def as_on_a_gpu(engine, sizes=(3,)):
     return engine
 
 
+def test_a_prompt_that_is_no_text_is_refused_where_text_is_needed(engine_of, monkeypatch):
+    engine = engine_of(tiny("gated_deltanet"))
+
+    def fails(tokens):
+        raise ValueError("bytes must be in range(0, 256)")
+
+    monkeypatch.setattr(engine, "_decode", fails)
+    with pytest.raises(RequestError, match=r"makes no text of the prompt, so stop cannot act: bytes must be in range"):
+        engine.submit(request(5, stop=("x",)))
+
+
 def test_passes_of_several_sizes(engine_of, monkeypatch):
     """A pass is filled, and prompts go on from one size to another."""
     engine = with_sizes(engine_of(widths=(4, 8), start=False, prefix_memory=0), (1, 2, 4))

@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 from deltazoo.workbench.serve import Piece, TokenLogprob, background_server, create_app  # noqa: E402
 from deltazoo.workbench.serve.api_responses import CompletionAnswer  # noqa: E402
-from deltazoo.workbench.serve.engine_link import EngineEnd, RemoteEngine  # noqa: E402
+from deltazoo.workbench.serve.engine_link import EngineEnd, RemoteEngine, receive  # noqa: E402
 from deltazoo.workbench.serve.http_app import app_before  # noqa: E402
 from deltazoo.workbench.serve.http_processes import _Server  # noqa: E402
 from deltazoo.workbench.serve.http_server import bind, url_of, uvicorn_config  # noqa: E402
@@ -50,20 +50,25 @@ def served(request: pytest.FixtureRequest) -> Any:
     def behind_a_socket(engine: FakeEngine, api_key: str | None = None) -> Iterator[str]:
         (address,) = bind("127.0.0.1", 0)
         ours, theirs = socket.socketpair()
-        ready = threading.Event()
-        end = EngineEnd(engine, ours, ready.set)
-        remote = RemoteEngine(theirs, engine.tokenizer, engine.max_queue)
-        server = _Server(uvicorn_config(app_before(remote, model="tiny", api_key=api_key), 1), remote)
-        threads = [
-            threading.Thread(target=asyncio.run, args=(end.run(),)),
-            threading.Thread(target=server.run, kwargs={"sockets": [address]}),
-        ]
+        ready, ends = threading.Event(), []
+
+        async def pass_on() -> None:
+            ends.append(await EngineEnd.over(ours, engine, ready.set, "the first message"))
+            await ends[0].run()
+
+        def serve() -> None:
+            assert receive(theirs) == "the first message"
+            remote = RemoteEngine(theirs, engine.tokenizer, engine.max_queue)
+            config = uvicorn_config(app_before(remote, model="tiny", api_key=api_key), 1)
+            _Server(config, remote).run(sockets=[address])
+
+        threads = [threading.Thread(target=asyncio.run, args=(pass_on(),)), threading.Thread(target=serve)]
         with engine:
             for thread in threads:
                 thread.start()
             assert ready.wait(10)
             yield url_of(address)
-            end._loop.call_soon_threadsafe(end.close)
+            ends[0]._loop.call_soon_threadsafe(ends[0].finish)
             for thread in threads:
                 thread.join()
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +28,55 @@ from deltazoo.workbench.serve.http_server import bind  # noqa: E402
 
 PROCESSES = 2
 SERVER = f"""
+import time
+
 from fake_engine import FakeEngine, byte_tokenizer
-from deltazoo.workbench.serve.http_processes import AppSettings, run_server
+from deltazoo.workbench.serve import http_processes
 from deltazoo.workbench.serve.http_server import bind, url_of
 
-with FakeEngine(byte_tokenizer()) as engine:
+http_processes._AFTER_THE_ENGINE = 1
+tokenizer = byte_tokenizer()
+tokenizer.init_kwargs["as large as others"] = "x" * 3_000_000
+
+
+class Engine(FakeEngine):
+    def stop(self, *, timeout=None):
+        time.sleep(STOP_TAKES)
+        super().stop(timeout=timeout)
+
+
+with Engine(tokenizer) as engine:
     addresses = bind("127.0.0.1", 0, {PROCESSES})
-    settings = AppSettings(byte_tokenizer(), 256, "fake", None)
-    run_server(engine, settings, addresses, stop_timeout=5, ready=lambda: print(url_of(addresses[0]), flush=True))
+    settings = http_processes.AppSettings(tokenizer, 256, "fake", None)
+    said = lambda: print(url_of(addresses[0]), flush=True)
+    http_processes.run_server(engine, settings, addresses, stop_timeout=1, ready=said)
 """
+
+
+@contextmanager
+def started(stop_takes: float = 0) -> Iterator[tuple[psutil.Process, str]]:
+    """The process with the engine, whose stop takes so many seconds, and the URL."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    program = SERVER.replace("STOP_TAKES", str(stop_takes))
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        url = process.stdout.readline().strip()
+        assert url, process.stderr.read()
+        yield psutil.Process(process.pid), url
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            for child in http_processes(psutil.Process(process.pid)):
+                child.kill()
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[psutil.Process, str]]:
-    """The process with the engine, and the URL."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    started = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        url = started.stdout.readline().strip()
-        assert url, started.stderr.read()
-        yield psutil.Process(started.pid), url
-    finally:
-        with suppress(psutil.NoSuchProcess):
-            for process in http_processes(psutil.Process(started.pid)):
-                process.kill()
-        started.kill()
-        started.communicate()
+    with started() as found:
+        yield found
 
 
 def http_processes(server: psutil.Process) -> list[psutil.Process]:
@@ -100,6 +121,40 @@ def test_one_that_is_killed_is_replaced(server: tuple[psutil.Process, str]) -> N
     main.send_signal(signal.SIGTERM)
     assert main.wait(20) == 0
     bind("127.0.0.1", int(url.rpartition(":")[2]))[0].close()
+
+
+def test_one_that_is_killed_while_it_starts_is_replaced_too(server: tuple[psutil.Process, str]) -> None:
+    main, url = server
+    before = http_processes(main)
+    before[0].kill()
+    in_time(lambda: set(http_processes(main)) - set(before))
+    (replacement,) = set(http_processes(main)) - set(before)
+    replacement.kill()
+    in_time(lambda: len({*http_processes(main)} - {*before, replacement}) == 1)
+    check_answers(url)
+    main.send_signal(signal.SIGTERM)
+    assert main.wait(20) == 0
+
+
+def test_one_that_reads_nothing_does_not_keep_the_server_from_ending(server: tuple[psutil.Process, str]) -> None:
+    main, url = server
+    body = {"prompt": ["x"] * 8, "max_tokens": 4000, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60, trust_env=False) as response:
+        next(response.iter_raw())
+        for process in http_processes(main):
+            process.suspend()
+        time.sleep(1.5)  # there is output in the socket
+        main.send_signal(signal.SIGTERM)
+        assert main.wait(20) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_third_signal_ends_the_process(number: signal.Signals) -> None:
+    with started(stop_takes=60) as (main, _):
+        for _ in range(3):
+            main.send_signal(number)
+            time.sleep(0.3)
+        assert main.wait(5) == -number
 
 
 def test_they_end_with_the_engine_that_is_killed(server: tuple[psutil.Process, str]) -> None:

@@ -236,8 +236,14 @@ class Engine:
 
     def _task(self, key: Any, request: Request, deliver: Deliver) -> ServingTask:
         most = self._check(request)
-        text = TextAssembly(self._decode, request.prompt, request.stop) if request.stop else None
+        text = self._text_of(request) if request.stop else None
         return ServingTask(key, request, deliver, text, prefix_keys(request.prompt[:-1], self.prompts.piece), most)
+
+    def _text_of(self, request: Request) -> TextAssembly:
+        try:
+            return TextAssembly(self._decode, request.prompt, request.stop)
+        except Exception as error:  # tokenizers raise what they like for tokens that they do not know
+            raise RequestError(f"the tokenizer makes no text of the prompt, so stop cannot act: {error}") from error
 
     def _check(self, request: Request) -> int:
         """The number of new tokens after which a request ends; RequestError if it does not fit."""

@@ -3,10 +3,13 @@
 An HTTP process sends requests, cancellations and questions, each with the numbers that it gives its requests. The
 engine's process answers requests and questions in the order in which they came, and sends what is made: one message per
 step, for all requests of the HTTP process. Messages are pickled, so both ends must be the same program.
+
+At the end the engine's process sends nothing more, the HTTP process reads what is left, and closes the connection.
 """
 
 import asyncio
 import itertools
+import logging
 import pickle
 import socket
 from collections import deque
@@ -29,7 +32,11 @@ from deltazoo.workbench.serve.requests import (
 from deltazoo.workbench.serve.stream import Stream
 from deltazoo.workbench.serve.text_assembly import decoder_of
 
-__all__ = ["EngineEnd", "RemoteEngine"]
+__all__ = ["EngineEnd", "RemoteEngine", "receive"]
+
+_log = logging.getLogger(__name__)
+_LENGTH = 4
+"""Bytes before a message that say how long it is."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,31 @@ class _Made:
     outputs: list[tuple[int, Output]]
 
 
+def receive(end: socket.socket) -> Any:
+    """The first message, where no event loop runs yet.
+
+    Raises:
+        EOFError: the other end is gone.
+    """
+    return pickle.loads(_exactly(end, int.from_bytes(_exactly(end, _LENGTH), "big")))
+
+
+def _exactly(end: socket.socket, count: int) -> bytes:
+    content = bytearray()
+    while len(content) < count:
+        part = end.recv(count - len(content))
+        if not part:
+            raise EOFError("the other end is gone")
+        content += part
+    return bytes(content)
+
+
 class _Link:
-    """Messages over a stream socket, each behind its length in 4 bytes."""
+    """Messages over a stream socket, each behind its length."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self._finished = False
 
     @staticmethod
     async def over(end: socket.socket) -> "_Link":
@@ -80,22 +107,32 @@ class _Link:
     @staticmethod
     def encoded(message: Any) -> bytes:
         content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        return len(content).to_bytes(4, "big") + content
+        return len(content).to_bytes(_LENGTH, "big") + content
 
     def send_encoded(self, message: bytes) -> None:
-        if not self._writer.is_closing():  # the other end is gone, and `messages` says so
+        if not (self._finished or self._writer.is_closing()):  # else the other end is gone, and `messages` says so
             self._writer.write(message)
 
     async def messages(self) -> AsyncIterator[Any]:
         """What comes, until the other end closes or is gone."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                length = int.from_bytes(await self._reader.readexactly(4), "big")
+                length = int.from_bytes(await self._reader.readexactly(_LENGTH), "big")
                 yield pickle.loads(await self._reader.readexactly(length))
+
+    def finish(self) -> None:
+        """Send nothing more; what has been sent is still read."""
+        if not (self._finished or self._writer.is_closing()):
+            self._finished = True
+            self._writer.write_eof()
 
     def close(self) -> None:
         """Close, once everything has been sent."""
         self._writer.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._writer.transport.abort()
 
 
 class EngineEnd:
@@ -103,17 +140,24 @@ class EngineEnd:
 
     Args:
         engine: an `Engine`.
-        end: of a socket pair.
+        link: to the HTTP process.
         ready: called when the HTTP process accepts connections.
     """
 
-    def __init__(self, engine: Any, end: socket.socket, ready: Callable[[], None]) -> None:
-        self._engine, self._end, self._ready = engine, end, ready
+    def __init__(self, engine: Any, link: _Link, ready: Callable[[], None]) -> None:
+        self._engine, self._link, self._ready = engine, link, ready
+        self._loop = asyncio.get_running_loop()
         self._running: set[int] = set()
 
+    @staticmethod
+    async def over(end: socket.socket, engine: Any, ready: Callable[[], None], greeting: Any) -> "EngineEnd":
+        """At one end of a socket pair; the greeting is what the other end gets by `receive`."""
+        link = await _Link.over(end)
+        link.send(greeting)
+        return EngineEnd(engine, link, ready)
+
     async def run(self) -> None:
-        """Serve until the HTTP process ends, or `close`. Requests that it leaves behind are cancelled."""
-        self._loop, self._link = asyncio.get_running_loop(), await _Link.over(self._end)
+        """Serve until the HTTP process closes the connection or is gone. Requests that it leaves are cancelled."""
         try:
             async for message in self._link.messages():
                 self._take(message)
@@ -121,9 +165,13 @@ class EngineEnd:
             self._link.close()
             self._engine.cancel(self._running, self._deliver)
 
-    def close(self) -> None:
-        """End the connection, once everything has been sent."""
-        self._link.close()
+    def finish(self) -> None:
+        """Send nothing more, by which the HTTP process knows that it is to end."""
+        self._link.finish()
+
+    def abort(self) -> None:
+        """End the connection, whatever the HTTP process does."""
+        self._link.abort()
 
     def _take(self, message: Any) -> None:
         match message:
@@ -141,6 +189,9 @@ class EngineEnd:
             self._engine.enter(requests, self._deliver)
         except (RequestError, QueueFull, EngineStopped) as error:
             return error
+        except Exception as error:  # whatever it is, the requests of others go on
+            _log.error("requests could not be queued: %s", error, exc_info=error)
+            return EngineError(f"the request could not be queued: {error}")
         self._running.update(number for number, _ in requests)
         return None
 
@@ -170,7 +221,8 @@ class RemoteEngine:
         self._end, self._decode = end, decoder_of(tokenizer)
         self._numbers = itertools.count()
         self._streams: dict[int, Stream] = {}
-        self._asked: deque[asyncio.Future[Status | None]] = deque()
+        self._asked: deque[tuple[asyncio.Future[Status | None], Sequence[int]]] = deque()
+        """Answers that are waited for, and the numbers of the requests that they are about."""
         self._connected = False
 
     async def connect(self) -> None:
@@ -194,7 +246,7 @@ class RemoteEngine:
                 self._take_answer(message.content)
         self._connected = False
         self._link.close()
-        Stream.deliver((stream, EngineError("the engine's process has ended")) for stream in self._streams.values())
+        Stream.deliver((stream, Piece(finish_reason="cancelled")) for stream in self._streams.values())
         while self._asked:
             self._take_answer(_gone())
 
@@ -202,7 +254,7 @@ class RemoteEngine:
         """Queue requests, all or none of them.
 
         Raises:
-            RequestError, QueueFull, EngineStopped: see `Engine.submit`.
+            RequestError, QueueFull, EngineStopped: see `Engine.submit`. EngineError: it failed on the requests.
         """
         streams: dict[int, Stream] = {}
         for request in requests:
@@ -210,11 +262,7 @@ class RemoteEngine:
             streams[number] = Stream(request.with_seed(), partial(self._cancel, number), self._decode)
         self._streams |= streams
         try:
-            await self._ask(_Enter([(number, stream.request) for number, stream in streams.items()]))
-        except (RequestError, QueueFull, EngineStopped):
-            for number in streams:
-                del self._streams[number]
-            raise
+            await self._ask(_Enter([(number, stream.request) for number, stream in streams.items()]), [*streams])
         except asyncio.CancelledError:
             for stream in streams.values():
                 stream.cancel()
@@ -234,16 +282,20 @@ class RemoteEngine:
     def _cancel(self, number: int, _: Stream) -> None:
         self._link.send(_Cancel(number))
 
-    async def _ask(self, message: Any) -> Status | None:
-        if not self._connected:
-            raise _gone()
-        self._link.send(message)
+    async def _ask(self, message: Any, numbers: Sequence[int] = ()) -> Status | None:
         answer: asyncio.Future[Status | None] = asyncio.get_running_loop().create_future()
-        self._asked.append(answer)
+        self._asked.append((answer, numbers))
+        if self._connected:
+            self._link.send(message)
+        else:
+            self._take_answer(_gone())
         return await answer
 
     def _take_answer(self, content: Status | Exception | None) -> None:
-        answer = self._asked.popleft()
+        answer, numbers = self._asked.popleft()
+        if isinstance(content, Exception):
+            for number in numbers:
+                del self._streams[number]
         if answer.done():  # nobody waits any more
             return
         if isinstance(content, Exception):

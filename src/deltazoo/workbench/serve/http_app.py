@@ -169,7 +169,7 @@ class _Endpoints:
     def _decode(self, tokens: list[int]) -> str:
         try:
             return self.tokenizer.decode(tokens)
-        except (OverflowError, TypeError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise ApiError(
                 400, f"prompt has a token that the tokenizer does not know: {error}", param="prompt"
             ) from None

@@ -19,9 +19,9 @@ from typing import Any
 
 import uvicorn
 
-from deltazoo.workbench.serve.engine_link import EngineEnd, RemoteEngine
+from deltazoo.workbench.serve.engine_link import EngineEnd, RemoteEngine, receive
 from deltazoo.workbench.serve.http_app import app_before
-from deltazoo.workbench.serve.http_server import uvicorn_config
+from deltazoo.workbench.serve.http_server import free_after_use, uvicorn_config
 
 __all__ = ["AppSettings", "number_of_processes", "run_server"]
 
@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 _AFTER_THE_ENGINE = 5
 """Seconds in which HTTP processes send the last responses after the engine has stopped."""
+_BEFORE_ANOTHER = 0.5
+"""Seconds before another process takes the place of one that has ended."""
 
 
 def number_of_processes() -> int:
@@ -99,6 +101,9 @@ class _Supervisor:
         self._engine, self._settings, self._addresses = engine, settings, addresses
         self._stop_timeout, self._ready = stop_timeout, ready
         self._signals = 0
+        self._stopped = False
+        self._patience = _AFTER_THE_ENGINE + 1
+        """Seconds in which an HTTP process may end by itself."""
         self._not_ready = set(addresses)
         self._ends: dict[socket.socket, EngineEnd] = {}
         self._stops: list[asyncio.Task[None]] = []
@@ -116,25 +121,35 @@ class _Supervisor:
         if self._signals == 2:
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().remove_signal_handler(number)
+                signal.signal(number, signal.SIG_DFL)
 
     async def _stop_after_the_engine(self, timeout: float) -> None:
         await asyncio.to_thread(self._engine.stop, timeout=timeout)
+        self._stopped = True
         for address in self._addresses:
             address.close()
         for end in self._ends.values():
-            end.close()  # by which the HTTP processes know
+            end.finish()
+        await asyncio.sleep(self._patience)
+        self._patience = 0
+        for end in self._ends.values():  # of processes that read nothing
+            end.abort()
 
     async def _keep_process(self, address: socket.socket) -> None:
         """Start the process, and another one if it ends, until the server stops."""
         context = get_context("spawn")  # a fork would have the engine's threads and GPU
         while True:
             ours, theirs = socket.socketpair()
-            process = context.Process(target=_serve_http, args=(theirs, address, self._settings), daemon=True)
+            # Arguments stay small: a pipe that holds more than it can would be written to until the process reads it.
+            process = context.Process(target=_serve_http, args=(theirs, address), daemon=True)
             process.start()
             theirs.close()
-            end = self._ends[address] = EngineEnd(self._engine, ours, lambda: self._is_ready(address))
+            end = await EngineEnd.over(ours, self._engine, lambda: self._is_ready(address), self._settings)
+            self._ends[address] = end
+            if self._stopped:
+                end.finish()
             await end.run()
-            await asyncio.to_thread(process.join, _AFTER_THE_ENGINE + 1)
+            await asyncio.to_thread(process.join, self._patience)
             if process.is_alive():
                 process.kill()
             if self._signals:
@@ -142,6 +157,7 @@ class _Supervisor:
             if address in self._not_ready:
                 raise RuntimeError(f"an HTTP process could not start, and ended with status {process.exitcode}")
             _log.error("an HTTP process ended with status %s; another one takes its place", process.exitcode)
+            await asyncio.sleep(_BEFORE_ANOTHER)
 
     def _is_ready(self, address: socket.socket) -> None:
         if address in self._not_ready:
@@ -150,8 +166,13 @@ class _Supervisor:
                 self._ready()
 
 
-def _serve_http(end: socket.socket, address: socket.socket, settings: AppSettings) -> None:
+def _serve_http(end: socket.socket, address: socket.socket) -> None:
     """An HTTP process."""
+    try:
+        settings: AppSettings = receive(end)
+    except EOFError:  # the server was stopped meanwhile
+        return
+    free_after_use(address)
     engine = RemoteEngine(end, settings.tokenizer, settings.max_queue)
     app = app_before(engine, model=settings.model, api_key=settings.api_key)
     _leave_alone_what_is_loaded()
@@ -172,10 +193,12 @@ class _Server(uvicorn.Server):
         self._engine.report_ready()
 
     async def _stop_after_the_engine(self) -> None:
-        await self._engine.run()
-        for server in self.servers:  # at once, as the next server may want the port
-            server.close()
-        self.should_exit = True
+        try:
+            await self._engine.run()
+        finally:
+            for server in self.servers:  # at once, as the next server may want the port
+                server.close()
+            self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Ctrl-C reaches every process of a terminal."""

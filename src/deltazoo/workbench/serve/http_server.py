@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-__all__ = ["background_server", "bind", "url_of", "uvicorn_config"]
+__all__ = ["background_server", "bind", "free_after_use", "url_of", "uvicorn_config"]
 
 _BACKLOG = 4096
 """Connections that may wait to be accepted: many, as the engine's queue is what refuses, and with a reason."""
@@ -36,17 +36,23 @@ def bind(host: str, port: int, number: int = 1) -> list[socket.socket]:
             return [alone]
         address = alone.getsockname()
         alone.close()  # no other program has it, and ours may have it several times
-        return [_bound(family, address, shared=True) for _ in range(number)]
+        return [_bound(family, address, socket.SO_REUSEPORT) for _ in range(number)]
     except OSError as error:
         raise OSError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
 
 
-def _bound(family: int, address: tuple[Any, ...], *, shared: bool = False) -> socket.socket:
+def free_after_use(bound: socket.socket) -> None:
+    """Before a socket of several listens: its connections will not keep the address from the next server.
+
+    Until then it lacks the option, so that a second server that starts while this one loads finds the address taken.
+    """
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _bound(family: int, address: tuple[Any, ...], option: int = socket.SO_REUSEADDR) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart needs no wait
-        if shared:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.setsockopt(socket.SOL_SOCKET, option, 1)
         bound.bind(address)
     except OSError:
         bound.close()
