@@ -13,8 +13,9 @@ from tiny_models import CASES, tiny_config, tiny_model, tokens
 
 import deltazoo
 from deltazoo.generation import Sampling, row_table, step_capture
+from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.generation.row_sampling import Way
-from deltazoo.generation.row_table import PromptRows, RowTable
+from deltazoo.generation.row_table import RowTable
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LINEAR = [case for case in CASES if "full_attention" not in tiny_config(case).layer_types]

@@ -7,8 +7,7 @@ widths that holds the running ones; on a GPU a pass over pieces of prompts has o
 size, what a row computes does not depend on the others, bit for bit; each width and size is one CUDA graph.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
 from deltazoo.generation.decoder import check_model
-from deltazoo.generation.read_later import read_later, wait_for
+from deltazoo.generation.read_later import read_later
 from deltazoo.generation.row_copies import RowCopies, RowState
 from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.generation.row_sampling import RowSampling, Way
@@ -28,11 +27,8 @@ from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step_capture import CapturedStep, capture
-from deltazoo.layers import BatchDescription, RightPaddedSequences
 
-__all__ = ["PromptRows", "RowTable", "has_softmax_layers"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["RowTable", "forward_tokens", "has_softmax_layers"]
 
 
 def has_softmax_layers(model: Any) -> bool:
@@ -179,202 +175,13 @@ class RowTable:
     def _forward(self, cache: StaticCache, width: int) -> Tensor:
         position = self.position[:width]
         visible = None if self._columns is None else (self._columns <= position).long()
-        return _forward(self.model, self.token[:width], cache, position, visible)
+        return forward_tokens(self.model, self.token[:width], cache, position, visible)
 
     def _draw(self, width: int, way: Way) -> None:
         self.sampling.choose(self._logits(width), self.position[:width], way, self.token[:width])
 
     def _logits(self, width: int) -> Tensor:
         return self._steps[width].output
-
-
-class PromptRows:
-    """A few rows in which prompts run piece by piece; the states after each piece can be taken out.
-
-    Args:
-        model: as for `RowTable`.
-        sizes: numbers of rows that a pass can have.
-        piece: most tokens of a row in one pass.
-        empty: `RowTable.empty`.
-        max_length: as for `RowTable`.
-        padded: the rows of a pass are one batch, with `piece` tokens each, of which some are padding; on a GPU it is a
-            CUDA graph for each size. Models with softmax layers, and transformers' own, have one row per pass then.
-            Otherwise the rows run one by one, without padding.
-
-    Raises:
-        ValueError: a padded pass over several rows of such a model.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        sizes: Sequence[int],
-        piece: int,
-        empty: Snapshot,
-        *,
-        padded: bool,
-        max_length: int | None = None,
-    ) -> None:
-        self.model = model
-        self.sizes = tuple(sorted(set(sizes)))
-        self.piece = piece
-        self.padded = padded
-        rows = self.sizes[-1]
-        # Padded rows are one batch. Rows that run one by one have caches of their own, with their own counts of tokens.
-        # Padding writes keys and values, too, behind those of the row.
-        columns = (max_length or 1) + piece * padded
-        self._caches = [fixed_cache(model, columns) for _ in range(1 if padded else rows)]
-        for cache in self._caches:
-            restore(cache, empty.fork(rows) if padded else empty)
-        together = RowCopies.serve(self._caches[0])
-        if padded and rows > 1 and not together:
-            raise ValueError(f"with softmax layers a padded pass has one row, got sizes={sizes}")
-        self._mask = _CausalMask(model, self._caches[0], columns) if padded and not together else None
-        self._copies = RowCopies(self._caches[0]) if padded and together else None
-        self._beginning = empty if self._copies is None else self._copies.empty()
-        self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
-        self._starts = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        self._passes: dict[int, CapturedStep] = {}
-
-    def best_count(self, waiting: int) -> int:
-        """How many of some waiting rows to run in the next pass: as many as fill one, if they fill any."""
-        return max((size for size in self.sizes if size <= waiting), default=waiting)
-
-    def size_for(self, count: int) -> int:
-        """Of a pass over `count` rows, which are to be among its first."""
-        return next(size for size in self.sizes if size >= count)
-
-    @torch.no_grad()
-    def capture(self) -> None:
-        """Prepare the passes of all sizes; they are prepared at their first use otherwise.
-
-        A model of others whose pass waits for the device has none from now on: its rows run without padding, and the
-        log says so.
-        """
-        if not self.padded:
-            return
-        try:
-            for size in reversed(self.sizes):
-                self._prepare(size)
-        except RuntimeError as error:
-            if self._copies is not None:
-                raise
-            _log.warning("prompts run without CUDA graphs, which makes them slower: %s", error)
-            self.padded = False
-
-    @torch.no_grad()
-    def load(self, row: int, state: RowState | Snapshot | None) -> None:
-        """Continue a row from a state of this model's `PromptRows`; None: from the beginning."""
-        state = self._beginning if state is None else state
-        if isinstance(state, RowState):
-            assert self._copies is not None
-            self._copies.put(row, state)
-        else:
-            restore(self._caches[row], state)
-
-    @torch.no_grad()
-    def take(self, row: int, num_tokens: int) -> RowState | Snapshot:
-        """The state of a row, which has had `num_tokens` tokens."""
-        if self._copies is not None:
-            return self._copies.take(row)
-        return snapshot(self._caches[row], num_tokens=num_tokens)
-
-    @torch.no_grad()
-    def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]]) -> Callable[[], None]:
-        """Advance some rows; the contents of the others are lost.
-
-        Args:
-            pieces: by row: how many tokens the row has had, and at most `piece` further ones.
-
-        Returns:
-            A function that waits until the device has done it.
-        """
-        if not self.padded:
-            for row, (start, tokens) in pieces.items():
-                ids = self._on_device([tokens])
-                positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
-                _forward(self.model, ids, self._caches[row], positions)
-            return wait_for(self._tokens.device)
-        size = self.size_for(max(pieces) + 1)
-        self._prepare(size)
-        given = [pieces.get(row, (0, ())) for row in range(size)]
-        self._tokens[:size].copy_(self._on_device([self._padded(tokens) for _, tokens in given]))
-        self._starts[:size].copy_(self._on_device([[start] for start, _ in given]))
-        self._lengths[:size].copy_(self._on_device([[len(tokens)] for _, tokens in given]))
-        self._passes[size].replay()
-        return wait_for(self._tokens.device)
-
-    def _padded(self, tokens: Sequence[int]) -> list[int]:
-        # Padding repeats the row's own last token, so no other token's weights can make the row's results wrong.
-        last = tokens[-1] if tokens else 0
-        return [*tokens, *[last] * (self.piece - len(tokens))]
-
-    def _prepare(self, size: int) -> None:
-        if size not in self._passes:
-            cache = some_rows(self._caches[0], slice(size))
-            self._passes[size] = CapturedStep(self.model, partial(self._run_all, size, cache), cache)
-
-    def _run_all(self, size: int, cache: StaticCache) -> Tensor:
-        starts, lengths = self._starts[:size], self._lengths[:size]
-        sequences = RightPaddedSequences.from_lengths(lengths, self.piece)
-        positions = starts + torch.arange(self.piece, device=starts.device)
-        mask: dict[str, Any] = {}
-        if self._mask is not None:
-            _set_count(cache, starts[0, 0])
-            mask = self._mask.arguments(positions)
-        batch = BatchDescription(sequences, positions, mask.get("attention_mask"))
-        arguments = dict(past_key_values=cache, position_ids=positions, use_cache=True, delta_batch=batch, **mask)
-        results = self.model.base_model(self._tokens[:size], **arguments)
-        if self._mask is not None:
-            _set_count(cache, starts[0, 0] + lengths[0, 0])
-        return results.last_hidden_state
-
-    def _on_device(self, numbers: Sequence[Sequence[int]]) -> Tensor:
-        device = self._tokens.device
-        on_host = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
-        return on_host.to(device, non_blocking=True)
-
-
-class _CausalMask:
-    """Ready masks for the softmax layers of a model: those that transformers makes wait for the device.
-
-    Args:
-        model: whose layers they are.
-        cache: one of its caches, of one row.
-        columns: of keys that the softmax layers hold.
-    """
-
-    def __init__(self, model: Any, cache: StaticCache, columns: int) -> None:
-        self._columns = torch.arange(columns, device=model.device)
-        self._dtype = model.dtype if model.config._attn_implementation == "eager" else torch.bool
-        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        inputs = model.prepare_inputs_for_generation(
-            token, past_key_values=cache, position_ids=token, attention_mask=token.expand(1, columns), use_cache=True
-        )
-        ready = inputs.get("attention_mask")
-        self._layer_types = [*ready] if isinstance(ready, Mapping) else None
-        """By which the model takes masks; None: it takes one for all layers."""
-
-    def arguments(self, positions: Tensor) -> dict[str, Any]:
-        """For queries at positions `[1, T]`, which see all columns up to their own."""
-        mask = self._columns <= positions[:, None, :, None]
-        if self._dtype != torch.bool:
-            mask = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill_(
-                ~mask, torch.finfo(self._dtype).min
-            )
-        if self._layer_types is None:
-            return {"attention_mask": mask}
-        return {"attention_mask": {name: None if name == "linear_attention" else mask for name in self._layer_types}}
-
-
-def _set_count(cache: StaticCache, num_tokens: Tensor) -> None:
-    """Let a cache of one row have this many tokens."""
-    for layer in cache.layers:
-        if isinstance(layer, StaticLayer):
-            layer.cumulative_length.copy_(num_tokens)
-        elif isinstance(layer, DeltaRuleCacheLayer) and isinstance(layer.num_tokens, Tensor):
-            layer.num_tokens.copy_(num_tokens)
 
 
 @contextmanager
@@ -426,7 +233,7 @@ def _cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> Stat
     return cache
 
 
-def _forward(
+def forward_tokens(
     model: Any, tokens: Tensor, cache: StaticCache, positions: Tensor, visible: Tensor | None = None
 ) -> Tensor:
     """Logits `[N, vocabulary]` after the last token of each row.

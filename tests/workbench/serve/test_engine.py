@@ -12,7 +12,7 @@ from tiny_families import tiny_original
 from tiny_serving import byte_tokenizer, tiny
 
 import deltazoo
-from deltazoo.generation.row_table import PromptRows
+from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.workbench.serve import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError, Stream
 from deltazoo.workbench.serve import engine as serving_engine
 from deltazoo.workbench.serve.prefill import Prefill

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from deltazoo.generation.row_table import PromptRows, RowTable, has_softmax_layers
+from deltazoo.generation.prompt_rows import PromptRows
+from deltazoo.generation.row_table import RowTable, has_softmax_layers
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.workbench.serve.prefill import Prefill
 from deltazoo.workbench.serve.prefix_cache import PrefixCache, prefix_keys

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from deltazoo.generation.row_table import PromptRows
+from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.workbench.serve.prefix_cache import PrefixCache
 from deltazoo.workbench.serve.serving_task import ServingTask
 
