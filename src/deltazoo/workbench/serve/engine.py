@@ -20,14 +20,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from deltazoo.generation.prompt_rows import PromptRows
-from deltazoo.generation.row_table import RowTable, has_softmax_layers
-from deltazoo.models import DeltaRuleForCausalLM
+from deltazoo.generation.row_table import RowTable
+from deltazoo.workbench.serve.model_limits import context_limit_of, end_tokens_of, unlimited
 from deltazoo.workbench.serve.prefill import Prefill
 from deltazoo.workbench.serve.prefix_cache import PrefixCache, prefix_keys
 from deltazoo.workbench.serve.requests import (
@@ -40,14 +40,14 @@ from deltazoo.workbench.serve.requests import (
     Request,
     RequestError,
     Status,
-    TokenLogprob,
 )
 from deltazoo.workbench.serve.serving_task import Deliver, ServingTask
+from deltazoo.workbench.serve.started_step import StartedStep
 from deltazoo.workbench.serve.stream import Stream
 from deltazoo.workbench.serve.tally import Tally
 from deltazoo.workbench.serve.text_assembly import TextAssembly, decoder_of
 
-__all__ = ["Engine", "unlimited"]
+__all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,18 +57,6 @@ _ONLY_SIZE = (8,)
 """The same where requests are to be computed at one size only."""
 _FAILURES = 3
 """Steps that fail one after another before the engine gives up."""
-
-
-@dataclass(frozen=True)
-class _StartedStep:
-    """A step whose tokens have not been read."""
-
-    rows: dict[int, ServingTask]
-    tokens: Callable[[], Any]
-    log_probabilities: Callable[[], tuple[Any, ...]] | None
-    reporting: list[int]
-    """Rows whose log-probabilities were asked for."""
-    began: float
 
 
 class Engine:
@@ -113,13 +101,13 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.max_queue = max_queue
-        self.context_limit = context_limit = _context_limit(model, context_limit)
+        self.context_limit = context_limit = context_limit_of(model, context_limit)
         self.table = RowTable(model, widths, context_limit)
         padded = model.device.type == "cuda"
         sizes = (1,) if not (padded and unlimited(model)) else _SIZES if len(self.table.widths) > 1 else _ONLY_SIZE
         self.prompts = PromptRows(model, sizes, prompt_piece, self.table.empty, padded=padded, max_length=context_limit)
         self.prefixes = PrefixCache(prefix_memory)
-        self._ends = _end_tokens(model, tokenizer, eos_token_id)
+        self._ends = end_tokens_of(model, tokenizer, eos_token_id)
         self._decode = decoder_of(tokenizer)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._tally = Tally()
@@ -138,7 +126,7 @@ class Engine:
         self._running: dict[int, ServingTask] = {}
         self._passes: deque[Callable[[], None]] = deque()
         """Passes over prompts that may not be done yet; the second-last is waited for before another one is begun."""
-        self._started: deque[_StartedStep] = deque()
+        self._started: deque[StartedStep] = deque()
         self._outputs: dict[Deliver, list[tuple[Any, Output]]] = {}
         """What has been made, and by which function it is delivered."""
         self._ahead = 1 if model.device.type == "cuda" else 0  # a CPU does one thing at a time
@@ -378,7 +366,7 @@ class Engine:
             tokens = self.table.read_tokens(width)
         except Exception as error:
             return self._fail_step(self._running.values(), error)
-        self._started.append(_StartedStep(dict(self._running), tokens, log_probabilities, reporting, began))
+        self._started.append(StartedStep(dict(self._running), tokens, log_probabilities, reporting, began))
         for row, task in [*self._running.items()]:
             task.steps += 1
             if task.steps == task.most:  # its last token is on its way
@@ -397,11 +385,11 @@ class Engine:
                 self._running[target] = self._running.pop(source)
         return width
 
-    def _hand_out(self, step: _StartedStep) -> None:
+    def _hand_out(self, step: StartedStep) -> None:
         """Wait for the tokens of a step, and pass them to their streams."""
         try:
             tokens = step.tokens().tolist()
-            logprobs = _logprobs_of(step, tokens)
+            logprobs = step.logprobs_of(tokens)
         except Exception as error:
             return self._fail_step(step.rows.values(), error)
         self._failures = 0
@@ -479,23 +467,6 @@ class Engine:
         self._tally.set(running=0, prefilling=0)
 
 
-def unlimited(model: Any) -> bool:
-    """Whether a model takes any number of tokens: our own without softmax layers, which read no positions."""
-    return isinstance(model, DeltaRuleForCausalLM) and not has_softmax_layers(model)
-
-
-def _context_limit(model: Any, given: int | None) -> int | None:
-    if unlimited(model):
-        return given
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if given is not None and longest is not None and given > longest:
-        raise ValueError(
-            f"context_limit must be at most the max_position_embeddings={longest} of the model's configuration, "
-            f"got {given}"
-        )
-    return longest if given is None else given
-
-
 def _check_device(device: torch.device) -> None:
     """Raise what a lost GPU raises at every call; one that ran out of memory works."""
     if device.type == "cuda":
@@ -506,23 +477,3 @@ def _check_options(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _end_tokens(model: Any, tokenizer: Any, given: int | Sequence[int] | None) -> frozenset[int]:
-    for ends in (given, model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        if ends is not None:
-            return frozenset([ends] if isinstance(ends, int) else ends)
-    return frozenset()
-
-
-def _logprobs_of(step: _StartedStep, tokens: Sequence[int]) -> dict[int, TokenLogprob]:
-    """By row, for the rows that asked."""
-    if step.log_probabilities is None:
-        return {}
-    chosen, values, indices = (x.tolist() for x in step.log_probabilities())
-    found = {}
-    for i, row in enumerate(step.reporting):
-        count = step.rows[row].request.logprobs or 0
-        top = tuple(zip(indices[i][:count], values[i][:count], strict=True))
-        found[row] = TokenLogprob(token_id=tokens[row], logprob=chosen[i], top=top)
-    return found

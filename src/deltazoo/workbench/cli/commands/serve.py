@@ -75,7 +75,8 @@ def serve(
     import torch
 
     from deltazoo.workbench.console import console
-    from deltazoo.workbench.serve.engine import Engine, unlimited
+    from deltazoo.workbench.serve.engine import Engine
+    from deltazoo.workbench.serve.model_limits import unlimited
     from deltazoo.workbench.serve.model_loading import load_for_serving
 
     with console.status(f"loading {path}"):
