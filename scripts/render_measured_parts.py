@@ -151,7 +151,7 @@ def serving(content: dict[str, Any]) -> str:
     text = (
         f"Under load the server reaches {100 * min(many):.0f}% to {100 * max(many):.0f}% of the throughput of "
         "`deltazoo.generate` on one batch of as many rows as there are clients. Hybrids were far slower, since their "
-        "prompts ran one by one and without CUDA graphs. They have graphs now, which have not run on a GPU yet."
+        "prompts ran one by one and without CUDA graphs. They share graphs now, which have not run on a GPU yet."
     )
     how = (
         "The Gated DeltaNet of [model_speed.md](model_speed.md), and a Qwen3-Next of these sizes, with random weights, "

@@ -1,8 +1,6 @@
 """A table of rows: prompts in pieces and steps of several widths give the tokens of `generate`, rows apart from each
 other to the last bit."""
 
-from functools import partial
-
 import foreign_models
 import pytest
 import tiny_families
@@ -14,6 +12,7 @@ from tiny_models import CASES, tiny_config, tiny_model, tokens
 import deltazoo
 from deltazoo.generation import Sampling, row_table, step_capture
 from deltazoo.generation.prompt_rows import PromptRows
+from deltazoo.generation.row_copies import RowState
 from deltazoo.generation.row_sampling import Way
 from deltazoo.generation.row_table import RowTable
 
@@ -42,17 +41,21 @@ def continued(table, row, width, count, way=Way.GREEDY):
     return made
 
 
+def tensors(state):
+    return state.blocks if isinstance(state, RowState) else [x for layer in state.layers for x in layer.values()]
+
+
 def equal(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.blocks, b.blocks, strict=True))
+    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
-def check_greedy(model, ids, *, padded=False, size=2):
+def check_greedy(model, ids, *, padded=False):
     """Two rows of different lengths, through steps of two widths, against `deltazoo.generate` of each alone."""
     table = RowTable(model, [2, 4], MOST)
-    prompts = PromptRows(model, [size], PIECE, table.empty, padded=padded, max_length=MOST)
+    prompts = PromptRows(model, [2], PIECE, table.empty, padded=padded, max_length=MOST)
     rows = {3: ids[0].tolist(), 1: ids[1, :6].tolist()}
     for row, prompt in rows.items():
-        table.put(row, state_after(prompts, row % size, prompt), prompt[-1], len(prompt) - 1, Sampling(), 0)
+        table.put(row, state_after(prompts, row % 2, prompt), prompt[-1], len(prompt) - 1, Sampling(), 0)
     made = {row: [] for row in rows}
     for _ in range(4):
         table.step(4, Way.GREEDY)
@@ -77,33 +80,29 @@ def test_greedy(case, padded, device):
     check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device), padded=padded)
 
 
-ONE_BY_ONE = [(False, 2), (True, 1)]
-"""Models with softmax layers: rows without padding, or one row with it."""
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("padded", "size"), ONE_BY_ONE)
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("case", HYBRID)
-def test_hybrids(case, padded, size, device):
-    check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device), padded=padded, size=size)
+def test_hybrids(case, padded, device):
+    check_greedy(tiny_model(case).to(device), tokens(2, 20).to(device), padded=padded)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("padded", "size"), ONE_BY_ONE)
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("family", "layers"), [("llama", "1:1"), ("llama", "all"), ("gpt2", "1:1")])
-def test_swapped_models(family, layers, padded, size, device):
+def test_swapped_models(family, layers, padded, device):
     model = tiny_original(family).to(device)
     deltazoo.swap_attention(model, "gated_deltanet", layers)
-    check_greedy(model, tiny_families.tokens(2, 20).to(device), padded=padded, size=size)
+    check_greedy(model, tiny_families.tokens(2, 20).to(device), padded=padded)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("padded", "size"), ONE_BY_ONE)
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"])
-def test_accelerated_models(family, padded, size, device):
+def test_accelerated_models(family, padded, device):
     model = foreign_model(family).to(device)
     deltazoo.accelerate(model)
-    check_greedy(model, foreign_models.tokens(2, 20).to(device), padded=padded, size=size)
+    check_greedy(model, foreign_models.tokens(2, 20).to(device), padded=padded)
 
 
 KINDS = [*FEW, "hybrid", "hybrid_softmax_first", "swapped", "qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"]
@@ -125,17 +124,17 @@ def model_of_kind(kind):
 def test_graphs_of_passes_and_steps(kind, replays, monkeypatch):
     """Nothing that Python did at a capture is missing at a replay, or is as it was then."""
     monkeypatch.setattr(row_table, "capture", step_capture.capture)
-    check_greedy(model_of_kind(kind), tokens(2, 20), padded=True, size=2 if kind in FEW else 1)
+    check_greedy(model_of_kind(kind), tokens(2, 20), padded=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", LINEAR)
+@pytest.mark.parametrize("case", [*LINEAR, *HYBRID])
 def test_passes_keep_rows_apart(case, device):
     """Other rows change no bit, and padding differs from none by rounding."""
     model = tiny_model(case).to(device)
-    empty = RowTable(model, [1]).empty
-    alone, together = (PromptRows(model, [3], PIECE, empty, padded=True) for _ in range(2))
-    exact = PromptRows(model, [3], PIECE, empty, padded=False)
+    empty = RowTable(model, [1], MOST).empty
+    alone, together = (PromptRows(model, [3], PIECE, empty, padded=True, max_length=MOST) for _ in range(2))
+    exact = PromptRows(model, [3], PIECE, empty, padded=False, max_length=MOST)
     ids, lengths = tokens(3, 30).tolist(), {0: 2, 1: 27, 2: 19}  # the first is shorter than the convolution
     expected = {row: state_after(alone, row, ids[row][:length]) for row, length in lengths.items()}
     states = dict.fromkeys(lengths)
@@ -145,11 +144,12 @@ def test_passes_keep_rows_apart(case, device):
         for row in chosen:
             together.load(row, states[row])
         together.run(chosen)
-        states |= {row: together.take(row, 0) for row in chosen}
+        states |= {row: together.take(row, start + len(x)) for row, (_, x) in chosen.items()}
     assert all(equal(states[row], state) for row, state in expected.items())
-    plain = [x for layer in state_after(exact, 1, ids[1][:27]).layers for x in layer.values()]
-    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
-    close(torch.cat(expected[1].blocks), torch.cat([x.flatten() for x in plain]))
+    found, plain = (
+        torch.cat([x.flatten() for x in tensors(state)]) for state in (expected[1], state_after(exact, 1, ids[1][:27]))
+    )
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -225,7 +225,7 @@ def test_nothing_waits_for_the_device(kind, captures, monkeypatch):
     table = RowTable(model, [1, 2], MOST)
     table.capture()
     assert len(captures) == 2 + 2 * len(Way)
-    sizes = [1, 2, 4] if kind in FEW else [1]
+    sizes = [1, 2, 4]
     prompts = PromptRows(model, sizes, PIECE, table.empty, padded=True, max_length=MOST)
     prompts.capture()
     assert prompts.padded and len(captures) == 2 + 2 * len(Way) + len(sizes)
@@ -240,15 +240,12 @@ def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
     run = prompts._run_all
     monkeypatch.setattr(prompts, "_run_all", lambda size, cache: run(size, cache)[torch.ones(1).nonzero()[0]])
     prompts.capture()
-    assert not prompts.padded and "prompts run without CUDA graphs, which makes them slower: nonzero" in caplog.text
+    assert (
+        not prompts.padded
+        and "prompts run one by one and without CUDA graphs, which makes them slower: nonzero" in caplog.text
+    )
     for layer, exact in zip(state_after(prompts, 0, ids).layers, expected.layers, strict=True):
         assert all(torch.equal(layer[name], x) for name, x in exact.items())
-
-
-def test_a_padded_pass_of_a_hybrid_has_one_row():
-    model = tiny_model("hybrid")
-    with pytest.raises(ValueError, match=r"a padded pass has one row, got sizes=\[2\]"):
-        PromptRows(model, [2], PIECE, RowTable(model, [1], MOST).empty, padded=True, max_length=MOST)
 
 
 @pytest.mark.gpu

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer
 
-from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.read_later import wait_for
 from deltazoo.generation.row_copies import RowCopies, RowState
-from deltazoo.generation.row_table import forward_tokens
+from deltazoo.generation.row_table import cache_of_rows, forward_tokens
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step_capture import CapturedStep
@@ -37,11 +36,7 @@ class PromptRows:
         empty: `RowTable.empty`.
         max_length: as for `RowTable`.
         padded: the rows of a pass are one batch, with `piece` tokens each, of which some are padding; on a GPU it is a
-            CUDA graph for each size. Models with softmax layers, and transformers' own, have one row per pass then.
-            Otherwise the rows run one by one, without padding.
-
-    Raises:
-        ValueError: a padded pass over several rows of such a model.
+            CUDA graph for each size. Otherwise the rows run one by one, without padding.
     """
 
     def __init__(
@@ -59,22 +54,38 @@ class PromptRows:
         self.piece = piece
         self.padded = padded
         rows = self.sizes[-1]
-        # Padded rows are one batch. Rows that run one by one have caches of their own, with their own counts of tokens.
-        # Padding writes keys and values, too, behind those of the row.
-        columns = (max_length or 1) + piece * padded
-        self._caches = [fixed_cache(model, columns) for _ in range(1 if padded else rows)]
-        for cache in self._caches:
-            restore(cache, empty.fork(rows) if padded else empty)
-        together = RowCopies.serve(self._caches[0])
-        if padded and rows > 1 and not together:
-            raise ValueError(f"with softmax layers a padded pass has one row, got sizes={sizes}")
-        self._mask = _CausalMask(model, self._caches[0], columns) if padded and not together else None
-        self._copies = RowCopies(self._caches[0]) if padded and together else None
-        self._beginning = empty if self._copies is None else self._copies.empty()
+        self._max_length = max_length
+        self._empty = empty
         self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
         self._starts = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
+        self._mask: _CausalMask | None = None
+        self._copies: RowCopies | None = None
+        self._caches: list[StaticCache] = []
+        if padded:
+            self._make_one_cache(rows)
+        else:
+            self._make_caches(rows)
+        self._beginning = empty if self._copies is None else self._copies.empty()
         self._passes: dict[int, CapturedStep] = {}
+
+    def _make_one_cache(self, rows: int) -> None:
+        # Padding writes keys and values, too, behind those of the row.
+        columns = None if self._max_length is None else self._max_length + self.piece
+        cache = cache_of_rows(self.model, columns, self._starts)
+        restore(cache, self._empty.fork(rows))
+        if RowCopies.serve(cache):
+            self._copies = RowCopies(cache)
+        elif any(isinstance(layer, StaticLayer) for layer in cache.layers):
+            assert columns is not None
+            self._mask = _CausalMask(self.model, cache, rows, columns)
+        self._caches = [cache]
+
+    def _make_caches(self, rows: int) -> None:
+        # Rows that run one by one have their own counts of tokens.
+        self._caches = [fixed_cache(self.model, self._max_length or 1) for _ in range(rows)]
+        for cache in self._caches:
+            restore(cache, self._empty)
 
     def best_count(self, waiting: int) -> int:
         """How many of some waiting rows to run in the next pass: as many as fill one, if they fill any."""
@@ -88,8 +99,8 @@ class PromptRows:
     def capture(self) -> None:
         """Prepare the passes of all sizes; they are prepared at their first use otherwise.
 
-        A model of others whose pass waits for the device has none from now on: its rows run without padding, and the
-        log says so.
+        If a pass of a model with softmax layers waits for the device, there are none from now on: rows run one by one
+        without padding, and the log says so.
         """
         if not self.padded:
             return
@@ -99,8 +110,9 @@ class PromptRows:
         except RuntimeError as error:
             if self._copies is not None:
                 raise
-            _log.warning("prompts run without CUDA graphs, which makes them slower: %s", error)
+            _log.warning("prompts run one by one and without CUDA graphs, which makes them slower: %s", error)
             self.padded = False
+            self._make_caches(self.sizes[-1])
 
     @torch.no_grad()
     def load(self, row: int, state: RowState | Snapshot | None) -> None:
@@ -109,6 +121,8 @@ class PromptRows:
         if isinstance(state, RowState):
             assert self._copies is not None
             self._copies.put(row, state)
+        elif self.padded:
+            restore(self._caches[0], state, rows=[row])
         else:
             restore(self._caches[row], state)
 
@@ -117,6 +131,8 @@ class PromptRows:
         """The state of a row, which has had `num_tokens` tokens."""
         if self._copies is not None:
             return self._copies.take(row)
+        if self.padded:
+            return snapshot(self._caches[0], rows=[row], num_tokens=num_tokens)
         return snapshot(self._caches[row], num_tokens=num_tokens)
 
     @torch.no_grad()
@@ -158,15 +174,10 @@ class PromptRows:
         starts, lengths = self._starts[:size], self._lengths[:size]
         sequences = RightPaddedSequences.from_lengths(lengths, self.piece)
         positions = starts + torch.arange(self.piece, device=starts.device)
-        mask: dict[str, Any] = {}
-        if self._mask is not None:
-            _set_count(cache, starts[0, 0])
-            mask = self._mask.arguments(positions)
-        batch = BatchDescription(sequences, positions, mask.get("attention_mask"))
-        arguments = dict(past_key_values=cache, position_ids=positions, use_cache=True, delta_batch=batch, **mask)
-        results = self.model.base_model(self._tokens[:size], **arguments)
-        if self._mask is not None:
-            _set_count(cache, starts[0, 0] + lengths[0, 0])
+        mask = None if self._mask is None else self._mask.at(positions)
+        batch = BatchDescription(sequences, positions, mask)
+        arguments: dict[str, Any] = dict(position_ids=positions, attention_mask=mask, delta_batch=batch)
+        results = self.model.base_model(self._tokens[:size], past_key_values=cache, use_cache=True, **arguments)
         return results.last_hidden_state
 
     def _on_device(self, numbers: Sequence[Sequence[int]]) -> Tensor:
@@ -180,37 +191,29 @@ class _CausalMask:
 
     Args:
         model: whose layers they are.
-        cache: one of its caches, of one row.
+        cache: one of its caches.
+        rows: of the cache.
         columns: of keys that the softmax layers hold.
     """
 
-    def __init__(self, model: Any, cache: StaticCache, columns: int) -> None:
+    def __init__(self, model: Any, cache: StaticCache, rows: int, columns: int) -> None:
         self._columns = torch.arange(columns, device=model.device)
         self._dtype = model.dtype if model.config._attn_implementation == "eager" else torch.bool
-        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        token = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
         inputs = model.prepare_inputs_for_generation(
-            token, past_key_values=cache, position_ids=token, attention_mask=token.expand(1, columns), use_cache=True
+            token, past_key_values=cache, position_ids=token, attention_mask=token.expand(rows, columns), use_cache=True
         )
         ready = inputs.get("attention_mask")
         self._layer_types = [*ready] if isinstance(ready, Mapping) else None
         """By which the model takes masks; None: it takes one for all layers."""
 
-    def arguments(self, positions: Tensor) -> dict[str, Any]:
-        """For queries at positions `[1, T]`, which see all columns up to their own."""
+    def at(self, positions: Tensor) -> Tensor | dict[str, Tensor | None]:
+        """For queries at positions `[N, T]`, which see all columns up to their own: `[N, 1, T, columns]`."""
         mask = self._columns <= positions[:, None, :, None]
         if self._dtype != torch.bool:
             mask = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill_(
                 ~mask, torch.finfo(self._dtype).min
             )
         if self._layer_types is None:
-            return {"attention_mask": mask}
-        return {"attention_mask": {name: None if name == "linear_attention" else mask for name in self._layer_types}}
-
-
-def _set_count(cache: StaticCache, num_tokens: Tensor) -> None:
-    """Let a cache of one row have this many tokens."""
-    for layer in cache.layers:
-        if isinstance(layer, StaticLayer):
-            layer.cumulative_length.copy_(num_tokens)
-        elif isinstance(layer, DeltaRuleCacheLayer) and isinstance(layer.num_tokens, Tensor):
-            layer.num_tokens.copy_(num_tokens)
+            return mask
+        return {name: None if name == "linear_attention" else mask for name in self._layer_types}

@@ -28,7 +28,7 @@ from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step_capture import CapturedStep, capture
 
-__all__ = ["RowTable", "forward_tokens", "has_softmax_layers"]
+__all__ = ["RowTable", "cache_of_rows", "forward_tokens", "has_softmax_layers"]
 
 
 def has_softmax_layers(model: Any) -> bool:
@@ -62,7 +62,7 @@ class RowTable:
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.sampling = RowSampling(rows, device)
-        cache = _cache_of_rows(model, max_length, self.position)
+        cache = cache_of_rows(model, max_length, self.position)
         lengths = [layer.max_cache_len for layer in cache.layers if isinstance(layer, RowKeyValues)]
         self._columns = torch.arange(lengths[0], device=device) if lengths else None
         try:
@@ -202,7 +202,7 @@ def _experts_apart(model: Any) -> Iterator[None]:
         model.set_experts_implementation(before)
 
 
-def _cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> StaticCache:
+def cache_of_rows(model: Any, max_length: int | None, position: Tensor) -> StaticCache:
     """An empty cache in which rows have their own lengths.
 
     Args:

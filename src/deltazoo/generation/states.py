@@ -50,6 +50,7 @@ from deltazoo.generation.layer_contents import (
     why_not_fill,
 )
 from deltazoo.generation.recorded_calls import RecordedCalls
+from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import choice_name
 
@@ -186,7 +187,8 @@ def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_to
         cache: of any model with delta-rule layers, used or not.
         rows: of the batch, in this order; None: all.
         num_tokens: how many tokens these rows have, where the batch counts more because of padding on the left; softmax
-            layers give the keys and values of that many last ones. None: as many as the cache has seen.
+            layers give the keys and values of that many last ones (those of `RowKeyValues`, of the first). None: as
+            many as the cache has seen.
 
     Raises:
         ValueError: a layer of an unknown kind, no such row, more tokens than the cache has.
@@ -195,20 +197,25 @@ def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_to
     held = [tensors_of(layer) for layer in cache.layers]
     has_softmax_layers = any("keys" in tensors for tensors in held)
     seen = 0
-    if num_tokens is None or has_softmax_layers:  # a static cache counts on the device, so this waits for it
-        seen = max((tokens_of(layer) for layer in cache.layers), default=0)
+    if num_tokens is None or has_softmax_layers:  # most static layers count on the device, so this waits for it
+        counting = [
+            layer for layer, tensors in zip(cache.layers, held, strict=True) if num_tokens is None or "keys" in tensors
+        ]
+        seen = max(map(tokens_of, counting), default=0)
     if num_tokens is None:
         num_tokens = seen
     if num_tokens < 0 or (has_softmax_layers and num_tokens > seen):
         raise ValueError(f"num_tokens must be between 0 and the {seen} tokens of the cache, got {num_tokens}")
-    whole = Snapshot(kinds, tuple(_last_tokens(tensors, num_tokens) for tensors in held), num_tokens)
+    of_tokens = tuple(_of_tokens(x, tensors, num_tokens) for x, tensors in zip(cache.layers, held, strict=True))
+    whole = Snapshot(kinds, of_tokens, num_tokens)
     return whole.with_tensors(torch.clone) if rows is None else whole.select(rows)
 
 
-def _last_tokens(tensors: Tensors, count: int) -> Tensors:
-    return {
-        name: x[:, :, max(0, x.shape[2] - count) :] if name in ("keys", "values") else x for name, x in tensors.items()
-    }
+def _of_tokens(layer: Any, tensors: Tensors, count: int) -> Tensors:
+    if "keys" not in tensors:
+        return tensors
+    end = count if isinstance(layer, RowKeyValues) else tensors["keys"].shape[2]
+    return {name: x[:, :, max(0, end - count) : end] for name, x in tensors.items()}
 
 
 def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None = None) -> None:

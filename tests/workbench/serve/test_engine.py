@@ -4,10 +4,10 @@ import gc
 import random
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
+from foreign_models import foreign_model
 from tiny_families import tiny_original
 from tiny_serving import byte_tokenizer, tiny
 
@@ -15,6 +15,7 @@ import deltazoo
 from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.workbench.serve import Engine, EngineError, EngineStopped, QueueFull, Request, RequestError, Stream
 from deltazoo.workbench.serve import engine as serving_engine
+from deltazoo.workbench.serve.model_limits import sizes_of_passes
 from deltazoo.workbench.serve.prefill import Prefill
 from deltazoo.workbench.serve.serving_task import ServingTask
 from deltazoo.workbench.serve.text_assembly import TextAssembly
@@ -96,6 +97,14 @@ def as_on_a_gpu(engine, sizes=(3,)):
     return engine
 
 
+def test_sizes_of_passes():
+    experts = foreign_model("qwen3_next")
+    found = [sizes_of_passes(model, several=True) for model in (tiny("gated_deltanet"), tiny("hybrid"), experts)]
+    assert found == [(1, 2, 4, 8, 16), (1, 2, 4), (1,)]
+    found = [sizes_of_passes(model, several=False) for model in (tiny("gated_deltanet"), tiny("hybrid"), experts)]
+    assert found == [(8,), (4,), (1,)]
+
+
 def test_a_prompt_that_is_no_text_is_refused_where_text_is_needed(engine_of, monkeypatch):
     engine = engine_of(tiny("gated_deltanet"))
 
@@ -148,7 +157,7 @@ def test_prompts_that_come_during_a_pass_share_a_later_one(engine_of, monkeypatc
         ("gated_deltanet", "cpu", Engine.__enter__),
         ("hybrid_kda", "cpu", Engine.__enter__),
         ("gated_deltanet", "cpu", as_on_a_gpu),
-        ("hybrid_kda", "cpu", partial(as_on_a_gpu, sizes=(1,))),
+        ("hybrid_kda", "cpu", as_on_a_gpu),
         pytest.param("gated_deltanet", "cuda", Engine.__enter__, marks=pytest.mark.gpu),
         pytest.param("hybrid_kda", "cuda", Engine.__enter__, marks=pytest.mark.gpu),
     ],

@@ -27,7 +27,7 @@ import torch
 
 from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.generation.row_table import RowTable
-from deltazoo.workbench.serve.model_limits import context_limit_of, end_tokens_of, unlimited
+from deltazoo.workbench.serve.model_limits import context_limit_of, end_tokens_of, sizes_of_passes
 from deltazoo.workbench.serve.prefill import Prefill
 from deltazoo.workbench.serve.prefix_cache import PrefixCache, prefix_keys
 from deltazoo.workbench.serve.requests import (
@@ -51,10 +51,6 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
 
-_SIZES = (1, 2, 4, 8, 16)
-"""Prompts in one pass on a GPU. A pass of 16 takes less time per prompt than one of 8, and steps wait for it longer."""
-_ONLY_SIZE = (8,)
-"""The same where requests are to be computed at one size only."""
 _FAILURES = 3
 """Steps that fail one after another before the engine gives up."""
 
@@ -104,7 +100,7 @@ class Engine:
         self.context_limit = context_limit = context_limit_of(model, context_limit)
         self.table = RowTable(model, widths, context_limit)
         padded = model.device.type == "cuda"
-        sizes = (1,) if not (padded and unlimited(model)) else _SIZES if len(self.table.widths) > 1 else _ONLY_SIZE
+        sizes = sizes_of_passes(model, several=len(self.table.widths) > 1) if padded else (1,)
         self.prompts = PromptRows(model, sizes, prompt_piece, self.table.empty, padded=padded, max_length=context_limit)
         self.prefixes = PrefixCache(prefix_memory)
         self._ends = end_tokens_of(model, tokenizer, eos_token_id)

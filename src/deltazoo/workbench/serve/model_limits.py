@@ -1,4 +1,4 @@
-"""What an engine may ask of a model: how many tokens, and which of them end an answer."""
+"""What an engine may ask of a model: how many tokens and prompts at once, and which tokens end an answer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,14 @@ from typing import Any
 from deltazoo.generation.row_table import has_softmax_layers
 from deltazoo.models import DeltaRuleForCausalLM
 
-__all__ = ["context_limit_of", "end_tokens_of", "unlimited"]
+__all__ = ["context_limit_of", "end_tokens_of", "sizes_of_passes", "unlimited"]
+
+_SIZES = (1, 2, 4, 8, 16)
+"""Prompts in one pass on a GPU. A pass of 16 takes less time per prompt than one of 8, and steps wait for it longer."""
+_SIZES_WITH_KEYS = (1, 2, 4)
+"""The same with softmax layers, which reserve keys and values of the whole context for each of them."""
+_ONLY_SIZE = 8
+"""The largest where requests are to be computed at one size only."""
 
 
 def unlimited(model: Any) -> bool:
@@ -25,6 +32,17 @@ def context_limit_of(model: Any, given: int | None) -> int | None:
             f"got {given}"
         )
     return longest if given is None else given
+
+
+def sizes_of_passes(model: Any, *, several: bool) -> tuple[int, ...]:
+    """Numbers of prompts in one pass on a GPU; one number unless there may be several.
+
+    Experts multiply the tokens of all prompts together, so that one prompt's results would depend on the others.
+    """
+    if any(name.endswith("experts") for name, _ in model.named_modules()):
+        return (1,)
+    sizes = _SIZES if unlimited(model) else _SIZES_WITH_KEYS
+    return sizes if several else (min(sizes[-1], _ONLY_SIZE),)
 
 
 def end_tokens_of(model: Any, tokenizer: Any, given: int | Sequence[int] | None) -> frozenset[int]:
