@@ -30,7 +30,7 @@ test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-oldest: $(OLDEST)/.installed  ## models, training, swapping, recipes on the oldest supported transformers and its kin
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/models tests/generation tests/distributed tests/interop tests/workbench/train tests/swap tests/docs $(ARGS)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/models tests/generation tests/distributed tests/interop tests/workbench/train tests/workbench/serve tests/workbench/cli tests/swap tests/docs $(ARGS)
 
 harness-test: $(HARNESS)/.installed  ## the recipe of docs/evaluation.md with lm-evaluation-harness, in an environment of its own
 	OMP_NUM_THREADS=1 $(HARNESS)/bin/python -m pytest -m harness tests/workbench/evaluate/test_harness.py $(ARGS)

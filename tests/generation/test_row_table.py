@@ -5,7 +5,7 @@ import foreign_models
 import pytest
 import tiny_families
 import torch
-from foreign_models import foreign_model
+from foreign_models import FUSED, foreign_model
 from tiny_families import tiny_original
 from tiny_models import CASES, tiny_config, tiny_model, tokens
 
@@ -19,6 +19,7 @@ from deltazoo.generation.row_table import RowTable
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LINEAR = [case for case in CASES if "full_attention" not in tiny_config(case).layer_types]
 HYBRID = ["hybrid", "hybrid_softmax_first", "hybrid_without_conv"]
+ACCELERATED = [family for family in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear") if family in FUSED]
 MOST = 40
 """Tokens of a row in tests of hybrids."""
 FEW = ["gated_deltanet", "kda_without_conv"]
@@ -98,14 +99,14 @@ def test_swapped_models(family, layers, padded, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"])
+@pytest.mark.parametrize("family", ACCELERATED)
 def test_accelerated_models(family, padded, device):
     model = foreign_model(family).to(device)
     deltazoo.accelerate(model)
     check_greedy(model, foreign_models.tokens(2, 20).to(device), padded=padded)
 
 
-KINDS = [*FEW, "hybrid", "hybrid_softmax_first", "swapped", "qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"]
+KINDS = [*FEW, "hybrid", "hybrid_softmax_first", "swapped", *ACCELERATED]
 
 
 def model_of_kind(kind):

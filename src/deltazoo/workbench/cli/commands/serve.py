@@ -1,11 +1,12 @@
 """``deltazoo serve PATH``: a model behind OpenAI's HTTP API."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from deltazoo.workbench.rule_files import LoadOption
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _EXAMPLE = "Example: [bold]deltazoo serve runs/quickstart --port 8000[/]"
 
 
@@ -42,7 +43,7 @@ def serve(
         float, typer.Option(min=0.0, help="Seconds that requests may take to finish after Ctrl-C or SIGTERM.")
     ] = 30.0,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights; default: as saved.")
+        str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16; default: as saved.")
     ] = None,
     load: LoadOption = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
@@ -52,12 +53,15 @@ def serve(
     import re
     from pathlib import Path
 
+    from deltazoo.names import unknown
     from deltazoo.workbench.console import say
     from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
 
     if device is not None:
         check_device(device)
+    if dtype not in (None, *_DTYPES):
+        raise ValueError(unknown("dtype", dtype, _DTYPES))
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", widths):
         raise ValueError(f"--widths takes numbers from 1 on, such as 1,8,64, got {widths!r}")
     rows = sorted({int(width) for width in widths.split(",")})
