@@ -112,6 +112,7 @@ class PromptRows:
                 raise
             _log.warning("prompts run one by one and without CUDA graphs, which makes them slower: %s", error)
             self.padded = False
+            self._passes.clear()  # with the graphs of other sizes, and what they hold
             self._make_caches(self.sizes[-1])
 
     @torch.no_grad()
