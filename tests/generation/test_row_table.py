@@ -241,10 +241,8 @@ def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
     run = prompts._run_all
     monkeypatch.setattr(prompts, "_run_all", lambda size, cache: run(size, cache)[torch.ones(1).nonzero()[0]])
     prompts.capture()
-    assert (
-        not prompts.padded
-        and "prompts run one by one and without CUDA graphs, which makes them slower: nonzero" in caplog.text
-    )
+    assert not prompts.padded and not prompts._passes
+    assert "prompts run one by one and without CUDA graphs, which makes them slower: nonzero" in caplog.text
     for layer, exact in zip(state_after(prompts, 0, ids).layers, expected.layers, strict=True):
         assert all(torch.equal(layer[name], x) for name, x in exact.items())
 
