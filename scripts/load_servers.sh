@@ -34,5 +34,6 @@ theirs qwen3_next 18003 &
 script wait http://127.0.0.1:1800{1,2,3} --seconds "${WAIT:-300}" # one that starts slows the others down
 load "gated_deltanet, deltazoo serve --widths $widths" 18001 gated_deltanet
 load "qwen3_next, deltazoo serve --context-limit 2048" 18002 qwen3_next --clients 1 4 16 64
-load "qwen3_next, transformers serve" 18003 qwen3_next --model "$folder/qwen3_next" --clients 1 4 --rounds 1 --processes 1
 script generate "$folder/gated_deltanet" --out "$out" --commit "$commit" --device "$device"
+# The slowest comes last: one request at a time, with layers in plain torch.
+load "qwen3_next, transformers serve" 18003 qwen3_next --model "$folder/qwen3_next" --clients 1 4 --rounds 1 --processes 1
