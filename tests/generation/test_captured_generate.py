@@ -439,6 +439,29 @@ class TestBetweenCalls:
 class TestOnAGPU:
     """Properties that only a real graph shows."""
 
+    def test_graphs_in_the_garbage_end_after_a_capture(self):
+        x = torch.zeros(1, device="cuda")
+
+        def leave_garbage():
+            cycle = [step_capture.capture(lambda: x.add_(1), [x])]
+            cycle.append(cycle)
+
+        def step():
+            cycles = [[] for _ in range(1000)]
+            for cycle in cycles:
+                cycle.append(cycle)
+            x.add_(1)
+
+        gc.collect()
+        leave_garbage()
+        before = gc.get_threshold()
+        gc.set_threshold(10, 1, 1)
+        try:
+            step_capture.capture(step, [x])()
+        finally:
+            gc.set_threshold(*before)
+        assert x.item() == 1 and gc.isenabled()
+
     @pytest.mark.parametrize("case", FEW)
     def test_weights_changed_in_place_are_read_anew(self, case):
         model, ids = tiny_model(case).cuda(), tokens(2, 6).cuda()

@@ -54,6 +54,7 @@ def check_greedy(model, ids, *, padded=False):
     """Two rows of different lengths, through steps of two widths, against `deltazoo.generate` of each alone."""
     table = RowTable(model, [2, 4], MOST)
     prompts = PromptRows(model, [2], PIECE, table.empty, padded=padded, max_length=MOST)
+    prompts.capture()
     rows = {3: ids[0].tolist(), 1: ids[1, :6].tolist()}
     for row, prompt in rows.items():
         table.put(row, state_after(prompts, row % 2, prompt), prompt[-1], len(prompt) - 1, Sampling(), 0)
@@ -106,15 +107,15 @@ def test_accelerated_models(family, padded, device):
     check_greedy(model, foreign_models.tokens(2, 20).to(device), padded=padded)
 
 
-KINDS = [*FEW, "hybrid", "hybrid_softmax_first", "swapped", *ACCELERATED]
+KINDS = [*FEW, "hybrid", "hybrid_softmax_first", "swapped 1:1", "swapped all", *ACCELERATED]
 
 
 def model_of_kind(kind):
     if kind in CASES:
         return tiny_model(kind)
-    if kind == "swapped":
+    if kind.startswith("swapped "):
         model = tiny_original("llama")
-        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
+        deltazoo.swap_attention(model, "gated_deltanet", kind.removeprefix("swapped "))
     else:
         model = foreign_model(kind)
         deltazoo.accelerate(model)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticCache, StaticLayer
+from transformers.cache_utils import StaticCache
 
 from deltazoo.generation.read_later import wait_for
 from deltazoo.generation.row_copies import RowCopies, RowState
@@ -76,9 +76,8 @@ class PromptRows:
         restore(cache, self._empty.fork(rows))
         if RowCopies.serve(cache):
             self._copies = RowCopies(cache)
-        elif any(isinstance(layer, StaticLayer) for layer in cache.layers):
-            assert columns is not None
-            self._mask = _CausalMask(self.model, cache, rows, columns)
+        # Without softmax layers nothing reads the mask, but transformers' models would make one.
+        self._mask = _CausalMask(self.model, cache, rows, columns or 1)
         self._caches = [cache]
 
     def _make_caches(self, rows: int) -> None:
@@ -175,7 +174,8 @@ class PromptRows:
         starts, lengths = self._starts[:size], self._lengths[:size]
         sequences = RightPaddedSequences.from_lengths(lengths, self.piece)
         positions = starts + torch.arange(self.piece, device=starts.device)
-        mask = None if self._mask is None else self._mask.at(positions)
+        assert self._mask is not None
+        mask = self._mask.at(positions)
         batch = BatchDescription(sequences, positions, mask)
         arguments: dict[str, Any] = dict(position_ids=positions, attention_mask=mask, delta_batch=batch)
         results = self.model.base_model(self._tokens[:size], past_key_values=cache, use_cache=True, **arguments)
@@ -194,7 +194,7 @@ class _CausalMask:
         model: whose layers they are.
         cache: one of its caches.
         rows: of the cache.
-        columns: of keys that the softmax layers hold.
+        columns: of keys that the softmax layers hold; 1 if there are none.
     """
 
     def __init__(self, model: Any, cache: StaticCache, rows: int, columns: int) -> None:

@@ -6,9 +6,10 @@ that stay. It repeats what the device was told while it was captured, and nothin
 tells whether a graph of an earlier call still does what the model would do.
 """
 
+import gc
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ _WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_sel
 """Operations that make the host wait for a device."""
 _INDEXING = ("index", "index_put", "index_put_")
 """Operations that wait where an index is a mask, whose true entries must be counted."""
+_GROUPED = "_grouped_mm"
+"""Of experts, whose numbers of tokens the host of a GPU reads unless a kernel serves, which there is for bfloat16."""
 _UNCOMPARED = {*vars(nn.Module()), "forward", "_captured_steps"} - {"training"}
 """Attributes that every module may have. What of them matters to a captured step is compared separately, or keeps steps
 from being captured (`deltazoo.generation.capture_conditions`)."""
@@ -64,7 +67,8 @@ class NoWaiting(TorchDispatchMode):
     ) -> Any:
         name = func.overloadpacket.__name__
         by_mask = name in _INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if (name in _WAITING or by_mask) and args[0].device.type == self.device.type:
+        by_dtype = name == _GROUPED and args[0].is_cuda and args[0].dtype != torch.bfloat16
+        if (name in _WAITING or by_mask or by_dtype) and args[0].device.type == self.device.type:
             raise RuntimeError(f"{name} waits for the device")
         return func(*args, **(kwargs or {}))
 
@@ -118,7 +122,7 @@ def _capture_graph(
             generator.set_state(state)
             graph.register_generator_state(generator)
         # Other threads may use the device during the capture.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with _no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
     except BaseException:
         torch.cuda.set_stream(current)  # a capture that fails leaves its own stream current
@@ -130,6 +134,18 @@ def _capture_graph(
     # torch zeroes the generators' offsets on the capture's stream and sets them at a replay on the current one.
     current.wait_stream(stream)
     return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage stays within this context: if a graph is in it, its end would spoil a capture in this thread."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
