@@ -150,21 +150,31 @@ def serving(content: dict[str, Any]) -> str:
     many = [share for clients, share in shares if clients > 1]
     text = (
         f"Under load the server reaches {100 * min(many):.0f}% to {100 * max(many):.0f}% of the throughput of "
-        "`deltazoo.generate` on one batch of as many rows as there are clients. Hybrids were far slower, since their "
-        "prompts ran one by one and without CUDA graphs. They share graphs now, which have not run on a GPU yet."
+        "`deltazoo.generate` on one batch of as many rows as there are clients. "
+        f"{_hybrid(asked)}"
     )
     how = (
         "The Gated DeltaNet of [model_speed.md](model_speed.md), and a Qwen3-Next of these sizes, with random weights, "
         f"bfloat16. Each client streams {rounds} completions of {new_tokens:.0f} tokens, one after the other, greedy, "
-        f"after prompts of {prompts:,} without a common beginning (`scripts/load_servers.sh`). Tokens per second are "
-        "new tokens alone; the time includes the prompts, as that of `generate` does. "
-        f"The servers: {machine(asked[-1][0]['run'])} "
-        f"`generate`, the fastest of {len(loops)} runs: {machine(loops[-1]['run'])}"
+        f"after prompts of {prompts:,} without a common beginning (`scripts/load_servers.sh`); those of `transformers "
+        "serve` one. Tokens per second are new tokens alone; the time includes the prompts, as that of `generate` does. "
+        f"All in one run: {machine(asked[-1][0]['run'])}"
     )
-    if not any("transformers serve" in run["label"] for run in content["runs"]):
-        how += " Not measured: transformers' own server."
     header = ["model, server", "clients", "tokens/s", "`generate`", "share", "first token, s, p50", "p99", "failed"]
     return f"{filled(text)}\n\n{filled(how)}\n\n{table(header, body, text_columns=1)}"
+
+
+def _hybrid(asked: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """The hybrid behind both servers, by the most clients that each was asked by."""
+    ours, theirs = (
+        max((row for run, row in asked if run["label"].startswith(f"qwen3_next, {server}")), key=lambda r: r["clients"])
+        for server in ("deltazoo serve", "transformers serve")
+    )
+    return (
+        f"The hybrid gets {ours['tokens_per_second']:,.0f} tokens/s at {ours['clients']} clients; behind "
+        f"`transformers serve`, which runs its linear layers in plain torch, one request after the other, "
+        f"{theirs['tokens_per_second']:,.0f} at {theirs['clients']}."
+    )
 
 
 PARTS: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {

@@ -1,6 +1,5 @@
 """Captured steps and `deltazoo.generate` give the tokens of the ordinary `generate`, swapped or accelerated."""
 
-import inspect
 import re
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from tiny_families import tiny_original
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_recurrent_attention_mask
 
 import deltazoo
 from deltazoo.generation import Decoder
@@ -70,16 +68,12 @@ def test_maps_of_an_accelerated_layers_input_are_merged(family):
     assert [getattr(mixer, name) for name in mixer.input_projections] == merged
 
 
-def check_own_loop(model, ids, captures, pieces_know_padding=True):
+def check_own_loop(model, ids, captures):
     for mask in (None, PADDED):
         expected = ordinary(model, ids, mask)
         assert torch.equal(own_loop(model, ids, mask), expected)
-        if mask is not None and not pieces_know_padding:
-            with pytest.raises(ValueError, match="position_ids start again inside a row"):
-                own_loop(model, ids, mask, prefill_chunk=3)
-        else:
-            assert torch.equal(own_loop(model, ids, mask, prefill_chunk=3), expected)
-    assert len(captures) == 3 + pieces_know_padding
+        assert torch.equal(own_loop(model, ids, mask, prefill_chunk=3), expected)
+    assert len(captures) == 4
 
 
 @pytest.mark.parametrize(("family", "layers"), SWAPPED)
@@ -89,9 +83,7 @@ def test_own_loop_of_swapped_models(family, layers, captures):
 
 @pytest.mark.parametrize("family", ACCELERATED)
 def test_own_loop_of_accelerated_models(family, captures):
-    # transformers 5.14 drops the masks of all pieces of a prompt but the first.
-    drops = "has_previous_state" in inspect.getsource(create_recurrent_attention_mask)
-    check_own_loop(accelerated(family), foreign_models.tokens(2, 7), captures, not drops)
+    check_own_loop(accelerated(family), foreign_models.tokens(2, 7), captures)
 
 
 @pytest.mark.parametrize("model", [lambda: swapped("llama", "1:1"), lambda: accelerated("qwen3_next")])

@@ -91,7 +91,6 @@ INTERNALS = (
     Internal("LinearAttentionCacheLayerMixin", "transformers.cache_utils", "base of our cache layer"),
     Internal("LinearAttentionLayer", "transformers.cache_utils", "cache layers that steps are captured with"),
     Internal("_get_default_generation_params", "transformers:GenerationConfig", "keys that others write"),
-    Internal("_is_user_defined", "transformers.generation.utils", "a caller's cache is kept", since="5.17"),
     Internal("_optimize_model_for_decode", "transformers:GenerationMixin", "experts in decoding"),
     Internal("_prepare_cache_for_generation", "transformers:GenerationMixin", "overridden: our cache layers"),
     Internal("_supports_logits_to_keep", "transformers:GenerationMixin", "logits of the last token alone"),

@@ -107,13 +107,14 @@ def why_not_these_arguments(kwargs: Mapping[str, Any]) -> str | None:
 
 
 def why_not_this_call(
-    config: GenerationConfig, cache: Cache | None, mode: GenerationMode, required: bool
+    config: GenerationConfig, cache: Cache | None, is_the_callers: bool, mode: GenerationMode, required: bool
 ) -> str | None:
     """Why a call of `generate` should run its steps one by one, once its arguments are known; None if it need not.
 
     Args:
         config: of the call.
         cache: that the call uses.
+        is_the_callers: the caller of `generate` handed the cache in.
         mode: way of decoding.
         required: the user asked for captured steps; a cache of the user's is then allowed.
     """
@@ -132,7 +133,7 @@ def why_not_this_call(
         return _why_not_this_cache(cache)
     if config.cache_implementation is not None:
         return f"cache_implementation={config.cache_implementation!r} was asked for"
-    if getattr(cache, "_is_user_defined", False):
+    if is_the_callers:
         return "past_key_values was given"
     if config.return_dict_in_generate:
         return "return_dict_in_generate=True hands out the cache"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from transformers.generation import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -45,6 +46,30 @@ class CapturedGeneration:
         with _call_offered(self, capture_step, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in transformers. Linear layers are told of padding in every piece of a prompt.
+
+        Where masks are prepared ahead of the model, older versions leave it out once the cache holds a state.
+        """
+        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        masks = inputs.get("attention_mask")
+        if isinstance(masks, Mapping) and "linear_attention" in masks and isinstance(attention_mask, Tensor):
+            inputs["attention_mask"] = {**masks, "linear_attention": _padding_among(inputs, attention_mask)}
+        return inputs
+
     def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
@@ -54,6 +79,7 @@ class CapturedGeneration:
         max_cache_length: int,
     ) -> Any:
         """Prepare the cache; transformers calls this once all arguments of `generate` are known."""
+        is_the_callers = model_kwargs.get("past_key_values") is not None
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -62,7 +88,7 @@ class CapturedGeneration:
             self.prepare_cache(cache)  # type: ignore[attr-defined]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
-        _begin_offered_call(self, generation_config, cache, generation_mode, max_cache_length)
+        _begin_offered_call(self, generation_config, cache, is_the_callers, generation_mode, max_cache_length)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the model, and free the memory of captured steps."""
@@ -81,6 +107,14 @@ class CapturedGeneration:
         now = "captures its step in a CUDA graph" if reason is None else f"runs the ordinary loop: {reason}"
         last = _steps_of(self).last
         return f"generate {now}" if last is None else f"generate {now} (the last call: {last})"
+
+
+def _padding_among(inputs: Mapping[str, Any], attention_mask: Tensor) -> Tensor | None:
+    """The mask `[B, T]` of a step's own tokens, 1 = real; None where none can be padding: single tokens never are."""
+    tokens = inputs.get("input_ids")
+    num_tokens = (inputs["inputs_embeds"] if tokens is None else tokens).shape[1]
+    mask = attention_mask[:, -num_tokens:]
+    return None if num_tokens == 1 or bool(mask.all()) else mask.contiguous()
 
 
 def _steps_of(model: Any) -> KeptSteps:
@@ -117,7 +151,7 @@ def _call_offered(model: Any, wanted: bool | None, kwargs: Mapping[str, Any]) ->
 
 
 def _begin_offered_call(
-    model: Any, config: GenerationConfig, cache: Any, mode: GenerationMode, max_length: int
+    model: Any, config: GenerationConfig, cache: Any, is_the_callers: bool, mode: GenerationMode, max_length: int
 ) -> None:
     """Have the innermost call capture its step, now that all arguments are known, or record why it does not."""
     steps = _steps_of(model)
@@ -125,7 +159,7 @@ def _begin_offered_call(
     call = running[-1] if running else None
     if call is None or call.began:
         return
-    reason = why_not_this_call(config, cache, mode, call.required) or steps.earlier_failure(model)
+    reason = why_not_this_call(config, cache, is_the_callers, mode, call.required) or steps.earlier_failure(model)
     if reason is not None:
         return steps.decline(reason, call.required)
     config.disable_compile = True

@@ -89,7 +89,7 @@ def _introduction(recipe: TextRecipe) -> str:
 def _findings(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
     """One sentence each; only what the rule of the design calls is said to differ."""
     best, spread = ranked[0], seed_spread(results)
-    lines = [f"{configuration_label(best)} has the fewest bits per byte, {interval(best, results)}."]
+    lines = [f"Fewest bits per byte: {configuration_label(best)}, {interval(best, results)}."]
     if spread is None:
         lines.append("No model has two seeds yet, so no difference between models is called.")
     else:
@@ -105,16 +105,17 @@ def _findings(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -
         gains = {configuration: length_gain(configuration, results, length) for configuration in ranked}
         sides = (
             (
-                "cost fewer bits per byte",
+                "fewer bits per byte",
                 {configuration: gain for configuration, gain in gains.items() if gain.high < 0},
             ),
-            ("cost more", {configuration: gain for configuration, gain in gains.items() if gain.low > 0}),
+            ("more", {configuration: gain for configuration, gain in gains.items() if gain.low > 0}),
         )
         said = [_most(what, side) for what, side in sides if side]
+        instead = f"Rows of {length:,} tokens instead of {recipe.row_length:,}"
         lines.append(
-            f"Rows of {length:,} tokens instead of {recipe.row_length:,}, the same text: {'; '.join(said)}."
-            if said
-            else f"Rows of {length:,} tokens instead of {recipe.row_length:,} change no model's bits per byte."
+            f"{instead}, the same text: no change in any model."
+            if not said
+            else f"{instead}, the same text. {said[0][0].upper()}{'; '.join(said)[1:]}."
         )
     return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
 
@@ -128,14 +129,14 @@ def _beside(other: str, ranked: Sequence[str], results: TextResults) -> str:
     }
     worse = {configuration: d.interval for configuration, d in differences.items() if d.called and d.interval.value > 0}
     ties = [configuration_label(configuration) for configuration, d in differences.items() if not d.called]
-    said = [_most(what, side) for what, side in (("are better", better), ("are worse", worse)) if side]
+    said = [_most(what, side) for what, side in (("better", better), ("worse", worse)) if side]
     return f"Beside {configuration_label(other)}: " + "; ".join([*said, f"ties: {'; '.join(ties) or 'none'}"]) + "."
 
 
 def _most(what: str, intervals: dict[str, Interval]) -> str:
     """How many configurations, and the one with the largest difference."""
     most = max(intervals, key=lambda configuration: abs(intervals[configuration].value))
-    return f"{len(intervals)} {what}, most {configuration_label(most)} by {_signed(intervals[most])}"
+    return f"{what}: {len(intervals)}, most {configuration_label(most)} by {_signed(intervals[most])}"
 
 
 def _signed(found: Interval) -> str:
@@ -328,7 +329,7 @@ def _text(manifest: dict[str, Any], recipe: TextRecipe) -> str:
 
 
 def _rates(results: TextResults, recipe: TextRecipe) -> str:
-    rows = []
+    rows, at_ends = [], []
     for configuration in dict.fromkeys(configuration for configuration, _ in results.trials):
         losses = {
             rate: results.trials[configuration, rate].loss
@@ -339,9 +340,17 @@ def _rates(results: TextResults, recipe: TextRecipe) -> str:
         shown = {rate: f"{loss:.4f}" if math.isfinite(loss) else "not finite" for rate, loss in losses.items()}
         if math.isfinite(losses[best]):
             shown[best] = f"**{shown[best]}**"
+            if best in (min(recipe.rates), max(recipe.rates)):
+                at_ends.append(configuration_label(configuration))
         rows.append((configuration_label(configuration), *(shown.get(rate, "-") for rate in recipe.rates)))
     header = ("loss of trials, nats per token", *(f"{rate:g}" for rate in recipe.rates))
-    return table(header, rows, text_columns=1)
+    note = (
+        f"Warm-up takes {max(1, round(recipe.warmup * recipe.trial_steps))} steps in a trial and "
+        f"{round(recipe.warmup * recipe.steps)} in a training, so trials are harder on high rates."
+    )
+    if at_ends:
+        note += f" The best rate is an end of the sweep, so one beyond it may be better: {'; '.join(at_ends)}."
+    return table(header, rows, text_columns=1) + "\n" + filled(note) + "\n"
 
 
 def _runs(results: TextResults) -> str:
