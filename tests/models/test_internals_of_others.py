@@ -90,6 +90,8 @@ INTERNALS = (
     Internal("GenerationMode", "transformers.generation.configuration_utils", "modes that steps are captured for"),
     Internal("LinearAttentionCacheLayerMixin", "transformers.cache_utils", "base of our cache layer"),
     Internal("LinearAttentionLayer", "transformers.cache_utils", "cache layers that steps are captured with"),
+    Internal("create_masks_for_generate", "transformers.masking_utils", "masks that generate prepares"),
+    Internal("create_recurrent_attention_mask", "transformers.masking_utils", "padding in later pieces of a prompt"),
     Internal("_get_default_generation_params", "transformers:GenerationConfig", "keys that others write"),
     Internal("_optimize_model_for_decode", "transformers:GenerationMixin", "experts in decoding"),
     Internal("_prepare_cache_for_generation", "transformers:GenerationMixin", "overridden: our cache layers"),

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.masking_utils import create_masks_for_generate, create_recurrent_attention_mask
 
 from deltazoo.generation.capture_conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
 from deltazoo.generation.captured_call import CapturedCall
@@ -46,29 +47,17 @@ class CapturedGeneration:
         with _call_offered(self, capture_step, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """As in transformers. Linear layers are told of padding in every piece of a prompt.
+    def create_masks_for_generate(self, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+        """As in transformers, but linear layers are told of the padding in every piece of a prompt.
 
-        Where masks are prepared ahead of the model, older versions leave it out once the cache holds a state.
+        transformers 5.14 tells them of none once the cache holds a state.
         """
-        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
-            input_ids,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-        masks = inputs.get("attention_mask")
-        if isinstance(masks, Mapping) and "linear_attention" in masks and isinstance(attention_mask, Tensor):
-            inputs["attention_mask"] = {**masks, "linear_attention": _padding_among(inputs, attention_mask)}
-        return inputs
+        create = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
+        masks = create(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
+        several_tokens = inputs_embeds.shape[1] > 1  # a single one is never padding
+        if several_tokens and isinstance(masks, dict) and masks.get("linear_attention", ...) is None:
+            masks["linear_attention"] = create_recurrent_attention_mask(kwargs["config"], inputs_embeds, attention_mask)
+        return masks
 
     def _prepare_cache_for_generation(
         self,
@@ -107,14 +96,6 @@ class CapturedGeneration:
         now = "captures its step in a CUDA graph" if reason is None else f"runs the ordinary loop: {reason}"
         last = _steps_of(self).last
         return f"generate {now}" if last is None else f"generate {now} (the last call: {last})"
-
-
-def _padding_among(inputs: Mapping[str, Any], attention_mask: Tensor) -> Tensor | None:
-    """The mask `[B, T]` of a step's own tokens, 1 = real; None where none can be padding: single tokens never are."""
-    tokens = inputs.get("input_ids")
-    num_tokens = (inputs["inputs_embeds"] if tokens is None else tokens).shape[1]
-    mask = attention_mask[:, -num_tokens:]
-    return None if num_tokens == 1 or bool(mask.all()) else mask.contiguous()
 
 
 def _steps_of(model: Any) -> KeptSteps:
