@@ -157,7 +157,8 @@ def serving(content: dict[str, Any]) -> str:
         "The Gated DeltaNet of [model_speed.md](model_speed.md), and a Qwen3-Next of these sizes, with random weights, "
         f"bfloat16. Each client streams {rounds} completions of {new_tokens:.0f} tokens, one after the other, greedy, "
         f"after prompts of {prompts:,} without a common beginning (`scripts/load_servers.sh`); those of `transformers "
-        "serve` one. Tokens per second are new tokens alone; the time includes the prompts, as that of `generate` does. "
+        "serve` one. Tokens per second are new tokens alone; the time includes the prompts, as that of `generate` "
+        "does. "
         f"All in one run: {machine(asked[-1][0]['run'])}"
     )
     header = ["model, server", "clients", "tokens/s", "`generate`", "share", "first token, s, p50", "p99", "failed"]

@@ -260,6 +260,7 @@ DECAY_CASES = [
         ("1", -1.0),
         ("2", -2.0),  # per channel and in bfloat16 what the forward and the backward pass take different products for
         ("5", -5.0),
+        ("10", -10.0),
         ("20", -20.0),
         ("50", -50.0),
         ("mixed", "mixed"),

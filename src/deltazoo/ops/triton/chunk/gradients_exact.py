@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
-from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, level_mask, undo_decay
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, centred_range, level_mask, middle_of
 from deltazoo.ops.triton.chunk.score_gradients import score_gradients, store_step_gradient
 from deltazoo.ops.triton.chunk.terms import masked_sum_transposed, three_terms, two_terms
 
@@ -70,6 +70,23 @@ def pair_gradients(
         tl.store(W + C * C + o_cc, tl.where(below, -b_dL, 0.0).to(W.dtype.element_ty))
     tl.debug_barrier()
     return b_dbeta, stored
+
+
+@triton.jit
+def level_in_range(g, DTYPE: tl.constexpr):
+    """The level from which on pairs need products of their own: within blocks of `1 << level` tokens one is enough.
+
+    That is where no channel leaves `centred_range` within a block (g: log2-decays, `[channels, 64 tokens]`); a block of
+    one token has no pairs. 6: the whole chunk is one block.
+    """
+    RANGE: tl.constexpr = centred_range(DTYPE)
+    sums = tl.sum(tl.reshape(g, [g.shape[0], 8, 8]), 2)
+    level = tl.where(tl.min(tl.min(sums, 1), 0) < -RANGE, 0, 3)
+    sums = tl.sum(tl.reshape(sums, [g.shape[0], 4, 2]), 2)
+    level = tl.where(tl.min(tl.min(sums, 1), 0) < -RANGE, level, 4)
+    sums = tl.sum(tl.reshape(sums, [g.shape[0], 2, 2]), 2)
+    level = tl.where(tl.min(tl.min(sums, 1), 0) < -RANGE, level, 5)
+    return tl.where(tl.min(tl.sum(sums, 1), 0) < -RANGE, level, 6)
 
 
 @triton.jit
@@ -176,40 +193,56 @@ def gradients_of_tile(
     # Without `where` the compiler would split the operands of this sum once per warp.
     b_g = tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR)
     b_g = tl.where(m_c[None, :], tl.trans(b_g), 0.0)
+    if STRONG:
+        first_level = level_in_range(b_g, DTYPE)
     g1, g2, g3 = three_terms(b_g, DTYPE)
     b_G = masked_sum_transposed(g1, g2, g3, tl.trans(later))
     entry = tl.exp2(b_G)
     read_entry = entry
     if UNDECAYED:
         read_entry = tl.exp2(masked_sum_transposed(g1, g2, g3, o_c[:, None] < o_c[None, :]))
-    if STRONG:
-        undone, direct = undo_decay(tl.trans(b_G), DTYPE)
-        undone = tl.trans(undone)
+    if STRONG:  # one product for pairs within a block, from and to the middle of its decay; levels for the others
+        RANGE: tl.constexpr = 0.5 * centred_range(DTYPE)
+        block = o_c >> first_level
+        within = block[:, None] == block[None, :]
+        half_decay = tl.maximum(middle_of(masked_sum_transposed(g1, g2, g3, within)), -RANGE)
+        b_G = masked_sum_transposed(g1, g2, g3, within & (o_c[:, None] <= o_c[None, :])) - half_decay
+        undone, from_middle = tl.exp2(tl.minimum(-b_G, RANGE)), tl.exp2(b_G)
+        read_from_middle = from_middle
+        if UNDECAYED:
+            read = masked_sum_transposed(g1, g2, g3, within & (o_c[:, None] < o_c[None, :]))
+            read_from_middle = tl.exp2(read - half_decay)
+        W_P = tl.where(within, W_P, 0.0).to(DTYPE)
+        if HAS_BETA:
+            W_L = tl.where(within, W_L, 0.0).to(DTYPE)
     else:
-        undone = tl.exp2(-b_G)
+        undone, from_middle, read_from_middle = tl.exp2(-b_G), entry, read_entry
     k_written = (b_k * undone).to(DTYPE)
     b_col *= tl.exp2(masked_sum_transposed(g1, g2, g3, o_c[:, None] > o_c[None, :]))
     b_last = tl.sum(b_k * b_col, 1)
 
-    if STRONG:  # pairs whose later token is out of range take the levels
-        W_P = tl.where(direct[:, None], W_P, 0.0).to(DTYPE)
+    # The row parts of dL and of the state both enter as `beta o row`; their products with k give d_beta.
+    if STRONG:
+        b_dq = entry * (b_dq * scale)
+        b_dq += from_middle * tl.dot(k_written, tl.trans(W_P), input_precision=PRECISION)
         if HAS_BETA:
-            W_L = tl.where(direct[:, None], W_L, 0.0).to(DTYPE)
-    b_dq = entry * tl.dot(k_written, tl.trans(W_P), b_dq * scale, input_precision=PRECISION)
+            b_row = -read_entry * b_row
+            b_row += read_from_middle * tl.dot(k_written, tl.trans(W_L), input_precision=PRECISION)
+    else:
+        b_dq = entry * tl.dot(k_written, tl.trans(W_P), b_dq * scale, input_precision=PRECISION)
+        if HAS_BETA:
+            b_row = read_entry * tl.dot(k_written, tl.trans(W_L), -b_row, input_precision=PRECISION)
+    b_pairs = tl.dot((b_q * from_middle).to(DTYPE), W_P, input_precision=PRECISION)
     if HAS_BETA:
-        # The row parts of dL and of the state both enter as `beta o row`; their products with k give d_beta.
-        b_row = read_entry * tl.dot(k_written, tl.trans(W_L), -b_row, input_precision=PRECISION)
-    b_pairs = tl.dot((b_q * entry).to(DTYPE), W_P, input_precision=PRECISION)
-    if HAS_BETA:
-        b_pairs = tl.dot((b_beta * b_e * read_entry).to(DTYPE), W_L, b_pairs, input_precision=PRECISION)
+        b_pairs = tl.dot((b_beta * b_e * read_from_middle).to(DTYPE), W_L, b_pairs, input_precision=PRECISION)
     b_col += undone * b_pairs
 
     if STRONG:
-        for level in tl.range(6, num_stages=1):
+        for level in tl.range(first_level, 6, num_stages=1):
             middle = (o_c >> (level + 1) << (level + 1)) + (1 << level) - 1
             low, high = tl.minimum(o_c, middle)[None, :], tl.maximum(o_c, middle)[None, :]
             f = tl.exp2(masked_sum_transposed(g1, g2, g3, (o_c[:, None] > low) & (o_c[:, None] <= high)))
-            pairs = level_mask(o_c, level) & (direct == 0)[:, None]
+            pairs = level_mask(o_c, level)
             k_f = b_k * f
             W_f = tl.where(pairs, tl.load(p_W), 0.0).to(DTYPE)
             b_dq += f * tl.dot(k_f.to(DTYPE), tl.trans(W_f), input_precision=PRECISION)
