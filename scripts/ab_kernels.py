@@ -28,7 +28,7 @@ from deltazoo.ops import delta_rule
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.tiling import tiles_for
 from deltazoo.workbench.bench.inputs import make_inputs
-from deltazoo.workbench.bench.operator_options import GATES
+from deltazoo.workbench.bench.operator_options import GATE_KINDS
 from deltazoo.workbench.bench.shapes import TABLE, Shape
 from deltazoo.workbench.bench.timing import CudaTimer
 
@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--op", choices=("delta", "gdn", "kda"), default="gdn")
     parser.add_argument("--shape", default="train", help=f"{', '.join(TABLE)} or BxTxHxKxV")
-    parser.add_argument("--gates", choices=tuple(GATES), default="medium")
+    parser.add_argument("--gates", choices=GATE_KINDS, default="medium")
     parser.add_argument("--precision", choices=("fast", "strict"), default="fast")
     parser.add_argument("--kernels", help="comma-separated; all unless given")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")

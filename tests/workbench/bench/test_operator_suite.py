@@ -18,7 +18,7 @@ from deltazoo.ops import delta_rule, linear_attention
 from deltazoo.workbench.bench import operator_suite
 from deltazoo.workbench.bench.inputs import make_inputs
 from deltazoo.workbench.bench.operator_candidates import candidates_for, has_peer, step_candidates
-from deltazoo.workbench.bench.operator_options import GATES, OPERATORS, gates_of, parse_peers
+from deltazoo.workbench.bench.operator_options import GATES, OPERATORS, UNEVEN, gates_of, parse_peers
 from deltazoo.workbench.bench.operator_results import OperatorResults
 from deltazoo.workbench.bench.operator_suite import DeviceLost, Plan, bench_ops
 from deltazoo.workbench.bench.shapes import Shape
@@ -266,6 +266,13 @@ def test_gates_have_the_stated_mean_and_bound(op: str, gates: str) -> None:
     assert inputs.log_decay.dtype == torch.float32 and inputs.log_decay.ndim == {"gdn": 3, "kda": 4}[op]
     assert inputs.log_decay.mean().item() == pytest.approx(GATES[gates], rel=0.03)
     assert 2 * GATES[gates] <= inputs.log_decay.min() and inputs.log_decay.max() <= 0
+
+
+def test_uneven_gates_go_from_channel_to_channel() -> None:
+    means = make_inputs(Shape(1, 4096, 2, 64, 8), "kda", "uneven", device="cpu").log_decay.mean((0, 1))
+    assert torch.allclose(means[:, 0], torch.tensor(UNEVEN[0]), rtol=0.1)
+    assert torch.allclose(means[:, -1], torch.tensor(UNEVEN[1]), rtol=0.1)
+    assert torch.allclose(means[:, 1:] / means[:, :-1], torch.tensor(5000 ** (1 / 63)), rtol=0.1)
 
 
 def test_inputs_are_what_the_page_says() -> None:

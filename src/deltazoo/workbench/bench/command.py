@@ -11,7 +11,7 @@ import typer
 
 from deltazoo.workbench.bench.arguments import choices, fail
 from deltazoo.workbench.bench.model_command import model
-from deltazoo.workbench.bench.operator_options import GATES, GROUPS, OPERATORS, OPS, PEERS, parse_peers
+from deltazoo.workbench.bench.operator_options import GATE_KINDS, GROUPS, OPERATORS, OPS, PEERS, parse_peers
 from deltazoo.workbench.bench.shapes import parse_shapes
 from deltazoo.workbench.device import check_device
 
@@ -88,7 +88,7 @@ def ops(
         ),
     ] = None,
     operators: Annotated[str, typer.Option("--ops", help=f"Out of {','.join(OPERATORS)},softmax.")] = ",".join(OPS),
-    gates: Annotated[str, typer.Option(help="Out of weak,medium,strong.")] = "weak,medium,strong",
+    gates: Annotated[str, typer.Option(help=f"Out of {','.join(GATE_KINDS)}.")] = "weak,medium,strong",
     peers: Annotated[str, typer.Option(help=f"Out of {','.join(PEERS)}, or none.")] = "fla,sdpa",
     measure: Annotated[
         str,
@@ -124,7 +124,7 @@ def ops(
         chosen: dict[str, Any] = {
             "shapes": parse_shapes(shapes or (_CPU_SHAPES if on_cpu else "table")),
             "ops": choices(operators, (*OPERATORS, "softmax"), "operator"),
-            "gates": choices(gates, tuple(GATES), "gate strength"),
+            "gates": choices(gates, GATE_KINDS, "gate strength"),
             "groups": groups,
             "peers": named_peers,
             "precisions": [None if name == "default" else name for name in precisions],

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.workbench.bench.operator_options import GATES, OPERATORS, Operator
+from deltazoo.workbench.bench.operator_options import GATES, OPERATORS, UNEVEN, Operator
 from deltazoo.workbench.bench.shapes import Shape
 
-__all__ = ["Inputs", "make_inputs"]
+__all__ = ["Inputs", "gate_means", "make_inputs"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class Inputs:
         return [self.q, self.k, self.v, *(x for x in others if x is not None and x.requires_grad)]
 
 
+def gate_means(gates: str, count: int) -> Tensor:
+    """Mean log-decays `[count]` per token of neighbouring channels or heads."""
+    if gates in GATES:
+        return torch.full((count,), GATES[gates])
+    first, last = (math.log(-mean) for mean in UNEVEN)
+    return -torch.linspace(first, last, count).exp()
+
+
 def make_inputs(shape: Shape, op: str, gates: str, *, device: str, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """Unit-length q and k, normal v, float32 beta = sigmoid(normal) and float32 gates of the wanted strength.
 
@@ -61,7 +70,7 @@ def make_inputs(shape: Shape, op: str, gates: str, *, device: str, dtype: torch.
     log_decay = None
     if gates != "none":
         size = (B, T, HV, K) if operator.decay == "channel" else (B, T, HV)
-        log_decay = (2 * GATES[gates] * uniform(*size)).requires_grad_()
+        log_decay = (2 * gate_means(gates, size[-1]).to(device) * uniform(*size)).requires_grad_()
     elif operator.decay == "fixed":
         log_decay = (-8 / HV * torch.arange(HV, device=device)).expand(B, T, HV).contiguous()
     inputs = Inputs(

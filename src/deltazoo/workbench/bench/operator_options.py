@@ -6,7 +6,18 @@ from dataclasses import dataclass
 
 from deltazoo.names import unknown
 
-__all__ = ["GATES", "GROUPS", "OPERATORS", "OPS", "PEERS", "Operator", "gates_of", "parse_peers"]
+__all__ = [
+    "GATES",
+    "GATE_KINDS",
+    "GROUPS",
+    "OPERATORS",
+    "OPS",
+    "PEERS",
+    "UNEVEN",
+    "Operator",
+    "gates_of",
+    "parse_peers",
+]
 
 GROUPS = ("forward", "training", "graphs", "memory", "host", "cold", "decode")
 """Groups of measures: eager forward, eager forward and backward, CUDA graphs of those of the two that are measured,
@@ -52,6 +63,12 @@ EDA). comba: its erase reads before the decay. gdn2: Gated DeltaNet-2. gla and l
 GATES = {"weak": -1e-3, "medium": -0.05, "strong": -1.0}
 """Mean log-decay per token. Each gate is uniform between 0 and twice its mean, so strong stays above -2."""
 
+UNEVEN = (-1e-3, -5.0)
+"""Of `uneven` gates: means from the first to the second, evenly in their logarithm, from channel to channel or from
+head to head. Trained models have such gates: a few channels forget within tokens, and most remember."""
+
+GATE_KINDS = (*GATES, "uneven")
+
 PEERS = ("fla", "fla-safe-gate", "fla-tilelang", "fla-flashqla", "flashqla", "sdpa")
 """fla: its chunk functions with default options, on its own Triton kernels, also where TileLang or FlashQLA are
 installed, whose kernels it would then take for some operators. fla-tilelang: gdn, kda and comba with the backward
@@ -62,7 +79,7 @@ kernels that it has in TileLang. fla-flashqla: gdn, handed to FlashQLA. fla-safe
 
 def gates_of(op: str) -> list[str]:
     """The gate strengths an operator can be timed with: `none` where there is no gate."""
-    return list(GATES) if op in OPERATORS and OPERATORS[op].decay in ("scalar", "channel") else ["none"]
+    return list(GATE_KINDS) if op in OPERATORS and OPERATORS[op].decay in ("scalar", "channel") else ["none"]
 
 
 def parse_peers(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from deltazoo.workbench.bench import lower_bound
 from deltazoo.workbench.bench.cold_start import FIRST
 from deltazoo.workbench.bench.operator_decoding import STEP_SHAPES
-from deltazoo.workbench.bench.operator_options import GATES, OPS
+from deltazoo.workbench.bench.operator_options import GATE_KINDS, GATES, OPS, UNEVEN
 from deltazoo.workbench.bench.operator_plots import draw_plots, share_of_lower_bound
 from deltazoo.workbench.bench.operator_results import MEASURES, OperatorResults, OperatorRow
 from deltazoo.workbench.bench.page_parts import enumerated, run_letters, runs_section
@@ -74,6 +74,7 @@ def render_page(results: OperatorResults, pictures: dict[str, str]) -> str:
     """
     page = _Page(results)
     gates = ", ".join(f"{mean:g} ({name})" for name, mean in GATES.items())
+    gates += f", {UNEVEN[0]:g} to {UNEVEN[1]:g} from channel to channel (uneven)"
     parts = ["# Benchmarks\n", page.answer(), _SOURCE, page.summary(), page.times()]
     parts += [page.memory_and_host(), page.decoding(), page.cold_start()]
     captions = {
@@ -258,7 +259,7 @@ class _Page:
 
     def _ordered(self, shape: str, measure: str) -> list[OperatorRow]:
         rows = [row for row in self.results.rows.values() if (row.shape, row.measure) == (shape, measure)]
-        return sorted(rows, key=lambda row: (OPS.index(row.op), ["none", *GATES].index(row.gates), row.library))
+        return sorted(rows, key=lambda row: (OPS.index(row.op), ["none", *GATE_KINDS].index(row.gates), row.library))
 
     def _target(self, row: OperatorRow) -> tuple[str, str]:
         for target in TARGETS:
