@@ -150,6 +150,7 @@ def _quality(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
         "bits per byte",
         *(f"minus {configuration_label(other)}" for other in others),
         "recall",
+        "training loss",
         "seeds",
     ]
     rows = []
@@ -165,13 +166,15 @@ def _quality(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
                 str(interval(configuration, results)),
                 *differences,
                 recall,
+                f"{of_seeds[0].curve[-1][1]:.3f}",
                 str(len(of_seeds)),
             ]
         )
     note = (
         f"Brackets: {LEVEL:.0%} of bootstrap resamples of files. Bold: called a difference by the rule below. Recall: "
         "the share of second occurrences of new identifiers that the first seed completes, in rows of the training "
-        "length."
+        "length. Training loss: nats per token at the end of the first seed's training, on text that it has read "
+        "before."
     )
     return table(header, rows, text_columns=1) + "\n" + filled(note) + "\n"
 

@@ -164,6 +164,8 @@ def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours
                 )
         axis.set_xlabel(title)
         axis.set_xlim(left=0)
+        axis.locator_params(axis="x", nbins=6)
+        axis.xaxis.set_major_formatter(lambda speed, _: f"{speed:,.0f}")
     axes[0].set_ylabel("bits per byte (lower is better)")
     axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return save_figure(figure, path)
