@@ -26,18 +26,8 @@ def log2_decay(log_decay, mask):
 
 
 @triton.jit
-def undo_decay(G, DTYPE: tl.constexpr):
-    """`exp2(-G)`, and which rows may use it: those for which all of it is in the range of DTYPE.
-
-    G falls along a chunk, so these rows come first. Whether a row is in range never depends on later tokens.
-    """
-    RANGE: tl.constexpr = exponent_range(DTYPE)
-    return tl.exp2(tl.minimum(-G, RANGE)), tl.min(G, 1) >= -RANGE
-
-
-@triton.jit
 def decays_beyond_one_product(g_last, DTYPE: tl.constexpr):
-    """Whether the decay of some channel over the chunk, `g_last [runs, channels]`, leaves the range of `undo_decay`."""
+    """Whether the decay of some channel over the chunk, `g_last [runs, channels]`, leaves `exponent_range`."""
     RANGE: tl.constexpr = exponent_range(DTYPE)
     return tl.min(tl.min(g_last, 1), 0) < -RANGE
 
