@@ -50,11 +50,12 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
-def check_greedy(model, ids, *, padded=False):
+def check_greedy(model, ids, *, padded=False, falls_back=False):
     """Two rows of different lengths, through steps of two widths, against `deltazoo.generate` of each alone."""
     table = RowTable(model, [2, 4], MOST)
     prompts = PromptRows(model, [2], PIECE, table.empty, padded=padded, max_length=MOST)
     prompts.capture()
+    assert prompts.padded == (padded and not falls_back)
     rows = {3: ids[0].tolist(), 1: ids[1, :6].tolist()}
     for row, prompt in rows.items():
         table.put(row, state_after(prompts, row % 2, prompt), prompt[-1], len(prompt) - 1, Sampling(), 0)
@@ -104,7 +105,8 @@ def test_swapped_models(family, layers, padded, device):
 def test_accelerated_models(family, padded, device):
     model = foreign_model(family).to(device)
     deltazoo.accelerate(model)
-    check_greedy(model, foreign_models.tokens(2, 20).to(device), padded=padded)
+    waits = device == "cuda" and "experts" in str(model).lower()  # in float32: `NoWaiting`
+    check_greedy(model, foreign_models.tokens(2, 20).to(device), padded=padded, falls_back=waits)
 
 
 KINDS = [*FEW, "hybrid", "hybrid_softmax_first", "swapped 1:1", "swapped all", *ACCELERATED]
