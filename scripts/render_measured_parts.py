@@ -173,7 +173,8 @@ def _hybrid(asked: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     )
     return (
         f"The hybrid gets {ours['tokens_per_second']:,.0f} tokens/s at {ours['clients']} clients; behind "
-        f"`transformers serve`, which runs its linear layers in plain torch, one request after the other, "
+        "`transformers serve`, which answers one request after the other and, without flash-linear-attention installed, "
+        "runs linear layers in plain torch, "
         f"{theirs['tokens_per_second']:,.0f} at {theirs['clients']}."
     )
 
