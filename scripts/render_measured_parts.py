@@ -173,8 +173,8 @@ def _hybrid(asked: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     )
     return (
         f"The hybrid gets {ours['tokens_per_second']:,.0f} tokens/s at {ours['clients']} clients; behind "
-        "`transformers serve`, which answers one request after the other and, without flash-linear-attention installed, "
-        "runs linear layers in plain torch, "
+        "`transformers serve`, which answers one request after the other and, without flash-linear-attention "
+        "installed, runs linear layers in plain torch, "
         f"{theirs['tokens_per_second']:,.0f} at {theirs['clients']}."
     )
 

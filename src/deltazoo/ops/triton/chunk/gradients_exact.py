@@ -1,8 +1,8 @@
 """The gradients of a chunk's inputs for one decay per key channel where `gradients_channel.py` is not exact enough.
 
 These are float32 inputs, and chunks where some channel leaves `centred_range` (`STRONG`): few under moderate gates, but
-most in some models that train. There pairs within blocks of tokens take one product, as far as the block is in range, and
-the others take the levels of `decay_factors`.
+most in some models that train. There pairs within blocks of tokens take one product, as far as the blocks are in range,
+and the others take the levels of `decay_factors`.
 """
 
 import triton
