@@ -101,8 +101,9 @@ class DeltaRuleCase:
     V: int = 24
     decay: Literal["none", "scalar", "channel"] = "none"
     # A number g: every token decays by between g and g/2. "mixed": log-uniform from -1e-4 to -50, and some exact zeros.
-    # "reset": mild, with -inf at the first token of the batch's last row and at one token in eight.
-    log_decay: float | Literal["mixed", "reset"] = -0.1
+    # "reset": mild, with -inf at the first token of the batch's last row and at one token in eight. "uneven": from
+    # channel to channel between -1e-3 and -20, log-uniform, as channels of a trained model may.
+    log_decay: float | Literal["mixed", "reset", "uneven"] = -0.1
     beta: float | Literal["uniform"] = "uniform"  # a constant, or uniform in [0, 2]
     keys: Literal["unit", "short", "long", "same", "alternating", "correlated", "zero", "some_zero"] = "unit"
     # The erase key: none of its own; a copy of k; b o k with b uniform in [0, 1]; a unit vector at 15 degrees from k,
@@ -235,6 +236,8 @@ class DeltaRuleCase:
             if self.decay == "channel":  # and single channels forgotten while their neighbours remember
                 g[uniform < 0.02] = -INF
             return g
+        if self.log_decay == "uneven":
+            return -0.001 * 20_000 ** torch.linspace(0, 1, shape[-1], dtype=torch.float64) * (0.5 + uniform / 2)
         return self.log_decay * (0.5 + uniform / 2)
 
 
@@ -266,6 +269,11 @@ DECAY_CASES = [
         ("mixed", "mixed"),
         ("reset", "reset"),
     ]
+] + [
+    DeltaRuleCase(
+        "channel_decay_uneven", T=150, K=128, groups=2, decay="channel", log_decay="uneven", initial_state=True
+    ),
+    DeltaRuleCase("channel_decay_uneven_packed", lengths=(70, 1, 66), K=96, decay="channel", log_decay="uneven"),
 ]
 
 KEY_CASES = [

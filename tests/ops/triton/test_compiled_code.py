@@ -116,6 +116,7 @@ CASES = [
     replace(NARROW, name="channel_moderate", log_decay=-0.05),
     # One product serves for blocks of 32, 16 and 8 tokens, and for none of two (`level_in_range`).
     *(replace(NARROW, name=f"channel{g}", log_decay=g) for g in (-4.0, -8.0, -16.0, -60.0)),
+    replace(NARROW, name="channel_uneven", K=128, log_decay="uneven"),
     replace(NARROW, name="scalar", K=64, V=72, decay="scalar", initial_state=True),
     replace(NARROW, name="channel_moderate_update", K=64, log_decay=-0.05, **TOGETHER),  # two tiles of key channels
 ]
@@ -130,7 +131,14 @@ MANY = (
     ]
     + [
         replace(NARROW, name=f"update-{decay}-{g}-{K}x{V}", K=K, V=V, decay=decay, log_decay=g, groups=2, **TOGETHER)
-        for decay, g in (("none", 0.0), ("scalar", "reset"), ("channel", "reset"), ("channel", -0.3), ("channel", -8.0))
+        for decay, g in (
+            ("none", 0.0),
+            ("scalar", "reset"),
+            ("channel", "reset"),
+            ("channel", -0.3),
+            ("channel", -8.0),
+            ("channel", "uneven"),
+        )
         for K, V in ((96, 33), (128, 128))
     ]
 )

@@ -72,7 +72,7 @@ class Run:
         half = self.dtype != torch.float32
         # Four rounded operands lie between input and result: state, inverse, corrections, scores.
         floor = 4.0
-        if self.case.log_decay in ("mixed", "reset", -50.0, -60.0) and not half:
+        if self.case.log_decay in ("mixed", "reset", "uneven", -50.0, -60.0) and not half:
             if self.case.decay == "scalar":
                 # Exponents per head are differences of float32 sums that fall by up to 200 (a factor ln 2) at each
                 # reset; one token in eight resets. Decays of 50 and 60 at every token fall further in a chunk.
@@ -125,6 +125,11 @@ INTERPRETED = [
     ),
     *(Run(shaped(f"{decay}_resets", T=70, decay=decay, log_decay="reset")) for decay in DECAYS[1:]),
     *(Run(shaped(f"{decay}_mixed", T=70, decay=decay, log_decay="mixed"), torch.float16) for decay in DECAYS[1:]),
+    *(
+        Run(shaped(f"channel_uneven_{update['T']}", K=128, decay="channel", log_decay="uneven", **update), dtype)
+        for dtype in (torch.float16, torch.float32)
+        for update in (dict(T=70), dict(T=36, erase="gated", erase_reads="undecayed", num_micro_steps=2))
+    ),
     Run(shaped("channel_wide", V=136, decay="channel", log_decay=-0.05), torch.float16),
     Run(shaped("channel_wide_keys", T=70, K=136, decay="channel", log_decay="mixed"), torch.float16),
     *(Run(shaped(f"tokens_{T}", T=T, decay="channel", initial_state=True)) for T in (1, 15, 63, 64, 65)),

@@ -492,19 +492,21 @@ def chunk_gradients(
         p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
         p.float32(plan.slots, CHUNK), *gradients,
     )  # fmt: skip
-    if gradients_on_hopper(p):
+    on_hopper = gradients_on_hopper(p)
+    if on_hopper:
         dq, dk, _, dv, d_beta, d_log_decay = gradients
         launch(
             hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel(),
             p.q, p.k, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
             dq, dk, dv, d_beta, d_log_decay,
         )  # fmt: skip
-    elif plan.half:
-        launch(chunk_gradients_channel_kernel, plan.chunk_gradients_channel(), *tensors, *p.chunk_offsets)
-    for strong in (True,) if plan.half else (False, True):
-        constants = plan.chunk_gradients_exact(strong)
-        W = p.q.new_empty(constants.grid[0], plan.matrices, CHUNK, CHUNK)
-        launch(chunk_gradients_exact_kernel, constants, *tensors, W, *p.chunk_offsets)
+    for strong in (True,) if on_hopper else (False, True):
+        constants = plan.chunk_gradients_channel(strong)
+        if plan.half:
+            launch(chunk_gradients_channel_kernel, constants, *tensors, *p.chunk_offsets)
+        else:
+            W = p.q.new_empty(constants.grid[0], plan.matrices, CHUNK, CHUNK)
+            launch(chunk_gradients_exact_kernel, constants, *tensors, W, *p.chunk_offsets)
 
 
 def gradients_on_hopper(p: Problem) -> bool:

@@ -346,9 +346,12 @@ class Plan:
         return Constants(*self.chunk_grid(), DECAY=self.decay, **self.precisions, **arguments)
 
     @per_plan
-    def chunk_gradients_channel(self) -> Constants:
-        """The launch for decay per channel and 16-bit inputs: chunks without strong decay."""
-        return Constants(*self.chunk_grid(), **self._gradient_arguments(self.tiles.gradients))
+    def chunk_gradients_channel(self, strong: bool) -> Constants:
+        """The launch for decay per channel that does the chunks with strong decay, or all others."""
+        grid, neighbours = self.neighbour_grid() if strong else ((self.slots,), dict(chunks=1, slots=self.slots))
+        return Constants(
+            *grid, STRONG=int(strong), **neighbours, **self._gradient_arguments(self.tiles.gradients)
+        )  # fmt: skip
 
     @per_plan
     def hopper_chunk_gradients_channel(self) -> Constants:
@@ -357,13 +360,6 @@ class Plan:
             *self.chunk_grid(), scale=self.scale, channels=self.K, nothing=0, T=self.T, NT=self.NT,
             H=self.H, HV=self.HV, GROUPED=self.H != self.HV, num_warps=4,
         )  # fmt: skip
-
-    @per_plan
-    def chunk_gradients_exact(self, strong: bool) -> Constants:
-        """The launch for decay per channel that does the chunks with strong decay, or all others."""
-        grid, neighbours = self.neighbour_grid() if strong else ((self.slots,), dict(chunks=1, slots=self.slots))
-        arguments = self._gradient_arguments(self.tiles.gradients_exact)
-        return Constants(*grid, STRONG=int(strong), **neighbours, **arguments)
 
 
 plan_for = lru_cache(maxsize=1024)(Plan)

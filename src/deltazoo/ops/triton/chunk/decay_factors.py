@@ -60,26 +60,27 @@ def middle_of(g_last):
 
 
 @triton.jit
-def level_factor(g1, g2, g3, o_c, level):
+def level_factor(g, o_c, level, DTYPE: tl.constexpr):
     """Decay between each row and the middle of its block of `2 << level` rows, as a factor <= 1 (g: log2-decays).
 
     A pair of tokens i >= j with i in the right and j in the left half meets at that middle, so the product of the two
     factors is the decay between them: no exponent is ever positive, whatever the gates are.
     """
-    middle = (o_c >> (level + 1) << (level + 1)) + (1 << level) - 1
-    low, high = tl.minimum(o_c, middle)[:, None], tl.maximum(o_c, middle)[:, None]
-    return tl.exp2(masked_sum((o_c[None, :] > low) & (o_c[None, :] <= high), g1, g2, g3))
+    row, other = o_c[:, None], o_c[None, :]
+    middle = (row >> (level + 1) << (level + 1)) + (1 << level) - 1
+    between = (other > tl.minimum(row, middle)) & (other <= tl.maximum(row, middle))
+    return tl.exp2(masked_sum(between.to(DTYPE), g))
 
 
 @triton.jit
-def undecayed_level_factor(g1, g2, g3, o_c, level):
+def undecayed_level_factor(g, o_c, level, DTYPE: tl.constexpr):
     """The factor of the later row of a pair if it reads before its own decay: `level_factor` without that decay."""
-    middle = ((o_c >> (level + 1) << (level + 1)) + (1 << level) - 1)[:, None]
-    return tl.exp2(masked_sum((o_c[None, :] > middle) & (o_c[None, :] < o_c[:, None]), g1, g2, g3))
+    row, other = o_c[:, None], o_c[None, :]
+    middle = (row >> (level + 1) << (level + 1)) + (1 << level) - 1
+    return tl.exp2(masked_sum(((other > middle) & (other < row)).to(DTYPE), g))
 
 
 @triton.jit
 def level_mask(o_c, level):
-    """Pairs (i, j) with i in the right and j in the left half of one block of `2 << level` rows."""
-    half = o_c >> level
-    return ((half >> 1)[:, None] == (half >> 1)[None, :]) & (half[:, None] > half[None, :])
+    """Pairs with one token in each half of a block of `2 << level` rows."""
+    return ((o_c >> level)[:, None] ^ (o_c >> level)[None, :]) == 1

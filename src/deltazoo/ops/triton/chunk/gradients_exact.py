@@ -1,17 +1,15 @@
-"""The gradients of a chunk's inputs for one decay per key channel where `gradients_channel.py` is not exact enough.
+"""The gradients of a chunk's inputs for one decay per key channel, of float32 inputs.
 
-These are float32 inputs, and chunks where some channel leaves `centred_range` (`STRONG`): few under moderate gates, but
-most in some models that train. There pairs within blocks of tokens take one product, as far as the blocks are in range,
-and the others take the levels of `decay_factors`.
+Rows for which `exp(-G)` is in range take one product, as in `prepare_channel.py`, and the rows after them (STRONG) six
+levels of blocks.
 """
 
 import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
-from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, centred_range, level_mask, middle_of
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, exponent_range, level_mask
 from deltazoo.ops.triton.chunk.score_gradients import score_gradients, store_step_gradient
-from deltazoo.ops.triton.chunk.terms import masked_sum_transposed, three_terms, two_terms
 
 
 @triton.jit
@@ -74,20 +72,9 @@ def pair_gradients(
 
 
 @triton.jit
-def level_in_range(g, DTYPE: tl.constexpr):
-    """The level from which on pairs need products of their own: within blocks of `1 << level` tokens one is enough.
-
-    That is where no channel leaves `centred_range` within a block (g: log2-decays, `[channels, 64 tokens]`); a block of
-    one token has no pairs. 6: the whole chunk is one block.
-    """
-    RANGE: tl.constexpr = centred_range(DTYPE)
-    sums = tl.sum(tl.reshape(g, [g.shape[0], 8, 8]), 2)
-    level = tl.where(tl.min(tl.min(sums, 1), 0) < -RANGE, 0, 3)
-    sums = tl.sum(tl.reshape(sums, [g.shape[0], 4, 2]), 2)
-    level = tl.where(tl.min(tl.min(sums, 1), 0) < -RANGE, level, 4)
-    sums = tl.sum(tl.reshape(sums, [g.shape[0], 2, 2]), 2)
-    level = tl.where(tl.min(tl.min(sums, 1), 0) < -RANGE, level, 5)
-    return tl.where(tl.min(tl.sum(sums, 1), 0) < -RANGE, level, 6)
+def masked_sum(x, mask):
+    """`x @ mask`: sums of float32 values over selected tokens, along the rows."""
+    return tl.dot(x, mask.to(tl.float32), input_precision="tf32x3")
 
 
 @triton.jit
@@ -138,7 +125,6 @@ def gradients_of_tile(
     Everything is transposed, `[key channels, tokens]`: products of 32 rows are synchronous on Hopper with any number of
     warps, and those of 64 rows have been miscompiled (docs/kernels.md).
     """
-    DTYPE: tl.constexpr = q.dtype.element_ty
     o_c, o_v, o_k = tl.arange(0, C), tl.arange(0, BV), i_k * BK + tl.arange(0, BK)
     m_c, m_k = o_c < rows, o_k < K
     m_ck = m_c[:, None] & m_k[None, :]
@@ -190,74 +176,57 @@ def gradients_of_tile(
         W_L = tl.load(p_W + C * C)
         b_beta = tl.load(beta + slot * C + o_c)[None, :]
     # W_P is strictly lower, so its zeros are those of the mask, which is then held in registers as W_P is.
-    later = tl.where(o_c[:, None] >= o_c[None, :], 1.0, W_P).to(DTYPE)
+    later = tl.where(o_c[:, None] >= o_c[None, :], 1.0, W_P)
     # Without `where` the compiler would split the operands of this sum once per warp.
     b_g = tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR)
     b_g = tl.where(m_c[None, :], tl.trans(b_g), 0.0)
-    if STRONG:
-        first_level = level_in_range(b_g, DTYPE)
-    g1, g2, g3 = three_terms(b_g, DTYPE)
-    b_G = masked_sum_transposed(g1, g2, g3, tl.trans(later))
+    b_G = masked_sum(b_g, tl.trans(later))
     entry = tl.exp2(b_G)
     read_entry = entry
     if UNDECAYED:
-        read_entry = tl.exp2(masked_sum_transposed(g1, g2, g3, o_c[:, None] < o_c[None, :]))
-    if STRONG:  # one product for pairs within a block, from and to the middle of its decay; levels for the others
-        RANGE: tl.constexpr = 0.5 * centred_range(DTYPE)
-        block = o_c >> first_level
-        within = block[:, None] == block[None, :]
-        half_decay = tl.maximum(middle_of(masked_sum_transposed(g1, g2, g3, within)), -RANGE)
-        b_G = masked_sum_transposed(g1, g2, g3, within & (o_c[:, None] <= o_c[None, :])) - half_decay
-        undone, from_middle = tl.exp2(tl.minimum(-b_G, RANGE)), tl.exp2(b_G)
-        read_from_middle = from_middle
-        if UNDECAYED:
-            read = masked_sum_transposed(g1, g2, g3, within & (o_c[:, None] < o_c[None, :]))
-            read_from_middle = tl.exp2(read - half_decay)
-        W_P = tl.where(within, W_P, 0.0).to(DTYPE)
-        if HAS_BETA:
-            W_L = tl.where(within, W_L, 0.0).to(DTYPE)
+        read_entry = tl.exp2(masked_sum(b_g, o_c[:, None] < o_c[None, :]))
+    if STRONG:
+        RANGE: tl.constexpr = exponent_range(tl.float32)
+        undone, direct = tl.exp2(tl.minimum(-b_G, RANGE)), tl.min(b_G, 0) >= -RANGE
     else:
-        undone, from_middle, read_from_middle = tl.exp2(-b_G), entry, read_entry
-    k_written = (b_k * undone).to(DTYPE)
-    b_col *= tl.exp2(masked_sum_transposed(g1, g2, g3, o_c[:, None] > o_c[None, :]))
+        undone = tl.exp2(-b_G)
+    k_written = b_k * undone
+    b_col *= tl.exp2(masked_sum(b_g, o_c[:, None] > o_c[None, :]))
     b_last = tl.sum(b_k * b_col, 1)
 
-    # The row parts of dL and of the state both enter as `beta o row`; their products with k give d_beta.
-    if STRONG:
-        b_dq = entry * (b_dq * scale)
-        b_dq += from_middle * tl.dot(k_written, tl.trans(W_P), input_precision=PRECISION)
+    if STRONG:  # pairs whose later token is out of range take the levels
+        W_P = tl.where(direct[:, None], W_P, 0.0)
         if HAS_BETA:
-            b_row = -read_entry * b_row
-            b_row += read_from_middle * tl.dot(k_written, tl.trans(W_L), input_precision=PRECISION)
-    else:
-        b_dq = entry * tl.dot(k_written, tl.trans(W_P), b_dq * scale, input_precision=PRECISION)
-        if HAS_BETA:
-            b_row = read_entry * tl.dot(k_written, tl.trans(W_L), -b_row, input_precision=PRECISION)
-    b_pairs = tl.dot((b_q * from_middle).to(DTYPE), W_P, input_precision=PRECISION)
+            W_L = tl.where(direct[:, None], W_L, 0.0)
+    b_dq = entry * tl.dot(k_written, tl.trans(W_P), b_dq * scale, input_precision=PRECISION)
     if HAS_BETA:
-        b_pairs = tl.dot((b_beta * b_e * read_from_middle).to(DTYPE), W_L, b_pairs, input_precision=PRECISION)
+        # The row parts of dL and of the state both enter as `beta o row`; their products with k give d_beta.
+        b_row = read_entry * tl.dot(k_written, tl.trans(W_L), -b_row, input_precision=PRECISION)
+    b_pairs = tl.dot(b_q * entry, W_P, input_precision=PRECISION)
+    if HAS_BETA:
+        b_pairs = tl.dot(b_beta * b_e * read_entry, W_L, b_pairs, input_precision=PRECISION)
     b_col += undone * b_pairs
 
     if STRONG:
-        for level in tl.range(first_level, 6, num_stages=1):
+        for level in tl.range(6, num_stages=1):
             middle = (o_c >> (level + 1) << (level + 1)) + (1 << level) - 1
             low, high = tl.minimum(o_c, middle)[None, :], tl.maximum(o_c, middle)[None, :]
-            f = tl.exp2(masked_sum_transposed(g1, g2, g3, (o_c[:, None] > low) & (o_c[:, None] <= high)))
-            pairs = level_mask(o_c, level)
+            f = tl.exp2(masked_sum(b_g, (o_c[:, None] > low) & (o_c[:, None] <= high)))
+            pairs = level_mask(o_c, level) & (direct == 0)[:, None]
             k_f = b_k * f
-            W_f = tl.where(pairs, tl.load(p_W), 0.0).to(DTYPE)
-            b_dq += f * tl.dot(k_f.to(DTYPE), tl.trans(W_f), input_precision=PRECISION)
-            b_col += f * tl.dot((b_q * f).to(DTYPE), W_f, input_precision=PRECISION)
+            W_f = tl.where(pairs, tl.load(p_W), 0.0)
+            b_dq += f * tl.dot(k_f, tl.trans(W_f), input_precision=PRECISION)
+            b_col += f * tl.dot(b_q * f, W_f, input_precision=PRECISION)
             if HAS_BETA:
-                W_f = tl.where(pairs, tl.load(p_W + C * C), 0.0).to(DTYPE)
+                W_f = tl.where(pairs, tl.load(p_W + C * C), 0.0)
                 f_read, e_f = f, k_f
                 if UNDECAYED:
                     between = (o_c[:, None] > middle[None, :]) & (o_c[:, None] < o_c[None, :])
-                    f_read = tl.exp2(masked_sum_transposed(g1, g2, g3, between))
+                    f_read = tl.exp2(masked_sum(b_g, between))
                 if UNDECAYED or erase_key is not None:
                     e_f = b_e * f_read
-                b_row += f_read * tl.dot(k_f.to(DTYPE), tl.trans(W_f), input_precision=PRECISION)
-                b_col += f * tl.dot((b_beta * e_f).to(DTYPE), W_f, input_precision=PRECISION)
+                b_row += f_read * tl.dot(k_f, tl.trans(W_f), input_precision=PRECISION)
+                b_col += f * tl.dot(b_beta * e_f, W_f, input_precision=PRECISION)
 
     b_dk, b_dG = b_col, b_q * b_dq - b_k * b_col
     part = tl.zeros([C], dtype=tl.float32)
@@ -273,14 +242,7 @@ def gradients_of_tile(
     b_dk += b_diagonal * b_q
     tl.store(dq + o_gate, tl.trans(b_dq).to(dq.dtype.element_ty), mask=m_query_k)
     tl.store(dk + o_dk, tl.trans(b_dk).to(dk.dtype.element_ty), mask=m_ck)
-    if tl.float32 == DTYPE:
-        b_dg = tl.dot(b_dG, later, input_precision="tf32x3")
-    elif tl.float16 == DTYPE:  # gradients may leave its range
-        b_dg = tl.cumsum(b_dG, 1, reverse=True)
-    else:
-        x, y = two_terms(b_dG, DTYPE)
-        b_dg = tl.dot(y, later)
-        b_dg = tl.dot(x, later, b_dg)
+    b_dg = masked_sum(b_dG, later)
     b_dg += b_last[:, None] + (tl.exp2(g_last) * tl.sum(b_overlap, 0))[:, None]
     if UNDECAYED and HAS_BETA:  # a token's own decay does not act on what it reads to erase
         b_dg -= b_e * b_row

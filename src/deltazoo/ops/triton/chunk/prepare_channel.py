@@ -28,7 +28,7 @@ from deltazoo.ops.triton.chunk.decay_factors import (
 )
 from deltazoo.ops.triton.chunk.inverse import store_inverse
 from deltazoo.ops.triton.chunk.prepare import store_scores
-from deltazoo.ops.triton.chunk.terms import masked_sum, three_terms
+from deltazoo.ops.triton.chunk.terms import masked_sum
 
 
 @triton.jit
@@ -97,6 +97,7 @@ def add_levels(
 ):
     """Add the pairs of the rows that are not `direct`, over some channels, and store these channels of `k_out`."""
     DTYPE: tl.constexpr = q.dtype.element_ty
+    RANGE: tl.constexpr = exponent_range(DTYPE)
     o_qk, o_gk = o_c[:, None] * q_stride + o_k[None, :], o_c[:, None] * g_stride + o_k[None, :]
     o_query, m_query, o_gate, m_gate = o_qk, m_ck, o_gk, m_ck
     if MICRO_STEPS > 1:
@@ -108,26 +109,37 @@ def add_levels(
     b_e = b_k
     if erase_key is not None:
         b_e = tl.load(erase_key + o_qk, mask=m_ck, other=0.0)
-    g1, g2, g3 = three_terms(log2_decay(log_decay + o_gate, m_gate), DTYPE)
-    b_k_out = b_k * tl.exp2(masked_sum(o_c[None, :] > o_c[:, None], g1, g2, g3))
+    b_g = log2_decay(log_decay + o_gate, m_gate)
+    b_k_out = b_k * tl.exp2(masked_sum((o_c[None, :] > o_c[:, None]).to(DTYPE), b_g))
     tl.store(k_out + o_gk, b_k_out.to(DTYPE), mask=m_ck)
     b_qk = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
     diagonal = (o_c[:, None] == o_c[None, :]) & (direct == 0)
     b_P += tl.where(diagonal, b_qk[:, None], 0.0)
     if HAS_BETA:  # for the erase gain
         b_N += tl.where(diagonal, tl.sum(b_e.to(tl.float32) * b_k.to(tl.float32), 1)[:, None], 0.0)
-    for level in tl.range(6, num_stages=1):
-        f = level_factor(g1, g2, g3, o_c, level)
-        pairs = level_mask(o_c, level) & (direct == 0)
-        k_f, q_f = (b_k * f).to(DTYPE), (b_q * f).to(DTYPE)
-        b_P += tl.where(pairs, tl.dot(q_f, tl.trans(k_f), input_precision=PRECISION), 0.0)
+
+    # Within blocks of 16 rows: those in range from the block's start take one product.
+    before = ((o_c >> 4)[:, None] == (o_c >> 4)[None, :]) & (o_c[None, :] <= o_c[:, None])
+    b_G = masked_sum(before.to(DTYPE), b_g)
+    near = tl.min(b_G, 1)[:, None] >= -RANGE
+    pairs = before & near & (o_c[:, None] > o_c[None, :]) & (direct == 0)
+    decay, undone = tl.exp2(b_G), tl.exp2(tl.minimum(-b_G, RANGE))
+    k_written = tl.trans((b_k * undone).to(DTYPE))
+    b_P += tl.where(pairs, tl.dot((b_q * decay).to(DTYPE), k_written, input_precision=PRECISION), 0.0)
+    if HAS_BETA:
+        if UNDECAYED:
+            decay = tl.exp2(masked_sum((before & (o_c[None, :] < o_c[:, None])).to(DTYPE), b_g))
+        b_N += tl.where(pairs, tl.dot((b_e * decay).to(DTYPE), k_written, input_precision=PRECISION), 0.0)
+    # All others take the levels; those below 4 are of pairs within such a block.
+    all_near = tl.min((near | (direct != 0)).to(tl.int32), 0)
+    for level in tl.range(4 * tl.min(all_near, 0), 6, num_stages=1):
+        f = level_factor(b_g, o_c, level, DTYPE)
+        pairs = level_mask(o_c, level) & (direct == 0) & ((near == 0) | (level >= 4))
+        k_f, q_f = tl.trans((b_k * f).to(DTYPE)), (b_q * f).to(DTYPE)
+        b_P += tl.where(pairs, tl.dot(q_f, k_f, input_precision=PRECISION), 0.0)
         if HAS_BETA:
-            e_f = k_f
-            if UNDECAYED:
-                e_f = (b_e * undecayed_level_factor(g1, g2, g3, o_c, level)).to(DTYPE)
-            elif erase_key is not None:
-                e_f = (b_e * f).to(DTYPE)
-            b_N += tl.where(pairs, tl.dot(e_f, tl.trans(k_f), input_precision=PRECISION), 0.0)
+            f_read = undecayed_level_factor(b_g, o_c, level, DTYPE) if UNDECAYED else f
+            b_N += tl.where(pairs, tl.dot((b_e * f_read).to(DTYPE), k_f, input_precision=PRECISION), 0.0)
     return b_P, b_N
 
 
@@ -232,8 +244,7 @@ def prepare_chunk(
         tl.store(k_in + o_gk, k_read, mask=mask)
         if not STRONG:
             if tl.float32 == DTYPE:
-                g1, g2, g3 = three_terms(b_g, DTYPE)
-                b_k_out = b_k * tl.exp2(masked_sum(tl.trans(row) > row, g1, g2, g3))
+                b_k_out = b_k * tl.exp2(masked_sum((tl.trans(row) > row).to(DTYPE), b_g))
             else:  # as good as 16 bits
                 b_k_out = (k_written * of_all_runs(tl.exp2(g_last), C)).to(DTYPE)
             tl.store(k_out + o_gk, b_k_out, mask=mask)
