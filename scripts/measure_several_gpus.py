@@ -10,10 +10,12 @@ What is timed: a call on all ranks after a barrier; the slowest rank counts, and
 whole work on one GPU, which all ranks do at the same time without a word to each other.
 
 * `operator`, `layer`: one row of tokens, forward, and forward and backward; bfloat16. Layers include projections.
-* `model`: bfloat16 weights with float32 gates, forward, backward, clipping, AdamW. DDP and FSDP2 have 8 rows of 4,096
-  tokens per GPU; tensor parallelism 8 rows in all; context parallelism and FSDP2 x CP one row of 131,072.
+* `model`: bfloat16 weights with float32 gates, forward, backward, clipping, AdamW. DDP and FSDP2 have 8 rows (`--rows`)
+  of 4,096 tokens per GPU; tensor parallelism as many in all; context parallelism and FSDP2 x CP one row of 131,072.
 * `million`: forward and backward of one row of 1,048,576 tokens with `recompute="block"`.
-* `trace`: how much of the time of NCCL's kernels other kernels run.
+* `trace`: of a layer, or of a training step of a model: the time of all kernels, of NCCL's, how much of the latter
+  other kernels run in, and how much of the time no kernel runs, when the GPU waits for the host. Times of a traced call
+  are longer than those of others, as the tracer works on the host, too; `wall_ms` is that of calls without it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -46,8 +48,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import deltazoo
-from deltazoo.distributed import fully_shard_model, local_batch
-from deltazoo.layers import make_layer
+from deltazoo.distributed import clip_grad_norm_, fully_shard_model, local_batch
+from deltazoo.layers import make_layer, parameter_groups
 from deltazoo.ops import ContextParallel, delta_rule
 from deltazoo.workbench.bench.inputs import make_inputs
 from deltazoo.workbench.bench.model_candidates import SIZES, candidates
@@ -64,6 +66,7 @@ OPERATORS = {"delta_net": ("delta", "none"), "gated_deltanet": ("gdn", "medium")
 LONG_ROW = 131072 // SMALL
 Row = dict[str, Any]
 Rows = Iterator[Row]
+Span = tuple[float, float]
 
 
 class Ranks:
@@ -186,21 +189,29 @@ def fla_call(mixer: str, tokens: int, heads: int, backward: bool, group: Any, to
 
 
 def ring_call(tokens: int, heads: int, backward: bool, mesh: DeviceMesh | None) -> Callable:
-    """Causal softmax attention of torch; with a mesh under its context parallelism, a ring of keys and values."""
+    """Causal softmax attention of torch; with a mesh under its context parallelism, which exchanges keys and values.
+
+    torch shards the buffers that it is given, and balances the ranks' work where one of them divides evenly. The
+    tensors here are pieces already, so it gets a buffer that nobody reads.
+    """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v = (torch.randn(1, heads, tokens, 128, device=DEVICE, dtype=DTYPE, requires_grad=backward) for _ in range(3))
     gradient = torch.randn_like(q)
 
+    def sharing() -> AbstractContextManager[None]:
+        if mesh is None:
+            return nullcontext()
+        unread = torch.empty(2 * mesh.size(), device=DEVICE)
+        return context_parallel(mesh, buffers=[unread], buffer_seq_dims=[0], no_restore_buffers={unread})
+
+    def attention() -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # replaced while ranks share
+
     def call() -> None:
-        with nullcontext() if mesh is None else context_parallel(mesh), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            run(
-                partial(nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True),
-                [q, k, v],
-                gradient,
-                backward,
-            )
+        with sharing(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            run(attention, [q, k, v], gradient, backward)
 
     return call
 
@@ -263,38 +274,86 @@ def layer_rows(ranks: Ranks, mixer: str, tokens: int, heads: int, graph: bool) -
 
 
 def trace_rows(ranks: Ranks, mixer: str, tokens: int, heads: int) -> Rows:
-    """`hidden_share` of NCCL's kernels in forward and backward of a layer, on the rank where it is least."""
+    """Forward and backward of a layer."""
     call = layer_call(mixer, tokens // ranks.size, heads, True, pieces(ranks, tokens))
-    for _ in range(3):
-        call()
-    ranks.wait()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
-    with profile(activities=activities) as recorded:
-        for _ in range(5):
-            call()
-        ranks.wait()
-    exchange, other = [], []
-    for event in recorded.events() or ():
-        if event.device_type == DeviceType.CUDA:
-            span = (event.time_range.start, event.time_range.end)
-            (exchange if "nccl" in event.name.lower() else other).append(span)
-    exchange = exchange[:-1] if ON_GPU else exchange  # the last is the barrier's
-    total = sum(end - start for start, end in exchange)
-    hidden = sum(overlap(span, other) for span in exchange)
-    share = -ranks.most(-(hidden / total if total else 0.0))
     row = {"case": "trace", "what": mixer, "library": "deltazoo", "tokens": tokens, "heads": heads}
-    yield {**row, "way": "context parallel", "measure": "hidden_share", "value": share, "samples": 5}
-    yield {**row, "way": "context parallel", "measure": "exchange_ms", "value": ranks.most(total / 5e3), "samples": 5}
+    yield from traced(ranks, call, {**row, "way": "context parallel"})
 
 
-def overlap(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
-    """How much of a span others cover."""
-    covered, reached = 0.0, span[0]
-    for start, end in sorted(others):
-        start, end = max(start, reached), min(end, span[1])
-        if end > start:
-            covered, reached = covered + end - start, end
-    return covered
+def trace_model_rows(ranks: Ranks, size: str, what: str, way: str, rows: int) -> Rows:
+    """A training step."""
+    step, row = model_step(ranks, size, what, way, rows)
+    yield from traced(ranks, step, {**row, "case": "trace"})
+
+
+def traced(ranks: Ranks, call: Callable[[], object], row: Row, calls: int = 5) -> Rows:
+    """What kernels do in a call, each number from the rank where it is worst; the longest kernels are printed."""
+    wall = spread(ranks.milliseconds(call, calls))
+    # Without the host's side, which would slow the host down.
+    with profile(activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU]) as recorded:
+        ranks.wait()
+        for _ in range(calls):
+            call()
+        if ON_GPU:
+            torch.cuda.synchronize()
+    kernels = kernels_after_first_exchange(recorded)
+    exchange = union([span for name, span in kernels if "nccl" in name.lower()])
+    other = union([span for name, span in kernels if "nccl" not in name.lower()])
+    busy = union([span for _, span in kernels])
+    whole = busy[-1][1] - busy[0][0] if busy else 0.0
+    hidden = length_of(exchange) + length_of(other) - length_of(busy)
+    found = {
+        "traced_ms": ranks.most(whole / calls / 1e3),
+        "kernels_ms": ranks.most(length_of([span for _, span in kernels]) / calls / 1e3),
+        "exchange_ms": ranks.most(length_of(exchange) / calls / 1e3),
+        "idle_share": ranks.most(1 - length_of(busy) / whole if busy else 0.0),
+    }
+    if row["way"] != "alone":
+        found["hidden_share"] = -ranks.most(-(hidden / length_of(exchange) if exchange else 0.0))
+    yield {**row, "measure": "wall_ms", **wall}
+    for measure, value in found.items():
+        yield {**row, "measure": measure, "value": value, "samples": calls}
+    if ranks.rank == 0:
+        print_longest(kernels, calls)
+
+
+def kernels_after_first_exchange(recorded: profile) -> list[tuple[str, Span]]:
+    """Kernels and copies by their begin, in microseconds, after the barrier, which is NCCL's first kernel."""
+    events = [
+        event
+        for event in recorded.events() or ()
+        # Marks of FSDP2 and of torch.distributed lie on the GPU's time line, too.
+        if event.device_type == DeviceType.CUDA
+        and not event.is_user_annotation
+        and not event.name.startswith(("nccl:", "FSDP::"))
+    ]
+    events.sort(key=lambda event: event.time_range.start)
+    barrier = next((number for number, event in enumerate(events) if "nccl" in event.name.lower()), -1)
+    return [(event.name, (event.time_range.start, event.time_range.end)) for event in events[barrier + 1 :]]
+
+
+def print_longest(kernels: list[tuple[str, Span]], calls: int, count: int = 12) -> None:
+    """The kernels that take longest in a call."""
+    by_name: dict[str, list[float]] = {}
+    for name, (start, end) in kernels:
+        by_name.setdefault(name, []).append(end - start)
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:count]:
+        print(f"    {sum(times) / calls / 1e3:8.3f} ms  {len(times) / calls:7.1f} x  {name[:100]}", flush=True)
+
+
+def union(spans: list[Span]) -> list[Span]:
+    """Spans that do not overlap and cover the same time."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length_of(spans: list[Span]) -> float:
+    return sum(end - start for start, end in spans)
 
 
 # Whole models.
@@ -323,18 +382,16 @@ class TrainingStep:
 
     def __init__(self, model: nn.Module, batch: Row, learns: bool = True) -> None:
         self.model, self.batch = model, batch
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ON_GPU) if learns else None
+        self.parameters = list(model.parameters())
+        groups = parameter_groups(model, 0.1)
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=ON_GPU) if learns else None
 
     def __call__(self) -> None:
         self.model(**self.batch, use_cache=False).loss.backward()
         if self.optimizer is None:
             self.model.zero_grad(set_to_none=True)
             return
-        groups: dict[Any, list[Tensor]] = {}  # norms of tensors on different meshes do not add up by themselves
-        for parameter in self.model.parameters():
-            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        for group in groups.values():
-            nn.utils.clip_grad_norm_(group, 1.0)
+        clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -344,10 +401,11 @@ def tokens_of(rows: int, length: int, vocabulary: int) -> Row:
     return {"input_ids": ids, "labels": ids}
 
 
-def model_rows(ranks: Ranks, size: str, what: str, way: str, repeats: int = 4) -> Rows:
+def model_step(ranks: Ranks, size: str, what: str, way: str, rows: int) -> tuple[TrainingStep, Row]:
+    """A training step of a model, and what it is a step of; `rows` of one GPU, except where GPUs share rows."""
     size = size if ON_GPU else "quickstart"
     long, context = way.startswith("long") or "CP" in way, "CP" in way
-    rows, length = (1, LONG_ROW) if long else (8, 4096 // SMALL)
+    rows, length = (1, LONG_ROW) if long else (rows, 4096 // SMALL)
     batch = tokens_of(rows, length, SIZES[size].vocab_size)
     model = divided(size, what) if way == "TP" else build(size, what)
     if context:
@@ -360,11 +418,15 @@ def model_rows(ranks: Ranks, size: str, what: str, way: str, repeats: int = 4) -
             fully_shard_model(model)
     elif way in ("DDP", "CP"):
         model = DistributedDataParallel(model)
-    step = TrainingStep(model, batch)
-    samples = ranks.milliseconds(step, repeats, warm_up=2)
-    per_second = rows * length * (ranks.size if way in ("DDP", "FSDP2") else 1)  # "alone": what one GPU does
     row = {"case": "model", "what": what, "size": size, "way": way, "rows": rows, "tokens": length}
-    row["library"] = "transformers" if what == "llama" else "deltazoo"
+    return TrainingStep(model, batch), {**row, "library": "transformers" if what == "llama" else "deltazoo"}
+
+
+def model_rows(ranks: Ranks, size: str, what: str, way: str, rows: int, repeats: int = 4) -> Rows:
+    step, row = model_step(ranks, size, what, way, rows)
+    samples = ranks.milliseconds(step, repeats, warm_up=2)
+    # Of all GPUs; "alone" is what one GPU does.
+    per_second = row["rows"] * row["tokens"] * (ranks.size if way in ("DDP", "FSDP2") else 1)
     speed = {name: per_second / ms * 1e3 for name, ms in spread(samples).items() if name != "samples"}
     speed["low"], speed["high"] = speed["high"], speed["low"]
     yield {**row, "measure": "tokens_per_s", **speed, "samples": repeats, "peak_gib": peak_gib(step, ranks)}
@@ -404,34 +466,40 @@ def clear() -> None:
         torch.cuda.empty_cache()
 
 
-def cases(ranks: Ranks) -> dict[str, Callable[[], Rows]]:
-    """By name, the most important first."""
+def cases(ranks: Ranks, rows: int) -> dict[str, Callable[[], Rows]]:
+    """By name, the most important first; models have that many rows."""
     found: dict[str, Callable[[], Rows]] = {}
     row, wide = LONG_ROW, 32768 // SMALL
     heads, many = (16, 64) if ON_GPU else (2, 4)
+
+    def add_models(what: str, size: str, *ways: str) -> None:
+        for way in ways:
+            name = way.replace(", ", "-").replace(" x ", "-")
+            found[f"model-{what}-{size}-{name}"] = partial(model_rows, ranks, size, what, way, rows)
+
     found["layer-gated_deltanet"] = partial(layer_rows, ranks, "gated_deltanet", row, heads, False)
     found["trace-gated_deltanet"] = partial(trace_rows, ranks, "gated_deltanet", row, heads)
+    for way in ("alone", "FSDP2"):
+        found[f"trace-model-gated_deltanet-340m-{way}"] = partial(
+            trace_model_rows, ranks, "340m", "gated_deltanet", way, rows
+        )
     for way in ("CP", "alone"):
         found[f"million-gated_deltanet-{way}"] = partial(million_rows, ranks, "gated_deltanet", way)
-    for what, size in (("gated_deltanet", "1.3b"), ("gated_deltanet", "340m"), ("llama", "1.3b")):
-        for way in ("alone", "FSDP2", "DDP"):
-            found[f"model-{what}-{size}-{way}"] = partial(model_rows, ranks, size, what, way)
-    for way in ("long, alone", "CP", "FSDP2 x CP", "TP"):
-        name = way.replace(", ", "-").replace(" x ", "-")
-        found[f"model-gated_deltanet-340m-{name}"] = partial(model_rows, ranks, "340m", "gated_deltanet", way)
-    found["model-gated_deltanet-1.3b-TP"] = partial(model_rows, ranks, "1.3b", "gated_deltanet", "TP")
+    for what, size in (("gated_deltanet", "1.3b"), ("gated_deltanet", "340m"), ("llama", "340m"), ("llama", "1.3b")):
+        add_models(what, size, "alone", "FSDP2", "DDP")
+    add_models("gated_deltanet", "340m", "long, alone", "CP", "FSDP2 x CP", "TP")
+    add_models("gated_deltanet", "1.3b", "TP")
     found["wide-gated_deltanet"] = partial(layer_rows, ranks, "gated_deltanet", wide, many, False)
     for mixer in ("gated_deltanet", "kda", "delta_net"):
         found[f"operator-{mixer}"] = partial(operator_rows, ranks, mixer, wide, many)
         if mixer != "delta_net":
             found[f"fla-{mixer}"] = partial(fla_rows, ranks, mixer, wide, many)
-    found["softmax"] = partial(softmax_rows, ranks, row, heads)
+    if ON_GPU:  # torch's context parallelism has no kernels for CPUs
+        found["softmax"] = partial(softmax_rows, ranks, row, heads)
     for mixer in ("kda", "delta_net"):
         found[f"layer-{mixer}"] = partial(layer_rows, ranks, mixer, row, heads, False)
         for size in ("340m", "1.3b"):
-            for way in ("alone", "FSDP2", "DDP", "TP", "long, alone", "CP", "FSDP2 x CP"):
-                name = way.replace(", ", "-").replace(" x ", "-")
-                found[f"model-{mixer}-{size}-{name}"] = partial(model_rows, ranks, size, mixer, way)
+            add_models(mixer, size, "alone", "FSDP2", "DDP", "TP", "long, alone", "CP", "FSDP2 x CP")
     if ON_GPU:
         found["graph-gated_deltanet"] = partial(layer_rows, ranks, "gated_deltanet", row, heads, True)
         found["graph-wide-gated_deltanet"] = partial(layer_rows, ranks, "gated_deltanet", wide, many, True)
@@ -443,7 +511,7 @@ def main(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     ranks = Ranks()
     described = describe_run(device=DEVICE.type, commit=arguments.commit, command=sys.argv)
-    known = cases(ranks)
+    known = cases(ranks, arguments.rows)
     chosen = list(known)
     if arguments.only:
         chosen = []
@@ -462,7 +530,7 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             for row in known[name]():
                 if ranks.rank == 0:
-                    write(arguments.out, {"run": described.id, "ranks": ranks.size, **row})
+                    write(arguments.out, {"run": described.id, "ranks": ranks.size, "name": name, **row})
                     print(f"{float(late):5.0f} s  {name:36} {short(row)}", flush=True)
         except Exception as error:  # the next case may work
             failures += 1
@@ -489,6 +557,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file of JSON lines; rows are added")
     parser.add_argument("--only", nargs="+", help="beginnings of the names of cases; default: all")
+    parser.add_argument("--rows", type=int, default=8, help="rows per GPU of the model cases; default: 8")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further case after this time")
     parser.add_argument("--commit", help="of the code, where git is missing")
     sys.exit(main(parser.parse_args()))

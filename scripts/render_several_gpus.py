@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,33 +37,45 @@ def main() -> None:
 def page() -> str:
     """The page with the measured part made anew."""
     found = rows()
-    parts = [shared_rows(found), models(found), traces(found), pictures(found), curves(), runs(found)]
+    parts = [shared_rows(found), models(found), traces(found), failures(), pictures(found), curves(), runs(found)]
     measured = "\n".join(part for part in parts if part)
     return MEASURED.sub(lambda match: f"{match[1]}\n{measured}\n{match[2]}", PAGE.read_text(encoding="utf-8"))
 
 
-def rows() -> list[Row]:
-    """All measured rows, each with its `Run`; a later one of the same thing replaces an earlier one."""
-    found: dict[tuple[Any, ...], Row] = {}
+def lines() -> Iterator[Row]:
+    """All lines of result files with a measurement or an error, each with its `Run` as a dictionary."""
     for path in sorted(RESULTS.glob("several_gpus_*.jsonl")):
         described: dict[str, Row] = {}
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if isinstance(row["run"], dict):
                 described[row["run"]["id"]] = row["run"]
-            elif "value" in row:
-                key = [row.get(name) for name in ("case", "what", "size", "library", "tokens", "heads", "way", "graph")]
-                found[(*key, row["measure"], row["ranks"])] = {**row, "run": described[row["run"]]}
+            else:
+                yield {**row, "run": described[row["run"]]}
+
+
+THING = ("case", "what", "size", "library", "tokens", "heads", "rows", "graph", "measure", "ranks")
+"""Keys of a row that say what was measured, but for the way and the machine."""
+
+
+def rows() -> list[Row]:
+    """All measured rows; a later one of the same thing on the same machine replaces an earlier one."""
+    found = {(machine(row), row["way"], *map(row.get, THING)): row for row in lines() if "value" in row}
     return list(found.values())
 
 
 def partner(row: Row, found: list[Row], *ways: str) -> Row | None:
     """The row of one GPU that a row is compared with."""
-    same = ("case", "what", "size", "library", "tokens", "heads", "graph", "measure", "ranks")
     for other in found:
-        if other["way"] in ways and all(other.get(name) == row.get(name) for name in same):
+        same = machine(other) == machine(row) and all(other.get(key) == row.get(key) for key in THING)
+        if same and other["way"] in ways:
             return other
     return None
+
+
+def machine(row: Row) -> str:
+    """The card's name without its maker and memory."""
+    return re.sub(r"^NVIDIA | \d+GB.*$", "", Run(**row["run"]).machine)
 
 
 def efficiency(row: Row, found: list[Row]) -> float | None:
@@ -78,76 +91,123 @@ def efficiency(row: Row, found: list[Row]) -> float | None:
 
 def shared_rows(found: list[Row]) -> str:
     """Operators, layers and the row of a million tokens."""
-    lines = []
+    cells = []
     for row in found:
-        alone = partner(row, found, "alone")
         if row["way"] == "alone" or row["measure"] not in TIMES:
             continue
-        share = efficiency(row, found)
-        lines.append(
+        alone, share = partner(row, found, "alone"), efficiency(row, found)
+        cells.append(
             [
                 f"{row['case'].replace('million', 'model')}, {name(row)}"
                 + (", CUDA graph" if row.get("graph") else ""),
                 f"{row['tokens']:,}" + (f" x {row['heads']}" if "heads" in row else ""),
                 TIMES[row["measure"]],
-                str(row["ranks"]),
-                "does not fit" if alone is None else f"{alone['value']:,.2f}",
+                f"{row['ranks']} x {machine(row)}",
+                "" if alone is None else f"{alone['value']:,.2f}",
                 f"{row['value']:,.2f}",
                 "" if share is None else f"{share:.0%}",
                 memory(alone),
                 memory(row),
             ]
         )
-    if not lines:
+    if not cells:
         return ""
     columns = ["what", "tokens x heads", "pass", "GPUs", "one GPU, ms", "together, ms", "efficiency"]
     title = "**One row of tokens over several GPUs.** Peak memory in GiB, of one GPU.\n"
-    return title + "\n" + table([*columns, "peak of one", "peak together"], lines, text_columns=3)
+    return title + "\n" + table([*columns, "peak of one", "peak together"], cells, text_columns=4)
 
 
 def models(found: list[Row]) -> str:
     """Training speed of whole models."""
-    lines = []
+    cells = []
     for row in found:
         if row["case"] != "model":
             continue
         share = efficiency(row, found)
-        lines.append(
+        cells.append(
             [
                 f"{name(row)}, {row['size']}",
                 row["way"].replace("long, alone", "alone"),
-                "1" if "alone" in row["way"] else str(row["ranks"]),
+                f"{1 if 'alone' in row['way'] else row['ranks']} x {machine(row)}",
                 f"{row['rows']} x {row['tokens']:,}",
                 f"{row['value']:,.0f}",
                 "" if share is None else f"{share:.0%}",
                 memory(row),
             ]
         )
-    if not lines:
+    if not cells:
         return ""
     columns = ["model", "way", "GPUs", "rows x tokens", "tokens/s", "efficiency", "peak GiB per GPU"]
-    return "**Training.**\n\n" + table(columns, lines, text_columns=2)
+    return (
+        "**Training.** Rows are those of one GPU under DDP and FSDP2, and those that all share otherwise.\n\n"
+        + table(columns, cells, text_columns=3)
+    )
+
+
+TRACED = {"wall_ms": "call, ms", "kernels_ms": "kernels, ms", "exchange_ms": "NCCL, ms"}
+SHARES = {"hidden_share": "NCCL hidden", "idle_share": "no kernel"}
 
 
 def traces(found: list[Row]) -> str:
-    """One sentence per trace."""
-    lines = []
+    """One line of a table per trace."""
+    by_thing: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in found:
-        if row["measure"] == "hidden_share":
-            (took,) = (other for other in found if other["measure"] == "exchange_ms" and other["what"] == row["what"])
-            lines.append(
-                f"In a trace of forward and backward of the {name(row)} layer ({row['tokens']:,} x {row['heads']} "
-                f"heads, {row['ranks']} GPUs) other kernels ran during {row['value']:.0%} of the {took['value']:.2f} "
-                "ms of NCCL's kernels, which includes waiting for the other rank.\n"
-            )
-    return "\n".join(lines)
+        if row["case"] == "trace":
+            thing = (machine(row), row["way"], *(row.get(key) for key in THING if key != "measure"))
+            by_thing.setdefault(thing, {})[row["measure"]] = row
+    cells = []
+    for measures in by_thing.values():
+        row = next(iter(measures.values()))
+        cells.append(
+            [
+                f"layer, {name(row)}" if "heads" in row else f"model, {name(row)}, {row['size']}",
+                f"{row['tokens']:,} x {row['heads']} heads" if "heads" in row else f"{row['rows']} x {row['tokens']:,}",
+                row["way"],
+                f"{1 if row['way'] == 'alone' else row['ranks']} x {machine(row)}",
+                *(f"{measures[key]['value']:,.2f}" if key in measures else "" for key in TRACED),
+                *(f"{measures[key]['value']:.0%}" if key in measures else "" for key in SHARES),
+            ]
+        )
+    if not cells:
+        return ""
+    columns = ["what", "tokens", "way", "GPUs", *TRACED.values(), *SHARES.values()]
+    return (
+        "**Traces** of forward and backward of a layer, and of a training step of a model. NCCL's kernels include "
+        "waiting for the other rank; they are hidden while other kernels run. Where no kernel runs, the GPU waits for "
+        "the host, which the tracer slows down; the call's time is that without it.\n\n"
+        + table(columns, cells, text_columns=4)
+    )
+
+
+def failures() -> str:
+    """Cases that ended in an error and were not measured later on the same machine."""
+    failed: dict[tuple[str, str], str] = {}
+    for row in lines():
+        key = (f"{row['ranks']} x {machine(row)}", case_name(row))
+        if "error" in row:
+            failed[key] = "ran out of memory" if row["error"].startswith("OutOfMemoryError") else "failed"
+        else:
+            failed.pop(key, None)
+    by_kind: dict[tuple[str, str], list[str]] = {}
+    for (gpus, case), kind in failed.items():
+        by_kind.setdefault((gpus, kind), []).append(f"`{case}`")
+    sentences = [f"{', '.join(cases)} {kind} on {gpus}." for (gpus, kind), cases in sorted(by_kind.items())]
+    return "Cases of the script without a figure: " + " ".join(sentences) + "\n" if sentences else ""
+
+
+def case_name(row: Row) -> str:
+    """A case of scripts/measure_several_gpus.py."""
+    if "error" in row:
+        return row["case"]
+    way = row["way"].replace(", ", "-").replace(" x ", "-")
+    return row.get("name", f"model-{row['what']}-{row['size']}-{way}" if row["case"] == "model" else row["case"])
 
 
 def pictures(found: list[Row]) -> str:
     """Links to what `main` draws."""
     if not efficiencies(found):
         return ""
-    return picture(IMAGES / "several_gpus_efficiency.png", PAGE, "Parallel efficiency by number of GPUs")
+    return picture(IMAGES / "several_gpus_efficiency.png", PAGE, "Parallel efficiency by machine and number of GPUs")
 
 
 def curves() -> str:
@@ -174,12 +234,12 @@ def curves() -> str:
 def runs(found: list[Row]) -> str:
     """Machines, versions and commits."""
     described = {row["run"]["id"]: (Run(**row["run"]), row["ranks"]) for row in found}
-    lines = [
+    listed = [
         f"* {ranks} x {run.machine}, driver {run.driver}, torch {run.torch}, Triton {run.triton}, transformers "
         f"{run.transformers}, {run.date[:10]}, commit {run.short_commit}"
         for run, ranks in described.values()
     ]
-    return "Runs:\n\n" + "\n".join(lines) + "\n" if lines else ""
+    return "Runs:\n\n" + "\n".join(listed) + "\n" if listed else ""
 
 
 def name(row: Row) -> str:
@@ -199,36 +259,46 @@ def memory(row: Row | None) -> str:
     return f"{row['peak_gib']:.1f}" if row and row.get("peak_gib") else ""
 
 
-def efficiencies(found: list[Row]) -> dict[str, dict[int, float]]:
-    """By what was measured, the efficiency by number of GPUs."""
-    points: dict[str, dict[int, float]] = {}
+def efficiencies(found: list[Row]) -> dict[str, dict[str, float]]:
+    """By machine and number of GPUs, the efficiency of what was measured."""
+    points: dict[str, dict[str, float]] = {}
     for row in found:
         share = efficiency(row, found)
         if share is not None and row["measure"] in ("tokens_per_s", "forward_backward_ms"):
             shape = f"{row['tokens'] // 1024}k" + (f" x {row['heads']}" if "heads" in row else "")
+            rows_of = f"{row['rows']} x " if "rows" in row else ""
             size = f" {row['size']}" if "size" in row else ""
-            points.setdefault(f"{row['way']}: {name(row)}{size}, {shape}", {1: 1.0})[row["ranks"]] = share
+            kind = f"{row['case']}, " if "heads" in row else ""
+            graph = ", CUDA graph" if row.get("graph") else ""
+            what = f"{row['way']}: {kind}{name(row)}{size}, {rows_of}{shape}{graph}"
+            points.setdefault(f"{row['ranks']} x {machine(row)}", {})[what] = share
     return points
 
 
-def draw_efficiency(points: dict[str, dict[int, float]]) -> None:
+def draw_efficiency(points: dict[str, dict[str, float]]) -> None:
     if not points:
         return
-    figure, (axis,) = new_figure(1, width=8, height=4.5)
-    for number, (what, by_ranks) in enumerate(sorted(points.items(), key=lambda item: -min(item[1].values()))):
-        ranks = sorted(by_ranks)
-        style = {
-            "color": PALETTE[number % len(PALETTE)],
-            "marker": "o",
-            "linestyle": ["-", "--"][number // len(PALETTE) % 2],
-        }
-        axis.plot(ranks, [by_ranks[count] for count in ranks], label=what, **style)
-    axis.set_xticks(sorted({count for by_ranks in points.values() for count in by_ranks}))
-    axis.set_ylim(0, 1.1)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axis.set_xlabel("GPUs")
-    axis.set_ylabel("parallel efficiency")
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    best = {
+        what: max(shares.get(what, 0) for shares in points.values()) for shares in points.values() for what in shares
+    }
+    listed = sorted(best, key=lambda what: best[what])
+    figure, (axis,) = new_figure(1, width=8, height=1 + 0.24 * len(listed))
+    for number, (gpus, shares) in enumerate(points.items()):
+        there = [what for what in listed if what in shares]
+        axis.scatter(
+            [shares[what] for what in there],
+            [listed.index(what) for what in there],
+            color=PALETTE[number % len(PALETTE)],
+            marker="os^Dvp"[number % 6],
+            label=gpus,
+            zorder=3,
+        )
+    axis.set_yticks(range(len(listed)), listed, fontsize=7)
+    axis.set_xlim(0, 1.05)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.set_xlabel("parallel efficiency")
+    axis.grid(axis="both", alpha=0.3)
+    axis.legend(fontsize=8, loc="lower left", frameon=False)
     save_figure(figure, IMAGES / "several_gpus_efficiency.png")
 
 

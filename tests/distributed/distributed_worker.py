@@ -74,6 +74,18 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: i
     return found
 
 
+class WithLoss(nn.Module):
+    """A model without a head, whose outputs have a loss all the same."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, ids: torch.Tensor, **options: Any) -> SimpleNamespace:
+        del options["labels"]
+        return SimpleNamespace(loss=self.base(ids, **options).last_hidden_state.float().square().mean())
+
+
 def gates(model: nn.Module) -> dict[str, Any]:
     """Losses of a plain loop, and the dtypes of a gate parameter: as stored, in the forward pass, of its gradient."""
     attn = next(module for module in model.modules() if isinstance(module, DeltaRuleAttention))
@@ -84,10 +96,10 @@ def gates(model: nn.Module) -> dict[str, Any]:
     return {"losses": found, "gates": dtypes, "matrices": str(attn.q_proj.weight.dtype)}
 
 
-def sharded_apart(model: DeltaRuleForCausalLM, **options: Any) -> int:
-    """Modules within the first block that belong to other groups than the block's."""
-    block = fully_shard_model(model, **options).model.layers[0]
-    return sum(isinstance(module, FSDPModule) for module in block.modules()) - 1
+def sharded_modules(model: DeltaRuleForCausalLM, **options: Any) -> list[str]:
+    """Names of the modules that are a group."""
+    sharded = fully_shard_model(model, **options)
+    return [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)]
 
 
 @torch.no_grad()
@@ -150,6 +162,7 @@ def main(folder: Path) -> None:
         sharded = fully_shard_model(model(**options))
         return steps(sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-2), 0, STEPS)
 
+    mixed = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     results: dict[str, Any] = {
         "Trainer, DDP": losses(trainer(model(), folder / "ddp", **ddp)),
         "FSDP2, whole": sharded_steps(),
@@ -158,11 +171,12 @@ def main(folder: Path) -> None:
         "FSDP2, interrupted": interrupted(lambda: fully_shard_model(model()), folder / "fsdp"),
         "fully_shard_model, bfloat16": gates(fully_shard_model(model(half))),
         "fully_shard_model, swapped, bfloat16": gates(fully_shard_model(swapped())),
-        "fully_shard_model, mixed precision": gates(
-            fully_shard_model(model(), mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32))
-        ),
-        "apart": [
-            sharded_apart(model(), mp_policy=MixedPrecisionPolicy(**dtypes))
+        "fully_shard_model, mixed precision": gates(fully_shard_model(model(), mp_policy=mixed)),
+        "mixed precision, recomputed": gates(fully_shard_model(model(recompute="block"), mp_policy=mixed)),
+        "no head, alone": steps(WithLoss(model(half).model), torch.optim.SGD([torch.zeros(1)]), 0, 1),
+        "no head": gates(WithLoss(fully_shard_model(model(half).model))),
+        "sharded modules": [
+            sharded_modules(model(), mp_policy=MixedPrecisionPolicy(**dtypes))
             for dtypes in ({}, {"param_dtype": half}, {"reduce_dtype": half})
         ],
         "accelerate": gates(prepared_by_accelerate(model())),

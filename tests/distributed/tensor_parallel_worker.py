@@ -14,11 +14,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import OPTIONS, VOCAB, tiny_model
 
+from deltazoo.distributed import clip_grad_norm_
+from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.workbench.rule_files import load_rule_file
 
@@ -46,6 +49,16 @@ def distance(ours: Tensor, whole: Tensor) -> float:
         if part != size:
             whole = whole.chunk(dist.get_world_size(), axis)[dist.get_rank()]
     return float((ours - whole).abs().max() / scale)
+
+
+def step(model: nn.Module, ids: Tensor, max_norm: float) -> float:
+    """A step of fused AdamW on clipped gradients; their norm before."""
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-2, fused=True)
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    norm = clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    return float(norm)
 
 
 def parameters_here(model: nn.Module) -> int:
@@ -84,6 +97,12 @@ def check(case: str, folder: Path) -> dict[str, float | bool]:
     dist.barrier()
     saved = DeltaRuleForCausalLM.from_pretrained(folder / f"{case}_saved", dtype=DTYPE).state_dict()
     result["saved whole"] = all(torch.equal(x, saved[name]) for name, x in alone.state_dict().items())
+    if any(isinstance(p, DTensor) for p in shared.parameters()):  # a plain part does not say what it is a part of
+        norm, expected_norm = (step(m, ids, 0.1) for m in (shared, alone))
+        assert expected_norm > 0.1
+        result["norm"] = abs(norm - expected_norm) / expected_norm
+        after = dict(alone.named_parameters())
+        result["step"] = max(distance(p.detach(), after[name].detach()) for name, p in shared.named_parameters())
     return result
 
 

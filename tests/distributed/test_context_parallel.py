@@ -33,6 +33,46 @@ except RuntimeError:
 os._exit(0)
 """
 
+DEAD_GPU = """
+import os, sys, threading, traceback
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from deltazoo.ops import ContextParallel, delta_rule
+
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=20))
+x = torch.randn(1, 256, 2, 128, device=device, dtype=torch.bfloat16)
+beta = torch.rand(1, 256, 2, device=device)
+context = ContextParallel(dist.group.WORLD)
+
+def call():
+    delta_rule(x, x, x, beta, context=context)
+    torch.cuda.synchronize()
+
+call()
+dist.barrier()
+torch.cuda.synchronize()
+if dist.get_rank() == 1:
+    os._exit(0)
+
+def give_up():
+    print("hangs", flush=True)
+    os._exit(0)
+
+watch = threading.Timer(60, give_up)
+watch.daemon = True
+watch.start()
+try:
+    call()
+except Exception:
+    traceback.print_exc()
+    os._exit(1)
+print("went on", flush=True)
+os._exit(0)
+"""
+
 COMPILED = """
 import sys
 import torch
@@ -151,3 +191,15 @@ def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "results.json").read_text())["operators"]
     assert len(found) == 9
     assert {case: names for case, names in found.items() if names} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_a_gpu_that_dies_ends_the_others() -> None:
+    """NCCL raises nothing in Python: its watchdog ends the process once the time limit of the exchange is over."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--no-python", sys.executable, "-c", DEAD_GPU]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode != 0 and "hangs" not in done.stdout and "went on" not in done.stdout, (
+        done.stdout + done.stderr
+    )

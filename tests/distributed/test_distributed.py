@@ -109,9 +109,18 @@ def test_fsdp2_equals_one_process_and_goes_on_where_it_was_interrupted(together:
 
 
 @pytest.mark.slow
-def test_a_block_is_one_group_where_nothing_is_cast(together: dict[str, Any]) -> None:
-    uncast, parameters_cast, gradients_cast = together["apart"]
-    assert uncast == 0 < parameters_cast == gradients_cast
+def test_a_block_is_one_group_and_so_are_the_gates_of_all_where_something_is_cast(together: dict[str, Any]) -> None:
+    uncast, parameters_cast, gradients_cast = together["sharded modules"]
+    assert set(uncast) == {"", *(f"model.layers.{number}" for number in range(len(uncast) - 1))}
+    assert set(parameters_cast) == set(gradients_cast) == {*uncast, "model"}
+
+
+@pytest.mark.slow
+def test_gates_stay_float32_where_blocks_run_twice_and_without_a_head(together: dict[str, Any]) -> None:
+    assert together["mixed precision, recomputed"] == together["fully_shard_model, mixed precision"]
+    found = together["no head"]
+    assert (found["gates"], found["matrices"]) == (["torch.float32"] * 3, "torch.bfloat16")
+    assert found["losses"][:1] == together["no head, alone"]
 
 
 @pytest.mark.slow

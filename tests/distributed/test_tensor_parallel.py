@@ -48,7 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 @pytest.mark.parametrize("case", DIVIDED)
 @pytest.mark.feature("tensor parallelism, two processes")
 def test_two_processes_equal_one(case: str, results: dict[str, dict[str, Any]]) -> None:
-    """Loss and gradients (accumulated too), logits, generated tokens, and the checkpoint saved from the shares."""
+    """Loss and gradients (accumulated too), logits, generated tokens, the checkpoint saved from the shares, a step."""
     if case in OPTIONS:
         tiny_model(case)
     result = dict(results[case])
@@ -57,6 +57,9 @@ def test_two_processes_equal_one(case: str, results: dict[str, dict[str, Any]]) 
     # The gate parameters stay float32, and so do their gradients; those are sums of float64 terms, rounded once.
     for name in [name for name in result if "float32" in name]:
         assert result.pop(name) <= torch.finfo(torch.float32).eps, name
+    # AdamW divides by the size of gradients that may be as small as the rounding of a float32 one.
+    if SHARED_PARAMETERS:  # older versions of transformers have no DTensors
+        assert result.pop("norm") < 1e-6 and result.pop("step") < 1e-5
     assert set(result) == {
         *(f"{what}, {batches}" for what in ("loss", "torch.float64 gradients") for batches in (1, 2)),
         "logits",

@@ -16,9 +16,9 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     """Shard a model with `torch.distributed.fsdp.fully_shard`, block by block, with gate parameters in float32.
 
     FSDP2 gathers parameters in groups, each of one dtype, and casts a group as its `mp_policy` says. Here the
-    parameters that a layer keeps in float32 (`A_log`, `dt_bias`) form a group of their own that is never cast. Where
-    nothing is cast and all parameters have one dtype, a block is one group, with fewer collectives. accelerate and
-    Trainer put a whole block into one group always; they do not shard a model that is sharded already.
+    parameters that layers keep in float32 (`A_log`, `dt_bias`) form one group of the whole model that is never cast.
+    Everything else in a block is one group. accelerate and Trainer put a whole block into one group always; they do not
+    shard a model that is sharded already.
 
     In accelerated layers of transformers all parameters but those of linear maps stay float32.
 
@@ -33,10 +33,10 @@ def fully_shard_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel
     policy = options.get("mp_policy")
     casts = policy is not None and (policy.param_dtype, policy.reduce_dtype) != (None, None)
     if casts or _num_dtypes(model) > 1:
-        _shard_gates(model, options)
-    for block in blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+        _shard_with_gates(model, blocks, options)
+    else:
+        for module in (*blocks, model):
+            fully_shard(module, **options)
     return model
 
 
@@ -44,13 +44,35 @@ def _num_dtypes(model: nn.Module) -> int:
     return len({parameter.dtype for parameter in model.parameters()})
 
 
-def _shard_gates(model: nn.Module, options: dict[str, Any]) -> None:
-    """Put what layers keep in float32 into groups that are not cast, and the rest of these layers into others."""
+def _shard_with_gates(model: PreTrainedModel, blocks: list[nn.Module], options: dict[str, Any]) -> None:
+    """Put what layers keep in float32 into groups that are not cast.
+
+    The gates of all layers are the group of the base model, since every group costs two collectives and much of the
+    host's time in each step. FSDP2 does not look for parameters in modules that have a group already, so the outer
+    modules come first. A model without a head is its own base; then each layer's gates are a group.
+    """
     gate_options = {name: value for name, value in options.items() if name != "mp_policy"}
-    for layer in [module for module in model.modules() if isinstance(module, DeltaRuleAttention)]:
-        if layer.kept_in_float32():
-            fully_shard(list(layer.children()), **options)
-            fully_shard(layer, **gate_options)
     for foreign in [module for module in model.modules() if isinstance(module, RunsDeltaRule)]:
         fully_shard([module for module in foreign.modules() if isinstance(module, nn.Linear)], **options)
         fully_shard(foreign, **gate_options)
+
+    def shard(module: nn.Module, leave: set[nn.Parameter], **options: Any) -> None:
+        fully_shard(module, **{**options, "ignored_params": leave | (options.get("ignored_params") or set())})
+
+    base = model.base_model
+    layers = [module for module in model.modules() if isinstance(module, DeltaRuleAttention)]
+    layers = [layer for layer in layers if layer.kept_in_float32()]
+    shard(model, _gates(model) | {parameter for block in blocks for parameter in block.parameters()}, **options)
+    if base is not model and layers:
+        shard(base, set(model.parameters()) - _gates(model), **gate_options)
+    for block in blocks:
+        shard(block, _gates(model), **options)
+    if base is model:
+        for layer in layers:
+            shard(layer, set(model.parameters()) - _gates(model), **gate_options)
+
+
+def _gates(model: nn.Module) -> set[nn.Parameter]:
+    """What layers keep in float32; sharding replaces parameters, so ask again after it."""
+    layers = [module for module in model.modules() if isinstance(module, DeltaRuleAttention)]
+    return {parameter for layer in layers for parameter in layer.kept_in_float32()}

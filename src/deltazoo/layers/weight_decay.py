@@ -34,13 +34,22 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: parameters that decay, and parameters that do not. Frozen ones are in neither."""
+    """Two groups for an optimizer: parameters that decay, and parameters that do not. Frozen ones are in neither.
+
+    Where parameters lie on several device meshes, or some on none, as under tensor parallelism, each of the two is
+    several groups, since the fused and foreach forms of optimizers take no mixture.
+    """
     without = parameters_without_decay(model)
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    by_mesh: dict[bool, dict[Any, list[nn.Parameter]]] = {True: {}, False: {}}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[name not in without].append(parameter)
-    return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
+            mesh = getattr(parameter, "device_mesh", None)
+            by_mesh[name not in without].setdefault(mesh, []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        for decays, meshes in by_mesh.items()
+        for parameters in (meshes.values() or [[]])
+    ]
 
 
 def mark_undecayed(parameter: nn.Parameter) -> None:
