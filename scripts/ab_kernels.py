@@ -86,13 +86,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "BK 64, BV 64": tile(2, BK=64, BV=64),
         "BK 32, BV 64": tile(2, BV=64),
     },
-    "chunk_gradients_channel(strong)": {
+    "chunk_gradients_strong": {
         "BK 16": tile(BK=16),
-        "BK 64": tile(BK=64),
         "BV 64": tile(BV=64),
         "BK 16, BV 64": tile(BK=16, BV=64),
-        "8 warps": tile(num_warps=8),
-        "8 warps, BK 64": tile(num_warps=8, BK=64),
+        "1 stage": tile(1),
     },
 }
 WRITTEN = {
@@ -103,6 +101,7 @@ WRITTEN = {
     "reverse_scan(keep)": ("Z_out", "d_states", "d_initial"),
     "chunk_gradients": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
     "chunk_gradients_channel": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
+    "chunk_gradients_strong": ("dq", "dk", "dv", "d_beta", "d_log_decay"),
 }
 IN_FLOAT32 = ("scan", "scan(keep)", "reverse_scan(keep)", "chunk_gradients", "chunk_gradients_channel")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from deltazoo.ops.triton.chunk.gradients import chunk_gradients_kernel
 from deltazoo.ops.triton.chunk.gradients_channel import chunk_gradients_channel_kernel
 from deltazoo.ops.triton.chunk.gradients_exact import chunk_gradients_exact_kernel
+from deltazoo.ops.triton.chunk.gradients_strong import chunk_gradients_strong_kernel
 from deltazoo.ops.triton.chunk.inverse import invert_kernel
 from deltazoo.ops.triton.chunk.prepare import prepare_kernel, prepare_rest_kernel
 from deltazoo.ops.triton.chunk.prepare_channel import prepare_channel_kernel
@@ -492,21 +493,26 @@ def chunk_gradients(
         p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
         p.float32(plan.slots, CHUNK), *gradients,
     )  # fmt: skip
-    on_hopper = gradients_on_hopper(p)
-    if on_hopper:
+
+    def scratch(programs: int) -> Tensor:
+        return p.q.new_empty(programs, plan.matrices, CHUNK, CHUNK)
+
+    if not plan.half:
+        for strong in (False, True):
+            constants = plan.chunk_gradients_exact(strong)
+            launch(chunk_gradients_exact_kernel, constants, *tensors, scratch(constants.grid[0]), *p.chunk_offsets)
+        return
+    if gradients_on_hopper(p):
         dq, dk, _, dv, d_beta, d_log_decay = gradients
         launch(
             hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel(),
             p.q, p.k, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
             dq, dk, dv, d_beta, d_log_decay,
         )  # fmt: skip
-    for strong in (True,) if on_hopper else (False, True):
-        constants = plan.chunk_gradients_channel(strong)
-        if plan.half:
-            launch(chunk_gradients_channel_kernel, constants, *tensors, *p.chunk_offsets)
-        else:
-            W = p.q.new_empty(constants.grid[0], plan.matrices, CHUNK, CHUNK)
-            launch(chunk_gradients_exact_kernel, constants, *tensors, W, *p.chunk_offsets)
+    else:
+        launch(chunk_gradients_channel_kernel, plan.chunk_gradients_channel(), *tensors, *p.chunk_offsets)
+    constants = plan.chunk_gradients_strong()
+    launch(chunk_gradients_strong_kernel, constants, *tensors, scratch(constants.grid[0]), *p.chunk_offsets)
 
 
 def gradients_on_hopper(p: Problem) -> bool:

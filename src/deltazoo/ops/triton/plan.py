@@ -346,12 +346,21 @@ class Plan:
         return Constants(*self.chunk_grid(), DECAY=self.decay, **self.precisions, **arguments)
 
     @per_plan
-    def chunk_gradients_channel(self, strong: bool) -> Constants:
-        """The launch for decay per channel that does the chunks with strong decay, or all others."""
+    def chunk_gradients_channel(self) -> Constants:
+        """The launch for decay per channel and 16-bit inputs: chunks without strong decay."""
+        return Constants(*self.chunk_grid(), **self._gradient_arguments(self.tiles.gradients))
+
+    @per_plan
+    def chunk_gradients_strong(self) -> Constants:
+        """The launch for decay per channel and 16-bit inputs: chunks with strong decay."""
+        grid, neighbours = self.neighbour_grid()
+        return Constants(*grid, **neighbours, **self._gradient_arguments(self.tiles.gradients_strong))
+
+    @per_plan
+    def chunk_gradients_exact(self, strong: bool) -> Constants:
+        """The launch for decay per channel and float32 that does the chunks with strong decay, or all others."""
         grid, neighbours = self.neighbour_grid() if strong else ((self.slots,), dict(chunks=1, slots=self.slots))
-        return Constants(
-            *grid, STRONG=int(strong), **neighbours, **self._gradient_arguments(self.tiles.gradients)
-        )  # fmt: skip
+        return Constants(*grid, STRONG=int(strong), **neighbours, **self._gradient_arguments(self.tiles.gradients))
 
     @per_plan
     def hopper_chunk_gradients_channel(self) -> Constants:

@@ -31,6 +31,7 @@ class Tiles(NamedTuple):
     """It stores all of them."""
     reverse_scan: dict[str, int]
     gradients: dict[str, int]
+    gradients_strong: dict[str, int]
 
 
 def _options(warps: int, stages: int, BV: int | None = None) -> dict[str, int]:
@@ -91,7 +92,7 @@ def tiles_for(
         serial = _scan_options(8, 1, min(BV, 32), min(BK, 64))
         reverse = _scan_options(8, 1, min(BV, 32 if BK <= 64 else 16), min(BK, 64))
         gradients = _options(4, 1, min(BV, 32)) | tile
-        return Tiles(BK, prepare, invert, channel, chain, serial, serial, serial, reverse, gradients)
+        return Tiles(BK, prepare, invert, channel, chain, serial, serial, serial, reverse, gradients, gradients)
     output, keep, both, reverse = _serial(BK, BV, V, decay, has_beta, strict, separate, shared, many_scans)
     gradients = _options(4, 2, BV) | tile
     if shared >= HOPPER:
@@ -101,7 +102,8 @@ def tiles_for(
             gradients = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(
                 BK=min(BK, 32)
             )
-    return Tiles(BK, prepare, invert, channel, chain, output, keep, both, reverse, gradients)
+    gradients_strong = _options(4, 3, min(BV, 32)) | dict(BK=min(BK, 32))
+    return Tiles(BK, prepare, invert, channel, chain, output, keep, both, reverse, gradients, gradients_strong)
 
 
 def _serial(

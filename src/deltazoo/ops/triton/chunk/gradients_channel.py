@@ -1,111 +1,16 @@
-"""The gradients of a chunk's inputs for one decay per key channel, of 16-bit inputs.
-
-If one matrix product spans the decay of a chunk, pairs of tokens take their decay from and to a middle of its decay. If
-not (STRONG), those within blocks of tokens do, as far as blocks are in range, and the others take the levels of
-`decay_factors`.
-"""
+"""The gradients of a chunk's inputs for one decay per key channel, of 16-bit inputs, if one product spans the decay."""
 
 import triton
 import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
-from deltazoo.ops.triton.chunk.decay_factors import (
-    LOG2_FLOOR,
-    LOG2E,
-    centred_range,
-    level_factor,
-    level_mask,
-    middle_of,
-    undecayed_level_factor,
-)
+from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, middle_of
 from deltazoo.ops.triton.chunk.score_gradients import load_values, score_gradients, store_step_gradient
 from deltazoo.ops.triton.chunk.terms import masked_sum
 
 
-@triton.jit
-def level_in_range(g, DTYPE: tl.constexpr):
-    """The level from which on pairs need products of their own: within blocks of `1 << level` tokens one is enough.
-
-    That is where no channel leaves half of `centred_range` within a half of a block (g: log2-decays `[64 tokens,
-    channels]`); a block of one token has no pairs. 6: the whole chunk is one block.
-    """
-    LIMIT: tl.constexpr = -0.5 * centred_range(DTYPE)
-    sums = tl.sum(tl.reshape(g, [16, 4, g.shape[1]]), 1)
-    level = tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, 0, 3)
-    sums = tl.sum(tl.reshape(sums, [8, 2, g.shape[1]]), 1)
-    level = tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, level, 4)
-    sums = tl.sum(tl.reshape(sums, [4, 2, g.shape[1]]), 1)
-    level = tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, level, 5)
-    sums = tl.sum(tl.reshape(sums, [2, 2, g.shape[1]]), 1)
-    return tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, level, 6)
-
-
-@triton.jit
-def add_pairs(
-    b_dq, b_row, b_col, W_P, W_L, W_P_columns, W_L_columns, pairs, q_read, k_read, k_written, entry, read_entry, undone,
-    HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what selected `pairs` of tokens, a symmetric mask, contribute to the gradients of a tile of channels.
-
-    `q_read`, `k_read` and `k_written` are what the tokens read and write with, their part of the decay included, in 16
-    bits; `entry`, `read_entry` and `undone` are these parts.
-    """
-    DTYPE: tl.constexpr = W_P.dtype
-    b_dq += entry * tl.dot(tl.where(pairs, W_P, 0.0).to(DTYPE), k_written, input_precision=PRECISION)
-    b_pairs = tl.dot(tl.where(pairs, W_P_columns, 0.0).to(DTYPE), q_read, input_precision=PRECISION)
-    if HAS_BETA:
-        b_row += read_entry * tl.dot(tl.where(pairs, W_L, 0.0).to(DTYPE), k_written, input_precision=PRECISION)
-        b_pairs = tl.dot(tl.where(pairs, W_L_columns, 0.0).to(DTYPE), k_read, b_pairs, input_precision=PRECISION)
-    return b_dq, b_row, b_col + undone * b_pairs
-
-
-@triton.jit
-def add_pairs_of_blocks(
-    b_dq, b_row, b_col, W_P, W_L, W_P_columns, W_L_columns, q, k, e, g,
-    HAS_BETA: tl.constexpr, PRECISION: tl.constexpr, UNDECAYED: tl.constexpr,
-):  # fmt: skip
-    """Add the pairs of a chunk with any decay to the gradients of a tile of channels.
-
-    Args:
-        b_dq, b_row, b_col: what they are added to, `[C, BK]`: the gradients of what reads q, reads e and is read.
-        W_P, W_L, W_P_columns, W_L_columns: gradients of the scores, strictly lower, and their transposes.
-        q, k, e: queries, keys, and erase keys times their step size.
-        g: log2-decays.
-    """
-    DTYPE: tl.constexpr = W_P.dtype
-    LIMIT: tl.constexpr = 0.5 * centred_range(DTYPE)
-    o = tl.arange(0, g.shape[0])
-    token, other = o[:, None], o[None, :]
-    # Within blocks in range: from and to the last token of the block's left half.
-    first_level = level_in_range(g, DTYPE)
-    middle = (token >> first_level << first_level) + tl.maximum(1 << first_level >> 1, 1) - 1
-    sign = tl.where(token > middle, 1.0, -1.0)
-    between = (other > tl.minimum(token, middle)) & (other <= tl.maximum(token, middle))
-    exponent = masked_sum(tl.where(between, sign, 0.0).to(DTYPE), g)
-    entry, undone = tl.exp2(exponent), tl.exp2(-exponent)
-    read_entry = entry
-    if UNDECAYED:
-        between = (other > tl.minimum(token - 1, middle)) & (other <= tl.maximum(token - 1, middle))
-        read = masked_sum(tl.where(between, sign, 0.0).to(DTYPE), g)
-        read_entry = tl.exp2(tl.minimum(read, LIMIT))  # beyond that in blocks of one token, which have no pairs
-    b_dq, b_row, b_col = add_pairs(
-        b_dq, b_row, b_col, W_P, W_L, W_P_columns, W_L_columns, token >> first_level == other >> first_level,
-        (q * entry).to(DTYPE), (e * read_entry).to(DTYPE), (k * undone).to(DTYPE), entry, read_entry, undone,
-        HAS_BETA, PRECISION,
-    )  # fmt: skip
-    # Between the halves of larger blocks.
-    for level in tl.range(first_level, 6, num_stages=1):
-        f = level_factor(g, o, level, DTYPE)
-        f_read = undecayed_level_factor(g, o, level, DTYPE) if UNDECAYED else f
-        b_dq, b_row, b_col = add_pairs(
-            b_dq, b_row, b_col, W_P, W_L, W_P_columns, W_L_columns, level_mask(o, level),
-            (q * f).to(DTYPE), (e * f_read).to(DTYPE), (k * f).to(DTYPE), f, f_read, f, HAS_BETA, PRECISION,
-        )  # fmt: skip
-    return b_dq, b_row, b_col
-
-
-@triton.jit
-def gradients_of_chunk(
+@triton.jit(do_not_specialize=["key_tiles", "value_tiles", "T", "NT", "H", "HV"])
+def chunk_gradients_channel_kernel(
     q,
     k,
     erase_key,
@@ -113,6 +18,7 @@ def gradients_of_chunk(
     beta,
     log_decay,
     G,
+    strong_decay,
     U,
     Z,
     d_output,
@@ -125,13 +31,14 @@ def gradients_of_chunk(
     dv,
     d_beta,
     d_log_decay,
-    slot,
-    first,
-    rows,
-    i_h,
+    cu_seqlens,
+    chunk_sequence,
+    chunk_offsets,
     scale,
     key_tiles,
     value_tiles,
+    T,
+    NT,
     H,
     HV,
     K: tl.constexpr,
@@ -139,16 +46,25 @@ def gradients_of_chunk(
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
-    STRONG: tl.constexpr,
     HAS_BETA: tl.constexpr,
     GROUPED: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     UNDECAYED: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
 ):
-    """Store all gradients of one chunk of one value head; dq, dk and `d_erase_key` are per value head."""
+    """All gradients of one chunk of one value head, unless its decay is too strong; grid (HV, NT, B).
+
+    As `chunk_gradients_kernel`, with the decay inside the products over tokens: `exp(G - middle)` where a token reads,
+    `exp(middle - G)` where it is read (`middle_of`). dq, dk and `d_erase_key` are per value head.
+    """
     WHOLE: tl.constexpr = V <= BV
+    i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+    slot = (i_b.to(tl.int64) * NT + i_t) * HV + i_h
+    if rows <= 0 or tl.load(strong_decay + slot) == 2:
+        return
     DTYPE: tl.constexpr = q.dtype.element_ty
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     m_c = o_c < rows
@@ -218,7 +134,7 @@ def gradients_of_chunk(
     next_q = tl.load(q + o_query, mask=m_query[:, None] & (o_k < K)[None, :], other=0.0)
     if erase_key is not None:
         next_e = tl.load(erase_key + o_qk, mask=m_ck, other=0.0)
-    for i_k in tl.range(0, key_tiles, num_stages=STAGES if WHOLE and not STRONG else 1):
+    for i_k in tl.range(0, key_tiles, num_stages=STAGES if WHOLE else 1):
         m_k = i_k * BK + o_k < K
         m_ck = m_c[:, None] & m_k[None, :]
         b_g, b_k, b_q = next_g, next_k, next_q
@@ -250,54 +166,31 @@ def gradients_of_chunk(
                 b_col = tl.dot(U_tile, b_dS, b_col, input_precision=PRECISION) + 0.0  # waits, see `score_gradients`
         b_last *= tl.exp2(g_last)
         b_g = tl.where(m_c[:, None], tl.maximum(b_g.to(tl.float32) * LOG2E, LOG2_FLOOR), 0.0)
-        if STRONG:
-            # What is read from the state decays from the chunk's start, what is added to its gradient to the end.
-            if WHOLE:
-                b_dq = tl.dot(b_dO, b_S, b_dq, input_precision=PRECISION)
-                b_col = tl.dot(b_U, b_dS, b_col, input_precision=PRECISION)
-                if HAS_BETA:
-                    b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
-            entry = tl.exp2(masked_sum(later, b_g))
-            b_dq *= scale * entry
-            b_col *= tl.exp2(masked_sum(above.to(DTYPE), b_g))
-            b_last += tl.sum(b_k * b_col, 0)
-            e_read = b_q
-            if HAS_BETA:
-                e_read = b_beta[:, None] * b_e
-                if UNDECAYED:
-                    entry = tl.exp2(masked_sum(below.to(DTYPE), b_g))
-                b_row *= -entry
-            b_dq, b_row, b_col = add_pairs_of_blocks(
-                b_dq, b_row, b_col, W_P, W_L, W_P_columns, W_L_columns, b_q, b_k, e_read, b_g, HAS_BETA, PRECISION,
-                UNDECAYED,
-            )  # fmt: skip
-        else:
-            b_G = masked_sum(later, b_g)
-            b_G -= middle[None, :]
-            entry, undone = tl.exp2(b_G), tl.exp2(-b_G)
-            read_entry = entry
-            if UNDECAYED:
-                read_entry = tl.exp2(b_G - b_g)
-            k_written = (b_k * undone).to(DTYPE)
-            if WHOLE:
-                b_dq = tl.dot(b_dO, b_S, b_dq, input_precision=PRECISION)
-            b_dq = entry * tl.dot(W_P, k_written, b_dq * (scale * to_middle), input_precision=PRECISION)
+        b_G = masked_sum(later, b_g)
+        b_G -= middle[None, :]
+        entry, undone = tl.exp2(b_G), tl.exp2(-b_G)
+        read_entry = entry
+        if UNDECAYED:
+            read_entry = tl.exp2(b_G - b_g)
+        k_written = (b_k * undone).to(DTYPE)
+
+        if WHOLE:
+            b_dq = tl.dot(b_dO, b_S, b_dq, input_precision=PRECISION)
+        b_dq = entry * tl.dot(W_P, k_written, b_dq * (scale * to_middle), input_precision=PRECISION)
         b_dG = b_q * b_dq
         b_dq += diagonal * b_k
         tl.store(dq + i_k * BK + o_gate, b_dq.to(dq.dtype.element_ty), mask=m_query[:, None] & m_k[None, :])
 
         b_dk = diagonal * b_q
-        if not STRONG:
-            if WHOLE:
-                b_col = tl.dot(b_U, b_dS, b_col, input_precision=PRECISION)
-            b_col *= from_middle  # the decay to the chunk's end, with `undone`
-            b_last += tl.sum(k_written.to(tl.float32) * b_col, 0)
-            b_col = tl.dot(W_P_columns, (b_q * entry).to(DTYPE), b_col, input_precision=PRECISION)
+        if WHOLE:
+            b_col = tl.dot(b_U, b_dS, b_col, input_precision=PRECISION)
+        b_col *= from_middle  # the decay to the chunk's end, with `undone`
+        b_last += tl.sum(k_written.to(tl.float32) * b_col, 0)
+        b_col = tl.dot(W_P_columns, (b_q * entry).to(DTYPE), b_col, input_precision=PRECISION)
         if HAS_BETA:
-            if not STRONG:
-                if WHOLE:
-                    b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
-                b_row = read_entry * tl.dot(W_L, k_written, -to_middle * b_row, input_precision=PRECISION)
+            if WHOLE:
+                b_row = tl.dot(b_Z, b_S, b_row, input_precision=PRECISION)
+            b_row = read_entry * tl.dot(W_L, k_written, -to_middle * b_row, input_precision=PRECISION)
             b_dbeta += tl.sum(b_e * b_row, 1)
             b_row *= b_beta[:, None]
             b_dG += b_e * b_row
@@ -307,11 +200,9 @@ def gradients_of_chunk(
                 tl.store(d_erase_key + i_k * BK + o_dk, b_row.to(d_erase_key.dtype.element_ty), mask=m_ck)
             if UNDECAYED:
                 b_dF = b_e * b_row
-            if not STRONG:
-                e_read = (b_beta[:, None] * b_e * read_entry).to(DTYPE)
-                b_col = tl.dot(W_L_columns, e_read, b_col, input_precision=PRECISION)
-        if not STRONG:
-            b_col *= undone
+            e_read = (b_beta[:, None] * b_e * read_entry).to(DTYPE)
+            b_col = tl.dot(W_L_columns, e_read, b_col, input_precision=PRECISION)
+        b_col *= undone
         b_dG -= b_k * b_col
         b_dk += b_col
         tl.store(dk + i_k * BK + o_dk, b_dk.to(dk.dtype.element_ty), mask=m_ck)
@@ -329,83 +220,7 @@ def gradients_of_chunk(
         b_dg += b_last[None, :]
         if UNDECAYED and HAS_BETA:  # a token's own decay does not act on what it reads to erase
             b_dg -= b_dF
-        if STRONG:
-            raw = tl.load(log_decay + i_k * BK + o_gate, mask=m_gate[:, None] & m_k[None, :], other=0.0)
-            b_dg = tl.where(raw.to(tl.float32) > float("-inf"), b_dg, 0.0)
         tl.store(d_log_decay + i_k * BK + o_gate, b_dg, mask=m_gate[:, None] & m_k[None, :])
 
     if HAS_BETA:
         tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=m_c & (stored == 0))
-
-
-@triton.jit(do_not_specialize=["key_tiles", "value_tiles", "chunks", "slots", "T", "NT", "H", "HV"])
-def chunk_gradients_channel_kernel(
-    q,
-    k,
-    erase_key,
-    v,
-    beta,
-    log_decay,
-    G,
-    strong_decay,
-    U,
-    Z,
-    d_output,
-    states,
-    d_states,
-    P_diagonal,
-    dq,
-    dk,
-    d_erase_key,
-    dv,
-    d_beta,
-    d_log_decay,
-    cu_seqlens,
-    chunk_sequence,
-    chunk_offsets,
-    scale,
-    key_tiles,
-    value_tiles,
-    chunks,
-    slots,
-    T,
-    NT,
-    H,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    STRONG: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNDECAYED: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):
-    """The gradients of the chunks whose decay is too strong for one matrix product (`STRONG`), or of all others.
-
-    As `chunk_gradients_kernel`, with the decay inside the products over tokens: `exp(G - middle)` where a token reads,
-    `exp(middle - G)` where it is read (`middle_of`). With STRONG a program handles up to 16 neighbouring `chunks`, of
-    `slots` in all, otherwise one. Grid (programs,).
-    """
-    start = tl.program_id(0).to(tl.int64) * chunks
-    count = tl.minimum(slots - start, chunks).to(tl.int32)
-    if STRONG:
-        o = tl.arange(0, 16)
-        flags = tl.load(strong_decay + start + o, mask=o < count, other=0)
-        if tl.max((flags == 2).to(tl.int32), 0) == 0:
-            return
-    for i in tl.range(0, count if STRONG else 1, num_stages=1):
-        slot = start + i
-        i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
-        first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
-        if rows > 0 and (tl.load(strong_decay + slot) == 2) == STRONG:
-            gradients_of_chunk(
-                q, k, erase_key, v, beta, log_decay, G, U, Z, d_output, states, d_states, P_diagonal, dq, dk,
-                d_erase_key, dv, d_beta, d_log_decay, slot, first, rows, i_h, scale, key_tiles, value_tiles, H, HV, K,
-                V, BK, BV, C, STRONG, HAS_BETA, GROUPED, PRECISION, STAGES, UNDECAYED, MICRO_STEPS,
-            )  # fmt: skip

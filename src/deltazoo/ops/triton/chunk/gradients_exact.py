@@ -9,66 +9,7 @@ import triton.language as tl
 
 from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E, exponent_range, level_mask
-from deltazoo.ops.triton.chunk.score_gradients import score_gradients, store_step_gradient
-
-
-@triton.jit
-def pair_gradients(
-    v,
-    beta,
-    U,
-    Z,
-    d_output,
-    W,
-    P_diagonal,
-    dv,
-    d_beta,
-    slot,
-    first,
-    rows,
-    i_h,
-    scale,
-    value_tiles,
-    HV,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    MICRO_STEPS: tl.constexpr,
-):
-    """Store the gradients of the scores of one chunk, dv, and d_beta of the tokens whose step size is not near zero.
-
-    Returns the values' part of d_beta, and which tokens have their d_beta stored. W gets the strictly lower parts of
-    dP, with the scale, and (with beta) of dL; `P_diagonal` the diagonal of dP.
-    """
-    o_c, o_v = tl.arange(0, C), tl.arange(0, BV)
-    m_c = o_c < rows
-    values = (first * HV + i_h) * V
-    o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
-    outputs, o_output, m_output = values, o_cv, m_c
-    if MICRO_STEPS > 1:
-        first_token, o_token, _, ends = tokens_of(first, o_c, MICRO_STEPS)
-        outputs, m_output = (first_token * HV + i_h) * V, m_c & ends
-        o_output = o_token[:, None] * (HV * V) + o_v[None, :]
-    b_beta, stored = tl.load(beta + slot * C + o_c) if HAS_BETA else o_c, m_c
-    _, _, _, b_dP, b_dL, b_dbeta = score_gradients(
-        v + values, dv + values, d_output + outputs, U + values, Z + values, b_beta, o_cv, o_output, o_v, m_c,
-        m_output, value_tiles, V, BV, False, HAS_BETA, PRECISION, STAGES,
-    )  # fmt: skip
-
-    o_cc = o_c[:, None] * C + o_c[None, :]
-    below = o_c[:, None] > o_c[None, :]
-    b_dP *= scale
-    tl.debug_barrier()  # all threads have read W of the chunk before
-    tl.store(W + o_cc, tl.where(below, b_dP, 0.0).to(W.dtype.element_ty))
-    tl.store(P_diagonal + o_c, tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_dP, 0.0), 1))
-    if HAS_BETA:
-        stored = store_step_gradient(d_beta + first * HV + i_h + o_c * HV, b_beta, b_dL, m_c)
-        tl.store(W + C * C + o_cc, tl.where(below, -b_dL, 0.0).to(W.dtype.element_ty))
-    tl.debug_barrier()
-    return b_dbeta, stored
+from deltazoo.ops.triton.chunk.score_gradients import pair_gradients
 
 
 @triton.jit

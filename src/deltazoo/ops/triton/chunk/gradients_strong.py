@@ -1,0 +1,298 @@
+"""The gradients of a chunk's inputs for one decay per key channel, of 16-bit inputs, if no one product spans the decay.
+
+Pairs of tokens within blocks that are in range take one product, the others the levels of `decay_factors`.
+"""
+
+import triton
+import triton.language as tl
+
+from deltazoo.ops.triton.chunk.address import chunk_bounds, key_head, tokens_of
+from deltazoo.ops.triton.chunk.decay_factors import (
+    LOG2_FLOOR,
+    LOG2E,
+    centred_range,
+    level_factor,
+    level_mask,
+    undecayed_level_factor,
+)
+from deltazoo.ops.triton.chunk.score_gradients import load_values, pair_gradients
+from deltazoo.ops.triton.chunk.terms import masked_sum
+
+
+@triton.jit
+def level_in_range(g, DTYPE: tl.constexpr):
+    """The level from which on pairs need products of their own: within blocks of `1 << level` tokens one is enough.
+
+    That is where no channel leaves half of `centred_range` within a half of a block (g: log2-decays `[64 tokens,
+    channels]`); a block of one token has no pairs. 6: the whole chunk is one block.
+    """
+    LIMIT: tl.constexpr = -0.5 * centred_range(DTYPE)
+    sums = tl.sum(tl.reshape(g, [16, 4, g.shape[1]]), 1)
+    level = tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, 0, 3)
+    sums = tl.sum(tl.reshape(sums, [8, 2, g.shape[1]]), 1)
+    level = tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, level, 4)
+    sums = tl.sum(tl.reshape(sums, [4, 2, g.shape[1]]), 1)
+    level = tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, level, 5)
+    sums = tl.sum(tl.reshape(sums, [2, 2, g.shape[1]]), 1)
+    return tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, level, 6)
+
+
+@triton.jit
+def add_pairs(
+    b_dq, b_row, b_col, W, o_cc, pairs, q_read, k_read, k_written, entry, read_entry, undone,
+    HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what selected `pairs` of tokens contribute to the gradients of a tile of channels.
+
+    `q_read`, `k_read` and `k_written` are what the tokens read and write with, their part of the decay included, in 16
+    bits; `entry`, `read_entry` and `undone` are these parts. W in memory is zero but for j < i.
+    """
+    C: tl.constexpr = pairs.shape[0]
+    W_P = tl.where(pairs, tl.load(W + o_cc), 0.0).to(W.dtype.element_ty)
+    b_dq += entry * tl.dot(W_P, k_written, input_precision=PRECISION)
+    b_pairs = tl.dot(tl.trans(W_P), q_read, input_precision=PRECISION)
+    if HAS_BETA:
+        W_L = tl.where(pairs, tl.load(W + C * C + o_cc), 0.0).to(W.dtype.element_ty)
+        b_row += read_entry * tl.dot(W_L, k_written, input_precision=PRECISION)
+        b_pairs = tl.dot(tl.trans(W_L), k_read, b_pairs, input_precision=PRECISION)
+    return b_dq, b_row, b_col + undone * b_pairs
+
+
+@triton.jit
+def gradients_of_tile(
+    q,
+    k,
+    erase_key,
+    beta,
+    log_decay,
+    G,
+    U,
+    Z,
+    d_output,
+    states,
+    d_states,
+    W,
+    P_diagonal,
+    dq,
+    dk,
+    d_erase_key,
+    d_log_decay,
+    slot,
+    first,
+    rows,
+    i_h,
+    i_k,
+    nothing,
+    scale,
+    value_tiles,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNDECAYED: tl.constexpr,
+    MICRO_STEPS: tl.constexpr,
+):
+    """Store the gradients of queries, keys and log_decay of one tile of BK key channels of one chunk.
+
+    Returns the tile's part of d_beta. `nothing` is zero, which the compiler does not know: it would keep masks and
+    offsets of all tiles in registers.
+    """
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    LIMIT: tl.constexpr = 0.5 * centred_range(DTYPE)
+    o_c, o_v, o_k = tl.arange(0, C) + nothing, tl.arange(0, BV), i_k * BK + tl.arange(0, BK)
+    m_c, m_k = o_c < rows, o_k < K
+    token, other = o_c[:, None], o_c[None, :]
+    values, gates = (first * HV + i_h) * V, (first * HV + i_h) * K
+    keys = (first * H + key_head(i_h, H, HV, GROUPED)) * K if GROUPED else gates
+    o_cv, o_gk = token * (HV * V) + o_v[None, :], token * (HV * K) + o_k[None, :]
+    o_qk = token * (H * K) + o_k[None, :] if GROUPED else o_gk
+    queries, token_gates, outputs = keys, gates, values
+    # Where the queries, decays and outputs of the rows are, and which rows have them.
+    o_query, o_gate, o_output, m_query, m_gate = o_qk, o_gk, o_cv, m_c, m_c
+    if MICRO_STEPS > 1:
+        first_token, o_token, begins, ends = tokens_of(first, o_c, MICRO_STEPS)
+        token_gates, outputs = (first_token * HV + i_h) * K, (first_token * HV + i_h) * V
+        queries = (first_token * H + key_head(i_h, H, HV, GROUPED)) * K if GROUPED else token_gates
+        o_output = o_token[:, None] * (HV * V) + o_v[None, :]
+        o_gate = o_token[:, None] * (HV * K) + o_k[None, :]
+        o_query = o_token[:, None] * (H * K) + o_k[None, :] if GROUPED else o_gate
+        m_query, m_gate = m_c & ends, m_c & begins
+    m_ck = m_c[:, None] & m_k[None, :]
+    m_query_k, m_gate_k = m_query[:, None] & m_k[None, :], m_gate[:, None] & m_k[None, :]
+
+    b_dq, b_row = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+    b_col, b_last = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([BK], dtype=tl.float32)
+    o_vk = slot * (K * V) + o_v[:, None] * K + o_k[None, :]
+    for i_v in tl.range(0, value_tiles, num_stages=STAGES):
+        m_v = i_v * BV + o_v < V
+        dO_tile, U_tile, Z_tile = load_values(
+            d_output + outputs, U + values, Z + values, i_v * BV + o_output, m_query[:, None] & m_v[None, :],
+            i_v * BV + o_cv, m_c[:, None] & m_v[None, :],
+        )  # fmt: skip
+        b_S = tl.load(states + i_v * BV * K + o_vk, mask=m_v[:, None] & m_k[None, :], other=0.0)
+        b_dS = tl.load(d_states + i_v * BV * K + o_vk, mask=m_v[:, None] & m_k[None, :], other=0.0)
+        b_last += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
+        b_dq = tl.dot(dO_tile, b_S, b_dq, input_precision=PRECISION)
+        if HAS_BETA:
+            b_row = tl.dot(Z_tile, b_S, b_row, input_precision=PRECISION)
+        b_col = tl.dot(U_tile, b_dS, b_col, input_precision=PRECISION) + 0.0  # waits, see `score_gradients`
+
+    b_last *= tl.exp2(tl.load(G + slot * K + o_k, mask=m_k, other=0.0))
+    raw_g = tl.load(log_decay + token_gates + o_gate, mask=m_gate_k, other=0.0).to(tl.float32)
+    b_g = tl.maximum(raw_g * LOG2E, LOG2_FLOOR)
+    b_k = tl.load(k + keys + o_qk, mask=m_ck, other=0.0)
+    b_q = tl.load(q + queries + o_query, mask=m_query_k, other=0.0)
+    b_e, e_read = b_k, b_k
+    if HAS_BETA:
+        b_beta = tl.load(beta + slot * C + o_c)
+        if erase_key is not None:
+            b_e = tl.load(erase_key + keys + o_qk, mask=m_ck, other=0.0)
+        e_read = b_beta[:, None] * b_e
+    # What is read from the state decays from the chunk's start, what is added to its gradient to the end.
+    entry = tl.exp2(masked_sum((other <= token).to(DTYPE), b_g))
+    b_dq *= scale * entry
+    if HAS_BETA:
+        if UNDECAYED:
+            entry = tl.exp2(masked_sum((other < token).to(DTYPE), b_g))
+        b_row *= -entry
+    b_col *= tl.exp2(masked_sum((other > token).to(DTYPE), b_g))
+    b_last += tl.sum(b_k * b_col, 0)
+
+    # Pairs within blocks in range: from and to the last token of the block's left half.
+    o_cc = token * C + tl.arange(0, C)[None, :]
+    first_level = level_in_range(b_g, DTYPE)
+    middle = (token >> first_level << first_level) + tl.maximum(1 << first_level >> 1, 1) - 1
+    sign = tl.where(token > middle, 1.0, -1.0)
+    between = (other > tl.minimum(token, middle)) & (other <= tl.maximum(token, middle))
+    exponent = masked_sum(tl.where(between, sign, 0.0).to(DTYPE), b_g)
+    entry, undone = tl.exp2(exponent), tl.exp2(-exponent)
+    read_entry = entry
+    if UNDECAYED:
+        between = (other > tl.minimum(token - 1, middle)) & (other <= tl.maximum(token - 1, middle))
+        read = masked_sum(tl.where(between, sign, 0.0).to(DTYPE), b_g)
+        read_entry = tl.exp2(tl.minimum(read, LIMIT))  # beyond that in blocks of one token, which have no pairs
+    b_dq, b_row, b_col = add_pairs(
+        b_dq, b_row, b_col, W, o_cc, token >> first_level == other >> first_level, (b_q * entry).to(DTYPE),
+        (e_read * read_entry).to(DTYPE), (b_k * undone).to(DTYPE), entry, read_entry, undone, HAS_BETA, PRECISION,
+    )  # fmt: skip
+    # Pairs between the halves of larger blocks.
+    for level in tl.range(first_level, 6, num_stages=1):
+        f = level_factor(b_g, o_c, level, DTYPE)
+        f_read = undecayed_level_factor(b_g, o_c, level, DTYPE) if UNDECAYED else f
+        b_dq, b_row, b_col = add_pairs(
+            b_dq, b_row, b_col, W, o_cc, level_mask(o_c, level), (b_q * f).to(DTYPE), (e_read * f_read).to(DTYPE),
+            (b_k * f).to(DTYPE), f, f_read, f, HAS_BETA, PRECISION,
+        )  # fmt: skip
+
+    diagonal = tl.load(P_diagonal + o_c)[:, None]
+    tl.store(dq + token_gates + o_gate, (b_dq + diagonal * b_k).to(dq.dtype.element_ty), mask=m_query_k)
+    b_dk, b_dG = b_col + diagonal * b_q, b_q * b_dq - b_k * b_col
+    part = tl.zeros([C], dtype=tl.float32)
+    if HAS_BETA:
+        part += tl.sum(b_e * b_row, 1)
+        b_row *= b_beta[:, None]
+        if erase_key is None:
+            b_dk += b_row
+        else:
+            tl.store(d_erase_key + gates + o_gk, b_row.to(d_erase_key.dtype.element_ty), mask=m_ck)
+        b_row *= b_e
+        b_dG += b_row
+    tl.store(dk + gates + o_gk, b_dk.to(dk.dtype.element_ty), mask=m_ck)
+    if tl.float16 == DTYPE:  # gradients may leave its range
+        b_dg = tl.cumsum(b_dG, 0, reverse=True)
+    else:
+        b_dg = masked_sum((other >= token).to(DTYPE), b_dG)
+    b_dg += b_last[None, :]
+    if UNDECAYED and HAS_BETA:  # a token's own decay does not act on what it reads to erase
+        b_dg -= b_row
+    b_dg = tl.where(raw_g > float("-inf"), b_dg, 0.0)
+    tl.store(d_log_decay + token_gates + o_gate, b_dg, mask=m_gate_k)
+    return part
+
+
+@triton.jit(do_not_specialize=["key_tiles", "value_tiles", "chunks", "slots", "T", "NT", "H", "HV"])
+def chunk_gradients_strong_kernel(
+    q,
+    k,
+    erase_key,
+    v,
+    beta,
+    log_decay,
+    G,
+    strong_decay,
+    U,
+    Z,
+    d_output,
+    states,
+    d_states,
+    P_diagonal,
+    dq,
+    dk,
+    d_erase_key,
+    dv,
+    d_beta,
+    d_log_decay,
+    W,
+    cu_seqlens,
+    chunk_sequence,
+    chunk_offsets,
+    scale,
+    key_tiles,
+    value_tiles,
+    chunks,
+    slots,
+    T,
+    NT,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNDECAYED: tl.constexpr,
+    MICRO_STEPS: tl.constexpr,
+):
+    """Gradients of the chunks whose decay is too strong for one matrix product.
+
+    One program handles up to 16 neighbouring `chunks`, of `slots` in all. W and `P_diagonal` are scratch memory for one
+    chunk of each program. Grid (programs,).
+    """
+    start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
+    count = tl.minimum(slots - start, chunks).to(tl.int32)
+    flags = tl.load(strong_decay + start + o, mask=o < count, other=0)
+    if tl.max((flags == 2).to(tl.int32), 0) == 0:
+        return
+    W += tl.program_id(0).to(tl.int64) * ((2 if HAS_BETA else 1) * C * C)
+    P_diagonal += tl.program_id(0) * C
+    o_c = tl.arange(0, C)
+    for i in tl.range(0, count, num_stages=1):
+        slot = start + i
+        i_h, i_t, i_b = (slot % HV).to(tl.int32), (slot // HV % NT).to(tl.int32), slot // HV // NT
+        first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
+        if rows > 0 and tl.load(strong_decay + slot) == 2:
+            b_dbeta, stored = pair_gradients(
+                v, beta, U, Z, d_output, W, P_diagonal, dv, d_beta, slot, first, rows, i_h, scale, value_tiles, HV, V,
+                BV, C, HAS_BETA, PRECISION, STAGES, MICRO_STEPS,
+            )  # fmt: skip
+            for i_k in tl.range(0, key_tiles, num_stages=1):
+                nothing = tl.load(strong_decay + slot) - 2
+                b_dbeta += gradients_of_tile(
+                    q, k, erase_key, beta, log_decay, G, U, Z, d_output, states, d_states, W, P_diagonal, dq, dk,
+                    d_erase_key, d_log_decay, slot, first, rows, i_h, i_k, nothing, scale, value_tiles, H, HV, K, V,
+                    BK, BV, C, HAS_BETA, GROUPED, PRECISION, STAGES, UNDECAYED, MICRO_STEPS,
+                )  # fmt: skip
+            if HAS_BETA:
+                tl.store(d_beta + first * HV + i_h + o_c * HV, b_dbeta, mask=(o_c < rows) & (stored == 0))
