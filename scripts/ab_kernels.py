@@ -62,10 +62,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "96 registers": tile(maxnreg=96),
     },
     "prepare_channel": {
-        "168 registers": tile(maxnreg=168),
-        "BK 64": tile(BK=64, RUNS=16, level_tiles=2),
-        "BK 64, 128 registers": tile(BK=64, RUNS=16, level_tiles=2, maxnreg=128),
-        "levels of 16": tile(LEVEL_BK=16, level_tiles=8),
+        "levels of 64": tile(LEVEL_BK=64, level_tiles=2),
     },
     "scan": SERIAL,
     "scan(keep)": SERIAL,
@@ -89,7 +86,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "chunk_gradients_strong": {
         "BK 16": tile(BK=16),
         "BV 64": tile(BV=64),
-        "BK 16, BV 64": tile(BK=16, BV=64),
+        "BK 64": tile(BK=64),
         "1 stage": tile(1),
     },
 }

@@ -82,7 +82,8 @@ def _written(name: str, operands: list[str]) -> range:
     target = operands[1] if re.fullmatch(r"P[0-6T]", operands[0]) and len(operands) > 1 else operands[0]
     count = 4 if ".128" in name or name.startswith("HMMA") else 2 if ".64" in name or ".WIDE" in name else 1
     if name.startswith("LDSM"):
-        count = int(name.rpartition(".")[2])
+        last = name.rpartition(".")[2]
+        count = int(last) if last.isdigit() else 1
     if name.startswith("CS2R") and ".32" not in name:
         count = 2
     return _registers(target, count)

@@ -68,7 +68,7 @@ def level_factor(g, o_c, level, DTYPE: tl.constexpr):
     """
     row, other = o_c[:, None], o_c[None, :]
     middle = (row >> (level + 1) << (level + 1)) + (1 << level) - 1
-    between = (other > tl.minimum(row, middle)) & (other <= tl.maximum(row, middle))
+    between = (other <= row) ^ (other <= middle)
     return tl.exp2(masked_sum(between.to(DTYPE), g))
 
 

@@ -28,13 +28,13 @@ def level_in_range(g, DTYPE: tl.constexpr):
     """
     LIMIT: tl.constexpr = -0.5 * centred_range(DTYPE)
     sums = tl.sum(tl.reshape(g, [16, 4, g.shape[1]]), 1)
-    level = tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, 0, 3)
+    level = tl.where(tl.min(sums) < LIMIT, 0, 3)
     sums = tl.sum(tl.reshape(sums, [8, 2, g.shape[1]]), 1)
-    level = tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, level, 4)
+    level = tl.where(tl.min(sums) < LIMIT, level, 4)
     sums = tl.sum(tl.reshape(sums, [4, 2, g.shape[1]]), 1)
-    level = tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, level, 5)
+    level = tl.where(tl.min(sums) < LIMIT, level, 5)
     sums = tl.sum(tl.reshape(sums, [2, 2, g.shape[1]]), 1)
-    return tl.where(tl.min(tl.min(sums, 1), 0) < LIMIT, level, 6)
+    return tl.where(tl.min(sums) < LIMIT, level, 6)
 
 
 @triton.jit
@@ -128,7 +128,8 @@ def gradients_of_tile(
     m_query_k, m_gate_k = m_query[:, None] & m_k[None, :], m_gate[:, None] & m_k[None, :]
 
     b_dq, b_row = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-    b_col, b_last = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([BK], dtype=tl.float32)
+    b_col = tl.zeros([C, BK], dtype=tl.float32)
+    b_overlap = tl.zeros([BV, BK], dtype=tl.float32)  # <S, dS>, per value channel
     o_vk = slot * (K * V) + o_v[:, None] * K + o_k[None, :]
     for i_v in tl.range(0, value_tiles, num_stages=STAGES):
         m_v = i_v * BV + o_v < V
@@ -138,13 +139,13 @@ def gradients_of_tile(
         )  # fmt: skip
         b_S = tl.load(states + i_v * BV * K + o_vk, mask=m_v[:, None] & m_k[None, :], other=0.0)
         b_dS = tl.load(d_states + i_v * BV * K + o_vk, mask=m_v[:, None] & m_k[None, :], other=0.0)
-        b_last += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
+        b_overlap += b_S.to(tl.float32) * b_dS.to(tl.float32)
         b_dq = tl.dot(dO_tile, b_S, b_dq, input_precision=PRECISION)
         if HAS_BETA:
             b_row = tl.dot(Z_tile, b_S, b_row, input_precision=PRECISION)
         b_col = tl.dot(U_tile, b_dS, b_col, input_precision=PRECISION) + 0.0  # waits, see `score_gradients`
 
-    b_last *= tl.exp2(tl.load(G + slot * K + o_k, mask=m_k, other=0.0))
+    b_last = tl.exp2(tl.load(G + slot * K + o_k, mask=m_k, other=0.0)) * tl.sum(b_overlap, 0)
     raw_g = tl.load(log_decay + token_gates + o_gate, mask=m_gate_k, other=0.0).to(tl.float32)
     b_g = tl.maximum(raw_g * LOG2E, LOG2_FLOOR)
     b_k = tl.load(k + keys + o_qk, mask=m_ck, other=0.0)
@@ -169,14 +170,13 @@ def gradients_of_tile(
     o_cc = token * C + tl.arange(0, C)[None, :]
     first_level = level_in_range(b_g, DTYPE)
     middle = (token >> first_level << first_level) + tl.maximum(1 << first_level >> 1, 1) - 1
+    # Plus the tokens after the middle up to this one, or minus those after this one up to the middle.
     sign = tl.where(token > middle, 1.0, -1.0)
-    between = (other > tl.minimum(token, middle)) & (other <= tl.maximum(token, middle))
-    exponent = masked_sum(tl.where(between, sign, 0.0).to(DTYPE), b_g)
+    exponent = masked_sum(tl.where((other <= token) ^ (other <= middle), sign, 0.0).to(DTYPE), b_g)
     entry, undone = tl.exp2(exponent), tl.exp2(-exponent)
     read_entry = entry
     if UNDECAYED:
-        between = (other > tl.minimum(token - 1, middle)) & (other <= tl.maximum(token - 1, middle))
-        read = masked_sum(tl.where(between, sign, 0.0).to(DTYPE), b_g)
+        read = masked_sum(tl.where((other < token) ^ (other <= middle), sign, 0.0).to(DTYPE), b_g)
         read_entry = tl.exp2(tl.minimum(read, LIMIT))  # beyond that in blocks of one token, which have no pairs
     b_dq, b_row, b_col = add_pairs(
         b_dq, b_row, b_col, W, o_cc, token >> first_level == other >> first_level, (b_q * entry).to(DTYPE),

@@ -104,41 +104,46 @@ def add_levels(
         _, o_token, begins, ends = tokens_of(first, o_c, MICRO_STEPS)
         o_query, m_query = o_token[:, None] * q_stride + o_k[None, :], m_ck & ends[:, None]
         o_gate, m_gate = o_token[:, None] * g_stride + o_k[None, :], m_ck & begins[:, None]
+    row, other = o_c[:, None], o_c[None, :]
     b_k = tl.load(k + o_qk, mask=m_ck, other=0.0)
-    b_q = tl.load(q + o_query, mask=m_query, other=0.0)
+    b_q = tl.load(q + o_query, mask=m_query & (direct == 0), other=0.0)
     b_e = b_k
     if erase_key is not None:
-        b_e = tl.load(erase_key + o_qk, mask=m_ck, other=0.0)
+        b_e = tl.load(erase_key + o_qk, mask=m_ck & (direct == 0), other=0.0)
+    elif HAS_BETA:
+        b_e = tl.where(direct, 0.0, b_k).to(DTYPE)
     b_g = log2_decay(log_decay + o_gate, m_gate)
-    b_k_out = b_k * tl.exp2(masked_sum((o_c[None, :] > o_c[:, None]).to(DTYPE), b_g))
+    b_k_out = b_k * tl.exp2(masked_sum((other > row).to(DTYPE), b_g))
     tl.store(k_out + o_gk, b_k_out.to(DTYPE), mask=m_ck)
     b_qk = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-    diagonal = (o_c[:, None] == o_c[None, :]) & (direct == 0)
-    b_P += tl.where(diagonal, b_qk[:, None], 0.0)
+    b_P += tl.where(row == other, b_qk[:, None], 0.0)
     if HAS_BETA:  # for the erase gain
-        b_N += tl.where(diagonal, tl.sum(b_e.to(tl.float32) * b_k.to(tl.float32), 1)[:, None], 0.0)
+        b_N += tl.where(row == other, tl.sum(b_e.to(tl.float32) * b_k.to(tl.float32), 1)[:, None], 0.0)
 
     # Within blocks of 16 rows: those in range from the block's start take one product.
-    before = ((o_c >> 4)[:, None] == (o_c >> 4)[None, :]) & (o_c[None, :] <= o_c[:, None])
-    b_G = masked_sum(before.to(DTYPE), b_g)
+    same = (row >> 4) == (other >> 4)
+    b_G = masked_sum((same & (other <= row)).to(DTYPE), b_g)
     near = tl.min(b_G, 1)[:, None] >= -RANGE
-    pairs = before & near & (o_c[:, None] > o_c[None, :]) & (direct == 0)
     decay, undone = tl.exp2(b_G), tl.exp2(tl.minimum(-b_G, RANGE))
+    decay = tl.where(near, decay, 0.0)
     k_written = tl.trans((b_k * undone).to(DTYPE))
+    pairs = same & (other < row)
     b_P += tl.where(pairs, tl.dot((b_q * decay).to(DTYPE), k_written, input_precision=PRECISION), 0.0)
     if HAS_BETA:
         if UNDECAYED:
-            decay = tl.exp2(masked_sum((before & (o_c[None, :] < o_c[:, None])).to(DTYPE), b_g))
+            decay = tl.exp2(masked_sum((same & (other < row)).to(DTYPE), b_g))
+            decay = tl.where(near, decay, 0.0)
         b_N += tl.where(pairs, tl.dot((b_e * decay).to(DTYPE), k_written, input_precision=PRECISION), 0.0)
     # All others take the levels; those below 4 are of pairs within such a block.
-    all_near = tl.min((near | (direct != 0)).to(tl.int32), 0)
-    for level in tl.range(4 * tl.min(all_near, 0), 6, num_stages=1):
+    all_near = tl.min((near | (direct != 0)).to(tl.int32))
+    for level in tl.range(4 * all_near, 6, num_stages=1):
         f = level_factor(b_g, o_c, level, DTYPE)
-        pairs = level_mask(o_c, level) & (direct == 0) & ((near == 0) | (level >= 4))
-        k_f, q_f = tl.trans((b_k * f).to(DTYPE)), (b_q * f).to(DTYPE)
-        b_P += tl.where(pairs, tl.dot(q_f, k_f, input_precision=PRECISION), 0.0)
+        pairs = level_mask(o_c, level)
+        k_f = tl.trans((b_k * f).to(DTYPE))
+        f_read = undecayed_level_factor(b_g, o_c, level, DTYPE) if UNDECAYED else f
+        f, f_read = tl.where(near & (level < 4), 0.0, f), tl.where(near & (level < 4), 0.0, f_read)
+        b_P += tl.where(pairs, tl.dot((b_q * f).to(DTYPE), k_f, input_precision=PRECISION), 0.0)
         if HAS_BETA:
-            f_read = undecayed_level_factor(b_g, o_c, level, DTYPE) if UNDECAYED else f
             b_N += tl.where(pairs, tl.dot((b_e * f_read).to(DTYPE), k_f, input_precision=PRECISION), 0.0)
     return b_P, b_N
 
