@@ -42,6 +42,7 @@ class ThreadBlock:
         self.threads = np.arange(program.threads)
         self.warps = self.threads // 32
         self.registers: dict[str, Array] = {}
+        self.executed = [0] * len(program.code)  # how often each instruction was, by a warp
         self.shared = SharedMemory()
         self.copies: list[list[tuple[Array, Array, Array, str]]] = [[]]  # groups of cp.async, the last one still open
         self.products: list[list[Product]] = [[]]  # groups of wgmma, likewise
@@ -55,6 +56,7 @@ class ThreadBlock:
         at = 0
         while True:
             predicate, operation, operands, self.text = self.program.code[at]
+            self.executed[at] += 1
             self.active = np.ones(len(self.threads), bool)
             if predicate is not None:
                 self.active = self.registers[predicate.lstrip("@!")] ^ (predicate[1] == "!")

@@ -82,10 +82,13 @@ class Modelled:
                 x = starts[x.untyped_storage().data_ptr()] + x.storage_offset() * x.element_size()
             arguments.append(x)
         arguments += [0] * (len(program.parameters) - len(arguments))  # Triton's own scratch memory, unused
-        for position in product(*map(range, (*grid, 1, 1)[:3])):
-            self.hazards |= ThreadBlock(program, arguments, memory, position).run()
+        self.execute(program, arguments, memory, grid)
         for pointer, content in raw.items():
             content.copy_(torch.from_numpy(memory[starts[pointer] : starts[pointer] + len(content)]))
+
+    def execute(self, program: Program, arguments: list[Any], memory: np.ndarray, grid: tuple[int, ...]) -> None:
+        for position in product(*map(range, (*grid, 1, 1)[:3])):
+            self.hazards |= ThreadBlock(program, arguments, memory, position).run()
 
 
 def judge(case: DeltaRuleCase, strict: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
