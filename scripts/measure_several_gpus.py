@@ -479,7 +479,7 @@ def cases(ranks: Ranks, rows: int) -> dict[str, Callable[[], Rows]]:
 
     found["layer-gated_deltanet"] = partial(layer_rows, ranks, "gated_deltanet", row, heads, False)
     found["trace-gated_deltanet"] = partial(trace_rows, ranks, "gated_deltanet", row, heads)
-    for way in ("alone", "FSDP2"):
+    for way in ("alone", "FSDP2", "TP"):
         found[f"trace-model-gated_deltanet-340m-{way}"] = partial(
             trace_model_rows, ranks, "340m", "gated_deltanet", way, rows
         )

@@ -298,7 +298,7 @@ def draw_efficiency(points: dict[str, dict[str, float]]) -> None:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axis.set_xlabel("parallel efficiency")
     axis.grid(axis="both", alpha=0.3)
-    axis.legend(fontsize=8, loc="lower left", frameon=False)
+    axis.legend(fontsize=8, loc="upper left", frameon=False)
     save_figure(figure, IMAGES / "several_gpus_efficiency.png")
 
 

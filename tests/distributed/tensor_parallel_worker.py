@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import OPTIONS, VOCAB, tiny_model
 
 from deltazoo.distributed import clip_grad_norm_
+from deltazoo.distributed.together import CallTogether
 from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.workbench.rule_files import load_rule_file
@@ -61,6 +63,22 @@ def step(model: nn.Module, ids: Tensor, max_norm: float) -> float:
     return float(norm)
 
 
+def sums(model: nn.Module, ids: Tensor) -> tuple[float, float]:
+    """Tensors that ranks sum per block, apart from those of the embeddings and the head: forward and backward."""
+    blocks = len(model.model.layers)
+    with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as all_reduce:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        forward = all_reduce.call_count
+        loss.backward()
+    return forward / blocks, (all_reduce.call_count - forward) / blocks
+
+
+def shared_parameters(model: nn.Module) -> float:
+    """Parameters of a mixer that all of its heads share, per block."""
+    plain = [p for layer in model.model.layers for p in layer.attn.parameters() if not isinstance(p, DTensor)]
+    return len(plain) / len(model.model.layers)
+
+
 def parameters_here(model: nn.Module) -> int:
     """How many numbers of the blocks' matrices this process has."""
     return sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.model.layers.parameters() if p.ndim > 1)
@@ -88,6 +106,14 @@ def check(case: str, folder: Path) -> dict[str, float | bool]:
         for kind in (torch.float64, torch.float32):
             distances = [distance(gradients[name], g) for name, g in expected.items() if g.dtype == kind]
             result[f"{kind} gradients, {batches}"] = max(distances, default=0.0)
+    has_parts = any(isinstance(p, DTensor) for p in shared.parameters())  # a plain part does not say of what it is one
+    if has_parts:
+        result["sums"] = sums(shared, ids) == (2, 2 + shared_parameters(shared))
+        with patch.object(CallTogether, "_can", return_value=False):  # every part by its own style
+            loss, gradients = backward(shared, ids, 1)
+        (whole_loss, expected) = backward(alone, ids, 1)
+        distances = [distance(gradients[name], g) for name, g in expected.items() if g.dtype == torch.float64]
+        result["separately"] = max(abs(loss - whole_loss) / abs(whole_loss), *distances)
     with torch.no_grad():
         logits, expected_logits = (m.eval()(ids, attention_mask=mask).logits for m in (shared, alone))
         result["logits"] = distance(logits[mask.bool()], expected_logits[mask.bool()])
@@ -97,7 +123,7 @@ def check(case: str, folder: Path) -> dict[str, float | bool]:
     dist.barrier()
     saved = DeltaRuleForCausalLM.from_pretrained(folder / f"{case}_saved", dtype=DTYPE).state_dict()
     result["saved whole"] = all(torch.equal(x, saved[name]) for name, x in alone.state_dict().items())
-    if any(isinstance(p, DTensor) for p in shared.parameters()):  # a plain part does not say what it is a part of
+    if has_parts:
         norm, expected_norm = (step(m, ids, 0.1) for m in (shared, alone))
         assert expected_norm > 0.1
         result["norm"] = abs(norm - expected_norm) / expected_norm

@@ -51,6 +51,8 @@ def tensor_parallel_plan(spec: DeltaRuleSpec | None, options: Mapping[str, Any])
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
+        "layers.*.mlp_norm": "delta_rule_whole",
+        "layers.*.mlp": "delta_rule_mlp",
     }
     return plan
 

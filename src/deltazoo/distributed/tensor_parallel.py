@@ -4,10 +4,13 @@ transformers divides linear maps. The styles here divide the rest that belongs t
 convolutions, decay rates, step biases and the numbers of heads. Then a layer runs the rule on its own heads as if there
 were no others. The gradient of the output norm, which all heads share, is summed over the ranks.
 
-transformers 5.17 changed the interface from hooks and plain tensors to DTensors; the classes support both.
+transformers 5.17 changed the interface from hooks and plain tensors to DTensors; the classes support both. Under the
+new one a mixer and an MLP take their parts out of the DTensors once per call, and ranks exchange once in each pass
+(`together`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
+from deltazoo.distributed.together import CallTogether
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 
-__all__ = ["DividedHeads", "SharedNorm", "Whole"]
+__all__ = ["DividedHeads", "DividedMLP", "SharedNorm", "Whole"]
 
 
 # Parameters and modules of delta-rule layers that the plan or the styles here divide.
@@ -36,6 +40,7 @@ class DividedHeads(TensorParallelLayer):
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         """Give the module its share (transformers from 5.17)."""
         _check_heads(module, mesh.size())
+        plain, gathered, prepare = module.forward, [], []
         if isinstance(module, DeltaRuleAttention):
             for owner in (module, *_convolutions(module)):
                 for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -43,6 +48,9 @@ class DividedHeads(TensorParallelLayer):
                         _divide_rows(owner, name, parameter, mesh)
                 super().install_forward(owner, mesh)
             _take_share(module, mesh)
+            gathered = [gate[0] for gate in _low_rank(module)]
+            prepare = [partial(_SumGradients(mesh), part, ()) for part in _whole_modules(module)]
+        module.forward = CallTogether(module, mesh, plain, gathered=gathered, prepare=prepare)
         return module
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
@@ -85,6 +93,15 @@ class Whole(TensorParallelLayer):
         return param[...].to(device=device, dtype=dtype)
 
 
+class DividedMLP(Whole):
+    """Style of an MLP whose linear maps have styles of their own."""
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        """Exchange once in each pass (transformers from 5.17)."""
+        module.forward = CallTogether(module, mesh, module.forward)
+        return module
+
+
 class SharedNorm(Whole):
     """Style of the norm that all heads share: every rank has the whole weight, and gradients are summed over the ranks.
 
@@ -92,13 +109,8 @@ class SharedNorm(Whole):
     accumulation.
     """
 
-    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        """Hook the module (transformers from 5.17)."""
-        self.prepare_module_tp(module, mesh)
-        return module
-
     def prepare_module_tp(self, module: nn.Module, device_mesh: Any, **kwargs: Any) -> None:
-        """Hook the module (transformers before 5.17)."""
+        """Hook the module (transformers before 5.17; from there on `DividedHeads` sums, as hooks keep kernels away)."""
         module.register_forward_pre_hook(_SumGradients(device_mesh))
 
 
@@ -179,6 +191,12 @@ def _whole_parameters(module: nn.Module) -> list[str]:
     return [name for name, division in declared.items() if division == "whole" and name in module._parameters]
 
 
+def _whole_modules(mixer: DeltaRuleAttention) -> list[nn.Module]:
+    """The output norm, and what else all heads share."""
+    declared = [name for name, division in mixer.tensor_parallel.items() if division == "whole"]
+    return [module for name, module in mixer.named_children() if name in ("o_norm", *declared)]
+
+
 def _convolutions(mixer: DeltaRuleAttention) -> list[ShortConvolution]:
     return [child for child in mixer.children() if isinstance(child, ShortConvolution)]
 
@@ -199,14 +217,33 @@ def _take_share(mixer: DeltaRuleAttention, mesh: Any) -> None:
         convolution.channels //= ranks
     if shared := _whole_parameters(mixer):
         mixer.register_forward_pre_hook(_SumGradients(mesh, shared))
-    low_rank = [name for name, division in mixer.tensor_parallel.items() if division == "low_rank"]
-    for gate in ("f_proj", "g_proj", *low_rank):
-        if isinstance(getattr(mixer, gate, None), nn.Sequential):
-            # Its output is that of all heads, see parallel_plans.
-            mixer.get_submodule(gate).register_forward_hook(lambda _, __, x: x.chunk(ranks, dim=-1)[rank])
+    for gate in _low_rank(mixer):
+        gate.forward = _OwnHeads(gate.forward, rank, ranks)  # type: ignore[method-assign]
 
 
-_STYLES = {"delta_rule_heads": DividedHeads(), "delta_rule_shared_norm": SharedNorm(), "delta_rule_whole": Whole()}
+def _low_rank(mixer: DeltaRuleAttention) -> list[nn.Sequential]:
+    """The maps made by `low_rank`."""
+    declared = [name for name, division in mixer.tensor_parallel.items() if division == "low_rank"]
+    found = [getattr(mixer, name, None) for name in dict.fromkeys(("f_proj", "g_proj", *declared))]
+    return [gate for gate in found if isinstance(gate, nn.Sequential)]
+
+
+class _OwnHeads:
+    """The forward pass of a low-rank map: this rank's part of an output that is of all heads (see parallel_plans)."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], rank: int, ranks: int) -> None:
+        self.forward, self.rank, self.ranks = forward, rank, ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x).chunk(self.ranks, dim=-1)[self.rank]
+
+
+_STYLES = {
+    "delta_rule_heads": DividedHeads(),
+    "delta_rule_mlp": DividedMLP(),
+    "delta_rule_shared_norm": SharedNorm(),
+    "delta_rule_whole": Whole(),
+}
 for _name, _style in _STYLES.items():
     ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]
 if hasattr(ALL_PARALLEL_STYLES, "register_plan_to_weight_dim"):

@@ -16,7 +16,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from deltazoo.ops.transforms import transforming
 
-__all__ = ["called_as_is", "cast_for_product", "is_hooked", "is_plain_sequence", "linear_maps"]
+__all__ = ["PLAIN_WEIGHTS", "called_as_is", "cast_for_product", "is_hooked", "is_plain_sequence", "linear_maps"]
+
+
+PLAIN_WEIGHTS = (nn.Parameter, Tensor)
+"""Types of a weight that torch's functions take as it is: a parameter, or under tensor parallelism this rank's part."""
 
 
 def linear_maps(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
@@ -39,7 +43,7 @@ def linear_maps(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
 
 def called_as_is(linear: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling this module is no more than `F.linear(x, linear.weight)`, and nothing watches the call."""
-    if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) is not nn.Parameter:
+    if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) not in PLAIN_WEIGHTS:
         return False
     watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _has_any_global_hook()
     return not (watched or is_hooked(linear))
