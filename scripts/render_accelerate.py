@@ -62,7 +62,9 @@ def page() -> str:
     files = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("accelerate_*.json")]
     files.sort(key=lambda content: content["run"]["date"], reverse=True)
     rows = [row for content in files for row in content["rows"]]
-    parts = ["# transformers' models on our operators: speed\n", answer(machine(files[0]), rows), missing(rows), SOURCE]
+    machines = " and an ".join(dict.fromkeys(machine(content) for content in reversed(files)))
+    parts = ["# transformers' models on our operators: speed\n", answer(machines, rows)]
+    parts += [text for text in (missing(rows), SOURCE) if text]
     for content in files:
         parts += [heading(content), table(HEADER, map(cells, content["rows"]), text_columns=2), *uncaptured(content)]
     return "\n".join([*parts, method(rows), runs(files)])
