@@ -244,12 +244,18 @@ class ThreadBlock:
             self.put(a[0], np.exp2(self.get(a[1], "f32")))
 
     def op_add(self, rest: list[str], a: list[str]) -> None:
+        self.sum_or_difference("add", rest, a)
+
+    def op_sub(self, rest: list[str], a: list[str]) -> None:
+        self.sum_or_difference("sub", rest, a)
+
+    def sum_or_difference(self, name: str, rest: list[str], a: list[str]) -> None:
         if rest[-1] != "bf16x2":
-            self.arithmetic("add", rest, a)
+            self.arithmetic(name, rest, a)
             return
-        x, y = (self.get(operand) for operand in a[1:])
+        terms = [self.get(operand) for operand in a[1:]]
         low, high = (
-            to_bfloat16((from_bits(x >> shift & 0xFFFF, "bf16") + from_bits(y >> shift & 0xFFFF, "bf16")).astype("f4"))
+            to_bfloat16(BINARY[name](*(from_bits(x >> shift & 0xFFFF, "bf16") for x in terms)).astype("f4"))
             for shift in (np.uint32(0), np.uint32(16))
         )
         self.put(a[0], high << np.uint32(16) | low)
