@@ -250,15 +250,15 @@ class ThreadBlock:
         self.sum_or_difference("sub", rest, a)
 
     def sum_or_difference(self, name: str, rest: list[str], a: list[str]) -> None:
-        if rest[-1] != "bf16x2":
+        if rest[-1] not in ("bf16", "bf16x2"):
             self.arithmetic(name, rest, a)
             return
-        terms = [self.get(operand) for operand in a[1:]]
-        low, high = (
-            to_bfloat16(BINARY[name](*(from_bits(x >> shift & 0xFFFF, "bf16") for x in terms)).astype("f4"))
-            for shift in (np.uint32(0), np.uint32(16))
-        )
-        self.put(a[0], high << np.uint32(16) | low)
+        terms = [self.get(operand).astype(np.uint32) for operand in a[1:]]
+        result = np.zeros_like(terms[0])
+        for shift in map(np.uint32, (0, 16) if rest[-1] == "bf16x2" else (0,)):
+            values = (from_bits(x >> shift & 0xFFFF, "bf16") for x in terms)
+            result |= to_bfloat16(BINARY[name](*values).astype("f4")) << shift
+        self.put(a[0], result)
 
     def op_shfl(self, rest: list[str], a: list[str]) -> None:
         lane, by = self.threads % 32, self.get(a[2]).astype(np.int64)
