@@ -78,7 +78,7 @@ class CallTogether:
         if not self.known or torch.compiler.is_compiling():
             return False
         for owner, name, part in self.parts:
-            if owner._modules.get(name) is not part:
+            if getattr(owner, name, None) is not part:
                 return False
             forward = vars(part).get("forward")
             if forward is not None and type(part) is not nn.Sequential and not _is_of_style(forward):
