@@ -47,7 +47,8 @@ RECIPE = ConversionRecipe(
         rows_per_step=2,
         steps=6,
         rates=(1e-3, 1e-2),
-        trial_steps=2,
+        rungs=(2,),
+        judged_steps=2,
         scored_lengths=(64, 128),
         decode_context=16,
         decode_tokens=2,
@@ -184,7 +185,7 @@ def test_what_a_file_lacks_is_converted_and_nothing_else(
 
 def test_results_are_whole(finished: ConversionResults, corpus: TextCorpus, folder: Path) -> None:
     (teacher,) = finished.teachers.values()
-    assert teacher.training["rate"] in RECIPE.text.rates and set(teacher.training["trials"]) == {"0.001", "0.01"}
+    assert teacher.training["rate"] == RECIPE.rate and teacher.training["curve"][-1][0] == RECIPE.text.steps
     kept = load_teacher(folder / "teacher.pt", corpus, RECIPE.text, "cpu")
     assert kept is not None and kept.digest == teacher.teacher
     assert load_teacher(folder / "teacher.pt", corpus, replace(RECIPE.text, steps=7), "cpu") is None

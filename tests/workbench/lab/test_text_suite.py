@@ -20,7 +20,7 @@ from deltazoo.workbench.cli import main
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text import suite as text_suite
 from deltazoo.workbench.lab.text.building import SourceFile, build_corpus, installed_sources
-from deltazoo.workbench.lab.text.results import TextResults, Trial
+from deltazoo.workbench.lab.text.results import Job, TextResults, Trial
 from deltazoo.workbench.lab.text.rows import TrainingRows
 from deltazoo.workbench.lab.text.scoring import file_bytes, score
 from deltazoo.workbench.lab.text.suite import missing_jobs, open_results, run_text_suite
@@ -29,7 +29,7 @@ from deltazoo.workbench.lab.text.text_configurations import base_configurations,
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_page import write_text_page
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
-from deltazoo.workbench.lab.text.training import train
+from deltazoo.workbench.lab.text.training import Training
 
 HERE = Environment(device="a machine", torch="1", triton=None, version="0", commit="abc", code="123")
 CONFIGURATIONS = ("delta_net", "softmax")
@@ -44,7 +44,8 @@ RECIPE = TextRecipe(
     rows_per_step=2,
     steps=4,
     rates=(1e-3, 1e-2),
-    trial_steps=2,
+    rungs=(2,),
+    judged_steps=1,
     scored_lengths=(64, 128, 256),
     decode_batches=(1, 2),
     decode_context=16,
@@ -80,7 +81,7 @@ def finished(corpus: TextCorpus, tmp_path_factory: pytest.TempPathFactory) -> Te
 
 def run(results: TextResults, corpus: TextCorpus, **options) -> list:
     options = {"only": CONFIGURATIONS, "report": lambda line: None, **options}
-    return run_text_suite(results, RECIPE, corpus, device="cpu", environment=HERE, **options)
+    return run_text_suite(results, corpus, device="cpu", environment=HERE, **options)
 
 
 def test_a_corpus_keeps_no_copies_and_survives_a_file(corpus: TextCorpus, tmp_path: Path) -> None:
@@ -237,9 +238,51 @@ def test_the_time_that_a_training_takes_is_not_guessed_from_the_steps_that_compi
     clock = iter([0.0, 800.0, 808.0, 816.0, 824.0])  # at the start, and after every eight steps
     monkeypatch.setattr("deltazoo.workbench.lab.text.training.time.perf_counter", lambda: next(clock))
     left: list[float] = []
-    options = {"rate": 1e-3, "steps": 24, "seed": 0, "device": "cpu", "watch": left.append}
-    trained = train("linear_attention", RECIPE, corpus, **options)
-    assert left == [0.0, 8.0, 0.0] and trained.tokens_per_second == RECIPE.tokens_per_step
+    training = Training("linear_attention", replace(RECIPE, steps=24), corpus, rate=1e-3, seed=0, device="cpu")
+    training.advance(24, left.append)
+    assert left == [0.0, 8.0, 0.0] and training.tokens_per_second == RECIPE.tokens_per_step
+    assert (training.steps, training.seconds) == (24, 816.0)
+
+
+def test_a_training_that_stopped_goes_on_as_if_it_had_not(corpus: TextCorpus) -> None:
+    recipe = replace(RECIPE, steps=12)
+    whole, parts, other = (
+        Training("gated_deltanet", recipe, corpus, rate=rate, seed=0, device="cpu") for rate in (1e-2, 1e-2, 1e-3)
+    )
+    whole.advance(12)
+    for training, steps in ((parts, 3), (other, 5), (parts, 3), (parts, 12), (other, 12)):
+        training.advance(steps)
+    assert parts.losses == whole.losses and parts.curve() == whole.curve() and len(parts.losses) == 12
+    for name, tensor in parts.model.state_dict().items():
+        assert torch.equal(tensor, whole.model.state_dict()[name]), name
+    assert other.losses[1:] != whole.losses[1:] and other.losses[0] == whole.losses[0]
+    assert parts.judged(4) == sum(whole.losses[-4:]) / 4
+
+
+def test_each_rung_drops_the_rate_with_the_highest_loss() -> None:
+    recipe = TextRecipe(rates=(1.0, 2.0, 4.0), rungs=(64, 128))
+    losses: dict[tuple[float, int], float] = {(1.0, 64): 3.0, (2.0, 64): 1.0}
+    assert recipe.standing(losses) == ([1.0, 2.0, 4.0], 64)
+    losses[4.0, 64] = 2.0
+    assert recipe.standing(losses) == ([2.0, 4.0], 128)
+    losses |= {(2.0, 128): 0.9, (4.0, 128): 0.8}
+    assert recipe.standing(losses) == ([4.0], None)
+    losses[4.0, 128] = math.inf  # in the whole training
+    assert recipe.standing(losses) == ([2.0], None)
+    losses[2.0, 128] = math.inf
+    assert recipe.standing(losses) == ([], None)
+    losses = {(1.0, 64): math.inf, (2.0, 64): 1.0, (4.0, 64): math.inf}
+    assert recipe.standing(losses) == ([2.0], None)  # none is left to compare it with
+    assert recipe.standing({**losses, (2.0, 128): math.inf}) == ([], None)
+    for wrong, said in (
+        ({"rungs": (64,)}, "a rung for each but one"),
+        ({"rates": (1.0,), "rungs": ()}, "two rates or more"),
+        ({"rungs": (128, 64)}, "must rise"),
+        ({"rungs": (32, 64)}, "from judged_steps=64"),
+        ({"rungs": (64, 2000)}, "below steps=1536"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            replace(recipe, **wrong)
 
 
 def test_what_a_file_lacks_is_trained_and_nothing_else(
@@ -250,7 +293,7 @@ def test_what_a_file_lacks_is_trained_and_nothing_else(
     path = tmp_path / "text.jsonl"
     path.write_text("".join(lines[:-1]) + lines[-1][:100])  # killed while the last line was written
     results = open_results(path, RECIPE, corpus)
-    assert [job.name for job in missing_jobs(results, RECIPE, CONFIGURATIONS)] == ["softmax: training, seed 0"]
+    assert [job.name for job in missing_jobs(results, CONFIGURATIONS)] == ["softmax, seed 0"]
     reported: list[str] = []
     assert run(results, corpus, report=reported.append) == [] and len(reported) == 1
     again = open_results(path, RECIPE, corpus)
@@ -260,70 +303,74 @@ def test_what_a_file_lacks_is_trained_and_nothing_else(
             and again.configurations[key].scores == configuration.scores
         )
     assert again.configurations["softmax", 0].rate == min(
-        RECIPE.rates, key=lambda rate: again.trials["softmax", rate].loss
+        RECIPE.rates, key=lambda rate: again.trials["softmax", rate, 2].loss
     )
     with pytest.raises(ValueError, match="results of another recipe"):
         open_results(path, replace(RECIPE, steps=5), corpus)
     with pytest.raises(ValueError, match="results of another corpus"):
         open_results(path, RECIPE, replace(corpus, train=corpus.train[:-1]))
     with pytest.raises(ValueError, match="results of a machine, this is another"):
-        run_text_suite(again, RECIPE, corpus, device="cpu", environment=replace(HERE, device="another"))
+        run_text_suite(again, corpus, device="cpu", environment=replace(HERE, device="another"))
 
 
-def test_a_training_that_the_limit_cuts_leaves_nothing(corpus: TextCorpus, tmp_path: Path, monkeypatch) -> None:
+def test_a_training_that_the_limit_cuts_leaves_its_rungs(corpus: TextCorpus, tmp_path: Path, monkeypatch) -> None:
     results = open_results(tmp_path / "text.jsonl", RECIPE, corpus)
     reported: list[str] = []
     clock = iter(range(10**6))
     monkeypatch.setattr(text_suite.time, "monotonic", lambda: next(clock))  # a second at every look
     missing = run(results, corpus, limit=14, report=reported.append)
-    assert [job.kind for job in missing][-1] == "configuration" and any("no time left" in line for line in reported)
-    done = len(results.trials) + len(results.configurations)
-    assert (
-        0 < done < 6 and not results.configurations
-    )  # a configuration is expected to take a minute beside its training
-    assert len(results.path.read_text().splitlines()) == done + 1
+    assert [job.configuration for job in missing] == list(CONFIGURATIONS)
+    assert any("no time left" in line for line in reported)
+    # The end of a training is expected to take a minute.
+    assert 0 < len(results.trials) <= 4 and not results.trainings
+    assert len(results.path.read_text().splitlines()) == len(results.trials) + 1
+    again = open_results(results.path, RECIPE, corpus)
+    assert run(again, corpus) == [] and len(again.trials) == 4 and len(again.configurations) == 2
 
 
 def test_a_rate_at_which_the_loss_is_not_finite_is_not_taken(corpus: TextCorpus, tmp_path: Path) -> None:
-    recipe = replace(RECIPE, rates=(1e30, 1e-3), trial_steps=8)
+    recipe = replace(RECIPE, rates=(1e30, 1e-3), rungs=(8,), steps=12)
     results = open_results(tmp_path / "text.jsonl", recipe, corpus)
     options = {"device": "cpu", "environment": HERE, "only": ["linear_attention"], "report": lambda line: None}
-    assert run_text_suite(results, recipe, corpus, **options) == []
+    assert run_text_suite(results, corpus, **options) == []
     again = open_results(results.path, recipe, corpus)
-    assert again.trials["linear_attention", 1e30].loss == math.inf
+    assert again.trials["linear_attention", 1e30, 8].loss == math.inf
     assert again.configurations["linear_attention", 0].rate == 1e-3
-    recipe = replace(recipe, rates=(1e30,))
+    recipe = replace(recipe, rates=(1e30, 1e31))
     results = open_results(tmp_path / "hopeless.jsonl", recipe, corpus)
-    assert run_text_suite(results, recipe, corpus, **options) == [] and not results.configurations
+    with pytest.raises(RuntimeError, match="finite at none of the learning rates"):
+        run_text_suite(results, corpus, **options)
+    assert run_text_suite(results, corpus, **options) == [] and not results.trainings
 
 
-def test_a_rate_that_fails_in_the_long_training_gives_way_to_the_next_best(
+def test_a_rate_that_fails_after_the_last_rung_gives_way_to_the_next_best(
     corpus: TextCorpus, tmp_path: Path, monkeypatch
 ) -> None:
-    def train(configuration: str, *given, rate: float, steps: int, **options):
-        found = whole_training(configuration, *given, rate=rate, steps=steps, **options)
-        if (rate, steps) == (1e-2, RECIPE.steps):
-            found.losses[-1] = math.nan
-        return found
+    class Failing(Training):
+        @property
+        def is_finite(self) -> bool:
+            return super().is_finite and not (self.rate == 1e-2 and self.steps == RECIPE.steps)
 
-    whole_training = text_suite.train
-    monkeypatch.setattr(text_suite, "train", train)
+    monkeypatch.setattr(text_suite, "Training", Failing)
     results = open_results(tmp_path / "text.jsonl", RECIPE, corpus)
     for rate, loss in ((1e-3, 3.0), (1e-2, 2.0)):
-        results.add(
-            Trial(
-                configuration="delta_net",
-                rate=rate,
-                loss=loss,
-                seconds=1.0,
-                tokens_per_second=1e9,
-                environment=HERE,
-                date="",
-            )
-        )
+        results.add(trial("delta_net", rate, loss))
     assert run(results, corpus, only=["delta_net"]) == []
     again = open_results(results.path, RECIPE, corpus)
-    assert again.configurations["delta_net", 0].rate == 1e-3 and again.trials["delta_net", 1e-2].loss == math.inf
+    assert again.configurations["delta_net", 0].rate == 1e-3 and again.trials["delta_net", 1e-2, 2].loss == math.inf
+
+
+def trial(configuration: str, rate: float, loss: float) -> Trial:
+    return Trial(
+        configuration=configuration,
+        rate=rate,
+        rung=RECIPE.rungs[0],
+        loss=loss,
+        seconds=1.0,
+        tokens_per_second=1e9,
+        environment=HERE,
+        date="",
+    )
 
 
 @pytest.mark.gpu
@@ -331,7 +378,7 @@ def test_a_rate_that_fails_in_the_long_training_gives_way_to_the_next_best(
 def test_a_gpu_trains_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, configuration: str) -> None:
     recipe = replace(RECIPE, parameters=200_000, hidden_size=64, width_multiple=8)
     results = open_results(tmp_path / "text.jsonl", recipe, corpus)
-    assert run_text_suite(results, recipe, corpus, device="cuda:0", environment=HERE, only=[configuration]) == []
+    assert run_text_suite(results, corpus, device="cuda:0", environment=HERE, only=[configuration]) == []
     found = results.configurations[configuration, 0]
     assert found.peak_bytes is not None and found.peak_bytes > 16 * found.parameters  # weights, gradients, two moments
     assert 0 < bits_per_byte(found, results) < 10 and all(
@@ -343,36 +390,24 @@ def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, f
     results = open_results(Path("unwritten.jsonl"), RECIPE, corpus)
     example = finished.configurations["delta_net", 0]
     configurations = base_configurations()
-    for place, configuration in enumerate(configurations):
-        nats = [round(x * (1 + place / 100), 1) for x in example.scores["64"]["file_nats"]]
-        scores = {**example.scores, "64": {**example.scores["64"], "file_nats": nats}}
-        results.configurations[configuration, 0] = replace(example, configuration=configuration, scores=scores)
+
+    def add(configuration: str, scores: dict, seed: int = 0) -> None:
         for rate in RECIPE.rates:
-            results.trials[configuration, rate] = Trial(
-                configuration=configuration,
-                rate=rate,
-                loss=1.0,
-                seconds=1.0,
-                tokens_per_second=1.0,
-                environment=HERE,
-                date="",
-            )
-    jobs = missing_jobs(results, RECIPE)
-    assert [job.configuration for job in jobs if job.kind == "configuration"] == [
-        hybrid_of(x) for x in configurations[:5] if x != "softmax"
-    ]
+            results.trials[configuration, rate, RECIPE.rungs[0]] = trial(configuration, rate, rate)
+        added = replace(example, configuration=configuration, seed=seed, rate=RECIPE.rates[0], scores=scores)
+        results.trainings[configuration, seed, RECIPE.rates[0]] = added
+
+    def scaled(factor: float) -> dict:
+        nats = [x * factor for x in example.scores["64"]["file_nats"]]
+        return {**example.scores, "64": {**example.scores["64"], "file_nats": nats}}
+
+    for place, configuration in enumerate(configurations):
+        add(configuration, scaled(1 + place / 100))
+    jobs = missing_jobs(results)
+    assert [job.configuration for job in jobs] == [hybrid_of(x) for x in configurations[:5] if x != "softmax"]
     for job in jobs:
-        if job.kind == "configuration":
-            results.configurations[job.configuration, 0] = replace(
-                results.configurations[configurations[20], 0], configuration=job.configuration
-            )
-        else:
-            results.trials[job.configuration, job.rate] = replace(
-                results.trials[configurations[0], 1e-3], configuration=job.configuration
-            )
-    assert [(job.configuration, job.seed) for job in missing_jobs(results, RECIPE)] == [
-        (configuration, 1) for configuration in configurations[:5]
-    ]
+        add(job.configuration, scaled(1.2))
+    assert missing_jobs(results) == [Job(configuration, 1) for configuration in configurations[:5]]
 
     best, next_best = (interval(configuration, results) for configuration in configurations[:2])
     assert best.low < best.value < best.high and best.value == bits_per_byte(
@@ -381,12 +416,10 @@ def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, f
     ahead = compare(configurations[1], configurations[0], results)
     assert ahead.interval.low > 0 and not ahead.called  # the seeds' spread is not known
     for seed_factor, called in ((1.001, True), (1.1, False)):
-        nats = [x * seed_factor for x in example.scores["64"]["file_nats"]]
-        scores = {**example.scores, "64": {**example.scores["64"], "file_nats": nats}}
-        results.configurations[configurations[0], 1] = replace(example, seed=1, scores=scores)
+        add(configurations[0], scaled(seed_factor), seed=1)
         assert compare(configurations[10], configurations[0], results).called is called
     with pytest.raises(ValueError, match="unknown configuration 'kdaa'"):
-        missing_jobs(results, RECIPE, ["kdaa"])
+        missing_jobs(results, ["kdaa"])
 
 
 def test_the_page_shows_what_there_is_and_says_what_is_missing(
@@ -395,7 +428,7 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     manifest = {**corpus.manifest, "sha256": corpus.digest}
     images = tmp_path / "images"
     empty = write_text_page(tmp_path / "empty.md", None, manifest, images=images).read_text()
-    assert "No model has been trained yet" in empty and "## Findings" not in empty and not images.exists()
+    assert "No model is trained to the end" in empty and "## Findings" not in empty and not images.exists()
 
     page = write_text_page(tmp_path / "text.md", TextResults.read(finished.path), manifest, images=images).read_text()
     for configuration in CONFIGURATIONS:
@@ -420,7 +453,7 @@ def test_the_command_line_trains_within_a_limit(corpus: TextCorpus, tmp_path: Pa
         return ended.value.code
 
     assert status([*command, "--only", "delta_net", "--list"]) == 0
-    assert "delta_net: trial of learning rate 0.01" in capsys.readouterr().out
+    assert "delta_net, seed 0" in capsys.readouterr().out
     assert status([*command, "--only", "delta_net", "--limit", "600"]) == 0
     assert "bits per byte" in capsys.readouterr().out
     assert set(open_results(tmp_path / "text.jsonl", RECIPE, corpus).configurations) == {("delta_net", 0)}

@@ -155,15 +155,13 @@ def _text_suite(
     def report(line: str) -> None:
         Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
-    recipe = TextRecipe()
     corpus = TextCorpus.load(corpus_path or default_corpus_path())
-    results = open_results(path, recipe, corpus)
+    results = open_results(path, TextRecipe(), corpus)
     if show:
-        report("\n".join(job.name for job in missing_jobs(results, recipe, only)))
+        report("\n".join(job.name for job in missing_jobs(results, only)))
         return
     missing = run_text_suite(
         results,
-        recipe,
         corpus,
         device=device,
         environment=Environment.here(device, commit),

@@ -2,10 +2,9 @@
 
 import fcntl
 import json
-import math
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,30 @@ __all__ = ["Job", "TextResult", "TextResults", "Trial", "append_line", "check_he
 
 @dataclass(frozen=True)
 class Job:
-    """One training: a trial of a learning rate, or the training of a configuration with the best of them."""
+    """A configuration to be trained: with seed 0 at several learning rates, with another one at the best of them."""
 
     configuration: str
-    kind: str
-    """"trial" or "configuration"."""
     seed: int = 0
-    rate: float | None = None
-    """Of a trial; a configuration's follows from its trials."""
 
     @property
     def name(self) -> str:
         """In words."""
-        what = f"trial of learning rate {self.rate:g}" if self.kind == "trial" else f"training, seed {self.seed}"
-        return f"{self.configuration}: {what}"
+        return f"{self.configuration}, seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A short training that judges a learning rate."""
+    """What a training with one of the learning rates has come to at a rung."""
 
     configuration: str
     rate: float
+    rung: int
+    """Steps done."""
     loss: float
     """Mean of the last steps, in nats per token; infinite where the loss, here or in the whole training at this rate,
-    was not finite. A later line about the same rate counts."""
+    was not finite. A later line about the same rate and rung counts."""
     seconds: float
+    """Of the training so far."""
     tokens_per_second: float
     environment: Environment
     date: str
@@ -50,7 +47,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class TextResult:
-    """A trained and scored configuration."""
+    """A configuration trained to the end with one learning rate, and scored."""
 
     configuration: str
     seed: int
@@ -69,7 +66,7 @@ class TextResult:
     decoding: dict[str, dict[str, Any]]
     """As `deltazoo.workbench.lab.text.decoding.decoding`."""
     seconds: float
-    """Of everything."""
+    """Of this training, scores and decoding."""
     environment: Environment
     date: str
 
@@ -97,8 +94,8 @@ class TextResults:
             "corpus": corpus_digest,
             "file_bytes": file_bytes,
         }
-        self.trials: dict[tuple[str, float], Trial] = {}
-        self.configurations: dict[tuple[str, int], TextResult] = {}
+        self.trials: dict[tuple[str, float, int], Trial] = {}
+        self.trainings: dict[tuple[str, int, float], TextResult] = {}
         if path.exists() and path.stat().st_size:
             self._read()
             check_header(path, self.header)
@@ -111,7 +108,7 @@ class TextResults:
             ValueError: the file holds something else.
         """
         results = cls.__new__(cls)
-        results.path, results.header, results.trials, results.configurations = path, read_header(path), {}, {}
+        results.path, results.header, results.trials, results.trainings = path, read_header(path), {}, {}
         results._read()
         return results
 
@@ -137,29 +134,39 @@ class TextResults:
 
     def _keep(self, result: Trial | TextResult) -> None:
         if isinstance(result, Trial):
-            self.trials[result.configuration, result.rate] = result
+            self.trials[result.configuration, result.rate, result.rung] = result
         else:
-            self.configurations[result.configuration, result.seed] = result
+            self.trainings[result.configuration, result.seed, result.rate] = result
 
-    def has(self, job: Job) -> bool:
-        """Whether it is done."""
-        if job.kind == "trial":
-            assert job.rate is not None
-            return (job.configuration, job.rate) in self.trials
-        return (job.configuration, job.seed) in self.configurations
+    @cached_property
+    def recipe(self) -> TextRecipe:
+        """What all results are of."""
+        return TextRecipe.from_json(self.header["recipe"])
 
-    def best_rate(self, configuration: str, rates: Iterable[float]) -> float | None:
-        """The learning rate whose trial of a configuration ended with the lowest loss; None if no loss is finite.
+    def losses(self, configuration: str) -> dict[tuple[float, int], float]:
+        """By learning rate and rung, as far as they are there."""
+        return {key[1:]: trial.loss for key, trial in self.trials.items() if key[0] == configuration}
 
-        Raises:
-            KeyError: a trial is missing.
-        """
-        best = min(rates, key=lambda rate: self.trials[configuration, rate].loss)
-        return best if math.isfinite(self.trials[configuration, best].loss) else None
+    def rate_of(self, configuration: str) -> float | None:
+        """The learning rate that was found for a configuration; None as long as it is not known, or if none works."""
+        rates, rung = self.recipe.standing(self.losses(configuration))
+        return rates[0] if rates and rung is None else None
+
+    @property
+    def configurations(self) -> dict[tuple[str, int], TextResult]:
+        """The trainings with the learning rates that were found, by configuration and seed."""
+        found = {configuration: self.rate_of(configuration) for configuration, _, _ in self.trainings}
+        return {
+            (configuration, seed): result
+            for (configuration, seed, rate), result in self.trainings.items()
+            if rate == found[configuration]
+        }
 
     def of_configuration(self, configuration: str) -> list[TextResult]:
-        """A configuration's results, by seed."""
-        return [self.configurations[key] for key in sorted(self.configurations) if key[0] == configuration]
+        """A configuration's results with the learning rate that was found, by seed."""
+        rate = self.rate_of(configuration)
+        keys = sorted(key for key in self.trainings if key[0] == configuration and key[2] == rate)
+        return [self.trainings[key] for key in keys]
 
 
 def append_line(path: Path, header: dict[str, Any], content: dict[str, Any]) -> None:

@@ -1,10 +1,8 @@
 """The suite: trainings that a result file lacks, the most important first, within a time limit."""
 
 import gc
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,13 +13,14 @@ from deltazoo.workbench.lab.configurations import SOFTMAX
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.runner import device_is_lost
 from deltazoo.workbench.lab.text.decoding import decoding, state_bytes
+from deltazoo.workbench.lab.text.race import train_best
 from deltazoo.workbench.lab.text.results import Job, TextResult, TextResults, Trial
 from deltazoo.workbench.lab.text.scoring import file_bytes, score
 from deltazoo.workbench.lab.text.text_comparison import bits_per_byte
 from deltazoo.workbench.lab.text.text_configurations import HYBRID, base_configurations, hybrid_of, intermediate_size
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
-from deltazoo.workbench.lab.text.training import train
+from deltazoo.workbench.lab.text.training import Training
 
 __all__ = ["HYBRIDS", "SECOND_SEEDS", "missing_jobs", "open_results", "run_text_suite"]
 
@@ -38,16 +37,14 @@ def open_results(path: Path, recipe: TextRecipe, corpus: TextCorpus) -> TextResu
     return TextResults(path, recipe, corpus.digest, file_bytes(corpus, recipe).tolist())
 
 
-def missing_jobs(results: TextResults, recipe: TextRecipe, only: Sequence[str] = ()) -> list[Job]:
+def missing_jobs(results: TextResults, only: Sequence[str] = ()) -> list[Job]:
     """What is still to be trained, in order.
 
-    First every rule and softmax attention, each with its trials. When all of them are there: the hybrids of the best
-    four rules, then the second seeds of the best five configurations. One whose loss is not finite at any rate is left
-    out.
+    First every rule and softmax attention. When all of them are there: the hybrids of the best four rules, then the
+    second seeds of the best five configurations. One whose loss is not finite at any learning rate is left out.
 
     Args:
         results: what is done.
-        recipe: its rates are tried.
         only: configurations, hybrids among them; these alone, with one seed.
 
     Raises:
@@ -60,24 +57,19 @@ def missing_jobs(results: TextResults, recipe: TextRecipe, only: Sequence[str] =
     for configuration in only:
         if configuration not in known:
             raise ValueError(unknown("configuration", configuration, known))
-    missing = _missing_of(only or base_configurations(), results, recipe)
+    missing = _missing_of(only or base_configurations(), results)
     if missing or only:
         return missing
-    rules = [
-        configuration
-        for configuration in _best_first(results)
-        if configuration != SOFTMAX and not configuration.startswith(HYBRID)
-    ]
-    missing = _missing_of([hybrid_of(rule) for rule in rules[:HYBRIDS]], results, recipe)
+    best = _best_first(results)
+    rules = [name for name in best if name != SOFTMAX and not name.startswith(HYBRID)]
+    missing = _missing_of([hybrid_of(rule) for rule in rules[:HYBRIDS]], results)
     if missing:
         return missing
-    seconds = [Job(configuration, "configuration", seed=1) for configuration in _best_first(results)[:SECOND_SEEDS]]
-    return [job for job in seconds if not results.has(job)]
+    return [Job(name, seed=1) for name in best[:SECOND_SEEDS] if (name, 1) not in results.configurations]
 
 
 def run_text_suite(
     results: TextResults,
-    recipe: TextRecipe,
     corpus: TextCorpus,
     *,
     device: str,
@@ -88,12 +80,12 @@ def run_text_suite(
 ) -> list[Job]:
     """Train what is missing, each result kept as soon as it is there.
 
-    A training that the limit does not leave time for is not begun, or abandoned once its pace is known, and leaves
-    nothing; shorter ones behind it are tried.
+    What the limit does not leave time for, the way to a rung or the rest of a training, is not begun, or abandoned once
+    its pace is known, and leaves nothing; shorter ones behind it are tried.
 
     Args:
         results: extended in place.
-        recipe, corpus: what they are of.
+        corpus: what they are of.
         device: "cpu" or one GPU.
         environment: of this process.
         limit: seconds.
@@ -107,8 +99,8 @@ def run_text_suite(
         ValueError: the file has results of another device.
         RuntimeError: trainings failed; all others were tried.
     """
-    devices = {trial.environment.device for trial in results.trials.values()}
-    if others := devices - {environment.device}:
+    done = [*results.trials.values(), *results.trainings.values()]
+    if others := {result.environment.device for result in done} - {environment.device}:
         raise ValueError(
             f"{results.path} holds results of {others.pop()}, this is {environment.device}: speeds would not compare"
         )
@@ -116,18 +108,11 @@ def run_text_suite(
     passed_over: set[Job] = set()
     failures: list[str] = []
     while True:
-        job = next((job for job in missing_jobs(results, recipe, only) if job not in passed_over), None)
+        job = next((job for job in missing_jobs(results, only) if job not in passed_over), None)
         if job is None:
             break
-        if job.kind == "configuration" and any(
-            (job.configuration, rate) not in results.trials for rate in recipe.rates
-        ):
-            passed_over.add(job)  # a trial failed, or there was no time for it
-            continue
         try:
-            _check_time(deadline, _expected_seconds(job, results, recipe))
-            began = time.monotonic()
-            result = _run(job, results, recipe, corpus, device, environment, deadline)
+            _run(job, results, corpus, device, environment, deadline, report)
         except OutOfTime:
             passed_over.add(job)
             report(f"{job.name}: no time left for it")
@@ -137,30 +122,23 @@ def run_text_suite(
             report(f"{job.name}: FAILED, {type(error).__name__}: {error}")
             if device_is_lost(device):
                 break
-        else:
-            results.add(result)
-            report(f"{job.name}: {_figures(result, results)}, {time.monotonic() - began:.0f} s")
         gc.collect()
         if torch.device(device).type == "cuda" and not device_is_lost(device):
             torch.cuda.empty_cache()
     if failures:
         raise RuntimeError("; ".join(failures))
-    return missing_jobs(results, recipe, only)
+    return missing_jobs(results, only)
 
 
 class OutOfTime(Exception):
     """The time limit leaves too little for a training."""
 
 
-def _missing_of(configurations: Sequence[str], results: TextResults, recipe: TextRecipe) -> list[Job]:
-    missing = []
-    for configuration in configurations:
-        trials = [Job(configuration, "trial", rate=rate) for rate in recipe.rates]
-        untried = [job for job in trials if not results.has(job)]
-        missing += untried
-        if untried or results.best_rate(configuration, recipe.rates) is not None:
-            missing += [job for job in (Job(configuration, "configuration"),) if not results.has(job)]
-    return missing
+def _missing_of(configurations: Sequence[str], results: TextResults) -> list[Job]:
+    done = results.configurations
+    recipe = results.recipe
+    works = {name: bool(recipe.standing(results.losses(name))[0]) for name in configurations}
+    return [Job(name) for name in configurations if works[name] and (name, 0) not in done]
 
 
 def _best_first(results: TextResults) -> list[str]:
@@ -172,63 +150,79 @@ def _best_first(results: TextResults) -> list[str]:
 def _run(
     job: Job,
     results: TextResults,
-    recipe: TextRecipe,
     corpus: TextCorpus,
     device: str,
     environment: Environment,
     deadline: float | None,
-) -> Trial | TextResult:
-    began = time.monotonic()
-    is_trial = job.kind == "trial"
-    rate = job.rate if is_trial else results.best_rate(job.configuration, recipe.rates)
-    assert rate is not None
-    later = 0.0 if is_trial else _scoring_seconds(results)
-    trained = train(
-        job.configuration,
-        recipe,
-        corpus,
-        rate=rate,
-        steps=recipe.trial_steps if is_trial else recipe.steps,
-        seed=job.seed,
-        device=device,
-        watch=lambda seconds_left: _check_time(deadline, seconds_left + later),
+    report: Callable[[str], None],
+) -> None:
+    """Train and score a configuration, and keep what comes of it."""
+    recipe = results.recipe
+    scoring = max(
+        (training.seconds - training.training_seconds for training in results.trainings.values()),
+        default=_SCORING_SECONDS,
     )
-    if is_trial:
-        return Trial(
+
+    def start(rate: float) -> Training:
+        return Training(job.configuration, recipe, corpus, rate=rate, seed=job.seed, device=device)
+
+    def advance(training: Training, steps: int) -> None:
+        later = scoring if steps == recipe.steps else 0.0
+        speed = _known_speed(job.configuration, results)
+        if speed is not None:
+            _check_time(deadline, (steps - training.steps) * recipe.tokens_per_step / speed + later)
+        training.advance(steps, watch=lambda seconds_left: _check_time(deadline, seconds_left + later))
+
+    def keep(rate: float, rung: int, loss: float, training: Training) -> None:
+        trial = Trial(
             configuration=job.configuration,
             rate=rate,
-            loss=round(trained.judged(recipe.trial_judged), 5),
-            seconds=round(time.monotonic() - began, 2),
-            tokens_per_second=round(trained.tokens_per_second, 1),
+            rung=rung,
+            loss=loss,
+            seconds=round(training.seconds, 2),
+            tokens_per_second=round(training.tokens_per_second, 1),
             environment=environment,
             date=_now(),
         )
-    if not trained.is_finite:
-        if job.seed:
-            raise ArithmeticError(f"the loss is not finite after {len(trained.losses)} steps at learning rate {rate:g}")
-        return replace(results.trials[job.configuration, rate], loss=math.inf)  # the next best rate is taken instead
-    scores = {str(length): found.as_json() for length, found in score(trained.model, corpus, recipe).items()}
-    model = trained.model
+        results.add(trial)
+        speed = f"{trial.tokens_per_second:,.0f} tokens/s"
+        report(f"{job.name}: learning rate {rate:g}, loss {loss:.4f} after {rung} steps, {speed}")
+
+    if job.seed:
+        rate = results.rate_of(job.configuration)
+        assert rate is not None
+        training = start(rate)
+        advance(training, recipe.steps)
+        if not training.is_finite:
+            raise ArithmeticError(f"the loss is not finite after {training.steps} steps at learning rate {rate:g}")
+    else:
+        training = train_best(recipe, results.losses(job.configuration), start=start, advance=advance, keep=keep)
+    began = time.monotonic()
+    scores = {str(length): found.as_json() for length, found in score(training.model, corpus, recipe).items()}
+    model = training.model
     if torch.device(device).type == "cuda":
         model.bfloat16()
     prompt = torch.from_numpy(corpus.held_out[: recipe.decode_context].astype("int64")).to(device)
-    return TextResult(
+    result = TextResult(
         configuration=job.configuration,
         seed=job.seed,
-        rate=rate,
+        rate=training.rate,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         intermediate_size=intermediate_size(job.configuration, recipe, corpus.vocab_size),
-        curve=trained.curve(),
+        curve=training.curve(),
         scores=scores,
-        training_seconds=round(trained.seconds, 2),
-        tokens_per_second=round(trained.tokens_per_second, 1),
-        peak_bytes=trained.peak_bytes,
+        training_seconds=round(training.seconds, 2),
+        tokens_per_second=round(training.tokens_per_second, 1),
+        peak_bytes=training.peak_bytes,
         state_bytes={str(tokens): state_bytes(model, tokens) for tokens in recipe.scored_lengths[:2]},
         decoding=decoding(model, recipe, prompt),
-        seconds=round(time.monotonic() - began, 2),
+        seconds=round(training.seconds + time.monotonic() - began, 2),
         environment=environment,
         date=_now(),
     )
+    results.add(result)
+    speed = f"{result.tokens_per_second:,.0f} tokens/s"
+    report(f"{job.name}: {bits_per_byte(result, results):.4f} bits per byte, {speed}, {result.seconds:.0f} s")
 
 
 def _now() -> str:
@@ -240,26 +234,7 @@ def _check_time(deadline: float | None, seconds: float) -> None:
         raise OutOfTime
 
 
-def _expected_seconds(job: Job, results: TextResults, recipe: TextRecipe) -> float:
-    """Of a training, by the speed of the configuration's trials, else by the slowest one; 0 where nothing is known."""
-    speeds = {configuration: trial.tokens_per_second for (configuration, _), trial in results.trials.items()}
-    if not speeds:
-        return 0.0
-    steps = recipe.trial_steps if job.kind == "trial" else recipe.steps
-    later = 0.0 if job.kind == "trial" else _scoring_seconds(results)
-    return steps * recipe.tokens_per_step / speeds.get(job.configuration, min(speeds.values())) + later
-
-
-def _scoring_seconds(results: TextResults) -> float:
-    """From the end of a configuration's training to its line in the file."""
-    return max(
-        (configuration.seconds - configuration.training_seconds for configuration in results.configurations.values()),
-        default=_SCORING_SECONDS,
-    )
-
-
-def _figures(result: Trial | TextResult, results: TextResults) -> str:
-    speed = f"{result.tokens_per_second:,.0f} tokens/s"
-    if isinstance(result, Trial):
-        return f"learning rate {result.rate:g}, loss {result.loss:.4f}, {speed}"
-    return f"{bits_per_byte(result, results):.4f} bits per byte, {speed}"
+def _known_speed(configuration: str, results: TextResults) -> float | None:
+    """Tokens per second of a configuration's last trial, else of the slowest one of all; None where there is none."""
+    speeds = {trial.configuration: trial.tokens_per_second for trial in results.trials.values()}
+    return speeds.get(configuration, min(speeds.values(), default=None))

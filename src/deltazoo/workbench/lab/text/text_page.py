@@ -12,6 +12,7 @@ from deltazoo.workbench.lab.text.text_comparison import (
     LEVEL,
     RESAMPLES,
     Interval,
+    bits_per_byte,
     compare,
     interval,
     length_gain,
@@ -24,6 +25,11 @@ from deltazoo.workbench.markdown import filled, picture, table
 
 __all__ = ["write_text_page"]
 
+_FIXED = (
+    "Fixed before the first model was trained, except for the choice of learning rates. At first it was made by trials of "
+    "128 steps with a warm-up of 10, which turned out to depend on chance: [what was found](log.md#the-text-suite-short-"
+    "trials-do-not-order-learning-rates)."
+)
 _CAPTIONS = {
     "bits": "Bits per byte of every model",
     "position": "Bits per byte by position in the row",
@@ -47,10 +53,10 @@ def write_text_page(page: Path, results: TextResults | None, manifest: dict[str,
     """
     if results is not None and results.header["corpus"] != manifest["sha256"]:
         raise ValueError(f"{results.path} is of another text than the manifest")
-    recipe = TextRecipe() if results is None else TextRecipe(**_tuples(results.header["recipe"]))
+    recipe = TextRecipe() if results is None else results.recipe
     parts = ["# Every rule on real text\n", _introduction(recipe)]
     if results is None or not results.configurations:
-        parts.append("No model has been trained yet; what is planned is below.\n")
+        parts.append("No model is trained to the end with the learning rate that was found for it; what is planned is below.\n")
     else:
         ranked = sorted(
             {configuration for configuration, _ in results.configurations},
@@ -79,7 +85,7 @@ def _introduction(recipe: TextRecipe) -> str:
     ) + (
         "\n\n"
         "    python scripts/build_python_text.py\n"
-        "    deltazoo lab --suite text --device cuda --out benchmarks/results/text_h200.jsonl --limit 900\n"
+        "    deltazoo lab --suite text --device cuda --out benchmarks/results/text_h100.jsonl --limit 900\n"
         "    python scripts/render_text.py\n\n"
         "The second command trains what the file lacks, the most important first, and can be given again and again.\n\n"
         "The softmax model of this suite, converted to delta-rule layers: [text_conversions.md](text_conversions.md).\n"
@@ -268,12 +274,12 @@ def _design(recipe: TextRecipe) -> str:
         f"rows: all models of a seed see the same rows. AdamW, betas {recipe.betas[0]} and {recipe.betas[1]}, weight "
         f"decay {recipe.weight_decay}, gradients clipped to norm {recipe.clip:g}; warm-up over {recipe.warmup:.0%} of "
         f"the steps, then a cosine to {recipe.final_rate:.0%} of the peak. bfloat16 autocast over float32 weights.",
-        "Learning rate": f"{', '.join(rates)} or {last_rate}: trials of {recipe.trial_steps} steps with a schedule of "
-        "their own, seed 0, the same for every model; the lowest mean training loss over the last "
-        f"{recipe.trial_judged:.0%} of the steps wins. A trial reads no row twice, so its loss is on text that it has "
-        "not seen. A rate at which the loss of the trial or of the training is not finite is out. The trials of a "
-        f"model cost {len(recipe.rates) * recipe.trial_steps / recipe.steps:.0%} of its training. A second seed takes "
-        "the rate of the first.",
+        "Learning rate": f"{', '.join(rates)} or {last_rate}, found for each model by successive halving "
+        f"(arXiv:1502.07943): trainings with all of them start, and the one with the highest mean loss over the last "
+        f"{recipe.judged_steps} steps is dropped after {_in_words(recipe.rungs)} steps of its {recipe.steps:,}; the last "
+        "one goes on to the end. So a rate is judged by the very training that it is chosen for, warm-up included. What "
+        f"is dropped costs {_dropped_share(recipe):.0%} of a training. A rate at which the loss is not finite is out. A "
+        "second seed takes the rate of the first.",
         "Scores": f"The held-out stream is cut into rows of {recipe.row_length:,} tokens, and again of {lengths}, each "
         "read from an empty state; every token but beginning tokens is scored. Logits are float32. Bits per byte: the "
         "sum over all tokens, divided by their bytes.",
@@ -292,7 +298,16 @@ def _design(recipe: TextRecipe) -> str:
         "nothing.",
     }
     bullets = [filled(f"**{what}.** {text}", bullet="* ") for what, text in points.items()]
-    return "\n".join(["Fixed before the first model was trained.\n", *bullets]) + "\n"
+    return "\n".join([filled(_FIXED) + "\n", *bullets]) + "\n"
+
+
+def _in_words(rungs: Sequence[int]) -> str:
+    return " and ".join(f"{rung:,}" for rung in rungs)
+
+
+def _dropped_share(recipe: TextRecipe) -> float:
+    """Steps with the rates that are dropped, of those of a training."""
+    return sum(recipe.rungs) / recipe.steps
 
 
 def _text(manifest: dict[str, Any], recipe: TextRecipe) -> str:
@@ -333,39 +348,41 @@ def _text(manifest: dict[str, Any], recipe: TextRecipe) -> str:
 
 def _rates(results: TextResults, recipe: TextRecipe) -> str:
     rows, at_ends = [], []
-    for configuration in dict.fromkeys(configuration for configuration, _ in results.trials):
-        losses = {
-            rate: results.trials[configuration, rate].loss
-            for rate in recipe.rates
-            if (configuration, rate) in results.trials
-        }
-        best = min(losses, key=lambda rate: losses[rate])
-        shown = {rate: f"{loss:.4f}" if math.isfinite(loss) else "not finite" for rate, loss in losses.items()}
-        if math.isfinite(losses[best]):
-            shown[best] = f"**{shown[best]}**"
-            if best in (min(recipe.rates), max(recipe.rates)):
+    for configuration in dict.fromkeys(configuration for configuration, _, _ in results.trials):
+        found = results.rate_of(configuration)
+        cells = [_rate_cell(results, configuration, rate) for rate in recipe.rates]
+        if found is not None:
+            place = recipe.rates.index(found)
+            cells[place] = f"**{cells[place]}**"
+            if place in (0, len(recipe.rates) - 1):
                 at_ends.append(configuration_label(configuration))
-        rows.append((configuration_label(configuration), *(shown.get(rate, "-") for rate in recipe.rates)))
-    header = ("loss of trials, nats per token", *(f"{rate:g}" for rate in recipe.rates))
+        rows.append((configuration_label(configuration), *cells))
+    header = ("model", *(f"{rate:g}" for rate in recipe.rates))
     note = (
-        f"Warm-up takes {max(1, round(recipe.warmup * recipe.trial_steps))} steps in a trial and "
-        f"{round(recipe.warmup * recipe.steps)} in a training, so trials are harder on high rates."
+        f"Loss in nats per token over the last {recipe.judged_steps} steps before {_in_words(recipe.rungs)} steps, and "
+        "bits per byte where a training went to the end. Bold: the rate that was found."
     )
     if at_ends:
-        note += f" The best rate is an end of the sweep, so one beyond it may be better: {'; '.join(at_ends)}."
+        note += f" It is an end of the sweep, so one beyond it may be better: {'; '.join(at_ends)}."
     return table(header, rows, text_columns=1) + "\n" + filled(note) + "\n"
+
+
+def _rate_cell(results: TextResults, configuration: str, rate: float) -> str:
+    trials = [results.trials.get((configuration, rate, rung)) for rung in results.recipe.rungs]
+    shown = [f"{trial.loss:.3f}" if math.isfinite(trial.loss) else "not finite" for trial in trials if trial]
+    training = results.trainings.get((configuration, 0, rate))
+    if training is not None:
+        shown.append(f"{bits_per_byte(training, results):.4f} bits")
+    return ", ".join(shown) or "-"
 
 
 def _runs(results: TextResults) -> str:
     environments: dict[tuple[str, ...], list[str]] = {}
-    done: list[Trial | TextResult] = [*results.trials.values(), *results.configurations.values()]
+    done: list[Trial | TextResult] = [*results.trials.values(), *results.trainings.values()]
     for result in done:
         here = result.environment
         key = (here.device, here.torch, here.triton or "-", here.transformers or "-", f"`{here.commit[:12]}`")
         environments.setdefault(key, []).append("configuration" if isinstance(result, TextResult) else "trial")
     rows = [(*key, str(kinds.count("configuration")), str(kinds.count("trial"))) for key, kinds in environments.items()]
-    return table(("machine", "torch", "Triton", "transformers", "commit", "models", "trials"), rows)
+    return table(("machine", "torch", "Triton", "transformers", "commit", "trainings", "rungs reached"), rows)
 
-
-def _tuples(recipe: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in recipe.items()}

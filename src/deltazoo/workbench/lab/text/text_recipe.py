@@ -1,6 +1,7 @@
 """Sizes and schedule, the same for all configurations: fixed before the first of them was trained."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,11 +27,11 @@ class TextRecipe:
     rows_per_step: int = 32
     steps: int = 1536
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
-    """Peak learning rates, of which trials find the best for each configuration."""
-    trial_steps: int = 128
-    """Of each trial, with a schedule of its own."""
-    trial_judged: float = 0.25
-    """Share of a trial's steps, the last ones, whose mean loss judges it."""
+    """Peak learning rates, of which successive halving (arXiv:1502.07943) finds the best for each configuration."""
+    rungs: tuple[int, ...] = (256, 512)
+    """Steps of the training after which the worst rate is dropped, until one is left, which is trained to the end."""
+    judged_steps: int = 64
+    """Steps before a rung whose mean loss judges a rate."""
     warmup: float = 0.08
     final_rate: float = 0.1
     """Over the peak, at the end of the cosine."""
@@ -45,13 +46,19 @@ class TextRecipe:
     decode_tokens: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "hidden_size", "num_layers", "row_length", "rows_per_step", "steps", "trial_steps"):
+        for name in ("parameters", "hidden_size", "num_layers", "row_length", "rows_per_step", "steps", "judged_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}")
         if not self.rates or min(self.rates) <= 0:
             raise ValueError(f"rates must be positive, got {self.rates}")
+        if len(self.rates) < 2 or len(self.rungs) != len(self.rates) - 1:
+            raise ValueError(f"two rates or more, and a rung for each but one of them: got {self.rates}, {self.rungs}")
+        if not self.judged_steps <= self.rungs[0] or list(self.rungs) != sorted({*self.rungs, self.steps})[:-1]:
+            raise ValueError(
+                f"rungs must rise from judged_steps={self.judged_steps} to below steps={self.steps}, got {self.rungs}"
+            )
         if self.row_length not in self.scored_lengths:
             raise ValueError(f"scored_lengths must contain row_length={self.row_length}, got {self.scored_lengths}")
         if any(longer % shorter for shorter, longer in zip(self.scored_lengths, self.scored_lengths[1:], strict=False)):
@@ -75,6 +82,29 @@ class TextRecipe:
         done = (step + 1 - warmup) / max(1, steps - warmup)
         return self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * done)) / 2
 
+    def standing(self, losses: Mapping[tuple[float, int], float]) -> tuple[list[float], int | None]:
+        """The learning rates that are not out, and the rung at which they are judged next.
+
+        Args:
+            losses: by (rate, rung); infinite where the loss was not finite, before the rung or after the last one.
+
+        Returns:
+            The rates, none of them if no loss is finite, and the rung, None after the last one.
+        """
+        rates = list(self.rates)
+        for place, rung in enumerate(self.rungs, start=1):
+            if len(rates) > 1 and any((rate, rung) not in losses for rate in rates):
+                return rates, rung
+            found = {rate: losses.get((rate, rung), 0.0) for rate in rates}
+            rates = sorted((rate for rate in rates if math.isfinite(found[rate])), key=found.__getitem__)
+            rates = rates[: len(self.rates) - place]
+        return rates, None
+
     def as_json(self) -> dict[str, Any]:
         """The fields as a JSON file has them."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "TextRecipe":
+        """Back from what `as_json` made."""
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})

@@ -73,7 +73,7 @@ def _introduction(recipe: ConversionRecipe) -> str:
         )
         + "\n\n"
         "    python scripts/build_python_text.py\n"
-        "    deltazoo lab --suite text-conversions --device cuda --out benchmarks/results/text_conversions_h200.jsonl "
+        "    deltazoo lab --suite text-conversions --device cuda --out benchmarks/results/text_conversions_h100.jsonl "
         "--limit 900\n"
         "    python scripts/render_text.py\n\n"
         + filled(
@@ -217,8 +217,8 @@ def _design(recipe: ConversionRecipe) -> str:
     )
     contexts = " and ".join(f"{context:,}" for context in recipe.decode_contexts)
     points = {
-        "Softmax model": "`softmax` of the suite on real text, seed 0: its model, rows, trials of learning "
-        f"rates and training on {text.tokens / 1e6:.0f} M tokens. It becomes a Llama of transformers, which computes "
+        "Softmax model": "`softmax` of the suite on real text, seed 0: its model, rows and training on "
+        f"{text.tokens / 1e6:.0f} M tokens at a learning rate of {recipe.rate:g}. It becomes a Llama of transformers, which computes "
         "the same. Where a file holds conversions of several trainings of it, each is compared with its own.",
         "Rules": f"{rules}. They were chosen for these differences.",
         "Layers": f"{', '.join(recipe.layers)}: delta-rule to softmax layers, repeated from the first layer on. All "

@@ -61,6 +61,8 @@ class ConversionRecipe:
     """
 
     text: TextRecipe = field(default_factory=TextRecipe)
+    rate: float = 1e-3
+    """Peak learning rate of the softmax model: what the suite `text` found for it."""
     rules: tuple[str, ...] = ("gated_deltanet", "kda", "delta_net", "mamba2_style")
     layers: tuple[str, ...] = ("3:1", "1:1", "all")
     again: str | None = "gated_deltanet"

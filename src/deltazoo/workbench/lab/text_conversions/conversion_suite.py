@@ -158,10 +158,10 @@ def _teacher(
 ) -> Teacher:
     """The softmax model, with a line in the file."""
     began = time.monotonic()
-    teacher = load_teacher(path, corpus, recipe.text, device)
+    teacher = load_teacher(path, corpus, recipe.text, recipe.rate, device)
     found = "loaded"
     if teacher is None:
-        teacher, found = train_teacher(corpus, recipe.text, device, watch), "trained"
+        teacher, found = train_teacher(corpus, recipe.text, recipe.rate, device, watch), "trained"
         teacher.save(path, corpus, recipe.text)
     if teacher.digest not in results.teachers:
         results.add(

@@ -1,7 +1,6 @@
 """The softmax model that is converted: that of the suite, trained once per machine and kept in the user's cache."""
 
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from deltazoo.workbench.lab.configurations import SOFTMAX
 from deltazoo.workbench.lab.text.text_configurations import build_model
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
-from deltazoo.workbench.lab.text.training import train
+from deltazoo.workbench.lab.text.training import Training
 
 __all__ = ["Teacher", "as_llama", "default_teacher_path", "load_teacher", "train_teacher"]
 
@@ -44,7 +43,7 @@ class Teacher:
 
     model: DeltaRuleForCausalLM
     training: dict[str, Any]
-    """`rate`, `trials` (loss by learning rate), `curve`, `seconds` with the trials, `tokens_per_second`."""
+    """`rate`, `curve`, `seconds`, `tokens_per_second`."""
 
     @property
     def digest(self) -> str:
@@ -68,12 +67,12 @@ def default_teacher_path() -> Path:
     return Path.home() / ".cache" / "deltazoo" / "text_softmax_model.pt"
 
 
-def load_teacher(path: Path, corpus: TextCorpus, recipe: TextRecipe, device: str) -> Teacher | None:
-    """The softmax model that `Teacher.save` wrote; None if there is none of this recipe and corpus."""
+def load_teacher(path: Path, corpus: TextCorpus, recipe: TextRecipe, rate: float, device: str) -> Teacher | None:
+    """The softmax model that `Teacher.save` wrote; None if there is none of this recipe, corpus and learning rate."""
     if not path.is_file():
         return None
     kept = torch.load(path, map_location="cpu", weights_only=True)
-    if kept["of"] != _made_of(corpus, recipe):
+    if kept["of"] != _made_of(corpus, recipe) or kept["training"]["rate"] != rate:
         return None
     with torch.device(device):
         model = build_model(SOFTMAX, recipe, corpus.vocab_size)
@@ -81,41 +80,31 @@ def load_teacher(path: Path, corpus: TextCorpus, recipe: TextRecipe, device: str
     return Teacher(model.eval(), kept["training"])
 
 
-def train_teacher(corpus: TextCorpus, recipe: TextRecipe, device: str, watch: Callable[[float], None]) -> Teacher:
-    """Train the softmax model as the suite `text` trains it with seed 0: trials of learning rates first.
+def train_teacher(
+    corpus: TextCorpus, recipe: TextRecipe, rate: float, device: str, watch: Callable[[float], None]
+) -> Teacher:
+    """Train the softmax model as the suite `text` trains it with seed 0.
 
     Args:
         corpus, recipe: of that suite.
+        rate: the learning rate that it found.
         device: where.
         watch: called now and then with the seconds that the rest will take at the present pace.
 
     Raises:
-        ArithmeticError: the loss is not finite at any rate.
+        ArithmeticError: the loss is not finite.
     """
-    given: dict[str, Any] = {"seed": 0, "device": device, "watch": watch}
-    seconds = 0.0
-    trials: dict[float, float] = {}
-    for rate in recipe.rates:
-        trial = train(SOFTMAX, recipe, corpus, rate=rate, steps=recipe.trial_steps, **given)
-        seconds += trial.seconds
-        trials[rate] = trial.judged(recipe.trial_judged)
-        steps = recipe.steps + recipe.trial_steps * (len(recipe.rates) - len(trials))
-        watch(steps * recipe.tokens_per_step / trial.tokens_per_second)
-    for rate in sorted(trials, key=lambda rate: trials[rate]):
-        if not math.isfinite(trials[rate]):
-            break
-        trained = train(SOFTMAX, recipe, corpus, rate=rate, steps=recipe.steps, **given)
-        seconds += trained.seconds
-        if trained.is_finite:
-            training = {
-                "rate": rate,
-                "trials": {f"{tried:g}": round(loss, 5) for tried, loss in trials.items()},
-                "curve": trained.curve(),
-                "seconds": round(seconds, 2),
-                "tokens_per_second": round(trained.tokens_per_second, 1),
-            }
-            return Teacher(trained.model.eval(), training)
-    raise ArithmeticError(f"the softmax model's loss is finite at none of the learning rates {recipe.rates}")
+    trained = Training(SOFTMAX, recipe, corpus, rate=rate, seed=0, device=device)
+    trained.advance(recipe.steps, watch)
+    if not trained.is_finite:
+        raise ArithmeticError(f"the softmax model's loss is not finite after {trained.steps} steps")
+    training = {
+        "rate": rate,
+        "curve": trained.curve(),
+        "seconds": round(trained.seconds, 2),
+        "tokens_per_second": round(trained.tokens_per_second, 1),
+    }
+    return Teacher(trained.model.eval(), training)
 
 
 def as_llama(model: DeltaRuleForCausalLM) -> LlamaForCausalLM:
