@@ -186,9 +186,10 @@ def test_what_a_file_lacks_is_converted_and_nothing_else(
 def test_results_are_whole(finished: ConversionResults, corpus: TextCorpus, folder: Path) -> None:
     (teacher,) = finished.teachers.values()
     assert teacher.training["rate"] == RECIPE.rate and teacher.training["curve"][-1][0] == RECIPE.text.steps
-    kept = load_teacher(folder / "teacher.pt", corpus, RECIPE.text, "cpu")
+    kept = load_teacher(folder / "teacher.pt", corpus, RECIPE.text, RECIPE.rate, "cpu")
     assert kept is not None and kept.digest == teacher.teacher
-    assert load_teacher(folder / "teacher.pt", corpus, replace(RECIPE.text, steps=7), "cpu") is None
+    assert load_teacher(folder / "teacher.pt", corpus, replace(RECIPE.text, steps=7), RECIPE.rate, "cpu") is None
+    assert load_teacher(folder / "teacher.pt", corpus, RECIPE.text, 2e-3, "cpu") is None
     size = sum(finished.header["file_bytes"])
     for conversion, result in finished.conversions.items():
         bits = {stage: found for stage, _, found in result.points}
@@ -216,7 +217,7 @@ def test_a_limit_leaves_nothing_half_done(
     monkeypatch.setattr(conversion_suite.time, "monotonic", lambda: next(clock))  # a second at every look
     results = open_conversions(tmp_path / "none.jsonl", RECIPE, corpus)
     reported: list[str] = []
-    missing = run(results, corpus, tmp_path, limit=2, report=reported.append)
+    missing = run(results, corpus, tmp_path, limit=1, report=reported.append)
     assert len(missing) == 5 and reported == ["softmax model: no time left for it"]
     assert not (tmp_path / "teacher.pt").exists() and not results.path.exists()
     missing = run(results, corpus, folder, limit=40, report=reported.append)  # measuring is expected to take a minute

@@ -99,7 +99,7 @@ def run_text_suite(
         ValueError: the file has results of another device.
         RuntimeError: trainings failed; all others were tried.
     """
-    done = [*results.trials.values(), *results.trainings.values()]
+    done: list[Trial | TextResult] = [*results.trials.values(), *results.trainings.values()]
     if others := {result.environment.device for result in done} - {environment.device}:
         raise ValueError(
             f"{results.path} holds results of {others.pop()}, this is {environment.device}: speeds would not compare"

@@ -26,9 +26,9 @@ from deltazoo.workbench.markdown import filled, picture, table
 __all__ = ["write_text_page"]
 
 _FIXED = (
-    "Fixed before the first model was trained, except for the choice of learning rates. At first it was made by trials of "
-    "128 steps with a warm-up of 10, which turned out to depend on chance: [what was found](log.md#the-text-suite-short-"
-    "trials-do-not-order-learning-rates)."
+    "Fixed before the first model was trained, except for the choice of learning rates. At first it was made by trials "
+    "of 128 steps with a warm-up of 10, which turned out to depend on chance: [what was found](log.md#the-text-suite-"
+    "short-trials-do-not-order-learning-rates)."
 )
 _CAPTIONS = {
     "bits": "Bits per byte of every model",
@@ -56,7 +56,9 @@ def write_text_page(page: Path, results: TextResults | None, manifest: dict[str,
     recipe = TextRecipe() if results is None else results.recipe
     parts = ["# Every rule on real text\n", _introduction(recipe)]
     if results is None or not results.configurations:
-        parts.append("No model is trained to the end with the learning rate that was found for it; what is planned is below.\n")
+        parts.append(
+            "No model is trained to the end with the learning rate that was found for it; what is planned is below.\n"
+        )
     else:
         ranked = sorted(
             {configuration for configuration, _ in results.configurations},
@@ -275,11 +277,11 @@ def _design(recipe: TextRecipe) -> str:
         f"decay {recipe.weight_decay}, gradients clipped to norm {recipe.clip:g}; warm-up over {recipe.warmup:.0%} of "
         f"the steps, then a cosine to {recipe.final_rate:.0%} of the peak. bfloat16 autocast over float32 weights.",
         "Learning rate": f"{', '.join(rates)} or {last_rate}, found for each model by successive halving "
-        f"(arXiv:1502.07943): trainings with all of them start, and the one with the highest mean loss over the last "
-        f"{recipe.judged_steps} steps is dropped after {_in_words(recipe.rungs)} steps of its {recipe.steps:,}; the last "
-        "one goes on to the end. So a rate is judged by the very training that it is chosen for, warm-up included. What "
-        f"is dropped costs {_dropped_share(recipe):.0%} of a training. A rate at which the loss is not finite is out. A "
-        "second seed takes the rate of the first.",
+        "(arXiv:1502.07943): trainings with all of them start, and the one with the highest mean loss over the last "
+        f"{recipe.judged_steps} steps is dropped after {_in_words(recipe.rungs)} steps of its {recipe.steps:,}; the "
+        "last one goes on to the end. So a rate is judged by the training that it is chosen for, warm-up included. "
+        f"What is dropped costs {sum(recipe.rungs) / recipe.steps:.0%} of a training. A rate at which the loss is not "
+        "finite is out. A second seed takes the rate of the first.",
         "Scores": f"The held-out stream is cut into rows of {recipe.row_length:,} tokens, and again of {lengths}, each "
         "read from an empty state; every token but beginning tokens is scored. Logits are float32. Bits per byte: the "
         "sum over all tokens, divided by their bytes.",
@@ -303,11 +305,6 @@ def _design(recipe: TextRecipe) -> str:
 
 def _in_words(rungs: Sequence[int]) -> str:
     return " and ".join(f"{rung:,}" for rung in rungs)
-
-
-def _dropped_share(recipe: TextRecipe) -> float:
-    """Steps with the rates that are dropped, of those of a training."""
-    return sum(recipe.rungs) / recipe.steps
 
 
 def _text(manifest: dict[str, Any], recipe: TextRecipe) -> str:
@@ -385,4 +382,3 @@ def _runs(results: TextResults) -> str:
         environments.setdefault(key, []).append("configuration" if isinstance(result, TextResult) else "trial")
     rows = [(*key, str(kinds.count("configuration")), str(kinds.count("trial"))) for key, kinds in environments.items()]
     return table(("machine", "torch", "Triton", "transformers", "commit", "trainings", "rungs reached"), rows)
-

@@ -107,4 +107,7 @@ class TextRecipe:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TextRecipe":
         """Back from what `as_json` made."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        kept: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
+        return cls(**kept)

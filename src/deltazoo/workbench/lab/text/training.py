@@ -92,19 +92,18 @@ class Training:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self.model.train()
-        done = paced = len(self._losses)
         before = time.perf_counter()
-        while done < steps and self.is_finite:
-            for done in range(done + 1, min(done + _PACED, steps) + 1):
-                self._losses.append(self._step(done - 1))
+        while self.steps < steps and self.is_finite:
+            group = min(_PACED, steps - self.steps)
+            for _ in range(group):
+                self._losses.append(self._step())
             self._losses[-1].item()  # waits for the device
             spent = time.perf_counter() - before
             before += spent
             self.seconds += spent
-            self._paces.append(spent / (done - paced))
-            paced = done
+            self._paces.append(spent / group)
             if self.is_finite:
-                watch(self._seconds_per_step * (steps - done) if len(self._paces) > 1 else 0.0)
+                watch(self._seconds_per_step * (steps - self.steps) if len(self._paces) > 1 else 0.0)
         if on_gpu:
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
 
@@ -125,11 +124,11 @@ class Training:
     def _seconds_per_step(self) -> float:
         return statistics.median(self._paces[1:] or self._paces)
 
-    def _step(self, step: int) -> Tensor:
+    def _step(self) -> Tensor:
         recipe = self._recipe
         tokens, successors = next(self._batches)
         for group in self._optimizer.param_groups:
-            group["lr"] = self.rate * recipe.rate_factor(step, recipe.steps)
+            group["lr"] = self.rate * recipe.rate_factor(self.steps, recipe.steps)
         with autocast(self._device):
             # The model returns the mean over all tokens, each of which predicts its successor.
             loss = self.model(input_ids=tokens, labels=tokens, shift_labels=successors, use_cache=False).loss
@@ -144,4 +143,3 @@ def autocast(device: torch.device | str) -> torch.autocast:
     """The precision of training and scoring: bfloat16 products on a GPU, float32 elsewhere."""
     kind = torch.device(device).type
     return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
-
