@@ -242,7 +242,6 @@ KNOWN_MISSES = {
         (name, torch.float16): known_miss(f"{_TINY}: d_initial_state comes out as zero", 1)
         for name in ("erase_scalar_decayed_-60.0", "erase_channel_decayed_-60.0", "micro_3_strong")
     },
-    ("erase_channel_decayed_-60.0", torch.float32): known_miss(f"{_TF32}: d_erase_key is off by 2.0e-6", 2.5e-6),
     ("erase_opposite", torch.float32): known_miss(f"{_TF32}: d_erase_key is off by 1.2e-6, torch by 1.9e-7", 1.6e-6),
     ("micro_3_strong", torch.float32): known_miss(f"{_TF32}: d_initial_state is off by 5.1e-7", 6.4e-7),
 }

@@ -219,7 +219,8 @@ def _design(recipe: ConversionRecipe) -> str:
     points = {
         "Softmax model": "`softmax` of the suite on real text, seed 0: its model, rows and training on "
         f"{text.tokens / 1e6:.0f} M tokens at a learning rate of {recipe.rate:g}. It becomes a Llama of transformers, "
-        "which computes the same. Where a file holds conversions of several trainings of it, each is compared with its own.",
+        "which computes the same. Where a file holds conversions of several trainings of it, each is compared with its "
+        "own.",
         "Rules": f"{rules}. They were chosen for these differences.",
         "Layers": f"{', '.join(recipe.layers)}: delta-rule to softmax layers, repeated from the first layer on. All "
         "starts are those of `swap_attention`; nothing is chosen by measuring layers.",
