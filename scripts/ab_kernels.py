@@ -84,10 +84,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "BK 32, BV 64": tile(2, BV=64),
     },
     "chunk_gradients_strong": {
+        "2 stages": tile(2),
+        "3 stages": tile(3),
         "BK 16": tile(BK=16),
-        "BV 64": tile(BV=64),
-        "BK 64": tile(BK=64),
-        "1 stage": tile(1),
+        "8 warps": tile(num_warps=8),
+        "8 warps, 2 stages": tile(2, num_warps=8),
+        "8 warps, BV 64": tile(BV=64, num_warps=8),
+        "8 warps, BK 64": tile(BK=64, num_warps=8),
     },
 }
 WRITTEN = {

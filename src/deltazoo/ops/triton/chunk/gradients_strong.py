@@ -11,9 +11,6 @@ from deltazoo.ops.triton.chunk.decay_factors import (
     LOG2_FLOOR,
     LOG2E,
     centred_range,
-    level_factor,
-    level_mask,
-    undecayed_level_factor,
 )
 from deltazoo.ops.triton.chunk.score_gradients import load_values, pair_gradients
 from deltazoo.ops.triton.chunk.terms import masked_sum
@@ -35,27 +32,6 @@ def level_in_range(g, DTYPE: tl.constexpr):
     level = tl.where(tl.min(sums) < LIMIT, level, 5)
     sums = tl.sum(tl.reshape(sums, [2, 2, g.shape[1]]), 1)
     return tl.where(tl.min(sums) < LIMIT, level, 6)
-
-
-@triton.jit
-def add_pairs(
-    b_dq, b_row, b_col, W, o_cc, pairs, q_read, k_read, k_written, entry, read_entry, undone,
-    HAS_BETA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what selected `pairs` of tokens contribute to the gradients of a tile of channels.
-
-    `q_read`, `k_read` and `k_written` are what the tokens read and write with, their part of the decay included, in 16
-    bits; `entry`, `read_entry` and `undone` are these parts. W in memory is zero but for j < i.
-    """
-    C: tl.constexpr = pairs.shape[0]
-    W_P = tl.where(pairs, tl.load(W + o_cc), 0.0).to(W.dtype.element_ty)
-    b_dq += entry * tl.dot(W_P, k_written, input_precision=PRECISION)
-    b_pairs = tl.dot(tl.trans(W_P), q_read, input_precision=PRECISION)
-    if HAS_BETA:
-        W_L = tl.where(pairs, tl.load(W + C * C + o_cc), 0.0).to(W.dtype.element_ty)
-        b_row += read_entry * tl.dot(W_L, k_written, input_precision=PRECISION)
-        b_pairs = tl.dot(tl.trans(W_L), k_read, b_pairs, input_precision=PRECISION)
-    return b_dq, b_row, b_col + undone * b_pairs
 
 
 @triton.jit
@@ -105,7 +81,6 @@ def gradients_of_tile(
     offsets of all tiles in registers.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
-    LIMIT: tl.constexpr = 0.5 * centred_range(DTYPE)
     o_c, o_v, o_k = tl.arange(0, C) + nothing, tl.arange(0, BV), i_k * BK + tl.arange(0, BK)
     m_c, m_k = o_c < rows, o_k < K
     token, other = o_c[:, None], o_c[None, :]
@@ -148,14 +123,6 @@ def gradients_of_tile(
     b_last = tl.exp2(tl.load(G + slot * K + o_k, mask=m_k, other=0.0)) * tl.sum(b_overlap, 0)
     raw_g = tl.load(log_decay + token_gates + o_gate, mask=m_gate_k, other=0.0).to(tl.float32)
     b_g = tl.maximum(raw_g * LOG2E, LOG2_FLOOR)
-    b_k = tl.load(k + keys + o_qk, mask=m_ck, other=0.0)
-    b_q = tl.load(q + queries + o_query, mask=m_query_k, other=0.0)
-    b_e, e_read = b_k, b_k
-    if HAS_BETA:
-        b_beta = tl.load(beta + slot * C + o_c)
-        if erase_key is not None:
-            b_e = tl.load(erase_key + keys + o_qk, mask=m_ck, other=0.0)
-        e_read = b_beta[:, None] * b_e
     # What is read from the state decays from the chunk's start, what is added to its gradient to the end.
     entry = tl.exp2(masked_sum((other <= token).to(DTYPE), b_g))
     b_dq *= scale * entry
@@ -164,40 +131,56 @@ def gradients_of_tile(
             entry = tl.exp2(masked_sum((other < token).to(DTYPE), b_g))
         b_row *= -entry
     b_col *= tl.exp2(masked_sum((other > token).to(DTYPE), b_g))
-    b_last += tl.sum(b_k * b_col, 0)
+    b_last += tl.sum(tl.load(k + keys + o_qk, mask=m_ck, other=0.0) * b_col, 0)
 
-    # Pairs within blocks in range: from and to the last token of the block's left half.
+    # First the pairs within blocks in range, then those between the halves of larger blocks, of `2 << level` tokens.
+    # Queries and keys are read anew each time, for which fewer registers are spilled.
     o_cc = token * C + tl.arange(0, C)[None, :]
     first_level = level_in_range(b_g, DTYPE)
-    middle = (token >> first_level << first_level) + tl.maximum(1 << first_level >> 1, 1) - 1
-    # Plus the tokens after the middle up to this one, or minus those after this one up to the middle.
-    sign = tl.where(token > middle, 1.0, -1.0)
-    exponent = masked_sum(tl.where((other <= token) ^ (other <= middle), sign, 0.0).to(DTYPE), b_g)
-    entry, undone = tl.exp2(exponent), tl.exp2(-exponent)
-    read_entry = entry
-    if UNDECAYED:
-        read = masked_sum(tl.where((other < token) ^ (other <= middle), sign, 0.0).to(DTYPE), b_g)
-        read_entry = tl.exp2(tl.minimum(read, LIMIT))  # beyond that in blocks of one token, which have no pairs
-    b_dq, b_row, b_col = add_pairs(
-        b_dq, b_row, b_col, W, o_cc, token >> first_level == other >> first_level, (b_q * entry).to(DTYPE),
-        (e_read * read_entry).to(DTYPE), (b_k * undone).to(DTYPE), entry, read_entry, undone, HAS_BETA, PRECISION,
-    )  # fmt: skip
-    # Pairs between the halves of larger blocks.
-    for level in tl.range(first_level, 6, num_stages=1):
-        f = level_factor(b_g, o_c, level, DTYPE)
-        f_read = undecayed_level_factor(b_g, o_c, level, DTYPE) if UNDECAYED else f
-        b_dq, b_row, b_col = add_pairs(
-            b_dq, b_row, b_col, W, o_cc, level_mask(o_c, level), (b_q * f).to(DTYPE), (e_read * f_read).to(DTYPE),
-            (b_k * f).to(DTYPE), f, f_read, f, HAS_BETA, PRECISION,
-        )  # fmt: skip
+    for level in tl.range(tl.maximum(first_level - 1, 0), 6, num_stages=1):
+        within = level < first_level
+        # From and to the last token of a block's left half: plus the tokens after it, or minus those up to it.
+        middle = (token >> (level + 1) << (level + 1)) + (1 << level) - 1
+        sign = tl.where(token > middle, 1.0, -1.0)
+        exponent = masked_sum(tl.where((other <= token) ^ (other <= middle), sign, 0.0).to(DTYPE), b_g)
+        entry = tl.exp2(tl.where(within, exponent, -tl.abs(exponent)))
+        undone = tl.exp2(tl.where(within, -exponent, -tl.abs(exponent)))
+        read_entry = entry
+        if UNDECAYED:
+            read = masked_sum(tl.where((other < token) ^ (other <= middle), sign, 0.0).to(DTYPE), b_g)
+            read_entry = tl.exp2(tl.where(within, read, tl.minimum(read, 0.0)))  # left halves read nothing
+        shift = tl.where(within, level + 1, level)
+        pairs = ((token >> shift) ^ (other >> shift)) == tl.where(within, 0, 1)
+        b_k = tl.load(k + keys + o_qk, mask=m_ck, other=0.0)
+        q_read = (tl.load(q + queries + o_query, mask=m_query_k, other=0.0) * entry).to(DTYPE)
+        k_written = (b_k * undone).to(DTYPE)
+        # W in memory is zero but for j < i.
+        W_P = tl.where(pairs, tl.load(W + o_cc), 0.0).to(W.dtype.element_ty)
+        b_dq += entry * tl.dot(W_P, k_written, input_precision=PRECISION)
+        b_pairs = tl.dot(tl.trans(W_P), q_read, input_precision=PRECISION)
+        if HAS_BETA:
+            b_e = b_k
+            if erase_key is not None:
+                b_e = tl.load(erase_key + keys + o_qk, mask=m_ck, other=0.0)
+            e_read = (tl.load(beta + slot * C + o_c)[:, None] * b_e * read_entry).to(DTYPE)
+            W_L = tl.where(pairs, tl.load(W + C * C + o_cc), 0.0).to(W.dtype.element_ty)
+            b_row += read_entry * tl.dot(W_L, k_written, input_precision=PRECISION)
+            b_pairs = tl.dot(tl.trans(W_L), e_read, b_pairs, input_precision=PRECISION)
+        b_col += undone * b_pairs
 
+    tl.debug_barrier()  # the compiler would keep what was loaded before
+    b_k = tl.load(k + keys + o_qk, mask=m_ck, other=0.0)
+    b_q = tl.load(q + queries + o_query, mask=m_query_k, other=0.0)
     diagonal = tl.load(P_diagonal + o_c)[:, None]
     tl.store(dq + token_gates + o_gate, (b_dq + diagonal * b_k).to(dq.dtype.element_ty), mask=m_query_k)
     b_dk, b_dG = b_col + diagonal * b_q, b_q * b_dq - b_k * b_col
     part = tl.zeros([C], dtype=tl.float32)
     if HAS_BETA:
+        b_e = b_k
+        if erase_key is not None:
+            b_e = tl.load(erase_key + keys + o_qk, mask=m_ck, other=0.0)
         part += tl.sum(b_e * b_row, 1)
-        b_row *= b_beta[:, None]
+        b_row *= tl.load(beta + slot * C + o_c)[:, None]
         if erase_key is None:
             b_dk += b_row
         else:
@@ -212,6 +195,7 @@ def gradients_of_tile(
     b_dg += b_last[None, :]
     if UNDECAYED and HAS_BETA:  # a token's own decay does not act on what it reads to erase
         b_dg -= b_row
+    raw_g = tl.load(log_decay + token_gates + o_gate, mask=m_gate_k, other=0.0)
     b_dg = tl.where(raw_g > float("-inf"), b_dg, 0.0)
     tl.store(d_log_decay + token_gates + o_gate, b_dg, mask=m_gate_k)
     return part
