@@ -25,9 +25,15 @@ from deltazoo.workbench.lab.text.rows import TrainingRows
 from deltazoo.workbench.lab.text.scoring import file_bytes, score
 from deltazoo.workbench.lab.text.suite import missing_jobs, open_results, run_text_suite
 from deltazoo.workbench.lab.text.text_comparison import bits_per_byte, compare, interval
-from deltazoo.workbench.lab.text.text_configurations import base_configurations, build_model, hybrid_of, model_config
+from deltazoo.workbench.lab.text.text_configurations import (
+    base_configurations,
+    build_model,
+    configuration_label,
+    hybrid_of,
+    model_config,
+)
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
-from deltazoo.workbench.lab.text.text_page import write_text_page
+from deltazoo.workbench.lab.text.text_page import _recalled, _tie, write_text_page
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text.training import Training
 
@@ -434,12 +440,22 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     for configuration in CONFIGURATIONS:
         assert str(interval(configuration, finished)) in page
     assert "no difference between models is called" in page
+    choices = page.split("## Which rule for what")[1].split("##")[0]
+    shares = {name: _recalled(finished.configurations[name, 0], 64) for name in CONFIGURATIONS}
+    most = max(shares.values(), key=lambda found: found[0] / found[1])
+    assert f"{most[0] / most[1]:.1%}" in choices.split("recall within the row")[1]
+    fastest = max(finished.configurations.values(), key=lambda result: result.tokens_per_second)
+    assert f"| training | {configuration_label(fastest.configuration)} | {fastest.tokens_per_second:,.0f}" in choices
     assert f"{len(base_configurations()) - 2} are not trained" in page and "KDA" in page.split("## What is missing")[1]
     pictures = re.findall(r"!\[.*\]\((.*)\)", page)
     assert len(pictures) == 5 and all((tmp_path / name).stat().st_size > 5000 for name in pictures)
     assert page == write_text_page(tmp_path / "text.md", finished, manifest, images=images).read_text()
     with pytest.raises(ValueError, match="another text than the manifest"):
         write_text_page(tmp_path / "text.md", finished, {**manifest, "sha256": "0"}, images=images)
+
+
+def test_shares_within_two_standard_errors_tie() -> None:
+    assert _tie((50, 100), (50, 100)) and _tie((50, 100), (60, 100)) and not _tie((500, 1000), (560, 1000))
 
 
 def test_the_command_line_trains_within_a_limit(corpus: TextCorpus, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -30,6 +30,8 @@ _FIXED = (
     "of 128 steps with a warm-up of 10, which turned out to depend on chance: [what was found](log.md#the-text-suite-"
     "short-trials-do-not-order-learning-rates)."
 )
+_AS_FAST = 0.05
+"""Speeds that differ by less count as equal."""
 _CAPTIONS = {
     "bits": "Bits per byte of every model",
     "position": "Bits per byte by position in the row",
@@ -65,6 +67,7 @@ def write_text_page(page: Path, results: TextResults | None, manifest: dict[str,
             key=lambda configuration: interval(configuration, results).value,
         )
         drawn = draw_all(images, results, ranked)
+        parts += ["## Which rule for what\n", _choices(results, ranked, recipe)]
         parts += ["## Findings\n", _findings(results, ranked, recipe)]
         shown = {key: picture(drawn[key], page, caption) for key, caption in _CAPTIONS.items()}
         parts += [shown["bits"], "## Bits per byte\n", _quality(results, ranked, recipe), shown["curves"]]
@@ -92,6 +95,43 @@ def _introduction(recipe: TextRecipe) -> str:
         "The second command trains what the file lacks, the most important first, and can be given again and again.\n\n"
         "The softmax model of this suite, converted to delta-rule layers: [text_conversions.md](text_conversions.md).\n"
     )
+
+
+def _choices(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
+    """For each use the best model, its figure, and which others are as good by the rules of the design."""
+    first = {configuration: results.of_configuration(configuration)[0] for configuration in ranked}
+    rows = []
+    for length in (recipe.row_length, recipe.scored_lengths[-1]):
+        best = min(ranked, key=lambda configuration: interval(configuration, results, length).value)
+        ties = [other for other in ranked if other != best and not compare(other, best, results, length).called]
+        found = f"{interval(best, results, length)} bits per byte"
+        rows.append((f"text, rows of {length:,} tokens", best, found, ties))
+    recall = {configuration: _recalled(result, recipe.row_length) for configuration, result in first.items()}
+    if all(asked for _, asked in recall.values()):
+        best = max(recall, key=lambda configuration: _share(recall[configuration]))
+        ties = [other for other in ranked if other != best and _tie(recall[other], recall[best])]
+        rows.append(("recall within the row", best, f"{_share(recall[best]):.1%}", ties))
+    speeds = {"training": {configuration: result.tokens_per_second for configuration, result in first.items()}}
+    for batch in recipe.decode_batches:
+        found_speeds = {
+            name: result.decoding[str(batch)].get("tokens_per_second", 0.0) for name, result in first.items()
+        }
+        speeds[f"decoding {batch} {'row' if batch == 1 else 'rows'}"] = found_speeds
+    for use, speed in speeds.items():
+        best = max(speed, key=speed.__getitem__)
+        ties = [other for other in ranked if other != best and speed[other] >= (1 - _AS_FAST) * speed[best]]
+        rows.append((use, best, f"{speed[best]:,.0f} tokens/s", ties))
+    shown = ((use, configuration_label(best), found, _listed(ties) or "-") for use, best, found, ties in rows)
+    note = (
+        f"As good: no difference is called; recall differs by less than two standard errors; speed by less than "
+        f"{_AS_FAST:.0%}."
+    )
+    return table(("for", "best", "figure", "as good"), shown, text_columns=4) + "\n" + filled(note) + "\n"
+
+
+def _listed(configurations: Sequence[str], most: int = 5) -> str:
+    shown = "; ".join(configuration_label(configuration) for configuration in configurations[:most])
+    return shown if len(configurations) <= most else f"{shown} and {len(configurations) - most} more"
 
 
 def _findings(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> str:
@@ -237,9 +277,24 @@ def _speed(measured: dict[str, Any]) -> str:
 
 
 def _recall(result: TextResult, length: int) -> str:
+    found = _recalled(result, length)
+    return f"{_share(found):.1%}" if found[1] else "-"
+
+
+def _recalled(result: TextResult, length: int) -> tuple[int, int]:
+    """Second occurrences that are completed, and all of them."""
     groups = [counts for key, counts in result.scores[str(length)]["recall"].items() if key != "first"]
-    asked, completed = (sum(counts[place] for counts in groups) for place in (0, 1))
-    return f"{completed / asked:.1%}" if asked else "-"
+    return sum(counts[1] for counts in groups), sum(counts[0] for counts in groups)
+
+
+def _share(found: tuple[int, int]) -> float:
+    return found[0] / found[1]
+
+
+def _tie(found: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two shares differ by less than two standard errors of their difference."""
+    variance = sum(_share(x) * (1 - _share(x)) / x[1] for x in (found, other))
+    return abs(_share(found) - _share(other)) <= 2 * math.sqrt(variance)
 
 
 def _missing(results: TextResults | None, recipe: TextRecipe) -> str:

@@ -9,7 +9,7 @@ from deltazoo.workbench.figures import BLACK, GREEN, GREY, PALETTE, new_figure, 
 from deltazoo.workbench.lab.configurations import SOFTMAX
 from deltazoo.workbench.lab.text.results import TextResult, TextResults
 from deltazoo.workbench.lab.text.scoring import FIRST_POSITIONS
-from deltazoo.workbench.lab.text.text_comparison import interval
+from deltazoo.workbench.lab.text.text_comparison import compare, interval
 from deltazoo.workbench.lab.text.text_configurations import HYBRID, configuration_label
 
 __all__ = ["REFERENCE", "draw_all", "position_bits", "recall_by_distance"]
@@ -90,14 +90,27 @@ def _by_distance(first: dict[str, TextResult], length: int) -> dict[str, list[tu
 
 
 def _draw_bits(path: Path, results: TextResults, ranked: Sequence[str], colours: dict[str, str]) -> Path:
-    figure, (axis,) = new_figure(1, width=8.4, height=1.2 + 0.25 * len(ranked))
+    """Bits per byte, and beside them the paired differences from the reference, whose intervals are the narrower."""
+    panels = ["bits per byte of held-out files"]
+    if REFERENCE in ranked:
+        panels.append(f"minus {configuration_label(REFERENCE)}, file by file")
+    figure, axes = new_figure(len(panels), width=2.6 + 4.4 * len(panels), height=1.2 + 0.25 * len(ranked))
     for place, configuration in enumerate(ranked):
-        found, colour = interval(configuration, results), colours.get(configuration, GREY)
-        axis.plot([found.low, found.high], [place, place], color=colour, lw=2, alpha=0.6)
-        axis.plot(found.value, place, _marker(configuration), color=colour)
-    axis.set_yticks(range(len(ranked)), [configuration_label(configuration) for configuration in ranked], fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("bits per byte of held-out files, with 95% of bootstrap resamples (lower is better)")
+        found = [interval(configuration, results)]
+        if REFERENCE in ranked and configuration != REFERENCE:
+            found.append(compare(configuration, REFERENCE, results).interval)
+        for axis, shown in zip(axes, found, strict=False):
+            colour = colours.get(configuration, GREY)
+            axis.plot([shown.low, shown.high], [place, place], color=colour, lw=2, alpha=0.6)
+            axis.plot(shown.value, place, _marker(configuration), color=colour)
+    for axis, panel in zip(axes, panels, strict=True):
+        axis.set_yticks(range(len(ranked)), [""] * len(ranked))
+        axis.set_ylim(len(ranked) - 0.4, -0.6)
+        axis.set_xlabel(panel)
+    axes[0].set_yticks(range(len(ranked)), [configuration_label(configuration) for configuration in ranked], fontsize=8)
+    axes[0].set_title("with 95% of bootstrap resamples; lower is better", loc="left", fontsize=10)
+    if len(axes) > 1:
+        axes[1].axvline(0.0, color=GREY, lw=1, ls=":")
     return save_figure(figure, path)
 
 
