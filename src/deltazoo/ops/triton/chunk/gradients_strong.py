@@ -138,6 +138,7 @@ def gradients_of_tile(
     o_cc = token * C + tl.arange(0, C)[None, :]
     first_level = level_in_range(b_g, DTYPE)
     for level in tl.range(tl.maximum(first_level - 1, 0), 6, num_stages=1):
+        tl.debug_barrier()  # the compiler would load queries, keys and W once for all levels, and spill them
         within = level < first_level
         # From and to the last token of a block's left half: plus the tokens after it, or minus those up to it.
         middle = (token >> (level + 1) << (level + 1)) + (1 << level) - 1
@@ -150,7 +151,7 @@ def gradients_of_tile(
             read = masked_sum(tl.where((other < token) ^ (other <= middle), sign, 0.0).to(DTYPE), b_g)
             read_entry = tl.exp2(tl.where(within, read, tl.minimum(read, 0.0)))  # left halves read nothing
         shift = tl.where(within, level + 1, level)
-        pairs = ((token >> shift) ^ (other >> shift)) == tl.where(within, 0, 1)
+        pairs = token >> shift == (other >> shift) ^ tl.where(within, 0, 1)
         b_k = tl.load(k + keys + o_qk, mask=m_ck, other=0.0)
         q_read = (tl.load(q + queries + o_query, mask=m_query_k, other=0.0) * entry).to(DTYPE)
         k_written = (b_k * undone).to(DTYPE)
