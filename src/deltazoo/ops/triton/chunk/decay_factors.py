@@ -82,5 +82,8 @@ def undecayed_level_factor(g, o_c, level, DTYPE: tl.constexpr):
 
 @triton.jit
 def level_mask(o_c, level):
-    """Pairs with one token in each half of a block of `2 << level` rows."""
-    return ((o_c >> level)[:, None] ^ (o_c >> level)[None, :]) == 1
+    """Pairs with one token in each half of a block of `2 << level` rows.
+
+    The difference of the two numbers of halves would be shifted after it is taken, and kept in registers before.
+    """
+    return (o_c >> level)[:, None] == ((o_c >> level) ^ 1)[None, :]

@@ -150,6 +150,7 @@ def gradients_of_tile(
 
     if STRONG:
         for level in tl.range(6, num_stages=1):
+            tl.debug_barrier()  # the compiler would load W once for all levels, and spill it
             middle = (o_c >> (level + 1) << (level + 1)) + (1 << level) - 1
             low, high = tl.minimum(o_c, middle)[None, :], tl.maximum(o_c, middle)[None, :]
             f = tl.exp2(masked_sum(b_g, (o_c[:, None] > low) & (o_c[:, None] <= high)))
