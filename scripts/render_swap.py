@@ -43,7 +43,7 @@ def section(name: str, record: dict[str, Any]) -> str:
     machine = run["gpu"] or f"{teacher['device']} ({run['cpu']})"
     sizes = teacher["llama"]
     minutes = sum(conversion["processor_seconds"] for conversion in conversions) / 60
-    tokens = conversions[0]["tokens"]
+    tokens, further = conversions[0]["tokens"], teacher.get("further")
     lines = [
         f"### Preset {record['preset']}\n",
         f"{machine}, torch {run['torch']}, transformers {run['transformers']}, Python {run['python']}, commit "
@@ -61,10 +61,12 @@ def section(name: str, record: dict[str, Any]) -> str:
         ),
         *further_part(teacher),
         "Share of the gap between transfer and teacher that the conversion recovered, "
-        "`(transfer - converted) / (transfer - teacher)`, and the same with the teacher trained on in its place:\n",
+        "`(transfer - converted) / (transfer - teacher)`"
+        + (", and the same with the teacher trained on in its place" if further else "")
+        + ":\n",
         table(
-            ["variant", "layers swapped", "recovered", "target", "verdict", "teacher trained on"],
-            (gap_cells(conversion, teacher.get("further")) for conversion in conversions),
+            ["variant", "layers swapped", "recovered", "target", "verdict", *["teacher trained on"] * bool(further)],
+            (gap_cells(conversion, further) for conversion in conversions),
             text_columns=2,
         ),
         picture(draw_stages(IMAGES / f"{name}_stages.png", record), PAGE, "Held-out bits per byte from stage to stage"),
@@ -122,7 +124,7 @@ def gap_cells(conversion: dict[str, Any], further: float | None) -> list[str]:
         f"{share:.1%}",
         f"{target:.0%}",
         "met" if share >= target else "missed",
-        "" if further is None else f"{recovered(conversion, further):.1%}",
+        *([] if further is None else [f"{recovered(conversion, further):.1%}"]),
     ]
 
 

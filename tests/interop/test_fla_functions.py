@@ -184,6 +184,8 @@ def test_the_old_name_of_the_state_layout() -> None:
     assert torch.equal(state, fla.chunk_kda(**tensors, output_final_state=True, state_v_first=True)[1])
     with pytest.raises(ValueError, match="old name of state_v_first"):
         fla.chunk_kda(**tensors, state_v_first=True, transpose_state_layout=True)
+    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match="states .N, H, K, V. alone"):
+        fla.chunk_delta_rule(**inputs("delta"), transpose_state_layout=True)
 
 
 def test_aliases() -> None:

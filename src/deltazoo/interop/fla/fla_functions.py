@@ -79,7 +79,8 @@ def chunk_delta_rule(
     Raises:
         ValueError, TypeError: arguments that do not fit together, or are unknown.
     """
-    take_state_layout("chunk_delta_rule", False, kwargs)
+    if take_state_layout("chunk_delta_rule", False, kwargs):
+        raise TypeError("chunk_delta_rule takes and returns states [N, H, K, V] alone, not transpose_state_layout=True")
     require_boundaries(cu_seqlens, cu_seqlens_cpu)
     _require_gate("chunk_delta_rule", "beta", beta, v, per_channel=False)
     return _apply(q, k, v, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
