@@ -153,6 +153,35 @@ def test_strangers_are_refused(tmp_path):
         load_fla_checkpoint(tmp_path)
 
 
+@pytest.mark.feature("errors: checkpoints")
+def test_what_is_missing_is_named(checkpoint):
+    model, path = checkpoint
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    halves = [dict(list(weights.items())[half::2]) for half in (0, 1)]
+    files = [f"model-0000{half}-of-00002.safetensors" for half in (1, 2)]
+    for file, half in zip(files, halves, strict=True):
+        save_file(half, path / file)
+    named = {name: file for file, half in zip(files, halves, strict=True) for name in half}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    assert same_logits(load_fla_checkpoint(path), model)
+    del halves[1][min(halves[1])]
+    save_file(halves[1], path / files[1])
+    [gone] = weights.keys() - halves[0].keys() - halves[1].keys()
+    with pytest.raises(ValueError, match=f"lacks weights of its model: {gone}$"):
+        load_fla_checkpoint(path)
+    (path / files[1]).unlink()
+    with pytest.raises(ValueError, match=f"lacks {files[1]}, which model.safetensors.index.json names"):
+        load_fla_checkpoint(path)
+
+
+def test_tied_weights_are_not_missing(tmp_path):
+    model = tiny_named("kda", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert same_logits(load_fla_checkpoint(tmp_path), model)
+
+
 @pytest.mark.feature("errors: configurations")
 def test_contradicting_layers_are_refused():
     with pytest.raises(ValueError, match="place the softmax layers differently"):

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from deltazoo.interop.missing_weights import refuse_missing_weights
 from deltazoo.models.hub_classes import model_class_of
 from deltazoo.models.hub_configs import config_class_of
 from deltazoo.models.modeling import DeltaRuleForCausalLM
@@ -30,17 +31,33 @@ def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM
         kwargs: for `from_pretrained`, such as `dtype`.
 
     Raises:
-        ValueError: the directory holds no safetensors files, or a model type that is not ours.
+        ValueError: the directory holds no safetensors files, or a model type that is not ours; a file of its index or a
+            weight is missing.
     """
     path = Path(path)
     values = json.loads((path / "config.json").read_text())
     config = config_class_of(values.get("model_type"), path).from_dict(values)
-    files = sorted(path.glob("*.safetensors"))
+    files = _weight_files(path)
     if not files:
         raise ValueError(f"no safetensors files in {path}; pickled weights are not read")
     state = {name: x for file in files for name, x in load_file(file).items()}
     model_class = model_class_of(type(config), "ForCausalLM")
-    return model_class.from_pretrained(None, config=config, state_dict=modernize_state_dict(state), **kwargs)
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=modernize_state_dict(state), output_loading_info=True, **kwargs
+    )
+    refuse_missing_weights(info["missing_keys"], path)
+    return model
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Those that the index names; all if there is none, or one file of all weights beside an older index."""
+    index = path / "model.safetensors.index.json"
+    if not index.is_file() or (path / "model.safetensors").is_file():
+        return sorted(path.glob("*.safetensors"))
+    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if absent := [name for name in names if not (path / name).is_file()]:
+        raise ValueError(f"{path} lacks {', '.join(absent)}, which {index.name} names")
+    return [path / name for name in names]
 
 
 # Names that older fla-hub checkpoints and Moonshot's Kimi Linear use for parameters of a mixer.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from few_variants import FEW_VARIANTS
 from helpers import run_python
+from safetensors.torch import load_file, save_file
 from tiny_runs import run_config, write_text_folder
 
 import deltazoo
@@ -173,6 +174,9 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
         (["eval", "./nowhere", "--json", "/nowhere/score.json"], "there is no folder '/nowhere'"),
         (["diagnose", "./nowhere"], "there is no folder './nowhere'"),
         (["diagnose", "./nowhere", "--picture", "/nowhere/a.png"], "there is no folder '/nowhere' for --picture"),
+        (["eval", "./nowhere", "--json", "/"], "--json names the file to write, and / is a folder"),
+        (["diagnose", "./nowhere", "--json", "/"], "--json names the file to write, and / is a folder"),
+        (["diagnose", "./nowhere", "--picture", "a.xyz"], "--picture writes a PNG: give a name that ends in .png"),
         (["eval", "./nowhere", "--device", "tpu"], "there is no device 'tpu': give cpu, cuda"),
         (["generate", "./nowhere", "--prompt", "x", "--device", "gpu"], "there is no device 'gpu'"),
         (["lab", "--device", "tpu"], "there is no device 'tpu'"),
@@ -189,6 +193,12 @@ def test_bad_input_is_one_message_and_status_1(
     captured = capsys.readouterr()
     assert message in " ".join(captured.err.replace("│", " ").split())
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("option", [["--top-k", "3"], ["--top-p", "0.2"]])
+def test_a_filter_without_sampling_is_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("generate", "/", "--prompt", "x", "--temperature", "0", *option) == 1
+    assert "with --temperature 0 there is none: leave them out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_name_that_is_nowhere_is_asked_for_once(
@@ -221,6 +231,19 @@ def test_a_damaged_model_is_one_message_and_status_1(
     assert str(tmp_path / "model") in "".join(shown.split())
 
 
+@pytest.mark.parametrize("command", [["eval"], ["generate", "--prompt", "x"]])
+def test_a_model_without_some_weights_is_one_message_and_status_1(
+    run: Path, tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run / "model", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    assert call(command[0], str(tmp_path), *command[1:]) == 1
+    shown = "".join(capsys.readouterr().err.split())
+    assert f"{tmp_path}/modellacksweightsofitsmodel:model.norm.weight" in shown
+
+
 def test_a_text_of_ones_own_is_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my#text.md").write_text("text\n")  # a comment or a list to YAML
@@ -228,6 +251,9 @@ def test_a_text_of_ones_own_is_one_option(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found.data.text, found.output) == ("my#text.md", "runs/my#text")
     size = "gpu" if torch.cuda.is_available() else "cpu"
     assert found.model == load_config(presets()[f"quickstart_{size}"]).model
+    (tmp_path / "inner").mkdir()
+    for path in (".", "inner/.."):
+        assert train_command._configuration(None, path, None, []).output == f"runs/{tmp_path.name}"
     found = train_command._configuration("kda_340m", "my#text.md", None, [])  # the preset's own text is a data set
     assert (found.data.text, found.data.streaming, found.data.subset) == ("my#text.md", False, None)
     found = train_command._configuration("kda_340m", "my#text.md", "elsewhere", ["data={}"])

@@ -94,6 +94,27 @@ def test_the_ranking_is_printed_drawn_and_used(home: Path, tmp_path: Path, capsy
     assert layers_of(tmp_path / "best" / "model") == [best]
 
 
+@pytest.mark.parametrize("name", ["ranking.json", "ranking.png", "model"])
+def test_nothing_is_ranked_into_a_folder_with_results(
+    home: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text("my own")
+    ranking = ("--layers", "best:1", "--text", str(home / "text"), "--rank-tokens", "200", "--output", str(tmp_path))
+    assert call(home, *ranking) == 1
+    captured = capsys.readouterr()
+    assert f"{name} exists already: choose another --output" in " ".join(captured.err.split())
+    assert not captured.out and (tmp_path / name).read_text() == "my own"
+
+
+def test_a_conversion_replaces_nothing_of_somebody_else(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scores.json").write_text("my own")
+    assert call(home, "--train", str(home / "recipe.yaml"), "--output", str(tmp_path)) == 1
+    assert "scores.json is there already and of no run" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "scores.json").read_text() == "my own"
+
+
 def test_a_conversion_trains_the_swapped_model_and_resumes(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +187,7 @@ def test_bad_input_is_one_message_and_status_1(
     captured = capsys.readouterr()
     assert message in " ".join(captured.err.split())
     assert "Traceback" not in captured.err
+    assert not captured.out, "nothing is measured first"
     assert not (tmp_path / "x" / "model").exists()
 
 

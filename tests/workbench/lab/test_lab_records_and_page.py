@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
+import resource
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -82,6 +84,31 @@ def test_a_finished_suite_is_not_run_again_and_a_cut_line_is(tmp_path: Path) -> 
     clocks = {"started": 0, "seconds": 0, "cpu_seconds": 0}
     timeless = [{**json.loads(line), **clocks} for line in path.read_text().splitlines()]
     assert timeless == [{**json.loads(line), **clocks} for line in whole.splitlines()]
+
+
+def test_going_on_with_a_full_disk_loses_no_result(tmp_path: Path) -> None:
+    path = finished(tmp_path).path
+    whole = path.read_text()
+    path.write_text(whole + '{"suite": "mi')  # killed in the middle of a line
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, unlimited[1]))
+    try:
+        ResultFile(path, "mini", HERE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert path.read_text() == whole
+
+
+def test_a_fresh_start_removes_only_what_the_lab_wrote(tmp_path: Path) -> None:
+    ours = [tmp_path / name for name in ("results.jsonl", "numerics.json", "complexity.json")]
+    others = [tmp_path / name for name in ("package.json", "notes.txt")]
+    for path in (*ours, *others):
+        path.write_text("somebody's")
+    options = ["--only", "parity", "--variants", "delta_net", "--steps", "1", "--no-measure", "--workers", "1"]
+    with contextlib.suppress(SystemExit):
+        main(["lab", *options, "--fresh", "--out", str(tmp_path)])
+    assert all(path.read_text() == "somebody's" for path in others)
+    assert len(read_records(ours[0])) > 0 and not ours[1].exists() and not ours[2].exists()
 
 
 def test_worker_processes_give_the_same_numbers(tmp_path: Path) -> None:

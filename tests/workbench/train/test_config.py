@@ -69,7 +69,15 @@ def test_a_written_configuration_reads_back_the_same(minimal: Path, tmp_path: Pa
         ("tokenizer.vocab_size=300", "act only for kind bpe, not byte"),
         ("tokenizer.kind=bpe", "tokenizer.vocab_size must be at least 259"),
         ("tokenizer.kind=pretrained", "tokenizer.path belongs to kind pretrained"),
-        ("model.vocab_size=10", "set by the tokenizer"),
+        ("model.vocab_size=10", "set by the tokenizer: give tokenizer.vocab_size"),
+        ("model.bos_token_id=1", "model.bos_token_id is set by the tokenizer: leave it out"),
+        ("model.eos_token_id=1", "model.eos_token_id is set by the tokenizer: leave it out"),
+        ("model.pad_token_id=3", "model.pad_token_id is set by the tokenizer: leave it out"),
+        ("training.row_length=1", "training.row_length must be at least 2, .*got 1"),
+        ("training.weight_decay=-0.1", "training.weight_decay must be finite and not negative, got -0.1"),
+        ("training.weight_decay=.nan", "training.weight_decay must be finite and not negative, got nan"),
+        ("training.weight_decay=.inf", "training.weight_decay must be finite and not negative, got inf"),
+        ("model={mixer: kda, mixer: gla}", "the key 'mixer' is given twice"),
         ("model={}", "model.mixer is missing"),
         ("nonsense", "an override has the form section.key=value"),
     ],
@@ -89,6 +97,38 @@ def test_the_warm_up_is_a_share_of_the_steps(minimal: Path) -> None:
 def test_a_file_of_an_earlier_version_counts_the_warm_up_in_steps(minimal: Path) -> None:
     minimal.write_text(minimal.read_text().replace("steps: 10,", "steps: 28610, warmup_steps: 954,"))
     assert load_config(minimal).training.warmup_steps == 954
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("warmup_steps: x", r"minimal.yaml: training.warmup_steps must be a number of the 10 steps, got 'x'"),
+        ("warmup_steps: null", "must be a number of the 10 steps, got None"),
+        ("warmup_steps: 11", "must be a number of the 10 steps, got 11"),
+        ("warmup_steps: 5, warmup: 0.1", "an older key, says the same as .*training.warmup: give one"),
+    ],
+)
+def test_a_warm_up_in_steps_that_cannot_be_is_refused(minimal: Path, keys: str, message: str) -> None:
+    minimal.write_text(minimal.read_text().replace("steps: 10,", f"steps: 10, {keys},"))
+    with pytest.raises(ValueError, match=message):
+        load_config(minimal)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("seed: 1\nseed: 2\n", r"minimal.yaml: the key 'seed' is given twice, again in line 7$"),
+        ("data: {text: a, text: b}\n", r"minimal.yaml: the key 'text' is given twice, again in line 6$"),
+    ],
+)
+def test_a_repeated_key_is_refused(minimal: Path, more: str, message: str) -> None:
+    minimal.write_text(minimal.read_text() + more)
+    with pytest.raises(ValueError, match=message):
+        load_config(minimal)
+
+
+def test_merged_keys_may_be_replaced(minimal: Path) -> None:
+    assert load_config(minimal, ["model={<<: {mixer: kda, num_heads: 2}, num_heads: 4}"]).model["num_heads"] == 4
 
 
 def test_what_is_no_yaml_is_a_string(minimal: Path) -> None:

@@ -224,6 +224,17 @@ def test_the_model_of_a_finished_run_is_made_again_from_its_last_checkpoint(text
         train(config, resume=True)
 
 
+@pytest.mark.parametrize("content", ['{"log_hist', "[1]", '{"seconds": 1}'])
+def test_a_damaged_result_is_named_and_made_again(text: Path, tmp_path: Path, content: str) -> None:
+    config = run_config(text, tmp_path / "run")
+    first = train(config)
+    (tmp_path / "run" / "result.json").write_text(content)
+    with pytest.raises(ValueError, match=r"run/result.json is damaged: .*Remove it"):
+        train(config, resume=True)
+    (tmp_path / "run" / "result.json").unlink()
+    assert losses(train(config, resume=True).log_history) == losses(first.log_history)
+
+
 def test_a_stream_killed_before_its_result_was_written_ends_where_it_was(records: Path, tmp_path: Path) -> None:
     config = run_config(records, tmp_path / "run", data={"streaming": True})
     first = train(config)
@@ -292,6 +303,24 @@ def test_a_configuration_of_somebody_else_is_not_overwritten(text: Path, tmp_pat
     with pytest.raises(ValueError, match="is there already"):
         train(run_config(text, tmp_path))
     assert (tmp_path / "config.yaml").read_text() == "my: own"
+
+
+@pytest.mark.parametrize("name", ["tokenizer/vocab.txt", "loss.png", "text.json"])
+def test_what_a_run_would_replace_is_not_replaced(text: Path, tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("my own")
+    with pytest.raises(ValueError, match=f"{name.partition('/')[0]} is there already and of no run that began"):
+        train(run_config(text, tmp_path))
+    assert file.read_text() == "my own" and not (tmp_path / "config.yaml").exists()
+
+
+def test_a_run_without_its_configuration_is_not_resumed(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run")
+    train(config)
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"cannot be resumed: .*config.yaml, the configuration .* is missing"):
+        train(config, resume=True)
 
 
 @pytest.fixture

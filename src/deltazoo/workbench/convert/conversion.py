@@ -31,7 +31,7 @@ from deltazoo.workbench.train.checkpoint_files import checkpoints, whole_or_not_
 from deltazoo.workbench.train.config import MODEL_CONFIG, DataConfig, RunConfig, save_config
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
 from deltazoo.workbench.train.packed_rows import collate_side_by_side, pack_in_order, spread
-from deltazoo.workbench.train.run_folder import RESULT, begin_run, check_run, refuse_other_text
+from deltazoo.workbench.train.run_folder import RESULT, SCORES, SWAP, begin_run, check_run, refuse_other_text
 from deltazoo.workbench.train.text import open_text
 from deltazoo.workbench.train.tokenizer import encode_documents
 from deltazoo.workbench.train.trainer import PackedTrainer, training_arguments
@@ -53,8 +53,6 @@ __all__ = [
     "save_swapped",
     "stage_as_run",
 ]
-
-_SCORES, _SWAP = "scores.json", "swap.json"
 
 
 @dataclass(frozen=True)
@@ -193,12 +191,12 @@ def convert(
     swap = {"model_type": model.config.model_type, "layers": model.config.delta_layers}
     if resume:
         refuse_other_text(text.corpus, folder, config.data)
-        _refuse_other_swap(swap, folder / _SWAP)
+        _refuse_other_swap(swap, folder / SWAP)
     else:
-        (folder / _SCORES).unlink(missing_ok=True)  # left by a run that saved nothing else
+        (folder / SCORES).unlink(missing_ok=True)  # left by a run that saved nothing else
     begin_run(config, folder, text.corpus)
-    _write(folder / _SWAP, swap)
-    scores = _Scores(folder / _SCORES)
+    _write(folder / SWAP, swap)
+    scores = _Scores(folder / SCORES)
     original = original_of(model).to(device)
     if "transfer" not in scores.values:
         scores.record("original", text.bits_per_byte(original, longest))

@@ -20,7 +20,7 @@ from deltazoo.workbench.train.text import open_text
 from deltazoo.workbench.train.tokenizer import encode_documents
 from deltazoo.workbench.train.validation_loss import score_rows
 
-__all__ = ["LayerScore", "Ranking", "rank_layers", "ranking_rows"]
+__all__ = ["LayerScore", "Ranking", "check_best", "rank_layers", "ranking_rows"]
 
 _BYTES_PER_TOKEN = 16  # more than with any tokenizer on ordinary text, so that enough text is read
 
@@ -56,8 +56,7 @@ class Ranking:
         Raises:
             ValueError: the model has fewer layers.
         """
-        if not 1 <= count <= len(self.layers):
-            raise ValueError(f"best:{count} asks for {count} of {len(self.layers)} layers")
+        check_best(count, len(self.layers))
         # NaN ranks last.
         ordered = sorted(self.layers, key=lambda score: (math.isnan(score.rise), score.rise, score.layer))
         return sorted(score.layer for score in ordered[:count])
@@ -66,6 +65,12 @@ class Ranking:
         """Write the ranking as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def check_best(count: int, num_layers: int) -> None:
+    """Raise ValueError unless a model has as many layers as are asked for."""
+    if not 1 <= count <= num_layers:
+        raise ValueError(f"best:{count} asks for {count} of {num_layers} layers")
 
 
 def ranking_rows(

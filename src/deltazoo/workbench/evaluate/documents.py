@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from deltazoo.workbench.console import say
 from deltazoo.workbench.evaluate.checkpoint_path import training_config_of
@@ -39,7 +40,8 @@ def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int |
     source = None if text is None else open_text(text)
     config = training_config_of(path)
     if text is None and config is None:
-        raise ValueError(f"{path} does not say what text it was trained on: name a text to score with --text")
+        where = path if Path(path).expanduser().is_dir() else f"{path}, which is no folder here,"
+        raise ValueError(f"{where} does not say what text it was trained on: name a text with --text")
     try:
         corpus = read_corpus(open_text(config.data), config.data, DEFAULT_TOKENIZER_SAMPLE) if config else None
     except ValueError as error:  # the model may have been trained on another machine

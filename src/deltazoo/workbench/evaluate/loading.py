@@ -1,11 +1,14 @@
 """Load a model and its tokenizer from disk or the Hub, and check that they fit."""
 
+from typing import Any
+
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
 from deltazoo.interop.acceleration import accelerate, has_known_layers
+from deltazoo.interop.missing_weights import refuse_missing_weights
 from deltazoo.workbench.console import say
 from deltazoo.workbench.device import check_device
 from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
@@ -23,7 +26,8 @@ def load_checkpoint(
         dtype: of the weights; by default the one they are saved in.
 
     Raises:
-        ValueError: no checkpoint or tokenizer, damaged files, no such device, or a tokenizer of another model.
+        ValueError: no checkpoint or tokenizer, damaged files, missing weights, no such device, a tokenizer of another
+            model.
     """
     model = load_model(path, device, dtype)
     path = resolve_checkpoint(path)
@@ -41,10 +45,12 @@ def load_model(path: str, device: str | None = None, dtype: torch.dtype | None =
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True)
     except SafetensorError as error:
         raise ValueError(f"the weights in {path} are damaged or incomplete: {error}") from error
-    model.to(torch.device(device))  # type: ignore[arg-type]
+    model, info = loaded
+    refuse_missing_weights(info["missing_keys"], path)
+    model.to(torch.device(device))
     if has_known_layers(model):
         try:
             accelerate(model)

@@ -152,17 +152,13 @@ def read_records(path: Path) -> list[Record]:
         ValueError: a line that is not a result, with its number.
     """
     records = []
-    for number, line in enumerate(_complete_lines(path), start=1):
+    text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
             records.append(Record.from_json(line))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is not a result of this version of the lab: {error}") from error
     return records
-
-
-def _complete_lines(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()
 
 
 class ResultFile:
@@ -184,8 +180,7 @@ class ResultFile:
             for record in read_records(path):
                 self._check(record)
                 self.records[record.key] = record
-            lines = _complete_lines(path)
-            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a killed run may have left a part of a line
 
     def _check(self, record: Record) -> None:
         advice = "give another --out, or --fresh to start over"

@@ -12,9 +12,10 @@ from deltazoo.workbench.lab.complexity import measure_complexity
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.numerics import measure_numerics
 
-__all__ = ["read_measurements", "run_measurements"]
+__all__ = ["MEASUREMENTS", "read_measurements", "run_measurements"]
 
-_NAMES = ("numerics", "complexity")
+MEASUREMENTS = ("numerics", "complexity")
+"""Names of the files, without `.json`."""
 
 
 def run_measurements(
@@ -49,7 +50,7 @@ def read_measurements(folder: Path, prefix: str = "") -> dict[str, Any]:
         ValueError: a file that is not one of ours.
     """
     found = {}
-    for name in _NAMES:
+    for name in MEASUREMENTS:
         path = folder / f"{prefix}{name}.json"
         if path.exists():
             try:

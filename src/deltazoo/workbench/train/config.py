@@ -10,10 +10,11 @@ import yaml
 
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 from deltazoo.workbench.train.checkpoint_files import write_whole
-from deltazoo.workbench.train.yaml_config import from_mapping
+from deltazoo.workbench.train.yaml_config import from_mapping, parse_yaml
 
 STDLIB = "python_stdlib"
 RUN_CONFIG = "config.yaml"  # in the folder of a run: the configuration that it began with
+BY_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")  # keys of a model's own configuration
 NATIVE_RUNTIME_OPTIONS = ("backend", "fused_kernels")  # those that act on models of transformers
 MODEL_CONFIG = "training.yaml"  # in the folder of a model: the configuration that it was trained with
 
@@ -161,7 +162,12 @@ class OptimizationConfig:
         """Fill in ``rows_per_step``, and check the ranges."""
         if self.rows_per_step is None:
             object.__setattr__(self, "rows_per_step", self.rows_per_batch)
-        counts = "steps row_length rows_per_batch rows_per_step log_every evaluate_every evaluation_rows save_every"
+        if self.row_length < 2:
+            raise ValueError(
+                f"{self.section}.row_length must be at least 2, as each token is predicted from those before it in its "
+                f"row, got {self.row_length}"
+            )
+        counts = "steps rows_per_batch rows_per_step log_every evaluate_every evaluation_rows save_every"
         for name in [*counts.split(), "keep_checkpoints", "context_parallel"]:
             if getattr(self, name) < 1:
                 raise ValueError(f"{self.section}.{name} must be at least 1, got {getattr(self, name)}")
@@ -169,8 +175,8 @@ class OptimizationConfig:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{self.section}.{name} must be positive and finite, got {value}")
-        if self.weight_decay < 0:
-            raise ValueError(f"{self.section}.weight_decay must not be negative, got {self.weight_decay}")
+        if not 0.0 <= self.weight_decay < math.inf:
+            raise ValueError(f"{self.section}.weight_decay must be finite and not negative, got {self.weight_decay}")
         if not 0.0 <= self.warmup <= 1.0:
             raise ValueError(f"{self.section}.warmup is a share of the steps, between 0 and 1, got {self.warmup}")
         if not 0.0 <= self.min_learning_rate_ratio < 1.0:
@@ -244,8 +250,10 @@ class RunConfig:
                 "model.mixer is missing: name one of the variants, for example gated_deltanet, or a model type of "
                 "transformers as model.architecture, for example qwen3_next"
             )
-        if "vocab_size" in self.model:
-            raise ValueError("model.vocab_size is set by the tokenizer: give tokenizer.vocab_size instead")
+        for key in BY_TOKENIZER:
+            if key in self.model:
+                instead = "give tokenizer.vocab_size instead" if key == "vocab_size" else "leave it out"
+                raise ValueError(f"model.{key} is set by the tokenizer: {instead}")
 
     @property
     def architecture(self) -> str | None:
@@ -293,19 +301,21 @@ def load_as(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ..
             string if it is not YAML.
 
     Raises:
-        ValueError: no such file, not YAML, an unknown key, or a value out of range.
+        ValueError: no such file, not YAML, an unknown or repeated key, or a value out of range.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no configuration file {str(path)!r}")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
-    for section in values.values():
-        _translate_warmup(section)
+    for name, section in values.items():
+        _translate_warmup(section, f"{path}: {name}")
     for override in overrides:
         _apply(values, override)
     try:
@@ -328,10 +338,15 @@ def save_config(config: Configuration, path: str | Path) -> None:
     write_whole(Path(path), text)
 
 
-def _translate_warmup(section: Any) -> None:
+def _translate_warmup(section: Any, where: str) -> None:
     """Read ``warmup_steps``, which earlier versions wrote into the files of runs and models."""
     if isinstance(section, dict) and "warmup_steps" in section and isinstance(section.get("steps"), int):
-        section["warmup"] = section.pop("warmup_steps") / max(section["steps"], 1)
+        if "warmup" in section:
+            raise ValueError(f"{where}.warmup_steps, an older key, says the same as {where}.warmup: give one of them")
+        warmup, steps = section.pop("warmup_steps"), section["steps"]
+        if type(warmup) is not int or not 0 <= warmup <= steps:
+            raise ValueError(f"{where}.warmup_steps must be a number of the {steps} steps, got {warmup!r}")
+        section["warmup"] = warmup / max(steps, 1)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -345,6 +360,6 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise ValueError(f"{section!r} in the override {override!r} is not a section")
         values = inner
     try:
-        values[key] = yaml.safe_load(text)
+        values[key] = parse_yaml(text)
     except yaml.YAMLError:  # for example **/*.py: in YAML * begins an alias
         values[key] = text

@@ -25,9 +25,9 @@ from deltazoo.interop.acceleration.packing_hook import layers_over_neighbours
 from deltazoo.interop.acceleration.transformers_layers import LAYER_ARRANGEMENTS
 from deltazoo.names import unknown
 from deltazoo.runtime import RuntimeOptions
+from deltazoo.workbench.train.config import BY_TOKENIZER
 from deltazoo.workbench.train.tokenizer import begin_id
 
-_BY_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 _WITHOUT_EFFECT = ("use_cache", "pretraining_tp", "mtp_loss_scaling_factor")
 """Fields of configurations that training in transformers' classes does not read."""
 
@@ -164,9 +164,9 @@ def write_served_names(model: PreTrainedModel, folder: Path) -> None:
 def _check_keys(name: str, config_class: type[PreTrainedConfig], keys: dict[str, Any]) -> None:
     """Raise ValueError for a key that would have no effect; the configuration would keep it without a word."""
     general = {field.name for field in fields(PreTrainedConfig)} | set(_WITHOUT_EFFECT)
-    own = [field.name for field in fields(config_class) if field.name not in general | set(_BY_TOKENIZER)]
+    own = [field.name for field in fields(config_class) if field.name not in general | set(BY_TOKENIZER)]
     for key in keys:
-        if key in _BY_TOKENIZER:
+        if key in BY_TOKENIZER:
             raise ValueError(f"model.{key} is set by the tokenizer: leave it out")
         if key in general:
             raise ValueError(f"model.{key} has no effect on the training of {name}: leave it out")

@@ -14,8 +14,11 @@ from deltazoo.workbench.train.checkpoint_files import checkpoints, write_whole
 from deltazoo.workbench.train.config import RUN_CONFIG, Configuration, DataConfig, load_config, save_config
 from deltazoo.workbench.train.corpus import Corpus
 
-RESULT = "result.json"
+RESULT, SCORES, SWAP, LOSS_PICTURE = "result.json", "scores.json", "swap.json", "loss.png"
 _TEXT = "text.json"
+# What a run writes before its first checkpoint, and the picture at its end.
+_OF_A_TRAINING = (RUN_CONFIG, _TEXT, "tokenizer", LOSS_PICTURE)
+_OF_A_CONVERSION = (RUN_CONFIG, _TEXT, SWAP, SCORES, LOSS_PICTURE)
 # Keys that a resumed run may change: they do not affect the losses of earlier steps.
 _FREE_TO_CHANGE = {"output", "training.steps", "training.save_every", "training.keep_checkpoints"}
 _FREE_TO_CHANGE |= {"training.evaluate_every", "training.evaluation_rows"}
@@ -31,7 +34,8 @@ def check_run(
 ) -> None:
     """Check that the folder is free for a new run, or holds this run to resume; writes nothing.
 
-    A folder is free if no checkpoint and no result was saved in it.
+    A folder is free if no checkpoint and no result was saved in it, and nothing that the run would replace is there but
+    what a run began with.
 
     Args:
         config: of the run.
@@ -41,18 +45,26 @@ def check_run(
         stages: subfolders with checkpoints and results of their own.
 
     Raises:
-        ValueError: the folder holds a run and ``resume`` is false, or none and it is true; the run in it has another
-            configuration.
+        ValueError: the folder holds a run, or a file that the run would replace, and ``resume`` is false; it holds no
+            run, or none whose configuration is known, and ``resume`` is true; the run in it has another configuration.
     """
     written = folder / RUN_CONFIG
     saved = has_saved(folder, stages)
     if not resume:
         if saved:
             raise ValueError(f"{folder} already holds a run: go on with --resume, or choose another output")
-        if written.is_file() and not (folder / _TEXT).is_file():
-            raise ValueError(f"{written} is there already and of no run that began: remove it or choose another output")
+        began = written.is_file() and (folder / _TEXT).is_file()
+        for name in () if began else _OF_A_CONVERSION if stages else _OF_A_TRAINING:
+            if (folder / name).exists():
+                raise ValueError(
+                    f"{folder / name} is there already and of no run that began: remove it or choose another output"
+                )
         return
-    if not (saved and written.is_file()):
+    if saved and not written.is_file():
+        raise ValueError(
+            f"{folder} cannot be resumed: {written}, the configuration that its run began with, is missing"
+        )
+    if not saved:
         hint = "" if folder.is_dir() else nearest_run(folder)
         raise ValueError(
             f"there is nothing to resume in {folder}: no checkpoint was saved there{hint or '. Leave out --resume'}"

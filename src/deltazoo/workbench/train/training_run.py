@@ -74,7 +74,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     Raises:
         ValueError: the folder holds a run and ``resume`` is false, or no checkpoint and it is true; configuration or
             text differ from those that the run began with; the text cannot be read or the model cannot be built; a
-            checkpoint is damaged.
+            checkpoint or the stored result is damaged.
         TrainingDiverged: the loss became NaN or infinite.
         TrainingInterrupted: SIGINT or SIGTERM stopped the run; a checkpoint was saved.
         SaveError: the disk is full; earlier saves are intact.
@@ -220,7 +220,13 @@ def encode_training(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> list[
 
 def _stored_result(folder: Path, corpus: Corpus) -> TrainingResult | None:
     """The stored result of a finished run; None if the run is not finished."""
-    if not (folder / RESULT).is_file():
+    path = folder / RESULT
+    if not path.is_file():
         return None
-    values = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    return TrainingResult(model_path=folder / "model", corpus=corpus, **values)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return TrainingResult(model_path=folder / "model", corpus=corpus, **values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: {error}. Remove it, and the run goes on from its latest checkpoint"
+        ) from error

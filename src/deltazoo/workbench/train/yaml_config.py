@@ -1,4 +1,4 @@
-"""Build a dataclass from YAML; unknown keys raise."""
+"""Build a dataclass from YAML; unknown and repeated keys raise."""
 
 import dataclasses
 import types
@@ -6,9 +6,36 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import yaml
+
 from deltazoo.names import unknown
 
 T = TypeVar("T")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would silently take the last value."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As YAML's own."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise ValueError(f"the key {key.value!r} is given twice, again in line {key.start_mark.line + 1}")
+                seen.add(key.value)
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """The content of a YAML document.
+
+    Raises:
+        ValueError: a key is repeated.
+        yaml.YAMLError: it is no YAML.
+    """
+    return yaml.load(text, _Loader)
 
 
 def from_mapping(cls: type[T], mapping: Any, where: str = "") -> T:

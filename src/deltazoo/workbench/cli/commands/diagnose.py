@@ -34,6 +34,7 @@ def diagnose(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
 ) -> None:
     """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
+    from deltazoo.workbench.cli.output_files import check_output_file
     from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.documents import choose_documents
     from deltazoo.workbench.train.config import DataConfig
@@ -42,9 +43,10 @@ def diagnose(
         check_device(device)
     if text is None and text_field != DataConfig.text_field:
         raise ValueError("--text-field acts on --text only")
-    for option, file in (("--picture", picture), ("--json", json_file)):
-        if file is not None and not Path(file).parent.is_dir():
-            raise ValueError(f"there is no folder {str(Path(file).parent)!r} for {option} {file}")
+    check_output_file("--picture", picture)
+    check_output_file("--json", json_file)
+    if picture is not None and Path(picture).suffix.lower() != ".png":
+        raise ValueError(f"--picture writes a PNG: give a name that ends in .png, not {picture}")
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 

@@ -1,6 +1,5 @@
 """``deltazoo eval PATH``: bits per byte and perplexity on held-out text, compared with baselines."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +32,7 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
 ) -> None:
     """Score a model on held-out text, and compare it with gzip, xz and an order-2 byte model."""
+    from deltazoo.workbench.cli.output_files import check_output_file
     from deltazoo.workbench.cli.tables import comparison_table, facts_table
     from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.documents import choose_documents
@@ -42,8 +42,7 @@ def evaluate(
         check_device(device)
     if text is None and (max_bytes is not None or text_field != DataConfig.text_field):
         raise ValueError("--max-bytes and --text-field act on --text only")
-    if json_file is not None and not Path(json_file).parent.is_dir():
-        raise ValueError(f"there is no folder {str(Path(json_file).parent)!r} for --json {json_file}")
+    check_output_file("--json", json_file)
     data = None if text is None else DataConfig(text=text, text_field=text_field)
     documents = choose_documents(path, data, max_bytes)
     from deltazoo.workbench.evaluate import score_documents

@@ -22,8 +22,13 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the likeliest tokens.")] = None,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability.")
-    ] = 0.95,
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from the likeliest tokens of this total probability [default: 0.95].",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the prompt per forward pass; by default all.")
@@ -40,6 +45,8 @@ def generate(
     from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
 
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        raise ValueError("--top-k and --top-p act on sampling, and with --temperature 0 there is none: leave them out")
     if device is not None:
         check_device(device)
     path = resolve_checkpoint(path)
@@ -55,7 +62,9 @@ def generate(
         model, tokenizer = load_checkpoint(path, device)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature > 0 else {}
+    sampling: dict[str, Any] = {}
+    if temperature > 0:
+        sampling = {"temperature": temperature, "top_p": 0.95 if top_p is None else top_p, "top_k": top_k}
     options: dict[str, Any]
     began = time.perf_counter()
     if isinstance(model, DeltaRuleForCausalLM):

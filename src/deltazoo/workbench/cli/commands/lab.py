@@ -89,7 +89,7 @@ def lab(
 
     from deltazoo.workbench.lab.lab_page import listing, verdict_table, write_page
     from deltazoo.workbench.lab.lab_records import Environment, ResultFile, read_records
-    from deltazoo.workbench.lab.measurements import run_measurements
+    from deltazoo.workbench.lab.measurements import MEASUREMENTS, run_measurements
     from deltazoo.workbench.lab.runner import Plan, run_suite
     from deltazoo.workbench.lab.suite_selection import select
 
@@ -106,8 +106,8 @@ def lab(
     path = folder / "results.jsonl"
     if fresh:
         path.unlink(missing_ok=True)
-        for earlier in folder.glob("*.json"):
-            earlier.unlink()
+        for name in MEASUREMENTS:
+            (folder / f"{name}.json").unlink(missing_ok=True)
     results = ResultFile(path, suite, Environment.here(device, commit, load))
     plan = Plan(device=device, workers=workers, time_limit=time_limit, load=tuple(load))
 

@@ -62,7 +62,7 @@ def swap(
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
     from deltazoo.workbench.presets import find_config
     from deltazoo.workbench.train.config import DataConfig
-    from deltazoo.workbench.train.run_folder import check_run, has_saved
+    from deltazoo.workbench.train.run_folder import LOSS_PICTURE, check_run, has_saved
 
     get_variant(variant)
     best = re.fullmatch(r"best:(\d+)", layers)
@@ -94,12 +94,19 @@ def swap(
     folder = None if output is None else Path(output)
     if recipe is not None and folder is not None:
         check_run(recipe, folder, resume, load=load_conversion, stages=STAGES)
+    written = ["ranking.json", "ranking.png"] if ranks else []
+    if recipe is None and not (rank or dry_run):
+        written.append("model")
+    for name in written:
+        if folder is not None and not resume and (folder / name).exists():
+            raise ValueError(f"{folder / name} exists already: choose another --output")
     if device is not None:
         check_device(device)
     path = resolve_checkpoint(path)
 
     # These import torch, after the arguments are checked.
     from deltazoo.swap import swap_attention
+    from deltazoo.swap.families import decoder_layers_of, family_of
     from deltazoo.workbench.convert import (
         convert,
         draw_conversion,
@@ -108,6 +115,7 @@ def swap(
         ranking_rows,
         save_swapped,
     )
+    from deltazoo.workbench.convert.layer_ranking import check_best
     from deltazoo.workbench.evaluate.loading import load_checkpoint, load_model
 
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
@@ -119,6 +127,8 @@ def swap(
         model.float()  # small updates would be lost in 16-bit parameters
     if ranks:
         assert tokenizer is not None
+        if best is not None:
+            check_best(int(best[1]), len(decoder_layers_of(model, family_of(model.config))))
         data = recipe.data if text is None and recipe else DataConfig(text=str(text), text_field=text_field)
         rows = ranking_rows(model, tokenizer, data, held_out=text is None, max_tokens=rank_tokens)
         ranking = rank_layers(model, variant, rows, **options)
@@ -150,7 +160,7 @@ def swap(
         facts["model"] = str(result.model_path)
         histories = {name: stage.history for name, stage in result.stages.items()}
         title = f"{variant} in {len(report.layers)} of {report.num_layers} attention slots of {path}"
-        facts["loss curves"] = str(draw_conversion(folder / "loss.png", histories, result.scores, title))
+        facts["loss curves"] = str(draw_conversion(folder / LOSS_PICTURE, histories, result.scores, title))
     facts["next"] = f'deltazoo generate {facts["model"]} --prompt "def "'
     console.print(facts_table(facts))
 

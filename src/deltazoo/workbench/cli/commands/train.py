@@ -121,7 +121,7 @@ def _configuration(name: str | None, text: str | None, output: str | None, overr
     if output is None and name is not None and Path(name).is_dir():
         output = name
     elif output is None and name is None and text is not None:
-        output = f"runs/{Path(text).stem or 'text'}"
+        output = f"runs/{Path(os.path.abspath(text)).stem or 'text'}"  # also of . and ..
     if output is not None:
         overrides = [*overrides, f"output={json.dumps(output)}"]
     if name is None:
@@ -154,9 +154,10 @@ def _say_how_to_go_on(folder: Path) -> None:
 def _show(run: "RunConfig", result: "TrainingResult") -> None:
     from deltazoo.workbench.cli.tables import facts_table
     from deltazoo.workbench.evaluate.loss_curve import draw_loss_curve
+    from deltazoo.workbench.train.run_folder import LOSS_PICTURE
 
     title = f"{run.model_name}, {result.num_parameters / 1e6:.1f} M parameters, {result.corpus.description}"
-    picture = draw_loss_curve(result.log_history, Path(run.output) / "loss.png", title, result.tokens_per_step)
+    picture = draw_loss_curve(result.log_history, Path(run.output) / LOSS_PICTURE, title, result.tokens_per_step)
     last = [entry for entry in result.log_history if "eval_loss" in entry][-1]
     facts = {
         "model": str(result.model_path),
