@@ -1,5 +1,6 @@
 """What the shared layer does for any variant: casts, gates, state, options, errors, and reductions between variants."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -364,6 +365,21 @@ def test_a_shared_description_equals_its_mask() -> None:
         ({"variant": "mamba2_style", "beta_bias": True}, "'mamba2_style' has no step size"),
         ({"variant": "efla", "decay_lower_bound": -5.0}, "'efla' has no decay"),
         ({"variant": "kda", "decay_lower_bound": 5.0}, "must be negative, got 5.0"),
+        ({"variant": "kda", "decay_lower_bound": math.nan}, "decay_lower_bound must be finite, got nan"),
+        ({"norm_eps": math.nan}, "norm_eps must be finite and at least 0, got nan"),
+        ({"norm_eps": -1.0}, "norm_eps must be finite and at least 0, got -1.0"),
+        ({"initializer_range": -1.0}, "initializer_range must be finite and at least 0, got -1.0"),
+        ({"expand_v": math.nan}, "expand_v must be finite, got nan"),
+        ({"num_heads": 2.0}, "num_heads must be a whole number, got 2.0"),
+        ({"num_heads": True}, "num_heads must be a whole number, got True"),
+        ({"hidden_size": "32"}, "hidden_size must be a whole number, got '32'"),
+        ({"conv_size": 2.5}, "conv_size must be a whole number, got 2.5"),
+        ({"layer_idx": "0"}, "layer_idx must be a whole number, got '0'"),
+        ({"expand_v": "2"}, "expand_v must be a number, got '2'"),
+        ({"allow_neg_eigval": "no"}, "allow_neg_eigval must be True or False, got 'no'"),
+        ({"use_short_conv": "no"}, "use_short_conv must be True or False, got 'no'"),
+        ({"beta_bias": 1}, "beta_bias must be True or False, got 1"),
+        ({"fused_kernels": "no"}, "fused_kernels must be True or False, got 'no'"),
         ({"variant": "gated_delta_net"}, "unknown variant 'gated_delta_net'; did you mean 'gated_deltanet'"),
     ],
     ids=str,

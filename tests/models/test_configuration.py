@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -79,6 +80,15 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"neg_eigval": "none", "allow_neg_eigval": True}, "'both' or 'erase'"),
         ({"mixer": "linear_attention", "allow_neg_eigval": True}, "no correction term"),
         ({"mixer": "delta_net", "decay_lower_bound": -5.0}, "no decay"),
+        ({"decay_lower_bound": math.nan}, "decay_lower_bound must be finite, got nan"),
+        ({"norm_eps": math.nan}, "norm_eps must be finite and at least 0, got nan"),
+        ({"norm_eps": -1.0}, "norm_eps must be finite and at least 0, got -1.0"),
+        ({"initializer_range": -1.0}, "initializer_range must be finite and at least 0, got -1.0"),
+        ({"hidden_ratio": 0, "intermediate_size": None}, "hidden_ratio must be finite and positive, got 0"),
+        ({**HYBRID, "rope_parameters": {"rope_thetaa": 5.0}}, "rope_parameters: unknown key 'rope_thetaa'; did you"),
+        ({**HYBRID, "rope_parameters": {"rope_type": "yarnn"}}, "unknown rope_type 'yarnn'; did you mean 'yarn'"),
+        ({"pad_token_id": -1}, "pad_token_id must be at least 0 and less than vocab_size = 61, or None, got -1"),
+        ({"pad_token_id": 61}, "less than vocab_size = 61, or None, got 61"),
     ],
 )
 @pytest.mark.feature("errors: configurations")
@@ -126,6 +136,20 @@ class TestUnknownKeys:
         with pytest.warns(UserWarning, match="'attention_bias'"):  # a file without transformers_version
             assert DeltaRuleConfig.from_dict({"attention_bias": True}).attention_bias
 
+    @pytest.mark.parametrize(("key", "value"), [("temperature", 0.3), ("max_length", 5), ("num_beams", 3)])
+    def test_keys_of_generation_come_from_files_alone(self, key, value, recwarn):
+        with pytest.raises(ValueError, match=f"{key} says how a model generates, and is no key of its configuration"):
+            DeltaRuleConfig(**{key: value})
+        assert not hasattr(DeltaRuleConfig.from_dict({key: value}), key) and not recwarn.list
+
+    def test_rope_keys_of_others_are_kept(self):
+        rope = {"rope_type": "default", "rope_theta": 5.0, "added": 1}
+        with pytest.raises(ValueError, match="rope_parameters: unknown key 'added'"):
+            DeltaRuleConfig(**SIZES, **HYBRID, rope_parameters=dict(rope))
+        assert DeltaRuleConfig.from_dict({**SIZES, **HYBRID, "rope_parameters": dict(rope)}).rope_parameters == rope
+        with pytest.raises(ValueError, match="did you mean 'rope_theta'"):
+            DeltaRuleConfig.from_dict({**SIZES, **HYBRID, "rope_parameters": {"rope_thetaa": 5.0}})
+
     @pytest.mark.parametrize("typo", ["hiden_size", "hidden_sizes", "num_kv_heads", "mixr", "conv_szie"])
     def test_a_typo_is_refused_wherever_it_comes_from(self, typo):
         with pytest.raises(ValueError, match=f"unknown key '{typo}'; did you mean"):
@@ -157,6 +181,21 @@ def test_keys_of_softmax_layers_wait_for_such_layers(model_type, tmp_path):
     with pytest.warns(UserWarning, match="'rope_parameters'"):
         config.save_pretrained(tmp_path)
         assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
+
+
+@pytest.mark.parametrize("keys", [{"rope_theta": 500.0}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}])
+def test_older_rope_keys_wait_for_softmax_layers(keys):
+    with pytest.warns(UserWarning, match=r"'rope_parameters' \(acts on softmax layers, and layer_types has none"):
+        config = DeltaRuleConfig(**SIZES, **keys)
+    assert config.rope_parameters.items() >= keys.get("rope_scaling", keys).items()
+    assert DeltaRuleConfig(**SIZES, rope_scaling=None).rope_parameters is None
+
+
+def test_size_of_convolutions_waits_for_convolutions(recwarn):
+    DeltaRuleConfig(**SIZES, use_short_conv=False, conv_size=4)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"are kept: 'conv_size' \(acts with use_short_conv=True\)"):
+        assert DeltaRuleConfig(**SIZES, use_short_conv=False, conv_size=7).conv_size == 7
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -351,6 +390,39 @@ class TestFlaHubKeys:
         assert config.layer_types == ["full_attention", "linear_attention", "full_attention"]
         with pytest.raises(NotImplementedError, match="differ"):
             KDAConfig(num_hidden_layers=3, attn=[alike[0], {"layers": [0], "num_heads": 2}])
+
+    @pytest.mark.parametrize("layers", [[1, 7], [-1], ["1"], [True]])
+    def test_softmax_layers_that_are_none_are_refused(self, layers):
+        with pytest.raises(ValueError, match=r"attn\['layers'\] must be numbers from 0 to 3, got"):
+            KDAConfig(num_hidden_layers=4, attn={"layers": layers, "num_heads": 2})
+
+    @pytest.mark.parametrize("attn", [{}, [], "x", {"num_heads": 2}, {"layers": [0]}, {"layers": 0, "num_heads": 2}])
+    def test_softmax_layers_that_are_not_described(self, attn):
+        with pytest.raises(ValueError, match=r'attn must be like \{"layers": .*, got'):
+            KDAConfig(attn=attn)
+
+    @pytest.mark.parametrize(
+        ("said", "given"),
+        [
+            ({}, {"num_attention_heads": 2}),
+            ({"num_kv_heads": 2}, {"num_key_value_heads": 1}),
+            ({"qkv_bias": False}, {"qkv_bias": True}),
+            ({"rope_theta": 5.0}, {"rope_theta": 9.0}),
+            ({"rope_theta": 5.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}),
+        ],
+    )
+    @pytest.mark.parametrize("layer_types", [None, ["linear_attention", "full_attention"]])
+    def test_softmax_layers_described_twice(self, said, given, layer_types):
+        attn = {"layers": [1], "num_heads": 4}
+        if said:
+            assert DeltaRuleConfig(**SIZES, attn=attn, layer_types=layer_types, **given).num_attention_heads == 4
+        with pytest.raises(ValueError, match="attn says .*, which contradicts"):
+            DeltaRuleConfig(**SIZES, attn={**attn, **said}, layer_types=layer_types, **given)
+
+    def test_scaled_positions_keep_their_theta(self):
+        attn = {"layers": [1], "num_heads": 4, "rope_theta": 5.0}
+        config = DeltaRuleConfig(**SIZES, attn=attn, rope_scaling={"rope_type": "linear", "factor": 2.0})
+        assert config.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}
 
     def test_sliding_windows_are_refused(self):
         with pytest.raises(NotImplementedError, match="window_size"):

@@ -58,6 +58,8 @@ IGNORING = tokens(2, 20).masked_fill(torch.arange(20) % 3 == 0, -100)
         ((2, 20), {"labels": IGNORING, "num_items_in_batch": 17}),
         ((2, 20), {"labels": IGNORING, "num_items_in_batch": torch.tensor(17)}),
         ((2, 20), {"shift_labels": IGNORING}),
+        ((2, 20), {"labels": None, "shift_labels": IGNORING}),
+        ((1, 30), {"labels": None, "shift_labels": tokens(1, 30), "cu_seqlens": torch.tensor([0, 7, 8, 30])}),
         ((2, 20), {"labels": IGNORING[:, -5:], "logits_to_keep": 5}),
         ((2, 20), {"labels": IGNORING[:, [3, 4, 9]], "logits_to_keep": torch.tensor([3, 4, 9])}),
         ((2, 20), {"labels": IGNORING.flatten()[:30], "logits_to_keep": (torch.arange(40) < 30).view(2, 20)}),

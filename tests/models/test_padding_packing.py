@@ -169,6 +169,24 @@ def test_mean_loss_counts_only_predicted_tokens(case):
     torch.testing.assert_close(mean, summed_loss(model, ids, cu_seqlens=cu_seqlens) / predicted)
 
 
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.feature("packing: loss and gradients")
+def test_shifted_labels_leave_out_first_tokens_too(labels):
+    model, rows = exact_model("hybrid"), documents()
+    ids, cu_seqlens, seq_idx, _ = packed(rows)
+    shifted = {"shift_labels": torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100), "seq_idx": seq_idx}
+    if labels:
+        shifted["labels"] = ids
+    loss = model(ids, cu_seqlens=cu_seqlens, **shifted).loss
+    torch.testing.assert_close(loss, model(ids, labels=ids, cu_seqlens=cu_seqlens).loss)
+    shifted["shift_labels"] = shifted["shift_labels"][:, -9:]
+    last = model(ids, logits_to_keep=9, **shifted).loss
+    predicted = shifted["shift_labels"].clone()
+    predicted[:, [3, 5]] = -100  # the last two documents have 2 and 3 tokens
+    logits = model(ids, cu_seqlens=cu_seqlens).logits[0, -9:]
+    torch.testing.assert_close(last, torch.nn.functional.cross_entropy(logits, predicted[0]).float())
+
+
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.feature("packing: cu_seqlens, seq_idx, position_ids")
 def test_nothing_leaks_between_documents(case):
@@ -256,6 +274,19 @@ def test_descriptions_move_between_devices():
         assert devices == {"meta"}
 
 
+def ready(mask):
+    """Masks by layer type, as `generate` prepares them."""
+    return {"linear_attention": mask, "full_attention": None}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
+def test_ready_masks_equal_plain_ones(dtype):
+    """Of floats those of ones and zeros, as PEFT's prompt tuning writes them."""
+    model, ids = tiny_model("gated_deltanet"), tokens(2, 5)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    torch.testing.assert_close(model(ids, attention_mask=ready(mask.to(dtype))).logits, model(ids, mask).logits)
+
+
 @pytest.mark.feature("errors: padding and packing")
 class TestBadInput:
     @pytest.fixture
@@ -275,6 +306,11 @@ class TestBadInput:
             ({"cu_seqlens": torch.tensor([0, 3, 6])}, "need batch size 1, got 2"),
             ({"position_ids": torch.arange(5)[None]}, "position_ids must have shape"),
             ({"seq_idx": torch.zeros(1, 6, dtype=torch.int)}, "seq_idx must have shape"),
+            ({"attention_mask": ready(torch.zeros(2, 6))}, "bool or integer"),
+            ({"attention_mask": ready(torch.tensor([[1, 1, 2, 2, 2, 3]] * 2))}, "only 0 and 1.*from 1 to 3.*seq_idx"),
+            ({"attention_mask": ready(torch.ones(2, 5, dtype=torch.long))}, r"shape \(2, 6\).*got \(2, 5\)"),
+            ({"attention_mask": ready(torch.ones(2, 1, 6, 6).bool())}, r"shape \(2, 6\).*got \(2, 1, 6, 6\)"),
+            ({"attention_mask": {"linear_atention": None}}, "did you mean 'linear_attention'"),
         ],
     )
     def test_descriptions_that_do_not_fit(self, model, kwargs, message):
@@ -315,10 +351,14 @@ class TestBadInput:
         with pytest.raises(TypeError, match="'cu_seqlen'; did you mean 'cu_seqlens'"):
             model(tokens(1, 6), cu_seqlen=torch.tensor([0, 6]))
 
-    @pytest.mark.parametrize("name", ["cu_seqlens", "cu_seq_lens_q", "attention_mask"])
+    @pytest.mark.parametrize("name", ["cu_seqlens", "cu_seq_lens_q", "attention_mask", "position_ids", "seq_idx"])
     def test_lists(self, model, name):
         with pytest.raises(TypeError, match="must be a tensor, got list"):
             model(tokens(1, 6), **{name: [0, 6]})
+
+    def test_lists_as_ready_masks(self, model):
+        with pytest.raises(TypeError, match=r"attention_mask\['linear_attention'\] must be a tensor, got list"):
+            model(tokens(1, 6), attention_mask=ready([1] * 6))
 
     def test_no_tokens(self, model):
         with pytest.raises(ValueError, match=r"at least one token per row, got input of shape \(2, 0\)"):

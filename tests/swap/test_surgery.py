@@ -41,6 +41,8 @@ class TestChoosingLayers:
             ("half", "a ratio such as"),
             ("0,,1", "numbers such as"),
             (lambda index: False, "chooses none"),
+            (3, "a sequence of numbers or a function, got 3"),
+            (None, "a sequence of numbers or a function, got None"),
         ],
     )
     def test_refused(self, choice, message):
@@ -188,8 +190,17 @@ class TestRefusedAndUntouched:
             ({"decay_lower_bound": 1.0}, "must be negative", ValueError),
             ({"variant": "delta_net", "decay_lower_bound": -1.0}, "has no decay", ValueError),
             ({"grouped": True, "init": "random", "num_v_heads": 8}, "choose one", ValueError),
+            ({"backend": "chunk"}, "did you mean 'chunkwise'", ValueError),
+            ({"fused_kernels": "no"}, "fused_kernels must be True, False or None, got 'no'", ValueError),
+            ({"fused_kernels": True}, "activation='identity' cannot act", ValueError),
+            ({"allow_neg_eigval": "no"}, "allow_neg_eigval must be True or False, got 'no'", ValueError),
+            *(
+                ({name: "no"}, f"{name} must be True or False, got 'no'", ValueError)
+                for name in ("rope", "qk_norm", "grouped", "keep_teacher", "dry_run")
+            ),
         ],
     )
-    def test_arguments(self, arguments, message, error):
-        arguments = {"variant": "gated_deltanet", **arguments}
+    @pytest.mark.parametrize("dry_run", [False, True])
+    def test_arguments(self, arguments, message, error, dry_run):
+        arguments = {"variant": "gated_deltanet", "dry_run": dry_run, **arguments}
         assert_untouched(tiny_original("llama"), message, arguments.pop("variant"), error=error, **arguments)

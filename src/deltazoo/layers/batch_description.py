@@ -22,6 +22,7 @@ from deltazoo.layers.sequences import (
     describe_sequences,
     describe_shared,
 )
+from deltazoo.names import unknown
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.token_exchange import all_tokens
 from deltazoo.ops.validation import check_tensor
@@ -38,6 +39,9 @@ __all__ = [
 
 PACKING_ARGUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 """The arguments of `describe_batch`, and of a model's forward pass, that say nothing but where documents begin."""
+
+_LAYER_TYPES = ("linear_attention", "full_attention")
+"""The layer types of our models, which ready masks are named by."""
 
 _NO_CACHE = "packed documents cannot fill or continue a cache: run them without past_key_values"
 
@@ -201,6 +205,7 @@ def document_starts(shape: tuple[int, int], given: Mapping[str, Tensor | None]) 
     """
     found = {}
     for name, argument in given.items():
+        check_tensor(name, argument)
         if argument is not None:
             read = _starts_from_seq_idx if name == "seq_idx" else _starts_from_cu_seqlens
             found[name] = read(argument, shape)
@@ -230,10 +235,22 @@ def positions_in_documents(starts: Tensor) -> Tensor:
 def _whole_numbers(
     attention_mask: Tensor | Mapping[str, Tensor | None] | None,
 ) -> Tensor | Mapping[str, Tensor | None] | None:
-    """The mask without fractions: PEFT's prompt tuning writes ones as floats. Additive masks mean the opposite."""
+    """The mask without fractions, or the ready masks with such a one for linear layers."""
     if not isinstance(attention_mask, Mapping):
         check_tensor("attention_mask", attention_mask)
-    if not isinstance(attention_mask, Tensor) or not attention_mask.is_floating_point() or attention_mask.ndim != 2:
+        return _without_fractions(attention_mask)
+    for layer_type, mask in attention_mask.items():
+        if layer_type not in _LAYER_TYPES:
+            raise ValueError(f"attention_mask: {unknown('layer type', layer_type, _LAYER_TYPES)}")
+        check_tensor(f"attention_mask[{layer_type!r}]", mask)
+    if "linear_attention" not in attention_mask:
+        return attention_mask
+    return {**attention_mask, "linear_attention": _without_fractions(attention_mask["linear_attention"])}
+
+
+def _without_fractions(attention_mask: Tensor | None) -> Tensor | None:
+    """The mask as whole numbers: PEFT's prompt tuning writes ones as floats. Additive masks mean the opposite."""
+    if attention_mask is None or not attention_mask.is_floating_point() or attention_mask.ndim != 2:
         return attention_mask
     real = attention_mask == 1
     if torch.compiler.is_compiling() or not bool((real | (attention_mask == 0)).all() & real.any()):
@@ -250,7 +267,7 @@ def _current_padding(
     """`[B, T]` bool of the current tokens, or None if all are known to be real."""
     if isinstance(attention_mask, Mapping):
         mask = attention_mask.get("linear_attention")
-        return None if mask is None else mask[:, -shape[1] :].bool()
+        return None if mask is None else _zeros_and_ones(mask[:, -shape[1] :])
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:
@@ -264,16 +281,21 @@ def _current_padding(
             f"attention_mask must have shape {(shape[0], total)}: {past_length} tokens in the cache and {shape[1]} new "
             f"ones, got {tuple(attention_mask.shape)}"
         )
-    mask = attention_mask[:, -shape[1] :]
-    if mask.dtype != torch.bool:
-        if _readable(mask) and mask.numel() and not 0 <= int(mask.min()) <= int(mask.max()) <= 1:
-            raise ValueError(
-                f"attention_mask must hold only 0 and 1, got values up to {int(mask.max())}; "
-                "to number packed documents pass seq_idx"
-            )
-        mask = mask.bool()
+    mask = _zeros_and_ones(attention_mask[:, -shape[1] :])
     # Reading the mask costs one wait for the device per forward pass and saves every layer the work of padding.
     return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+
+
+def _zeros_and_ones(mask: Tensor) -> Tensor:
+    """A mask of whole numbers as bool; ValueError for values other than 0 and 1, where reading them is free."""
+    if mask.dtype == torch.bool:
+        return mask
+    if _readable(mask) and mask.numel() and not 0 <= int(mask.min()) <= int(mask.max()) <= 1:
+        raise ValueError(
+            f"attention_mask must hold only 0 and 1, got values from {int(mask.min())} to {int(mask.max())}; "
+            "to number packed documents pass seq_idx"
+        )
+    return mask.bool()
 
 
 def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
@@ -290,6 +312,7 @@ def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
 
 
 def _checked_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    check_tensor("position_ids", position_ids)
     if position_ids is None:
         return None
     if position_ids.ndim == 1:

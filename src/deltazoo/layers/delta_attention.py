@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
-from deltazoo.layers.layer_options import check_decay, check_sizes, check_steps
+from deltazoo.layers.layer_options import check_decay, check_sizes, check_steps, check_types
 from deltazoo.layers.linear_maps import called_as_is, cast_for_product, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize, l2_normalize_both
 from deltazoo.layers.recompute import recomputable
@@ -82,8 +82,8 @@ class DeltaRuleAttention(Float32Parameters):
             norm (`deltazoo.ops.fused`). None: Triton where it runs, plain torch elsewhere.
 
     Raises:
-        ValueError: sizes that do not fit together, options the variant cannot act on, an unknown variant, or one whose
-            registered layer is another class.
+        ValueError: options of the wrong type or that are not finite, sizes that do not fit together, options the
+            variant cannot act on, an unknown variant, or one whose registered layer is another class.
     """
 
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -133,6 +133,7 @@ class DeltaRuleAttention(Float32Parameters):
         backend: str | None = None,
         fused_kernels: bool | None = None,
     ) -> None:
+        check_types(locals())
         super().__init__()
         self.spec = get_variant(variant) if isinstance(variant, str) else variant
         expected = layer_class(self.spec)

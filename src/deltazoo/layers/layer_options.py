@@ -1,7 +1,8 @@
 """Which options of a layer fit together; all functions raise ValueError for those that do not."""
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
@@ -10,7 +11,36 @@ from deltazoo.spec import choice_name
 if TYPE_CHECKING:
     from deltazoo.layers.delta_attention import DeltaRuleAttention
 
-__all__ = ["check_decay", "check_sizes", "check_steps"]
+__all__ = ["check_decay", "check_sizes", "check_steps", "check_types"]
+
+_WHOLE_NUMBERS = {
+    **dict.fromkeys(("hidden_size", "num_heads", "conv_size"), int),
+    **dict.fromkeys(("head_dim", "num_v_heads", "num_micro_steps", "layer_idx", "num_layers"), int | None),
+}
+_NUMBERS = {
+    **dict.fromkeys(("norm_eps", "initializer_range"), int | float),
+    **dict.fromkeys(("expand_v", "decay_lower_bound"), int | float | None),
+}
+_SWITCHES = {
+    **dict.fromkeys(("use_short_conv", "beta_bias"), bool),
+    **dict.fromkeys(("allow_neg_eigval", "fused_kernels"), bool | None),
+}
+
+
+def check_types(options: Mapping[str, Any]) -> None:
+    """Types of the options as given, which all others are computed from; numbers must be finite."""
+    for kinds, expected in ((_WHOLE_NUMBERS, "a whole number"), (_NUMBERS, "a number"), (_SWITCHES, "True or False")):
+        for name, kind in kinds.items():
+            value = options[name]
+            is_switch = isinstance(value, bool) and kinds is not _SWITCHES  # Python takes True for 1
+            if is_switch or not isinstance(value, kind):
+                raise ValueError(f"{name} must be {expected}, got {value!r}")
+    for name in ("norm_eps", "initializer_range"):
+        if not 0 <= options[name] < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {options[name]}")
+    for name in ("expand_v", "decay_lower_bound"):
+        if options[name] is not None and not math.isfinite(options[name]):
+            raise ValueError(f"{name} must be finite, got {options[name]}")
 
 
 def check_sizes(layer: "DeltaRuleAttention") -> None:

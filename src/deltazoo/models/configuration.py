@@ -2,9 +2,10 @@
 
 Keys have fla-hub's names where fla-hub has one. A key given to the constructor acts or is refused. Three kinds of keys
 are kept with one warning although they do not act: keys that others wrote into a `config.json`, attributes that others
-set, and the keys of softmax layers in a model that has none.
+set, and the keys of softmax layers or short convolutions in a model that has none.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from deltazoo.distributed.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
 from deltazoo.layers.mlp import default_intermediate_size
@@ -55,6 +57,9 @@ _BASE_KEYS = frozenset(
 
 # Keys that act on softmax layers alone.
 _SOFTMAX_KEYS = ("num_attention_heads", "num_key_value_heads", "rope_parameters", "qkv_bias")
+
+# Those of `rope_parameters`: transformers 5.14 reads some that its type does not name.
+_ROPE_KEYS = sorted({*RopeParameters.__annotations__, "type", "mscale", "mscale_all_dim", "truncate"})
 
 
 @strict
@@ -97,11 +102,14 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         use_cache: whether a forward pass outside training returns a cache.
         training_data: what the weights were trained on, in words; for the model card.
 
-    The four keys of softmax layers are accepted, with a warning, by a model that has no such layers.
+    The four keys of softmax layers are accepted, with a warning, by a model that has no such layers, and so is another
+    `conv_size` than 4 by one without short convolutions.
 
     Raises:
         ValueError: for unknown keys (with the nearest known one), unknown names, and sizes that do not fit together.
-            Keys found in a saved configuration are refused only if they are one character away from a key above.
+            Keys found in a saved configuration are refused only if they are one character away from a key above; keys
+            of generation, such as `temperature`, are accepted there alone, where older versions of transformers wrote
+            them, and dropped.
         NotImplementedError: for fla-hub keys that stand for a model our layers do not compute.
 
     The defaults follow fla-hub's configurations; sizes per paper are in `configs/`.
@@ -160,14 +168,16 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         idle = self._keys_of_others(extra)
         self._fill_defaults()
         is_hybrid = "full_attention" in (self.layer_types or ())
+        gives_rope = is_hybrid or self.rope_parameters or extra.get("rope_scaling") or extra.get("rope_theta")
+        super().__post_init__(**extra)
+        if not gives_rope:
+            self.rope_parameters = None
         if not is_hybrid:
             idle |= {
                 key: "acts on softmax layers, and layer_types has none" for key in _SOFTMAX_KEYS if getattr(self, key)
             }
-        gives_rope = is_hybrid or self.rope_parameters or "rope_scaling" in extra or "rope_theta" in extra
-        super().__post_init__(**extra)
-        if not gives_rope:
-            self.rope_parameters = None
+        if not self.use_short_conv and self.conv_size != type(self).conv_size:
+            idle["conv_size"] = "acts with use_short_conv=True"
         self.validate_architecture()
         if idle:
             kept = ", ".join(f"{key!r} ({reason})" for key, reason in sorted(idle.items()))
@@ -266,9 +276,18 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             raise ValueError(
                 f"num_v_heads must be a positive multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
             )
+        for name in ("norm_eps", "initializer_range"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"pad_token_id must be at least 0 and less than vocab_size = {self.vocab_size}, or None, got "
+                f"{self.pad_token_id}"
+            )
         self._validate_layer_types(self.layer_types)
         if "full_attention" in self.layer_types:
             self._validate_softmax_heads()
+            self._validate_rope()
 
     def _validate_layer_types(self, layer_types: Sequence[str]) -> None:
         for layer_type in layer_types:
@@ -292,6 +311,16 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
                 f"RoPE needs an even head size, got {self.hidden_size} / {heads} = {self.hidden_size // heads}"
             )
 
+    def _validate_rope(self) -> None:
+        for key in self.rope_parameters or ():
+            misspelt = self.transformers_version is None or one_slip_away(key, _ROPE_KEYS)
+            if key not in _ROPE_KEYS and misspelt:
+                raise ValueError(f"rope_parameters: {unknown('key', key, _ROPE_KEYS)}")
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
+        if rope_type not in rope_types:
+            raise ValueError(f"rope_parameters: {unknown('rope_type', rope_type, rope_types)}")
+
     def _fill_defaults(self) -> None:
         spec = get_variant(self.mixer)
         if self.num_v_heads is None:
@@ -312,7 +341,10 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         if self.num_micro_steps is None:
             self.num_micro_steps = spec.num_micro_steps
         if self.intermediate_size is None:
-            self.intermediate_size = default_intermediate_size(self.hidden_size, self.hidden_ratio or 4)
+            ratio = 4 if self.hidden_ratio is None else self.hidden_ratio
+            if not 0 < ratio < math.inf:
+                raise ValueError(f"hidden_ratio must be finite and positive, got {ratio}")
+            self.intermediate_size = default_intermediate_size(self.hidden_size, ratio)
         if self.layer_types is None:
             self.layer_types = ["linear_attention"] * self.num_hidden_layers
         self.layer_types = [_LEGACY_LAYER_TYPES.get(layer_type, layer_type) for layer_type in self.layer_types]
@@ -325,11 +357,16 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         Raises:
             ValueError: the key is a caller's, a runtime option, or one character away from a key of ours.
         """
-        generation_keys = GenerationConfig._get_default_generation_params()
+        generation_keys = GenerationConfig._get_default_generation_params()  # older versions of transformers saved them
         found = {}
         for key in extra:
-            if key in _BASE_KEYS or key in generation_keys:
+            if key in _BASE_KEYS or (key in generation_keys and self.transformers_version is not None):
                 continue
+            if key in generation_keys:
+                raise ValueError(
+                    f"{key} says how a model generates, and is no key of its configuration: pass it to generate, or "
+                    f"set model.generation_config.{key}"
+                )
             if key in RUNTIME_OPTIONS:
                 raise ValueError(not_a_key(key))
             if self.transformers_version is None or one_slip_away(key, _OWN_KEYS):

@@ -7,7 +7,7 @@ flash-linear-attention loads what we save.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deltazoo.spec import get_variant
@@ -44,6 +44,14 @@ _RENAMED: Mapping[str, str] = {
     "use_output_gate": "use_gate",
     "num_householder": "num_micro_steps",
     "lower_bound": "decay_lower_bound",
+}
+
+# Keys of the dictionary `attn`, which describes softmax layers, and their names in the configuration.
+_SOFTMAX_KEYS: Mapping[str, str] = {
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "qkv_bias": "qkv_bias",
+    "rope_theta": "rope_theta",
 }
 
 # They choose how a new model starts, which does not matter to one that was saved.
@@ -172,34 +180,42 @@ def _translate_hybrid_layers(values: dict[str, Any]) -> None:
     layers, num_layers = attn.pop("layers"), values.get("num_hidden_layers")
     if num_layers is None:
         raise ValueError("attn={...} needs num_hidden_layers to be given as well")
+    if not all(type(index) is int and 0 <= index < num_layers for index in layers):
+        raise ValueError(f"attn['layers'] must be numbers from 0 to {num_layers - 1}, got {layers}")
     layer_types = ["full_attention" if index in layers else "linear_attention" for index in range(num_layers)]
-    heads = attn.pop("num_heads")
-    translated = {
-        "layer_types": layer_types,
-        "num_attention_heads": heads,
-        "num_key_value_heads": attn.pop("num_kv_heads", None) or heads,
-        "qkv_bias": attn.pop("qkv_bias", False),
-        "rope_parameters": {"rope_type": "default", "rope_theta": attn.pop("rope_theta", 10000.0)},
-    }
+    translated = {ours: attn.pop(theirs, None) for theirs, ours in _SOFTMAX_KEYS.items()}
     if attn:
         raise ValueError(f"unknown keys in attn: {', '.join(map(repr, attn))}")
-    if values.get("layer_types") is None:
-        values |= translated
-    elif values["layer_types"] != layer_types:
+    if values.get("layer_types") not in (None, layer_types):
         raise ValueError(
             f"attn and layer_types place the softmax layers differently: {layers}, {values['layer_types']}"
         )
+    values["layer_types"] = layer_types
+    known = {**(values.get("rope_parameters") or {}), **values}
+    for key, value in translated.items():
+        if value is None:
+            continue
+        if known.get(key) not in (None, False, value):  # False: the default of qkv_bias
+            raise ValueError(f"attn says {key}={value}, which contradicts {key}={known[key]}")
+        values[key] = value
 
 
 def _one_specification(attn: Mapping[str, Any] | list[Mapping[str, Any]]) -> dict[str, Any]:
     """The settings of all softmax layers; a list may give some of them settings of their own, which is refused."""
-    first, *others = [dict(part) for part in (attn if isinstance(attn, list) else [attn])]
+    parts = attn if isinstance(attn, list) else [attn]
+    if not parts or not all(map(_is_specification, parts)):
+        raise ValueError(f'attn must be like {{"layers": [1, 3], "num_heads": 8}}, or a list of such, got {attn!r}')
+    first, *others = map(dict, parts)
     layers = list(first.pop("layers"))
     for other in others:
         layers += other.pop("layers")
         if other != first:
             raise NotImplementedError(f"softmax layers that differ (attn) are not implemented, got {first} and {other}")
-    return {**first, "layers": sorted(layers)}
+    return {**first, "layers": layers}
+
+
+def _is_specification(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("layers"), Sequence) and part.get("num_heads") is not None
 
 
 def add_fla_keys(values: dict[str, Any]) -> dict[str, Any]:

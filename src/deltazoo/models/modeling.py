@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -274,10 +275,12 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
                 can, training computes the loss without all logits (`fuse_linear_cross_entropy`); the logits of the
                 output are then computed when they are first read.
             logits_to_keep: how many last positions (0 = all), or which positions, get logits.
-            kwargs: as for `DeltaRuleModel`; `num_items_in_batch` divides the summed loss.
+            kwargs: as for `DeltaRuleModel`; `num_items_in_batch` divides the summed loss, and `shift_labels` take the
+                place of `labels`: token t predicts label t.
         """
         kwargs = unwrapped(kwargs)
         shift_labels = kwargs.pop("shift_labels", None)
+        labels = shift_labels if labels is None else labels
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         batch = None
         if labels is not None and tokens is not None:
@@ -302,7 +305,13 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
             logits = self.lm_head(hidden_states)
         if labels is not None:
             if batch is not None and batch.packed:
-                labels = labels.masked_fill(batch.sequences.positions == 0, -100)
+                first = batch.sequences.positions == 0
+                left_out = first if shift_labels is None else F.pad(first[:, 1:], (0, 1))
+                left_out = _select_positions(left_out[..., None], logits_to_keep)[..., 0]
+                if shift_labels is None:
+                    labels = labels.masked_fill(left_out, -100)
+                else:
+                    shift_labels = shift_labels.masked_fill(left_out, -100)
             targets = {"num_items_in_batch": kwargs.get("num_items_in_batch"), "shift_labels": shift_labels}
             if fused:
                 loss = loss_without_logits(self, hidden_states, labels, **targets)

@@ -1,7 +1,7 @@
 """The choice of layers to swap, in the forms that users may write it."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["LayerChoice", "choose_layers", "parse_layers"]
 
@@ -21,6 +21,8 @@ def choose_layers(choice: LayerChoice, num_layers: int) -> list[int]:
     Raises:
         ValueError: an unreadable choice, a number outside the model or twice, or no layer at all.
     """
+    if not (callable(choice) or isinstance(choice, Iterable)):
+        raise ValueError(_forms(choice))
     read = parse_layers(choice) if isinstance(choice, str) else choice
     chosen = [index for index in range(num_layers) if read(index)] if callable(read) else _by_number(read, num_layers)
     if not chosen:
@@ -40,12 +42,16 @@ def parse_layers(choice: str) -> Sequence[int] | Callable[[int], bool]:
         return [int(number) for number in choice.split(",")]
     ratio = re.fullmatch(r"(\d+):(\d+)", choice)
     if ratio is None or ratio[1] == ratio[2] == "0":
-        raise ValueError(
-            'layers must be "all", a ratio such as "3:1", numbers such as "0,2,5", or in Python a sequence of numbers '
-            f"or a function, got {choice!r}"
-        )
+        raise ValueError(_forms(choice))
     delta, softmax = int(ratio[1]), int(ratio[2])
     return lambda index: index % (delta + softmax) < delta
+
+
+def _forms(choice: object) -> str:
+    return (
+        'layers must be "all", a ratio such as "3:1", numbers such as "0,2,5", or in Python a sequence of numbers '
+        f"or a function, got {choice!r}"
+    )
 
 
 def _by_number(numbers: Sequence[int], num_layers: int) -> list[int]:

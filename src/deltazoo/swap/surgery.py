@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_variant
 from deltazoo.swap.attention_weights import read_attention
 from deltazoo.swap.families import FAMILIES, ModelFamily, decoder_layers_of
@@ -67,15 +68,22 @@ def swap_attention(
         TypeError: not a transformers model, or an unknown option.
     """
     family = check_model(model)
+    switches = {"rope": rope, "qk_norm": qk_norm, "grouped": grouped, "keep_teacher": keep_teacher, "dry_run": dry_run}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
     get_variant(variant)
     if init not in ("transfer", "random"):
         raise ValueError(f'init must be "transfer" or "random", got {init!r}')
     check_layer_options(layer_options, init, variant)
     runtime = {name: layer_options.pop(name) for name in SwappedModel.runtime_options if name in layer_options}
+    options = RuntimeOptions(**runtime)
     plans = plan_layers(
         model, family, variant, layers, init, rope=rope, qk_norm=qk_norm, grouped=grouped, layer_options=layer_options
     )
     replacements = [_build(model, family, plan, init, keep_teacher, dry_run) for plan in plans]
+    for replacement in replacements:
+        replacement.delta.use_runtime(options)
     report = report_swap(model, family, variant, init, dry_run, plans, replacements)
     if not dry_run:
         _replace(model, family, plans, replacements)
