@@ -144,6 +144,42 @@ def test_compiled(monkeypatch):
     assert torch.equal(made, plain(model, ids, max_new_tokens=24))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
+def test_masks_of_any_dtype(dtype):
+    model, ids = tiny_model("hybrid"), tokens(2, 7)
+    mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
+    made = deltazoo.generate(model, ids, mask.to(dtype), max_new_tokens=9)
+    assert torch.equal(made, deltazoo.generate(model, ids, mask, max_new_tokens=9))
+
+
+class TestTwoStreamsOfOneDecoder:
+    @pytest.fixture
+    def decoder(self):
+        return Decoder(tiny_model("gated_deltanet"))
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_the_first_cannot_go_on(self, device):
+        model = tiny_model("gated_deltanet").to(device)
+        decoder, ids = Decoder(model), tokens(1, 5).to(device)
+        first = decoder.stream(ids, max_new_tokens=9)
+        next(first)
+        second = decoder.stream(tokens(1, 5, seed=1).to(device), max_new_tokens=9)
+        next(second)
+        with pytest.raises(RuntimeError, match="another stream of this decoder has begun"):
+            list(first)
+        assert len(list(second)) == 8
+
+    def test_an_abandoned_one_changes_nothing(self, decoder):
+        next(decoder.stream(tokens(1, 5, seed=1)))
+        made = torch.stack(list(decoder.stream(tokens(1, 5), max_new_tokens=9)), dim=1)
+        assert torch.equal(made, plain(decoder.model, tokens(1, 5))[:, 5:])
+
+    def test_one_that_was_not_read_changes_nothing(self, decoder):
+        first = decoder.stream(tokens(1, 5), max_new_tokens=9)
+        decoder.stream(tokens(1, 5, seed=1))
+        assert torch.equal(torch.stack(list(first), dim=1), plain(decoder.model, tokens(1, 5))[:, 5:])
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("ids", "options", "message"),
@@ -153,15 +189,19 @@ class TestErrors:
             (tokens(1, 4), {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
             (tokens(1, 4), {"attention_mask": torch.ones(1, 3)}, r"\(1, 4\), got \(1, 3\)"),
             (tokens(1, 4), {"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "pad prompts on the left"),
+            (tokens(1, 4), {"attention_mask": torch.full((1, 4), 2)}, "1 for real tokens and 0 for padding, got 2"),
+            (tokens(1, 4), {"attention_mask": torch.tensor([[-1, 1, 1, 1]])}, "0 for padding, got -1"),
+            (tokens(1, 4), {"attention_mask": torch.full((1, 4), 0.5)}, "0 for padding, got 0.5"),
         ],
     )
     def test_prompts(self, ids, options, message):
         with pytest.raises(ValueError, match=message):
             Decoder(tiny_model("gated_deltanet")).stream(ids, **options)
 
-    def test_a_prompt_too_long_for_the_keys_and_values(self):
+    @pytest.mark.parametrize("case", ["hybrid", "kda"])
+    def test_a_prompt_too_long_for_the_decoder(self, case):
         with pytest.raises(ValueError, match="4 prompt tokens and 7 new ones exceed max_length=10"):
-            Decoder(tiny_model("hybrid"), max_length=10).stream(tokens(1, 4), max_new_tokens=7)
+            Decoder(tiny_model(case), max_length=10).stream(tokens(1, 4), max_new_tokens=7)
 
     @pytest.mark.parametrize(
         ("case", "options", "message"),
@@ -179,6 +219,38 @@ class TestErrors:
             Decoder(tiny_model("kda").train())
         with pytest.raises(ValueError, match="got Linear"):
             Decoder(torch.nn.Linear(2, 2))
+
+    @pytest.mark.parametrize(
+        ("rules", "message"),
+        [
+            ({"repetition_penalty": 5.0}, r"repetition_penalty=5.0: use model.generate, or set it to None"),
+            (
+                {"suppress_tokens": [3], "min_new_tokens": 4},
+                r"min_new_tokens=4, suppress_tokens=\[3\]: .* them to None",
+            ),
+            ({"num_beams": 2}, "num_beams=2"),
+            ({"forced_eos_token_id": 0}, "forced_eos_token_id=0"),
+        ],
+    )
+    def test_rules_for_the_logits(self, rules, message):
+        model = tiny_model("kda")
+        model.generation_config.update(**rules)
+        with pytest.raises(ValueError, match=message):
+            deltazoo.generate(model, tokens(1, 4))
+
+    def test_rules_that_change_nothing(self):
+        """The values that transformers takes for "none", and how its own loop draws."""
+        model, ids = tiny_model("kda"), tokens(1, 4)
+        expected = plain(model, ids)
+        neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "num_beams": 1}
+        drawing = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+        model.generation_config.update(**neutral, **drawing, suppress_tokens=[], remove_invalid_values=False)
+        assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=9), expected)
+
+    def test_sampling_of_another_class(self):
+        for sampling in ({"temperature": 1.0}, {}):
+            with pytest.raises(TypeError, match=r"sampling must be a deltazoo.generation.Sampling, got \{"):
+                Decoder(tiny_model("kda"), sampling=sampling)
 
     def test_sampling_without_temperature(self):
         with pytest.raises(ValueError, match="temperature=0"):

@@ -51,6 +51,13 @@ def test_zero_temperature_takes_the_likeliest():
     assert torch.equal(Sampling().choose(logits), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-46])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}], ids=str)
+def test_the_lowest_temperatures_take_the_likeliest(temperature, filters):
+    logits = 20 * torch.randn(10, 30)
+    assert torch.equal(Sampling(temperature, **filters).choose(logits), logits.argmax(-1))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -342,6 +342,17 @@ class TestRefusals:
         with pytest.raises(ValueError, match="from 0 to 1"):
             saved.select(rows)
 
+    @pytest.mark.parametrize("rows", [[True, False], torch.tensor([False, True]), [0.7], torch.tensor([1.0])])
+    def test_rows_that_are_no_numbers(self, saved, rows):
+        """A mask was read as rows 0 and 1, and 0.7 as 0."""
+        _, cache = run(tiny_model("hybrid"), None, tokens(2, 5))
+        for call in (saved.select, lambda rows: snapshot(cache, rows), lambda rows: restore(cache, saved, rows)):
+            with pytest.raises(ValueError, match=r"numbers from 0 to 1, got torch.(bool|float32) values.*nonzero"):
+                call(rows)
+
+    def test_no_rows(self, saved):
+        assert saved.select([]).num_rows == 0
+
     @pytest.mark.parametrize("rows", [[0], [0, 0], [0, 1, 2]])
     def test_other_number_of_rows(self, saved, rows):
         _, cache = run(tiny_model("hybrid"), None, tokens(3, 5))
@@ -382,10 +393,14 @@ class TestRefusals:
         with pytest.raises(ValueError, match="9 tokens do not fit max_cache_len=8"):
             restore(cache, saved.padded(9))
 
+    @pytest.mark.parametrize("num_tokens", [6, -1, 3.5])
+    @pytest.mark.parametrize("case", ["hybrid", "kda"])
+    def test_snapshots_of_tokens_that_were_not_seen(self, case, num_tokens):
+        _, cache = run(tiny_model(case), None, tokens(2, 5))
+        with pytest.raises(ValueError, match=f"between 0 and the 5 tokens of the cache, got {num_tokens}"):
+            snapshot(cache, num_tokens=num_tokens)
+
     def test_tokens_that_were_not_seen(self, saved):
-        _, cache = run(tiny_model("hybrid"), None, tokens(2, 5))
-        with pytest.raises(ValueError, match="between 0 and the 5 tokens"):
-            snapshot(cache, num_tokens=6)
         with pytest.raises(ValueError, match="cannot become 4"):
             saved.padded(4)
         with pytest.raises(ValueError, match="n must be at least 1"):
@@ -440,6 +455,17 @@ class TestFiles:
         save_file({"x": torch.zeros(1)}, tmp_path / "other", header)
         with pytest.raises(ValueError, match=message):
             Snapshot.load(tmp_path / "other", tiny_model("hybrid"))
+
+    @pytest.mark.parametrize("kept", [slice(5), slice(-50), slice(0)])
+    def test_parts_of_files(self, path, kept):
+        path.write_bytes(path.read_bytes()[kept])
+        with pytest.raises(ValueError, match="states is no whole safetensors file"):
+            Snapshot.load(path, tiny_model("hybrid"))
+
+    def test_files_of_another_format(self, path):
+        path.write_text("no tensors at all")
+        with pytest.raises(ValueError, match="states is no whole safetensors file"):
+            Snapshot.load(path, tiny_model("hybrid"))
 
     def test_weights_that_are_not_there(self, path):
         with pytest.raises(ValueError, match="embeddings.weight is not in memory"):

@@ -166,6 +166,14 @@ def test_positive_log_decay(kind: str, backend: str | None) -> None:
     refuses(delta_rule, "log_decay must be <= 0", "0.25", **arguments(log_decay=log_decay), backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunkwise"])
+def test_nan_is_no_log_decay(backend: str) -> None:
+    """It hid the positive entries beside it."""
+    inputs = arguments()
+    inputs["log_decay"][0, :2, 0] = torch.tensor([torch.nan, 5.0])
+    refuses(delta_rule, "log_decay must be <= 0", "nan", **inputs, backend=backend)
+
+
 def test_zero_and_minus_infinity_are_log_decays() -> None:
     log_decay = zeros(B, T, HV)
     log_decay[:, 2] = -torch.inf
@@ -257,6 +265,14 @@ def test_wrong_arguments_of_a_step(name: str, value: torch.Tensor, expected: tup
     refuses(delta_rule_step, *expected, **inputs | {"state": state} | {name: value})
 
 
+@pytest.mark.parametrize("value", [None, [1], zeros(1, HV, K, V)], ids=["None", "list", "shape"])
+def test_the_state_of_a_step_is_named_as_it_is_passed(value: Any) -> None:
+    inputs = arguments(DeltaRuleCase("token", B=B, T=1, H=H, groups=2, K=K, V=V))
+    del inputs["initial_state"], inputs["cu_seqlens"]
+    with pytest.raises((TypeError, ValueError), match="^state must"):
+        delta_rule_step(**inputs, state=value)
+
+
 def test_a_step_takes_one_token_and_no_positive_decay() -> None:
     inputs = arguments()
     state = inputs.pop("initial_state")
@@ -294,6 +310,27 @@ def test_boundaries_as_a_list_are_refused(backend: str) -> None:
 def test_what_is_no_tensor_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a tensor, got float"):
         delta_rule(**arguments(**{name: 0.5}))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("function", [delta_rule, linear_attention])
+def test_tensors_that_are_missing_are_refused(function: Callable[..., Any], name: str) -> None:
+    inputs = arguments() | {name: None}
+    if function is linear_attention:
+        del inputs["beta"]
+    with pytest.raises(TypeError, match=f"{name} must be a tensor, got None"):
+        function(**inputs)
+
+
+def test_a_tensor_as_scale_is_refused() -> None:
+    """Its gradient was lost."""
+    with pytest.raises(TypeError, match="scale must be a number, got a tensor"):
+        delta_rule(**arguments(), scale=torch.tensor(1.0, requires_grad=True))  # type: ignore[arg-type]
+
+
+def test_a_context_of_another_class_is_refused() -> None:
+    with pytest.raises(TypeError, match="context must be a ContextParallel, got str"):
+        delta_rule(**arguments(), context="cp")  # type: ignore[arg-type]
 
 
 def test_no_step_size_is_refused() -> None:

@@ -27,6 +27,29 @@ from deltazoo.ops.fused import fused_kernels_fit
 
 __all__ = ["Decoder", "check_model", "generate"]
 
+_RULES: dict[str, Any] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": [],
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "remove_invalid_values": False,
+    "repetition_penalty": 1,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": [],
+    "watermarking_config": None,
+}
+"""What in a generation config changes the likeliest tokens of `model.generate`, or where they end, and the value that
+changes nothing, as None does. How tokens are drawn is not in it: `Sampling` says that."""
+
 
 class Decoder:
     """Continues prompts of one batch size with one model; keep it to reuse its captured step.
@@ -47,7 +70,8 @@ class Decoder:
         compile: run the step through `torch.compile`: fewer, larger kernels for a wait at the first token.
 
     Raises:
-        ValueError: a model that the loop cannot run, or an option out of its range.
+        ValueError: a model that the loop cannot run, rules in its generation config that the loop does not compute, or
+            an option out of its range. TypeError: `sampling` of another class.
     """
 
     def __init__(
@@ -70,6 +94,8 @@ class Decoder:
             raise ValueError("max_length is needed: softmax layers and their masks take memory for every token")
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a deltazoo.generation.Sampling, got {sampling!r}")
         self.model = model
         self.max_length = max_length
         self.sampling = sampling or Sampling()
@@ -87,24 +113,31 @@ class Decoder:
         self._forward: Callable[..., Any] = torch.compile(model, fullgraph=True) if compile else model
         self._is_compiled = compile
         self._captured: CapturedStep | None = None
+        self._streams_begun = 0
 
     def stream(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128
     ) -> Iterator[Tensor]:
         """Yield the new tokens of all rows `[B]` int64 on the CPU, step by step, until every row has ended.
 
+        A decoder has one cache: the first token of a stream ends the one before.
+
         Args:
             input_ids: `[B, T]`, T at least 1.
-            attention_mask: `[B, T]`, 1 = real; padding on the left.
+            attention_mask: `[B, T]`, 1 = real, 0 = padding, on the left.
             max_new_tokens: the most to add.
 
         Raises:
-            ValueError: a prompt that does not fit the decoder.
+            ValueError: a prompt that does not fit the decoder. RuntimeError, from the iterator: another stream of this
+                decoder has begun.
         """
         self._check(input_ids, attention_mask, max_new_tokens)
-        return self._stream(input_ids, attention_mask, max_new_tokens)
+        mask = None if attention_mask is None else attention_mask.long()
+        return self._stream(input_ids, mask, max_new_tokens)
 
     def _stream(self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> Iterator[Tensor]:
+        self._streams_begun += 1
+        number = self._streams_begun
         self._prefill(input_ids, attention_mask)
         # A GPU works on the next token while the host reads the last one; a CPU does one thing at a time.
         ahead = 1 if self.token.device.type == "cuda" else 0
@@ -119,6 +152,11 @@ class Decoder:
                 if ended.all():
                     return
             if made < max_new_tokens:
+                if number != self._streams_begun:
+                    raise RuntimeError(
+                        "another stream of this decoder has begun, and the state of this one is gone: use one Decoder "
+                        "per stream, or a batch"
+                    )
                 self._advance(first=made == 1)
                 waiting.append(read_later(self.token[:, 0]))
 
@@ -133,15 +171,15 @@ class Decoder:
                 f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, "
                 f"got {tuple(attention_mask.shape)}"
             )
-        if attention_mask is not None and not bool(attention_mask[:, -1].all()):
-            raise ValueError("attention_mask must end with real tokens: pad prompts on the left")
+        if attention_mask is not None:
+            others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+            if len(others):
+                raise ValueError(f"attention_mask must be 1 for real tokens and 0 for padding, got {others[0].item()}")
+            if not bool(attention_mask[:, -1].all()):
+                raise ValueError("attention_mask must end with real tokens: pad prompts on the left")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if (
-            self.has_softmax_layers
-            and self.max_length is not None
-            and input_ids.shape[1] + max_new_tokens > self.max_length
-        ):
+        if self.max_length is not None and input_ids.shape[1] + max_new_tokens > self.max_length:
             raise ValueError(
                 f"{input_ids.shape[1]} prompt tokens and {max_new_tokens} new ones exceed max_length={self.max_length}"
             )
@@ -236,7 +274,7 @@ def generate(
     Args:
         model: see `Decoder`.
         input_ids: `[B, T]` int64.
-        attention_mask: `[B, T]`, 1 = real; padding on the left.
+        attention_mask: `[B, T]`, 1 = real, 0 = padding, on the left.
         max_new_tokens: the most to add.
         temperature, top_k, top_p: see `Sampling`; temperature 0 takes the likeliest token.
         eos_token_id, pad_token_id, seed, prefill_chunk, compile: see `Decoder`.
@@ -246,7 +284,8 @@ def generate(
         `[B, T + new]` int64: the prompts and what follows them.
 
     Raises:
-        ValueError: a model that the loop cannot run, a prompt that does not fit, or an option out of its range.
+        ValueError: a model that the loop cannot run, rules in its generation config that the loop does not compute, a
+            prompt that does not fit, or an option out of its range.
     """
     decoder = Decoder(
         model,
@@ -273,7 +312,9 @@ def generate(
 
 
 def check_model(model: Any) -> None:
-    """ValueError unless decoding loops can run a model: one with our delta-rule layers, in evaluation mode."""
+    """ValueError unless decoding loops can run a model: with our delta-rule layers, in evaluation mode, and without
+    rules for its logits that only `model.generate` computes.
+    """
     layers = model.modules() if isinstance(model, nn.Module) and isinstance(model, GenerationMixin) else ()
     if not any(isinstance(layer, CapturedGeneration | DeltaRuleAttention | RunsDeltaRule) for layer in layers):
         raise ValueError(
@@ -282,6 +323,14 @@ def check_model(model: Any) -> None:
         )
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
+    rules = {name: getattr(model.generation_config, name, None) for name in _RULES}
+    rules = {name: value for name, value in rules.items() if value is not None and value != _RULES[name]}
+    if rules:
+        raise ValueError(
+            f"the loop does not compute what model.generation_config asks for by "
+            f"{', '.join(f'{name}={value!r}' for name, value in rules.items())}: use model.generate, or set "
+            f"{'it' if len(rules) == 1 else 'them'} to None"
+        )
 
 
 def _length_of(cache_layer: Any) -> int | None:

@@ -7,6 +7,9 @@ from torch import Tensor
 
 __all__ = ["Sampling"]
 
+_LOWEST = torch.finfo(torch.float32).tiny
+"""Of temperatures: a device multiplies by the reciprocal, which is infinite for those below."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -43,13 +46,14 @@ class Sampling:
         logits = logits.float()
         if self.temperature == 0:
             return logits.argmax(-1)
-        probabilities = self.filter(logits).softmax(-1)
+        # Without the largest logit, no temperature is so low that two scores are infinite.
+        probabilities = self.filter(logits - logits.amax(-1, keepdim=True)).softmax(-1)
         # The smallest of independent exponential variables with these rates: a draw without cumulative sums.
         return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
     def filter(self, logits: Tensor) -> Tensor:
         """Logits `[B, vocabulary]` divided by the temperature, -inf for tokens that are not kept."""
-        logits = logits / self.temperature
+        logits = logits / max(self.temperature, _LOWEST)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             smallest = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -torch.inf)

@@ -32,13 +32,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from deltazoo.generation.cache import prepare_cache_layer
+from deltazoo.generation.cache import DeltaRuleCacheLayer, prepare_cache_layer
 from deltazoo.generation.layer_contents import (
     Tensors,
     fill,
@@ -156,17 +156,20 @@ class Snapshot:
             device: of the tensors.
 
         Raises:
-            ValueError: another kind of file, a newer version of the format, or states of a model with another
-                configuration, other rules or other weights.
+            ValueError: another kind of file, a part of one, a newer version of the format, or states of a model with
+                another configuration, other rules or other weights.
         """
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            header = file.metadata() or {}
-            _check_header(header, model, path)
-            kinds = tuple(json.loads(header["kinds"]))
-            layers: tuple[dict[str, Tensor], ...] = tuple({} for _ in kinds)
-            for key in file.keys():  # noqa: SIM118 (no dict)
-                index, name = key.split(".")
-                layers[int(index)][name] = file.get_tensor(key)
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                header = file.metadata() or {}
+                _check_header(header, model, path)
+                kinds = tuple(json.loads(header["kinds"]))
+                layers: tuple[dict[str, Tensor], ...] = tuple({} for _ in kinds)
+                for key in file.keys():  # noqa: SIM118 (no dict)
+                    index, name = key.split(".")
+                    layers[int(index)][name] = file.get_tensor(key)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file: {error}") from error
         return cls(kinds, layers, int(header["num_tokens"]))
 
 
@@ -195,17 +198,19 @@ def snapshot(cache: Cache, rows: Sequence[int] | Tensor | None = None, *, num_to
     """
     kinds = tuple(kind_of(layer) for layer in cache.layers)
     held = [tensors_of(layer) for layer in cache.layers]
-    has_softmax_layers = any("keys" in tensors for tensors in held)
-    seen = 0
-    if num_tokens is None or has_softmax_layers:  # most static layers count on the device, so this waits for it
-        counting = [
-            layer for layer, tensors in zip(cache.layers, held, strict=True) if num_tokens is None or "keys" in tensors
-        ]
-        seen = max(map(tokens_of, counting), default=0)
+    # Static layers count on the device, which this waits for: linear ones are asked only where nobody gives the number.
+    counting = [
+        layer
+        for layer, kind in zip(cache.layers, kinds, strict=True)
+        if num_tokens is None or kind == "softmax" or (isinstance(layer, DeltaRuleCacheLayer) and not layer.static)
+    ]
+    seen = max(map(tokens_of, counting), default=0)
     if num_tokens is None:
         num_tokens = seen
-    if num_tokens < 0 or (has_softmax_layers and num_tokens > seen):
-        raise ValueError(f"num_tokens must be between 0 and the {seen} tokens of the cache, got {num_tokens}")
+    if not isinstance(num_tokens, int) or num_tokens < 0 or (counting and num_tokens > seen):
+        raise ValueError(
+            f"num_tokens must be a whole number between 0 and the {seen} tokens of the cache, got {num_tokens}"
+        )
     of_tokens = tuple(_of_tokens(x, tensors, num_tokens) for x, tensors in zip(cache.layers, held, strict=True))
     whole = Snapshot(kinds, of_tokens, num_tokens)
     return whole.with_tensors(torch.clone) if rows is None else whole.select(rows)
@@ -324,7 +329,13 @@ def rollback(cache: Cache, n: int) -> None:
 
 def _row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
     """Rows as int64 `[M]` on the CPU; ValueError unless all are among `count`."""
-    index = torch.as_tensor(rows, dtype=torch.long, device="cpu")
+    given = torch.as_tensor(rows, device="cpu")
+    if given.numel() and (given.dtype == torch.bool or given.is_floating_point()):  # an empty list is one of floats
+        raise ValueError(
+            f"rows must be a list of numbers from 0 to {count - 1}, got {given.dtype} values: of a mask "
+            "mask.nonzero().flatten() gives them"
+        )
+    index = given.long()
     if index.ndim != 1 or not bool(((index >= 0) & (index < count)).all()):
         raise ValueError(f"rows must be a list of numbers from 0 to {count - 1}, got {index.tolist()}")
     return index

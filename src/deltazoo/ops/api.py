@@ -65,7 +65,8 @@ def delta_rule(
 
     with `D_t = exp(log_decay_t)`: the identity, one factor per head, or one per key channel. The erase key e_t is the
     write key k_t unless `erase_key` is given. All arguments get exact gradients, the final state's gradient included.
-    Deterministic. A result never depends on later tokens.
+    Deterministic. A result never depends on later tokens, as long as no input is NaN or infinite (log_decay may be
+    -inf): on chunkwise and triton one that is makes results of its whole chunk of 64 tokens (or micro-steps) NaN.
 
     A token may take n = `num_micro_steps` updates: one decay, then n times erase and write, then one output. The
     micro-steps of a token lie side by side in k, v, beta and erase_key (all of token 0, then all of token 1, ...), with
@@ -104,8 +105,8 @@ def delta_rule(
         `DeltaRuleOutput(output, final_state)`.
 
     Raises:
-        ValueError: arguments that break the contract; TypeError: `cu_seqlens` as a list; NotImplementedError: a named
-            backend that cannot do the job.
+        ValueError: arguments that break the contract; TypeError: another class where a tensor is wanted, or a tensor as
+            `scale`; NotImplementedError: a named backend that cannot do the job.
 
     Forward mode, the transforms of torch.func (grad, vjp, jvp, vmap, ...) and second derivatives are right on the torch
     backends; chunkwise then runs in operations that torch can differentiate in every mode, which takes longer and keeps
@@ -168,7 +169,7 @@ def delta_rule_step(
         Triton kernel is for inference and is not chosen while gradients are recorded.
 
     Raises:
-        ValueError, NotImplementedError: as `delta_rule`.
+        ValueError, TypeError, NotImplementedError: as `delta_rule`.
     """
     _require_beta(beta)
     update = (erase_key, reads_undecayed(erase_reads), num_micro_steps)
@@ -193,8 +194,11 @@ def linear_attention_step(
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, erase_key: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-    for name, x in (("q", q), ("k", k), ("v", v), ("erase_key", erase_key)):
-        check_tensor(name, x)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, required=True)
+    check_tensor("erase_key", erase_key)
+    if isinstance(scale, Tensor):
+        raise TypeError("scale must be a number, got a tensor, which would get no gradient: multiply q by it instead")
     device = v.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -223,6 +227,8 @@ def _whole_sequences(
     checked = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, backend, precision, erase_key)
     prepare = partial(_checked, *checked, erase_reads, num_micro_steps, corrected)
     undecayed = erase_reads == "undecayed" and log_decay is not None
+    if context is not None and not isinstance(context, ContextParallel):
+        raise TypeError(f"context must be a ContextParallel, got {type(context).__name__}")
     if context is not None:  # which calls prepare, since all ranks must learn what it raises on one of them
         from deltazoo.ops.context.context_rule import rule_on_piece
 

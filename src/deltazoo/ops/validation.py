@@ -42,8 +42,10 @@ def check_values(enabled: bool = True) -> Iterator[None]:
         _check_gpu_values = previous
 
 
-def check_tensor(name: str, x: object) -> None:
-    """Raise TypeError for anything but a tensor or None."""
+def check_tensor(name: str, x: object, *, required: bool = False) -> None:
+    """Raise TypeError for anything but a tensor or, unless it is required, None."""
+    if x is None and required:
+        raise TypeError(f"{name} must be a tensor, got None")
     if x is not None and not isinstance(x, Tensor):
         raise TypeError(
             f"{name} must be a tensor, got {type(x).__name__}; torch.tensor({name}, device=...) makes one of a list"
@@ -80,9 +82,10 @@ def check_shapes(
     cu_seqlens: Tensor | None,
     erase_key: Tensor | None = None,
     num_micro_steps: int = 1,
+    state_name: str = "initial_state",
 ) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit the contract of `delta_rule`; TypeError for a list."""
-    for name, x in (("beta", beta), ("log_decay", log_decay), ("initial_state", initial_state)):
+    for name, x in (("beta", beta), ("log_decay", log_decay), (state_name, initial_state)):
         check_tensor(name, x)
     if not isinstance(num_micro_steps, int) or num_micro_steps < 1:
         raise ValueError(f"num_micro_steps must be a whole number of at least 1, got {num_micro_steps!r}")
@@ -134,11 +137,11 @@ def check_shapes(
             )
         N = len(cu_seqlens) - 1
     if initial_state is not None:
-        _check_state("initial_state", initial_state, (N, HV, K, V))
+        _check_state(state_name, initial_state, (N, HV, K, V))
     device = v.device
     for other in (q, k, erase_key, beta, log_decay, initial_state, cu_seqlens):
         if other is not None and other.device != device:
-            tensors = dict(q=q, k=k, v=v, beta=beta, log_decay=log_decay, initial_state=initial_state)
+            tensors = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, state_name: initial_state}
             raise ValueError(_devices(**tensors, erase_key=erase_key, cu_seqlens=cu_seqlens))
 
 
@@ -153,16 +156,17 @@ def check_step_shapes(
     num_micro_steps: int = 1,
 ) -> None:
     """Raise ValueError unless the arguments fit the contract of `delta_rule_step`: exactly one token."""
-    check_shapes(q, k, v, beta, log_decay, state, None, erase_key, num_micro_steps)
+    check_tensor("state", state, required=True)
+    check_shapes(q, k, v, beta, log_decay, state, None, erase_key, num_micro_steps, state_name="state")
     if q.shape[1] != 1:
         raise ValueError(f"a step takes one token (T = 1), got T = {q.shape[1]}; use delta_rule for more")
 
 
 def check_tensor_values(log_decay: Tensor | None, cu_seqlens: Tensor | None, T: int) -> None:
-    """Raise ValueError for positive log-decay or a malformed `cu_seqlens`; reads tensors only where that is cheap."""
+    """Raise ValueError for positive or NaN log-decay and a malformed `cu_seqlens`; reads tensors only where cheap."""
     if log_decay is not None and _readable(log_decay) and log_decay.numel():
         largest = _value(log_decay.detach()).max().item()
-        if largest > 0:
+        if not largest <= 0:  # NaN, too, if there is any
             raise ValueError(
                 f"log_decay must be <= 0 (a natural logarithm of a factor in [0, 1]), got a value of {largest:g}"
             )
