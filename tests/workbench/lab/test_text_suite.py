@@ -86,8 +86,8 @@ def finished(corpus: TextCorpus, tmp_path_factory: pytest.TempPathFactory) -> Te
 
 
 def run(results: TextResults, corpus: TextCorpus, **options) -> list:
-    options = {"only": CONFIGURATIONS, "report": lambda line: None, **options}
-    return run_text_suite(results, corpus, device="cpu", environment=HERE, **options)
+    options = {"only": CONFIGURATIONS, "devices": ["cpu"], "report": lambda line: None, **options}
+    return run_text_suite(results, corpus, environment=HERE, **options)
 
 
 def test_a_corpus_keeps_no_copies_and_survives_a_file(corpus: TextCorpus, tmp_path: Path) -> None:
@@ -316,7 +316,30 @@ def test_what_a_file_lacks_is_trained_and_nothing_else(
     with pytest.raises(ValueError, match="results of another corpus"):
         open_results(path, RECIPE, replace(corpus, train=corpus.train[:-1]))
     with pytest.raises(ValueError, match="results of a machine, this is another"):
-        run_text_suite(again, corpus, device="cpu", environment=replace(HERE, device="another"))
+        run_text_suite(again, corpus, devices=["cpu"], environment=replace(HERE, device="another"))
+
+
+@pytest.mark.slow
+def test_several_devices_share_the_work_and_the_file(
+    finished: TextResults, corpus: TextCorpus, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    results = open_results(tmp_path / "text.jsonl", RECIPE, corpus)
+    assert run(results, corpus, devices=["cpu", "cpu"]) == []
+    for key, configuration in finished.configurations.items():
+        assert results.configurations[key].curve == configuration.curve
+    assert open_results(results.path, RECIPE, corpus).trainings.keys() == finished.trainings.keys()
+    assert "softmax, seed 0: learning rate 0.01, loss" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_fails_on_one_of_several_devices_is_raised_at_the_end(corpus: TextCorpus, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, rates=(1e30, 1e31), rungs=(8,), steps=12)
+    results = open_results(tmp_path / "text.jsonl", recipe, corpus)
+    options = {"environment": HERE, "report": lambda line: None}
+    with pytest.raises(RuntimeError) as raised:
+        run_text_suite(results, corpus, devices=["cpu", "cpu"], only=CONFIGURATIONS, **options)
+    assert all(f"{name}, seed 0: ArithmeticError" in str(raised.value) for name in CONFIGURATIONS)
+    assert not results.trainings and len(results.trials) == 4
 
 
 def test_a_training_that_the_limit_cuts_leaves_its_rungs(corpus: TextCorpus, tmp_path: Path, monkeypatch) -> None:
@@ -337,7 +360,7 @@ def test_a_training_that_the_limit_cuts_leaves_its_rungs(corpus: TextCorpus, tmp
 def test_a_rate_at_which_the_loss_is_not_finite_is_not_taken(corpus: TextCorpus, tmp_path: Path) -> None:
     recipe = replace(RECIPE, rates=(1e30, 1e-3), rungs=(8,), steps=12)
     results = open_results(tmp_path / "text.jsonl", recipe, corpus)
-    options = {"device": "cpu", "environment": HERE, "only": ["linear_attention"], "report": lambda line: None}
+    options = {"devices": ["cpu"], "environment": HERE, "only": ["linear_attention"], "report": lambda line: None}
     assert run_text_suite(results, corpus, **options) == []
     again = open_results(results.path, recipe, corpus)
     assert again.trials["linear_attention", 1e30, 8].loss == math.inf
@@ -384,7 +407,7 @@ def trial(configuration: str, rate: float, loss: float) -> Trial:
 def test_a_gpu_trains_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, configuration: str) -> None:
     recipe = replace(RECIPE, parameters=200_000, hidden_size=64, width_multiple=8)
     results = open_results(tmp_path / "text.jsonl", recipe, corpus)
-    assert run_text_suite(results, corpus, device="cuda:0", environment=HERE, only=[configuration]) == []
+    assert run_text_suite(results, corpus, devices=["cuda:0"], environment=HERE, only=[configuration]) == []
     found = results.configurations[configuration, 0]
     assert found.peak_bytes is not None and found.peak_bytes > 16 * found.parameters  # weights, gradients, two moments
     assert 0 < bits_per_byte(found, results) < 10 and all(

@@ -47,7 +47,10 @@ def lab(
         typer.Option(help="Folder for results and page [default: runs/lab_SUITE]; text: the result file."),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="cpu; cuda, which spreads the workers over all GPUs; or one of them: cuda:1.")
+        str,
+        typer.Option(
+            help="cpu; cuda, all GPUs, over which workers (text: trainings) are spread; or one of them: cuda:1."
+        ),
     ] = "cpu",
     workers: Annotated[int, typer.Option(min=1, help="Processes; several share one GPU.")] = 2,
     load: LoadOption = None,
@@ -148,7 +151,7 @@ def _text_suite(
     from rich.console import Console
 
     from deltazoo.workbench.lab.lab_records import Environment
-    from deltazoo.workbench.lab.text.suite import missing_jobs, open_results, run_text_suite
+    from deltazoo.workbench.lab.text.suite import devices_of, missing_jobs, open_results, run_text_suite
     from deltazoo.workbench.lab.text.text_corpus import TextCorpus, default_corpus_path
     from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 
@@ -163,7 +166,7 @@ def _text_suite(
     missing = run_text_suite(
         results,
         corpus,
-        device=device,
+        devices=devices_of(device),
         environment=Environment.here(device, commit),
         limit=None if limit is None else limit - (time.monotonic() - began),
         only=only,

@@ -126,6 +126,11 @@ class TextResults:
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{self.path}, line {number} is not a result of this suite: {error}") from error
 
+    def reload(self) -> None:
+        """Take in what other processes have added to the file."""
+        if self.path.exists():
+            self._read()
+
     def add(self, result: Trial | TextResult) -> None:
         """Keep a result; it is on disk when this returns."""
         kind = "trial" if isinstance(result, Trial) else "configuration"

@@ -1,10 +1,15 @@
 """The suite: trainings that a result file lacks, the most important first, within a time limit."""
 
 import gc
+import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +27,7 @@ from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text.training import Training
 
-__all__ = ["HYBRIDS", "SECOND_SEEDS", "missing_jobs", "open_results", "run_text_suite"]
+__all__ = ["HYBRIDS", "SECOND_SEEDS", "devices_of", "missing_jobs", "open_results", "run_text_suite"]
 
 HYBRIDS = 4
 """Rules that are also trained as hybrids: the best ones alone."""
@@ -35,6 +40,11 @@ _SCORING_SECONDS = 60.0
 def open_results(path: Path, recipe: TextRecipe, corpus: TextCorpus) -> TextResults:
     """The result file of a recipe on a corpus; see `TextResults`."""
     return TextResults(path, recipe, corpus.digest, file_bytes(corpus, recipe).tolist())
+
+
+def devices_of(device: str) -> list[str]:
+    """The devices to train on: "cuda" is all GPUs, anything else itself."""
+    return [f"cuda:{number}" for number in range(torch.cuda.device_count())] if device == "cuda" else [device]
 
 
 def missing_jobs(results: TextResults, only: Sequence[str] = ()) -> list[Job]:
@@ -72,7 +82,7 @@ def run_text_suite(
     results: TextResults,
     corpus: TextCorpus,
     *,
-    device: str,
+    devices: Sequence[str],
     environment: Environment,
     limit: float | None = None,
     only: Sequence[str] = (),
@@ -86,11 +96,11 @@ def run_text_suite(
     Args:
         results: extended in place.
         corpus: what they are of.
-        device: "cpu" or one GPU.
-        environment: of this process.
+        devices: "cpu", or GPUs of one kind. Several train side by side, each in a process of its own.
+        environment: of these devices.
         limit: seconds.
         only: as of `missing_jobs`.
-        report: called with a line of progress.
+        report: called with a line of progress; processes of their own print theirs.
 
     Returns:
         What is missing still.
@@ -107,27 +117,119 @@ def run_text_suite(
     deadline = None if limit is None else time.monotonic() + limit
     passed_over: set[Job] = set()
     failures: list[str] = []
-    while True:
-        job = next((job for job in missing_jobs(results, only) if job not in passed_over), None)
-        if job is None:
-            break
-        try:
-            _run(job, results, corpus, device, environment, deadline, report)
-        except OutOfTime:
+
+    def due(running: Collection[Job] = ()) -> Job | None:
+        jobs = (job for job in missing_jobs(results, only) if job not in passed_over and job not in running)
+        return next(jobs, None)
+
+    def ended(job: Job, end: "_End") -> bool:
+        """Note how it ended; whether its device is still there."""
+        if end.trouble is not None:
             passed_over.add(job)
-            report(f"{job.name}: no time left for it")
-        except Exception as error:  # raised at the end, so that it does not end the other trainings
-            passed_over.add(job)
-            failures.append(f"{job.name}: {type(error).__name__}: {error}")
-            report(f"{job.name}: FAILED, {type(error).__name__}: {error}")
-            if device_is_lost(device):
-                break
-        gc.collect()
-        if torch.device(device).type == "cuda" and not device_is_lost(device):
-            torch.cuda.empty_cache()
+        if end.failed:
+            failures.append(f"{job.name}: {end.trouble}")  # raised at the end, so that it does not end the others
+        return not end.device_is_lost
+
+    if len(devices) == 1:
+        trains = _Trains(results, corpus, devices[0], environment, deadline, report)
+        while (job := due()) is not None and ended(job, trains(job)):
+            pass
+    else:
+        _train_side_by_side(results, corpus, devices, environment, deadline, due, ended)
     if failures:
         raise RuntimeError("; ".join(failures))
     return missing_jobs(results, only)
+
+
+def _train_side_by_side(
+    results: TextResults,
+    corpus: TextCorpus,
+    devices: Sequence[str],
+    environment: Environment,
+    deadline: float | None,
+    due: Callable[[Collection[Job]], Job | None],
+    ended: Callable[[Job, "_End"], bool],
+) -> None:
+    """A process for each device, which take jobs one after another and write to the result file."""
+    context = multiprocessing.get_context("spawn")
+    free = context.SimpleQueue()
+    for device in devices:
+        free.put(device)
+    given = (free, results.path, results.recipe, corpus, environment, deadline)
+    running: dict[Future[_End], Job] = {}
+    with ProcessPoolExecutor(len(devices), context, _start_process, given) as pool:
+        while True:
+            while len(running) < len(devices) and (job := due(running.values())) is not None:
+                running[pool.submit(_train_in_process, job)] = job
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job = running.pop(future)
+                results.reload()
+                if not ended(job, future.result()):
+                    raise RuntimeError(f"{job.name} has cost its process the GPU: the same command goes on")
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a job ended."""
+
+    trouble: str | None = None
+    """None: it is done."""
+    failed: bool = False
+    device_is_lost: bool = False
+
+
+@dataclass(frozen=True)
+class _Trains:
+    """Trains one job after another on one device."""
+
+    results: TextResults
+    corpus: TextCorpus
+    device: str
+    environment: Environment
+    deadline: float | None
+    report: Callable[[str], None]
+
+    def __call__(self, job: Job) -> _End:
+        try:
+            _run(job, self.results, self.corpus, self.device, self.environment, self.deadline, self.report)
+            end = _End()
+        except OutOfTime:
+            self.report(f"{job.name}: no time left for it")
+            end = _End("no time left")
+        except Exception as error:
+            trouble = f"{type(error).__name__}: {error}"
+            self.report(f"{job.name}: FAILED, {trouble}")
+            end = _End(trouble, failed=True, device_is_lost=device_is_lost(self.device))
+        gc.collect()
+        if torch.device(self.device).type == "cuda" and not end.device_is_lost:
+            torch.cuda.empty_cache()
+        return end
+
+
+_process: dict[str, _Trains] = {}
+
+
+def _start_process(
+    free: Any,
+    path: Path,
+    recipe: TextRecipe,
+    corpus: TextCorpus,
+    environment: Environment,
+    deadline: float | None,
+) -> None:
+    """Prepare a new process, which takes the next of the devices."""
+    device = free.get()
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+    report = partial(print, flush=True)
+    _process["trains"] = _Trains(open_results(path, recipe, corpus), corpus, device, environment, deadline, report)
+
+
+def _train_in_process(job: Job) -> _End:
+    _process["trains"].results.reload()  # others have written to the file
+    return _process["trains"](job)
 
 
 class OutOfTime(Exception):

@@ -92,7 +92,8 @@ def _introduction(recipe: TextRecipe) -> str:
         "    python scripts/build_python_text.py\n"
         "    deltazoo lab --suite text --device cuda --out benchmarks/results/text_h100.jsonl --limit 900\n"
         "    python scripts/render_text.py\n\n"
-        "The second command trains what the file lacks, the most important first, and can be given again and again.\n\n"
+        "The second command trains what the file lacks, the most important first and one on each GPU, and can be given "
+        "again and\nagain.\n\n"
         "The softmax model of this suite, converted to delta-rule layers: [text_conversions.md](text_conversions.md).\n"
     )
 
