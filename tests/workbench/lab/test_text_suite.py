@@ -389,6 +389,18 @@ def test_a_rate_that_fails_after_the_last_rung_gives_way_to_the_next_best(
     assert again.configurations["delta_net", 0].rate == 1e-3 and again.trials["delta_net", 1e-2, 2].loss == math.inf
 
 
+def test_a_rate_that_was_trained_to_the_end_before_it_was_found_is_not_trained_again(
+    finished: TextResults, corpus: TextCorpus, tmp_path: Path
+) -> None:
+    results = open_results(tmp_path / "text.jsonl", RECIPE, corpus)
+    for rate in RECIPE.rates:  # both: whichever is found, it is there
+        results.add(replace(finished.configurations["delta_net", 0], rate=rate))
+    assert not results.configurations and missing_jobs(results, ["delta_net"]) == [Job("delta_net")]
+    assert run(results, corpus, only=["delta_net"]) == []
+    assert len(results.trials) == 2 and len(results.trainings) == 2
+    assert results.configurations["delta_net", 0].rate == finished.configurations["delta_net", 0].rate
+
+
 def trial(configuration: str, rate: float, loss: float) -> Trial:
     return Trial(
         configuration=configuration,

@@ -1,6 +1,6 @@
 """The learning rate of a configuration by successive halving: all rates start, and the worst ones stop early."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text.training import Training
@@ -11,11 +11,12 @@ __all__ = ["train_best"]
 def train_best(
     recipe: TextRecipe,
     losses: Mapping[tuple[float, int], float],
+    trained: Collection[float],
     *,
     start: Callable[[float], Training],
     advance: Callable[[Training, int], None],
     keep: Callable[[float, int, float, Training], None],
-) -> Training:
+) -> Training | None:
     """Train with every rate until a rung drops it, and with the last one to the end.
 
     If its loss is not finite there, the rate that was dropped last is trained in its place.
@@ -23,9 +24,13 @@ def train_best(
     Args:
         recipe: its rates, rungs and steps.
         losses: as of `TextRecipe.standing`, found before.
+        trained: rates with which a training went to the end before.
         start: makes the training with a rate.
         advance: advances a training to a step.
         keep: called with rate, rung, loss and training for each loss that `losses` lacks.
+
+    Returns:
+        The whole training; None if the last rate is among those of `trained`.
 
     Raises:
         ArithmeticError: the loss is finite with no rate.
@@ -50,6 +55,8 @@ def train_best(
         for dropped in running.keys() - set(rates):
             del running[dropped]
         if rung is None:
+            if rates[0] in trained:
+                return None
             training = reach(rates[0], recipe.steps)
             if training.is_finite:
                 return training

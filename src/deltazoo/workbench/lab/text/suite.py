@@ -193,7 +193,7 @@ class _Trains:
 
     def __call__(self, job: Job) -> _End:
         try:
-            _run(job, self.results, self.corpus, self.device, self.environment, self.deadline, self.report)
+            self._train(job)
             end = _End()
         except OutOfTime:
             self.report(f"{job.name}: no time left for it")
@@ -206,6 +206,85 @@ class _Trains:
         if torch.device(self.device).type == "cuda" and not end.device_is_lost:
             torch.cuda.empty_cache()
         return end
+
+    def _train(self, job: Job) -> None:
+        """Train and score a configuration, and keep what comes of it."""
+        results, corpus, device = self.results, self.corpus, self.device
+        recipe = results.recipe
+        scoring = max(
+            (training.seconds - training.training_seconds for training in results.trainings.values()),
+            default=_SCORING_SECONDS,
+        )
+
+        def start(rate: float) -> Training:
+            return Training(job.configuration, recipe, corpus, rate=rate, seed=job.seed, device=device)
+
+        def advance(training: Training, steps: int) -> None:
+            later = scoring if steps == recipe.steps else 0.0
+            speed = _known_speed(job.configuration, results)
+            if speed is not None:
+                self._check_time((steps - training.steps) * recipe.tokens_per_step / speed + later)
+            training.advance(steps, watch=lambda seconds_left: self._check_time(seconds_left + later))
+
+        def keep(rate: float, rung: int, loss: float, training: Training) -> None:
+            trial = Trial(
+                configuration=job.configuration,
+                rate=rate,
+                rung=rung,
+                loss=loss,
+                seconds=round(training.seconds, 2),
+                tokens_per_second=round(training.tokens_per_second, 1),
+                environment=self.environment,
+                date=_now(),
+            )
+            results.add(trial)
+            speed = f"{trial.tokens_per_second:,.0f} tokens/s"
+            self.report(f"{job.name}: learning rate {rate:g}, loss {loss:.4f} after {rung} steps, {speed}")
+
+        training: Training | None
+        if job.seed:
+            rate = results.rate_of(job.configuration)
+            assert rate is not None
+            training = start(rate)
+            advance(training, recipe.steps)
+            if not training.is_finite:
+                raise ArithmeticError(f"the loss is not finite after {training.steps} steps at learning rate {rate:g}")
+        else:
+            losses = results.losses(job.configuration)
+            trained = [rate for name, seed, rate in results.trainings if (name, seed) == (job.configuration, 0)]
+            training = train_best(recipe, losses, trained, start=start, advance=advance, keep=keep)
+            if training is None:
+                return
+        began = time.monotonic()
+        scores = {str(length): found.as_json() for length, found in score(training.model, corpus, recipe).items()}
+        model = training.model
+        if torch.device(device).type == "cuda":
+            model.bfloat16()
+        prompt = torch.from_numpy(corpus.held_out[: recipe.decode_context].astype("int64")).to(device)
+        result = TextResult(
+            configuration=job.configuration,
+            seed=job.seed,
+            rate=training.rate,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            intermediate_size=intermediate_size(job.configuration, recipe, corpus.vocab_size),
+            curve=training.curve(),
+            scores=scores,
+            training_seconds=round(training.seconds, 2),
+            tokens_per_second=round(training.tokens_per_second, 1),
+            peak_bytes=training.peak_bytes,
+            state_bytes={str(tokens): state_bytes(model, tokens) for tokens in recipe.scored_lengths[:2]},
+            decoding=decoding(model, recipe, prompt),
+            seconds=round(training.seconds + time.monotonic() - began, 2),
+            environment=self.environment,
+            date=_now(),
+        )
+        results.add(result)
+        speed = f"{result.tokens_per_second:,.0f} tokens/s"
+        self.report(f"{job.name}: {bits_per_byte(result, results):.4f} bits per byte, {speed}, {result.seconds:.0f} s")
+
+    def _check_time(self, seconds: float) -> None:
+        if self.deadline is not None and time.monotonic() + seconds > self.deadline:
+            raise OutOfTime
 
 
 _process: dict[str, _Trains] = {}
@@ -249,91 +328,8 @@ def _best_first(results: TextResults) -> list[str]:
     return sorted(first, key=lambda configuration: bits_per_byte(first[configuration], results))
 
 
-def _run(
-    job: Job,
-    results: TextResults,
-    corpus: TextCorpus,
-    device: str,
-    environment: Environment,
-    deadline: float | None,
-    report: Callable[[str], None],
-) -> None:
-    """Train and score a configuration, and keep what comes of it."""
-    recipe = results.recipe
-    scoring = max(
-        (training.seconds - training.training_seconds for training in results.trainings.values()),
-        default=_SCORING_SECONDS,
-    )
-
-    def start(rate: float) -> Training:
-        return Training(job.configuration, recipe, corpus, rate=rate, seed=job.seed, device=device)
-
-    def advance(training: Training, steps: int) -> None:
-        later = scoring if steps == recipe.steps else 0.0
-        speed = _known_speed(job.configuration, results)
-        if speed is not None:
-            _check_time(deadline, (steps - training.steps) * recipe.tokens_per_step / speed + later)
-        training.advance(steps, watch=lambda seconds_left: _check_time(deadline, seconds_left + later))
-
-    def keep(rate: float, rung: int, loss: float, training: Training) -> None:
-        trial = Trial(
-            configuration=job.configuration,
-            rate=rate,
-            rung=rung,
-            loss=loss,
-            seconds=round(training.seconds, 2),
-            tokens_per_second=round(training.tokens_per_second, 1),
-            environment=environment,
-            date=_now(),
-        )
-        results.add(trial)
-        speed = f"{trial.tokens_per_second:,.0f} tokens/s"
-        report(f"{job.name}: learning rate {rate:g}, loss {loss:.4f} after {rung} steps, {speed}")
-
-    if job.seed:
-        rate = results.rate_of(job.configuration)
-        assert rate is not None
-        training = start(rate)
-        advance(training, recipe.steps)
-        if not training.is_finite:
-            raise ArithmeticError(f"the loss is not finite after {training.steps} steps at learning rate {rate:g}")
-    else:
-        training = train_best(recipe, results.losses(job.configuration), start=start, advance=advance, keep=keep)
-    began = time.monotonic()
-    scores = {str(length): found.as_json() for length, found in score(training.model, corpus, recipe).items()}
-    model = training.model
-    if torch.device(device).type == "cuda":
-        model.bfloat16()
-    prompt = torch.from_numpy(corpus.held_out[: recipe.decode_context].astype("int64")).to(device)
-    result = TextResult(
-        configuration=job.configuration,
-        seed=job.seed,
-        rate=training.rate,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        intermediate_size=intermediate_size(job.configuration, recipe, corpus.vocab_size),
-        curve=training.curve(),
-        scores=scores,
-        training_seconds=round(training.seconds, 2),
-        tokens_per_second=round(training.tokens_per_second, 1),
-        peak_bytes=training.peak_bytes,
-        state_bytes={str(tokens): state_bytes(model, tokens) for tokens in recipe.scored_lengths[:2]},
-        decoding=decoding(model, recipe, prompt),
-        seconds=round(training.seconds + time.monotonic() - began, 2),
-        environment=environment,
-        date=_now(),
-    )
-    results.add(result)
-    speed = f"{result.tokens_per_second:,.0f} tokens/s"
-    report(f"{job.name}: {bits_per_byte(result, results):.4f} bits per byte, {speed}, {result.seconds:.0f} s")
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _check_time(deadline: float | None, seconds: float) -> None:
-    if deadline is not None and time.monotonic() + seconds > deadline:
-        raise OutOfTime
 
 
 def _known_speed(configuration: str, results: TextResults) -> float | None:
