@@ -469,7 +469,7 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     manifest = {**corpus.manifest, "sha256": corpus.digest}
     images = tmp_path / "images"
     empty = write_text_page(tmp_path / "empty.md", None, manifest, images=images).read_text()
-    assert "No model is trained to the end" in empty and "## Findings" not in empty and not images.exists()
+    assert "No model is trained with a learning rate" in empty and "## Findings" not in empty and not images.exists()
 
     page = write_text_page(tmp_path / "text.md", TextResults.read(finished.path), manifest, images=images).read_text()
     for configuration in CONFIGURATIONS:

@@ -28,8 +28,8 @@ __all__ = ["write_text_page"]
 _FIXED = (
     "Fixed before the first model was trained, except for the choice of learning rates. At first it was made by trials "
     "of 128 steps with a warm-up of 10, which turned out to depend on chance: [what was found](log.md#the-text-suite-"
-    "short-trials-do-not-order-learning-rates). The table of which rule to take for what came then, too, when four models "
-    "had been trained at the lowest rate."
+    "short-trials-do-not-order-learning-rates). The table of which rule to take for what came then, too, when four "
+    "models had been trained at the lowest rate."
 )
 _AS_FAST = 0.05
 """Speeds that differ by less count as equal."""
@@ -59,9 +59,10 @@ def write_text_page(page: Path, results: TextResults | None, manifest: dict[str,
     recipe = TextRecipe() if results is None else results.recipe
     parts = ["# Every rule on real text\n", _introduction(recipe)]
     if results is None or not results.configurations:
-        parts.append(
-            "No model is trained to the end with the learning rate that was found for it; what is planned is below.\n"
-        )
+        said = "No model is trained with a learning rate that was found for it yet."
+        if results is not None and results.trials:
+            said += " What has been trained is under [Learning rates](#learning-rates)."
+        parts.append(filled(said) + "\n")
     else:
         ranked = sorted(
             {configuration for configuration, _ in results.configurations},
