@@ -163,10 +163,11 @@ def check_step_shapes(
 
 
 def check_tensor_values(log_decay: Tensor | None, cu_seqlens: Tensor | None, T: int) -> None:
-    """Raise ValueError for positive or NaN log-decay and a malformed `cu_seqlens`; reads tensors only where cheap."""
+    """Raise ValueError for positive log-decay and a malformed `cu_seqlens`; reads tensors only where cheap."""
     if log_decay is not None and _readable(log_decay) and log_decay.numel():
-        largest = _value(log_decay.detach()).max().item()
-        if not largest <= 0:  # NaN, too, if there is any
+        values = _value(log_decay.detach())
+        if bool((values > 0).any()):  # the largest value is NaN if there is any
+            largest = values[values > 0].max().item()
             raise ValueError(
                 f"log_decay must be <= 0 (a natural logarithm of a factor in [0, 1]), got a value of {largest:g}"
             )
