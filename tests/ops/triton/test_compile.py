@@ -265,15 +265,20 @@ PTXAS_GIVES_UP = known_miss(
 )
 
 
-ROW_BEFORE = known_miss(
-    "the preparation holds the row before each one too: 1.4 KB spilled where 512 bytes are allowed", at_most=1_800
-)
+ROW_BEFORE = {HOPPER: (256,), AMPERE: (64, 128, 256), ADA: (64, 128), BLACKWELL: (64, 128)}
+"""Key channels for which, by card, the preparation of an undecayed read spills more than is allowed."""
+
+
+def of_row_before(call: Call) -> known_miss:
+    most = 6_000 if (call.arch, call.K) == (AMPERE, 256) else 1_800
+    return known_miss("the preparation holds the row before each one too, and spills more for it", at_most=most)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("call", SWEEP, ids=str)
 def test_every_kernel_fits_every_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gives_up = call.dtype == torch.float32 and call.K == 256 and call.decay != "channel" and call.arch != HOPPER
-    rows_before = call.undecayed and call.decay == "channel" and call.K == 256 and call.dtype != torch.float32
-    with PTXAS_GIVES_UP if gives_up else ROW_BEFORE if rows_before and call.arch == HOPPER else nullcontext():
+    channel_half = call.decay == "channel" and call.dtype != torch.float32
+    row_before = call.undecayed and channel_half and call.K in ROW_BEFORE[call.arch]
+    with PTXAS_GIVES_UP if gives_up else of_row_before(call) if row_before else nullcontext():
         check(call, monkeypatch, tmp_path)
