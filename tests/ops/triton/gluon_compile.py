@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import triton
-from ops.triton.machine_code import changed_operands
+from ops.triton.machine_code import faults
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -35,7 +35,7 @@ class Compiled:
     shared: int
     """Bytes per thread block."""
     warnings: tuple[str, ...]
-    """Of ptxas, such as C7512 and C7514: matrix products that wait for each other. And what changes their operands."""
+    """Of ptxas, such as C7512 and C7514: matrix products that wait for each other. And of `machine_code`."""
     ptx: str
     partition_registers: tuple[int, ...]
     """What partitions of warps set their registers to."""
@@ -85,6 +85,6 @@ def _resources(compiled: Any) -> Compiled:
     found = re.search(r"Used (\d+) registers", told)
     assert found, told
     warnings = [line.strip() for line in told.splitlines() if re.search(r"\(C\d+\)", line)]
-    warnings += changed_operands(compiled.asm["cubin"])
+    warnings += faults(compiled.asm["cubin"])
     partitions = tuple(int(x) for x in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))
     return Compiled(int(found[1]), spilled, compiled.metadata.shared, tuple(warnings), ptx, partitions)

@@ -1,7 +1,10 @@
-"""Registers of asynchronous matrix products (wgmma) that change before the product is done, in assembled code.
+"""What ptxas is known to get wrong about matrix products (wgmma), looked for in assembled code.
 
-ptxas 12.8 and 12.9 put instructions that set a product's operand behind the product, if the operand is a constant that
-two products share. What the first one reads then depends on timing (docs/kernels.md).
+* Operands that change before the product is done: ptxas 12.8 and 12.9 put instructions that set a product's operand
+  behind the product, if the operand is a constant that two products share. What the first one reads then depends on
+  timing (docs/kernels.md).
+* Uniform registers that nothing sets: 12.8 loses the first of four descriptors that it computes from each other. The
+  products then read from anywhere in shared memory.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import NamedTuple
 
 import triton
 
-__all__ = ["changed_operands"]
+__all__ = ["faults"]
 
 
 class Product(NamedTuple):
@@ -26,17 +29,24 @@ class Product(NamedTuple):
     accumulator: range
 
 
-def changed_operands(cubin: bytes) -> list[str]:
-    """Instructions that write the left operand of a product, or read or write its accumulator, before it is done."""
+def faults(cubin: bytes) -> list[str]:
+    """Instructions that show one of both, with what is wrong about them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(path)]
-        return _changed_operands(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [*_changed_operands(listing), *_unset_uniform_registers(listing)]
+
+
+def _code(listing: str) -> dict[int, str]:
+    """Instructions by address."""
+    return {int(at, 16): line for at, line in re.findall(r"^\s*/\*([0-9a-f]+)\*/\s+(.*?)\s*;", listing, re.MULTILINE)}
 
 
 def _changed_operands(listing: str) -> list[str]:
-    code = {int(at, 16): line for at, line in re.findall(r"^\s*/\*([0-9a-f]+)\*/\s+(.*?)\s*;", listing, re.MULTILINE)}
+    """Instructions that write the left operand of a product, or read or write its accumulator, before it is done."""
+    code = _code(listing)
     found: dict[str, None] = {}
     issued: list[list[Product]] = [[]]  # in groups that are waited for; the last one is still open
     for at, line in code.items():
@@ -68,6 +78,30 @@ def _step(line: str, issued: list[list[Product]], found: dict[str, None]) -> lis
         if set(written) & set(product.left) or used & set(product.accumulator):
             found[f"{line} while {product.line}"] = None
     return issued
+
+
+def _unset_uniform_registers(listing: str) -> list[str]:
+    """Instructions that read a uniform register before any instruction in front of them writes it."""
+    found, written = [], set()
+    for line in _code(listing).values():
+        name, _, rest = re.sub(r"^@!?U?P\d\s+", "", line).partition(" ")
+        operands = [x.strip() for x in rest.split(",")]
+        target = next((x for x in operands[:2] if not re.fullmatch(r"!?U?P[\dT]", x)), "")
+        stores = re.match(r"ST[A-Z]*(\.|$)|RED(\.|$)", name)
+        sets = None if stores else re.fullmatch(r"UR(\d+)", target)
+        for operand in operands:
+            count = 2 if "desc[" in operand or ".64" in name and name.startswith("U") else 1
+            for number in re.findall(r"\bUR(\d+)", operand if sets is None or operand is not target else ""):
+                # The left operand's descriptor in two registers, none if it is in registers, and then the right one's.
+                first = int(number) + (2 if "gdesc" in operand and operands[1].startswith("R") else 0)
+                last = int(number) + (4 if "gdesc" in operand else count)
+                if unset := set(range(first, last)) - written:
+                    found.append(f"{line} reads {', '.join(f'UR{n}' for n in sorted(unset))}, which nothing has set")
+                    written |= unset
+        if sets:
+            count = 2 if ".64" in name or ".WIDE" in name else 1
+            written |= set(range(int(sets[1]), int(sets[1]) + count))
+    return found
 
 
 def _registers(operand: str, count: int) -> range:
