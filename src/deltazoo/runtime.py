@@ -25,8 +25,8 @@ class RuntimeOptions:
         backend: of the operator of the linear layers, see `deltazoo.ops.delta_rule`. A named one that cannot run raises
             when the model runs.
         fused_kernels: Triton kernels around the operator of the linear layers, for norms, with the residual that comes
-            before them, and for SwiGLU, see `deltazoo.ops.fused`. None: these kernels wherever they run, else plain
-            torch; True: these kernels, on NVIDIA GPUs only; False: plain torch.
+            before them, for rotary embeddings and for SwiGLU, see `deltazoo.ops.fused`. None: these kernels wherever
+            they run, else plain torch; True: these kernels, on NVIDIA GPUs only; False: plain torch.
         liger: Liger's kernels for norms, with the residual that comes before them, for SwiGLU, and with
             `fuse_linear_cross_entropy` for the loss. True: on GPUs only, and the package (the extra `fast`) is needed.
         fuse_linear_cross_entropy: training computes the loss from `labels` without the logits of all positions, see

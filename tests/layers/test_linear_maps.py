@@ -13,8 +13,14 @@ from deltazoo.layers.linear_maps import linear_maps
 from deltazoo.layers.recompute import recomputing
 
 
+@pytest.fixture(autouse=True, params=[1 << 20, 0], ids=["few_rows", "many_rows"])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for an input of few rows, and as for one of many, for which small maps are one product."""
+    monkeypatch.setattr("deltazoo.layers.linear_maps._MANY_ROWS", request.param)
+
+
 def three_maps(dtype: torch.dtype = torch.float64) -> list[nn.Module]:
-    return [nn.Linear(6, n, bias=False, dtype=dtype) for n in (5, 8, 1)]
+    return [nn.Linear(6, n, bias=False, dtype=dtype) for n in (5, 70, 1)]
 
 
 def one_by_one(x: Tensor, maps: list[nn.Module]) -> list[Tensor]:
@@ -90,11 +96,13 @@ def test_other_modules_are_called(why: str) -> None:
     assert len(called) == (2 if why == "hook" else 0)
 
 
-def test_without_gradients_each_module_is_called() -> None:
+def test_without_gradients() -> None:
     maps, x = three_maps(), torch.randn(4, 6, dtype=torch.float64)
     assert "_LinearMapsBackward" not in functions_of(linear_maps(x, maps))
     with torch.no_grad():
-        assert not functions_of(linear_maps(x.requires_grad_(), maps))
+        results = linear_maps(x.requires_grad_(), maps)
+    assert not functions_of(results)
+    torch.testing.assert_close(results, one_by_one(x, maps))
 
 
 @pytest.mark.parametrize("variant", ["delta_net", "gated_deltanet", "kda"])

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.layers.sequences import Sequences
+from deltazoo.ops.fused import fused_kernels_fit, fused_rotary
 
 __all__ = ["Rotary", "rotate", "rotate_queries_and_keys"]
 
@@ -11,8 +12,17 @@ Rotary = tuple[Tensor, Tensor]
 """Cosines and sines `[B or 1, T, d]`, each angle twice: channels i and i + d/2 form a pair."""
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn the first d channels of `[B, T, H, K]` by their angles, in x's dtype; channels from d on stay."""
+def rotate(x: Tensor, rotary: Rotary, *, fused: bool | None = None) -> Tensor:
+    """Turn the first d channels of `[B, T, H, K]` by their angles, in x's dtype; channels from d on stay.
+
+    Args:
+        x, rotary: see above.
+        fused: in a Triton kernel; None: wherever it runs, and plain torch elsewhere.
+    """
+    if fused is None:
+        fused = fused_kernels_fit(x) and not any(part.requires_grad for part in rotary)
+    if fused:
+        return fused_rotary(x, *rotary)
     cos, sin = (part[:, :, None].to(x.dtype) for part in rotary)
     turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = turned.chunk(2, dim=-1)
@@ -20,15 +30,18 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
-def rotate_queries_and_keys(q: Tensor, k: Tensor, rotary: Rotary | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+def rotate_queries_and_keys(
+    q: Tensor, k: Tensor, rotary: Rotary | None, sequences: Sequences, *, fused: bool | None = None
+) -> tuple[Tensor, Tensor]:
     """Turn both; None leaves them as they are.
 
     Args:
         q, k: `[B, T, H, K]`, arranged by `sequences`.
         rotary: cosines and sines in the caller's order.
         sequences: of the batch.
+        fused: as of `rotate`.
     """
     if rotary is None:
         return q, k
     arranged = sequences.arrange(rotary[0]), sequences.arrange(rotary[1])
-    return rotate(q, arranged), rotate(k, arranged)
+    return rotate(q, arranged, fused=fused), rotate(k, arranged, fused=fused)

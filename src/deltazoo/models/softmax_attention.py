@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deltazoo.layers.rotary import rotate
 from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.runtime import RuntimeOptions
 
 __all__ = ["RotaryEmbedding", "SoftmaxAttention"]
 
@@ -69,12 +70,17 @@ class SoftmaxAttention(nn.Module):
         assert heads is not None and groups is not None
         self.config = config
         self.layer_idx = layer_idx
+        self.fused_kernels: bool | None = None
         self.head_dim = config.hidden_size // heads
         self.num_key_value_groups = heads // groups
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=False)
+
+    def use_runtime(self, options: RuntimeOptions) -> None:
+        """Run with other `fused_kernels`."""
+        self.fused_kernels = options.fused_kernels
 
     def head_counts(self) -> dict[str, int]:
         """The number of heads that tensor parallelism divides, by its name in the configuration."""
@@ -105,7 +111,7 @@ class SoftmaxAttention(nn.Module):
             rearrange(projection(hidden_states), "b t (h d) -> b t h d", d=self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, position_embeddings), rotate(key, position_embeddings)
+        query, key = (rotate(x, position_embeddings, fused=self.fused_kernels) for x in (query, key))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)

@@ -32,6 +32,7 @@ from deltazoo.layers import (
     describe_sequences,
     l2_normalize,
 )
+from deltazoo.layers.rotary import rotate
 from deltazoo.layers.short_convolution import convolve_token
 from deltazoo.ops.fused import (
     fused_add_rms_norm,
@@ -40,6 +41,7 @@ from deltazoo.ops.fused import (
     fused_kernels_fit,
     fused_rms_norm,
     fused_rms_norm_linear,
+    fused_rotary,
     fused_short_conv,
     fused_short_conv_step,
     fused_short_convs,
@@ -264,6 +266,28 @@ class Decay:
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """The rotary embedding of the first channels of each head, and its gradient."""
+
+    name: str
+    shape: tuple[int, ...] = (2, 37, 3, 16)
+    channels: int = 16
+    shared: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
+
+        x = draw(*self.shape).requires_grad_()
+        angles = draw(1 if self.shared else self.shape[0], self.shape[1], self.channels)
+        y = rotate(x, (angles.cos(), angles.sin()), fused=fused)
+        return {"y": y.detach(), "d_x": torch.autograd.grad(y, x, draw(*self.shape))[0]}
+
+
+@dataclass(frozen=True)
 class Loss:
     """Cross-entropy per row and the gradient of its sum."""
 
@@ -368,6 +392,10 @@ CASES = [
     Decay("decay_wide", shape=(1, 9, 3, 700)),
     Decay("decay_several_blocks_per_program", shape=(2, 700, 2, 8), most_parts=2),
     Decay("decay_half", dtype=HALF),
+    Rotation("rotary"),
+    Rotation("rotary_of_rows", shape=(3, 5, 2, 24), channels=24, shared=False),
+    Rotation("rotary_of_some_channels", shape=(2, 7, 5, 20), channels=6),
+    Rotation("rotary_half", dtype=HALF),
     Loss("loss"),
     Loss("loss_in_several_blocks", vocabulary=150, most_columns=32),
     Loss("loss_half", dtype=HALF),
@@ -378,7 +406,7 @@ CASES = [
 ]
 
 
-Case = Convolution | TokenStep | Norm | PlainNorm | Product | FeedForward | Decay | Loss | Layer
+Case = Convolution | TokenStep | Norm | PlainNorm | Product | FeedForward | Decay | Rotation | Loss | Layer
 
 
 def judge(case: Case, results: Results) -> None:
@@ -483,7 +511,8 @@ def test_operators_of_a_training_step_compile_without_a_graph_break(fake: bool) 
     def run(x: Tensor, taps: Tensor, down: Tensor, scale: Tensor, out: Tensor, *gate: Tensor) -> Tensor:
         q, k, v = fused_short_convs((x, 2 * x, 3 * x), (taps, taps, taps), head_dims=(8, 8, 0))
         y = fused_swiglu_linear(q * k, v, down)
-        y = fused_rms_norm_linear(y.unflatten(-1, (2, 8)), scale, out, 1e-5)
+        y = fused_rotary(y.unflatten(-1, (2, 8)), *(f(x[:1, :, :8].detach().float()) for f in (torch.cos, torch.sin)))
+        y = fused_rms_norm_linear(y, scale, out, 1e-5)
         return fused_softplus_decay(y, *gate).sum()
 
     def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

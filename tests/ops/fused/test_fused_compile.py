@@ -30,6 +30,7 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     gated_norm,
     greedy_token,
     rms_norm,
+    rotary,
     row_product,
     short_conv_operator,
     short_conv_step,
@@ -113,6 +114,12 @@ def decay(*heads: int) -> None:
     )
     softplus_decay._forward(a, A_log, dt_bias)
     softplus_decay._backward(a, A_log, dt_bias, empty(4, 4096, *heads, dtype=torch.float32))
+
+
+def turn(heads: int, channels: int = 128) -> None:
+    x, angles = empty(4, 4096, heads, 128), empty(1, 4096, channels, dtype=torch.float32)
+    rotary.rotary.launch(x, angles, angles)
+    rotary._turn(x, angles, angles, True)
 
 
 def normalize_and_map() -> None:
@@ -204,6 +211,8 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "plain_norm_longest": (4, lambda: normalize_plainly(MOST_NORM_COLUMNS, torch.float32)),
     "swiglu": (8, multiply),
     "swiglu_and_linear_map": (8, multiply_and_map),
+    "rotary": (4, lambda: turn(5)),
+    "rotary_of_some_channels": (4, lambda: turn(16, 32)),
     "loss": (8, lose),
     **{f"step_token_{part}": (3, partial(token_of, part)) for part in ("mixer", "o", "mlp", "down")},
     **{
@@ -286,15 +295,16 @@ def is_specialized(kernel: JITFunction, name: str) -> bool:
 NORMS = [f"plain_norm_{case}" for case in ("1024", "2048", "sum_1024", "sum_2048", "autocast_1024")]
 
 
-@pytest.mark.parametrize("name", ["swiglu", "swiglu_and_linear_map", *NORMS])
+@pytest.mark.parametrize("name", ["swiglu", "swiglu_and_linear_map", "rotary", *NORMS])
 def test_reads_and_writes_16_bytes_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for compiled in compile_call(name, monkeypatch):
         if compiled.metadata.name == "sum_of_parts_kernel":  # its rows are two megabytes in all
             continue
         accesses = re.findall(r"(?:ld|st)\.global\S*", compiled.asm["ptx"])
         narrow = [access for access in accesses if ".v4.b32" not in access]
-        # 1024 weights in bfloat16 are 8 bytes for each of 256 threads.
-        allowed = ["ld.global.v2.b32"] if name in ("plain_norm_1024", "plain_norm_sum_1024") else []
+        # 1024 weights in bfloat16 are 8 bytes for each of 256 threads, and so are the angles of 4 tokens for 128.
+        few = {"plain_norm_1024": 1, "plain_norm_sum_1024": 1, "rotary": 4}
+        allowed = ["ld.global.v2.b32"] * few.get(name, 0)
         assert accesses and narrow == allowed, (compiled.name, accesses)
 
 

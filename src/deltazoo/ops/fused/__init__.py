@@ -1,4 +1,5 @@
-"""Fused operations around the operator: short convolution, norms, gates, SwiGLU and loss, each one pass over memory.
+"""Fused operations around the operator: short convolution, norms, rotary embedding, gates, SwiGLU and loss, each one
+pass over memory.
 
 The functions here check their arguments and run our Triton kernels; Triton is imported by the first call. `liger` has
 Liger's kernels for norms, SwiGLU and the loss. `linear_cross_entropy` is the loss without the logits of all rows.
@@ -12,6 +13,7 @@ from deltazoo.ops.fused.fused_functions import (
     fused_kernels_fit,
     fused_rms_norm,
     fused_rms_norm_linear,
+    fused_rotary,
     fused_short_conv,
     fused_short_conv_step,
     fused_short_convs,
@@ -28,6 +30,7 @@ __all__ = [
     "fused_kernels_fit",
     "fused_rms_norm",
     "fused_rms_norm_linear",
+    "fused_rotary",
     "fused_short_conv",
     "fused_short_conv_step",
     "fused_short_convs",

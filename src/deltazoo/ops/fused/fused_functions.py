@@ -21,6 +21,7 @@ __all__ = [
     "fused_kernels_fit",
     "fused_rms_norm",
     "fused_rms_norm_linear",
+    "fused_rotary",
     "fused_short_conv",
     "fused_short_conv_step",
     "fused_short_convs",
@@ -257,6 +258,34 @@ def fused_add_rms_norm(
     return add_rms_norm(x, residual, weight, eps, dtype or torch.promote_types(x.dtype, residual.dtype))
 
 
+def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotary embedding (arXiv:2104.09864), the half-split form of Llama, computed in float32.
+
+    Args:
+        x: `[B, T, H, K]` float32, bfloat16 or float16.
+        cos, sin: `[B or 1, T, d]`, float32, bfloat16 or float16, d even and at most K: channels i and i + d/2 form a
+            pair, those from d on stay. Not differentiable.
+
+    Returns:
+        `[B, T, H, K]` in x's dtype.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
+        ValueError: angles that do not fit x or need a gradient, or tensors on several devices.
+    """
+    _require_triton(x, cos, sin)
+    if x.ndim != 4 or cos.shape != sin.shape or cos.shape[:-1] not in (x.shape[:2], (1, x.shape[1])):
+        shapes = ", ".join(str(tuple(part.shape)) for part in (x, cos, sin))
+        raise ValueError(f"expected x [B, T, H, K] with cos and sin [B or 1, T, d], got {shapes}")
+    if cos.shape[-1] % 2 or not 0 < cos.shape[-1] <= x.shape[-1]:
+        raise ValueError(f"the angles must be of an even number of the {x.shape[-1]} channels, got {cos.shape[-1]}")
+    if _needs_gradient(cos) or _needs_gradient(sin):
+        raise ValueError("the fused rotary embedding gives no gradient to its angles: detach them")
+    from deltazoo.ops.fused.kernels.rotary import rotary
+
+    return rotary(x, cos, sin)
+
+
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, computed in float32.
 
@@ -349,8 +378,8 @@ def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor
     return cross_entropy_(logits, labels, ignored)
 
 
-def _needs_gradient(past: Tensor | None) -> bool:
-    return past is not None and past.requires_grad and torch.is_grad_enabled()
+def _needs_gradient(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
 def _require_columns(x: Tensor) -> None:
