@@ -62,8 +62,7 @@ def _changed_operands(listing: str) -> list[str]:
 
 def _step(line: str, issued: list[list[Product]], found: dict[str, None]) -> list[list[Product]]:
     """The groups of products that run after an instruction; adds to `found` if it changes one of them."""
-    name, _, rest = re.sub(r"^@!?U?P\d\s+", "", line).partition(" ")
-    operands = [x.strip() for x in rest.split(",")]
+    name, operands = _parts(line)
     if "GMMA." in name:
         assert "F32" in name.split("."), f"accumulators of another type are not known here: {line}"
         columns = int(re.search(r"\.64x(\d+)x", name)[1])  # type: ignore[index]
@@ -73,7 +72,7 @@ def _step(line: str, issued: list[list[Product]], found: dict[str, None]) -> lis
     if name == "WARPGROUP.DEPBAR.LE":
         return issued[len(issued) - 1 - int(operands[-1], 16) :]
     written = _written(name, operands)
-    used = {int(x) for x in re.findall(r"\bR(\d+)", rest)}.union(written)
+    used = {int(x) for operand in operands for x in re.findall(r"\bR(\d+)", operand)}.union(written)
     for product in (product for group in issued for product in group):
         if set(written) & set(product.left) or used & set(product.accumulator):
             found[f"{line} while {product.line}"] = None
@@ -82,26 +81,49 @@ def _step(line: str, issued: list[list[Product]], found: dict[str, None]) -> lis
 
 def _unset_uniform_registers(listing: str) -> list[str]:
     """Instructions that read a uniform register before any instruction in front of them writes it."""
-    found, written = [], set()
-    for line in _code(listing).values():
-        name, _, rest = re.sub(r"^@!?U?P\d\s+", "", line).partition(" ")
-        operands = [x.strip() for x in rest.split(",")]
-        target = next((x for x in operands[:2] if not re.fullmatch(r"!?U?P[\dT]", x)), "")
-        stores = re.match(r"ST[A-Z]*(\.|$)|RED(\.|$)", name)
-        sets = None if stores else re.fullmatch(r"UR(\d+)", target)
-        for operand in operands:
-            count = 2 if "desc[" in operand or ".64" in name and name.startswith("U") else 1
-            for number in re.findall(r"\bUR(\d+)", operand if sets is None or operand is not target else ""):
-                # The left operand's descriptor in two registers, none if it is in registers, and then the right one's.
-                first = int(number) + (2 if "gdesc" in operand and operands[1].startswith("R") else 0)
-                last = int(number) + (4 if "gdesc" in operand else count)
-                if unset := set(range(first, last)) - written:
-                    found.append(f"{line} reads {', '.join(f'UR{n}' for n in sorted(unset))}, which nothing has set")
-                    written |= unset
-        if sets:
-            count = 2 if ".64" in name or ".WIDE" in name else 1
-            written |= set(range(int(sets[1]), int(sets[1]) + count))
+    found, set_before, code = [], set[int](), _code(listing)
+    for line in code.values():
+        read, written = _uniform_registers(line)
+        if unset := read - set_before:
+            found.append(f"{line} reads {', '.join(f'UR{n}' for n in sorted(unset))}, which nothing has set")
+        set_before |= read | written
+        if call := re.match(r"(?:@!?U?P\d )?CALL\.REL\S* `?\(?(0x[0-9a-f]+)", line):
+            set_before |= _written_by_subroutine(code, int(call[1], 16))
     return found
+
+
+def _uniform_registers(line: str) -> tuple[set[int], set[int]]:
+    """The uniform registers that an instruction reads, and those that it writes."""
+    name, operands = _parts(line)
+    read, written = set[int](), set[int]()
+    wide = name.startswith("U") and (".64" in name or ".WIDE" in name)
+    place = 1 if re.fullmatch(r"U?P[\dT]", operands[0]) and len(operands) > 1 else 0
+    if re.fullmatch(r"UR\d+", operands[place]) and not re.match(r"ST[A-Z]*(\.|$)|RED(\.|$)", name):
+        first = int(operands.pop(place)[2:])
+        written = set(range(first, first + 1 + wide))
+    for operand in operands:
+        first, last = 0, 2 if "desc[" in operand or ".64" in name and wide else 1
+        if "gdesc[" in operand:  # of the left operand, unused if that is in registers, and of the right one
+            first, last = 2 if operands[1].startswith("R") else 0, 4
+        for number in re.findall(r"\bUR(\d+)", operand):
+            read |= set(range(int(number) + first, int(number) + last))
+    return read, written
+
+
+def _written_by_subroutine(code: dict[int, str], start: int) -> set[int]:
+    written: set[int] = set()
+    for at, line in code.items():
+        if at >= start:
+            written |= _uniform_registers(line)[1]
+            if line.startswith("RET"):
+                break
+    return written
+
+
+def _parts(line: str) -> tuple[str, list[str]]:
+    """Name and operands of an instruction."""
+    name, _, rest = re.sub(r"^@!?U?P\d\s+", "", line).partition(" ")
+    return name, [x.strip() for x in rest.split(",")]
 
 
 def _registers(operand: str, count: int) -> range:

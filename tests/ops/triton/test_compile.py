@@ -276,11 +276,20 @@ def of_row_before(call: Call) -> known_miss:
     return known_miss("the preparation holds the row before each one too, and spills more for it", at_most=most)
 
 
+JUST_OVER = {
+    str(Call(HOPPER, 256, 128, segmented=True)): known_miss("the strict scan spills 592 bytes of 512", at_most=640),
+    str(Call(HOPPER, 256, 256, erase_key=True, undecayed=True, num_micro_steps=2)): known_miss(
+        "the chunk gradients spill 528 bytes of 512", at_most=576
+    ),
+}
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("call", SWEEP, ids=str)
 def test_every_kernel_fits_every_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gives_up = call.dtype == torch.float32 and call.K == 256 and call.decay != "channel" and call.arch != HOPPER
     channel_half = call.decay == "channel" and call.dtype != torch.float32
     row_before = call.undecayed and channel_half and call.K in ROW_BEFORE[call.arch]
-    with PTXAS_GIVES_UP if gives_up else of_row_before(call) if row_before else nullcontext():
+    known = PTXAS_GIVES_UP if gives_up else of_row_before(call) if row_before else JUST_OVER.get(str(call))
+    with known or nullcontext():
         check(call, monkeypatch, tmp_path)

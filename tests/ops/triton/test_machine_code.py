@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from ops.triton.machine_code import _changed_operands  # noqa: E402
+from ops.triton.machine_code import _changed_operands, _unset_uniform_registers  # noqa: E402
 
 # The gradients per channel with masks as constants: R109 is set after the first product was issued.
 LATE = """
@@ -43,3 +43,36 @@ def test_products_that_run_on_into_the_next_trip() -> None:
     early = no_wait.replace("FADD R24, R24, R25", "NOP").replace("LDG.E.64 R122", "LDG.E.64 R38")
     (found,) = _changed_operands(early)
     assert found.startswith("LDG.E.64 R38") and "HGMMA.64x32x16.F32.BF16 R24" in found
+
+
+# The strong gradients in tiles of 16 key channels: UR14 should be the first of four descriptors.
+LOST = """
+        /*0010*/                   ULDC.64 UR8, c[0x0][0x208] ;
+        /*0020*/                   UIADD3 UR30, UR8, 0x2000, URZ ;
+        /*0030*/                   UMOV UR31, 0xc0000010 ;
+        /*0040*/                   UIADD3 UR14, UP0, UR14, 0x20, URZ ;
+        /*0050*/                   UMOV UR15, UR31 ;
+        /*0060*/                   LDG.E.128 R28, desc[UR8][R112.64] ;
+        /*0070*/                   HGMMA.64x16x16.F32.BF16 R32, R24, gdesc[UR28].tnspB, RZ, !UPT ;
+        /*0080*/                   HGMMA.64x16x16.F32.BF16 R32, R28, gdesc[UR12].tnspB, R32, gsb0 ;
+        /*0090*/                   EXIT ;
+"""
+
+
+def test_descriptor_made_from_a_register_that_nothing_sets() -> None:
+    (found,) = _unset_uniform_registers(LOST)
+    assert found.startswith("UIADD3 UR14, UP0, UR14") and "reads UR14," in found
+    assert not _unset_uniform_registers(LOST.replace("UP0, UR14, 0x20", "UP0, UR30, 0x20"))
+
+
+def test_left_descriptor_that_a_product_reads() -> None:
+    (found,) = _unset_uniform_registers(LOST.replace("UP0, UR14, 0x20", "UP0, UR30, 0x20").replace("R24, gdesc", "gdesc"))
+    assert found.startswith("HGMMA") and "reads UR28, UR29," in found
+
+
+def test_register_that_a_subroutine_sets() -> None:
+    call = LOST.replace("UMOV UR31, 0xc0000010", "CALL.REL.NOINC 0xa0").replace("UMOV UR15, UR31", "UMOV UR31, UR14")
+    call = call.replace("UIADD3 UR14, UP0, UR14, 0x20, URZ", "UMOV UR15, UR14")
+    routine = "        /*00a0*/                   UMOV UR14, URZ ;\n        /*00b0*/                   RET.REL.NODEC R2 0x0 ;\n"
+    assert not _unset_uniform_registers(call + routine)
+    assert _unset_uniform_registers(call)

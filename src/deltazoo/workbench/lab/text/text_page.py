@@ -104,7 +104,8 @@ def _choices(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
     """For each use the best model, its figure, and which others are as good by the rules of the design."""
     first = {configuration: results.of_configuration(configuration)[0] for configuration in ranked}
     rows = []
-    for length in (recipe.row_length, recipe.scored_lengths[-1]):
+    lengths = recipe.row_length, recipe.scored_lengths[-1]
+    for length in lengths:
         best = min(ranked, key=lambda configuration: interval(configuration, results, length).value)
         ties = [other for other in ranked if other != best and not compare(other, best, results, length).called]
         found = f"{interval(best, results, length)} bits per byte"
@@ -124,7 +125,10 @@ def _choices(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
         best = max(speed, key=speed.__getitem__)
         ties = [other for other in ranked if other != best and speed[other] >= (1 - _AS_FAST) * speed[best]]
         rows.append((use, best, f"{speed[best]:,.0f} tokens/s", ties))
-    shown = ((use, configuration_label(best), found, _listed(ties) or "-") for use, best, found, ties in rows)
+    shown = [[use, configuration_label(best), found, _listed(ties) or "-"] for use, best, found, ties in rows]
+    if seed_spread(results) is None:
+        for row in shown[: len(lengths)]:
+            row[-1] = "not known before second seeds"
     note = (
         f"As good: no difference is called; recall differs by less than two standard errors; speed by less than "
         f"{_AS_FAST:.0%}."

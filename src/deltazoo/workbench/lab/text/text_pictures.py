@@ -25,6 +25,8 @@ def draw_all(folder: Path, results: TextResults, ranked: Sequence[str]) -> dict[
     first = {configuration: results.of_configuration(configuration)[0] for configuration in ranked}
     lengths = results.header["recipe"]["scored_lengths"]
     row_length = results.header["recipe"]["row_length"]
+    warm = results.recipe.warmup * results.recipe.steps
+    curves = {name: [point for point in result.curve if point[0] > warm] for name, result in first.items()}
     return {
         "bits": _draw_bits(folder / "text_bits.png", results, ranked, colours),
         "position": _draw_lines(
@@ -46,7 +48,7 @@ def draw_all(folder: Path, results: TextResults, ranked: Sequence[str]) -> dict[
         "cost": _draw_costs(folder / "text_cost.png", results, ranked, colours),
         "curves": _draw_lines(
             folder / "text_curves.png",
-            [("training", {configuration: result.curve for configuration, result in first.items()})],
+            [("after the warm-up", curves)],
             colours,
             x="optimizer steps",
             y="training loss (nats per token)",
@@ -176,7 +178,7 @@ def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours
                     label=configuration_label(configuration) if configuration in colours else None,
                 )
         axis.set_xlabel(title)
-        axis.set_xlim(left=0)
+        axis.set_xlim(0, 1.05 * axis.get_xlim()[1])
         axis.locator_params(axis="x", nbins=6)
         axis.xaxis.set_major_formatter(lambda speed, _: f"{speed:,.0f}")
     axes[0].set_ylabel("bits per byte (lower is better)")
