@@ -66,13 +66,14 @@ def test_descriptor_made_from_a_register_that_nothing_sets() -> None:
 
 
 def test_left_descriptor_that_a_product_reads() -> None:
-    (found,) = _unset_uniform_registers(LOST.replace("UP0, UR14, 0x20", "UP0, UR30, 0x20").replace("R24, gdesc", "gdesc"))
+    whole = LOST.replace("UP0, UR14, 0x20", "UP0, UR30, 0x20")
+    (found,) = _unset_uniform_registers(whole.replace("R24, gdesc", "gdesc"))
     assert found.startswith("HGMMA") and "reads UR28, UR29," in found
 
 
 def test_register_that_a_subroutine_sets() -> None:
     call = LOST.replace("UMOV UR31, 0xc0000010", "CALL.REL.NOINC 0xa0").replace("UMOV UR15, UR31", "UMOV UR31, UR14")
     call = call.replace("UIADD3 UR14, UP0, UR14, 0x20, URZ", "UMOV UR15, UR14")
-    routine = "        /*00a0*/                   UMOV UR14, URZ ;\n        /*00b0*/                   RET.REL.NODEC R2 0x0 ;\n"
+    routine = "/*00a0*/ UMOV UR14, URZ ;\n/*00b0*/ RET.REL.NODEC R2 0x0 ;\n"
     assert not _unset_uniform_registers(call + routine)
     assert _unset_uniform_registers(call)
