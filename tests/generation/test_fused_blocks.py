@@ -19,9 +19,10 @@ from deltazoo.generation.fused_blocks import FusedBlocks, why_not_fused
 from deltazoo.generation.merged_projections import MergedProjections
 
 NEGATIVE = ("neg_delta_net", "neg_gated_deltanet")
-FUSED = ("delta_net", "gated_deltanet", "kda", *NEGATIVE, "grouped_values", "tied", "hybrid")
-INTERPRETED = ("delta_net", "gated_deltanet", "neg_gated_deltanet", "grouped_values", "hybrid", "kda")
-ORDINARY = ("gla", "erase_only", "without_conv", "micro_steps", "longhorn", "comba")
+STEPS = ("linear_attention", "mamba2_style", "efla", "gated_efla", "longhorn", "kaczmarz")
+FUSED = ("delta_net", "gated_deltanet", "kda", *NEGATIVE, *STEPS, "grouped_values", "tied", "hybrid")
+INTERPRETED = ("delta_net", "gated_deltanet", "neg_gated_deltanet", *STEPS, "grouped_values", "hybrid", "kda")
+ORDINARY = ("gla", "erase_only", "without_conv", "micro_steps", "q_delta", "comba")
 CHILD = """
 import sys; sys.path[:0] = sys.argv[1:3]
 import test_fused_blocks as tests
@@ -91,7 +92,7 @@ def last_logits(model, ids, *, fused):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch_size", [1, 2, 16, 50, 64, 65])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["delta_net", "gated_deltanet", "kda"])
+@pytest.mark.parametrize("case", ["delta_net", "gated_deltanet", "kda", "mamba2_style", "gated_efla"])
 def test_logits_on_a_gpu(case, dtype, batch_size):
     sizes = {"hidden_size": 192, "num_heads": 3, "head_dim": 64, "intermediate_size": 344, "initializer_range": 0.02}
     model, ids = tiny_model(case, **sizes).to("cuda", dtype), tokens(batch_size, 70).to("cuda")

@@ -88,7 +88,8 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         return "other kernels were asked for"
     if mixer.backend not in (None, "triton"):
         return f"backend={mixer.backend!r} was asked for"
-    wanted = [mixer.q_proj, mixer.k_proj, mixer.v_proj, *_gate_maps(mixer), mixer.b_proj], [mlp.gate_proj, mlp.up_proj]
+    step_gate = [mixer.b_proj] if mixer.spec.corrects else []
+    wanted = [mixer.q_proj, mixer.k_proj, mixer.v_proj, *_gate_maps(mixer), *step_gate], [mlp.gate_proj, mlp.up_proj]
     for maps in wanted:
         product = products.get(id(maps[0]))
         if product is None or product.bias is not None or list(product.linears) != maps:
@@ -108,15 +109,14 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
 
 
 def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
-    """The rules that `token_rule` computes: DeltaNet, Gated DeltaNet and KDA, with positive or negative eigenvalues."""
+    """The rules that `token_rule` computes: those that erase what they write to, or nothing, once per token."""
     spec = mixer.spec
     served = (
-        spec.step_size == "euler"
+        (spec.step_size in ("none", "exact", "implicit", "kaczmarz") or (spec.step_size == "euler" and spec.normalize_k))
         and spec.erase_key == "tied"
         and mixer.num_micro_steps == 1
         and (spec.decay == "none" or (spec.decay_gate == "softplus" and spec.erase_reads == "decayed"))
         and mixer.decay_lower_bound is None
-        and spec.normalize_k
         and (mixer.neg_eigval == "both" or not mixer.allow_neg_eigval)
         and (spec.output_gate == "none" or spec.gate_activation in GATE_ACTIVATIONS)
     )
@@ -254,7 +254,7 @@ class _FusedBlock:
         shape = RuleShape(
             mixer.num_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, spec.normalize_q,
             mixer.allow_neg_eigval, spec.decay, "none" if spec.output_gate == "none" else spec.gate_activation,
-            spec.output_gate == "low_rank",
+            spec.output_gate == "low_rank", spec.normalize_k, spec.step_size,
         )  # fmt: skip
         gates = None
         if shape.low_rank_gate or shape.decay == "channel":

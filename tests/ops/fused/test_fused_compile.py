@@ -153,8 +153,9 @@ def token_of(part: str) -> None:
         token_product.token_product(empty(1, 2816), weight[part], residual=x)
 
 
-def apply_rule(rows: int, gate: str, V: int) -> None:
-    shape = token_rule.RuleShape(8, 8, 128, V, True, False, "none" if gate == "none" else "scalar", gate)
+def apply_rule(rows: int, gate: str, V: int, step: str = "euler") -> None:
+    decay = "none" if gate == "none" else "scalar"
+    shape = token_rule.RuleShape(8, 8, 128, V, True, False, decay, gate, False, step == "euler", step)
     wide = torch.float32
     per_head = empty(8, dtype=wide)
     mixed = empty(rows, 2 * 1024 + 8 * V * 2 + 16, dtype=wide)
@@ -219,6 +220,7 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         f"step_rule_{gate}_{rows}_{V}": (2, partial(apply_rule, rows, gate, V))
         for gate, rows, V in (("none", 1, 128), ("silu", 1, 256), ("silu", 64, 128))
     },
+    **{f"step_rule_step_{step}": (2, partial(apply_rule, 1, "silu", 128, step)) for step in ("none", "exact")},
     **{f"step_rule_channel_{rows}": (2, partial(apply_channel_rule, rows)) for rows in (1, 64)},
     **{
         f"step_rows_{rows}_{N}_{K}": (2, partial(row_product.row_product, empty(rows, K), empty(N, K)))

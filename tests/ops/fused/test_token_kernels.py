@@ -29,6 +29,7 @@ from deltazoo.ops.fused.kernels.token_convolution import Convolution, convolve_p
 from deltazoo.ops.fused.kernels.token_gates import LowRankGate, low_rank_gates  # noqa: E402
 from deltazoo.ops.fused.kernels.token_norms import HeadNorm, add_parts, norm_heads, swiglu_parts  # noqa: E402
 from deltazoo.ops.fused.kernels.token_rule import RuleShape  # noqa: E402
+from deltazoo.ops.step_size import STEP_SIZES  # noqa: E402
 
 Results = dict[str, Tensor]
 WIDE = torch.float64
@@ -153,7 +154,7 @@ class Rule:
         s = self.shape
         channels = s.HV * s.K if s.decay == "channel" else s.HV
         shapes = {
-            "mixed": (self.B, 2 * s.H * s.K + s.HV * s.V + sum(self.gate_sizes) + s.HV),
+            "mixed": (self.B, 2 * s.H * s.K + s.HV * s.V + sum(self.gate_sizes) + s.HV * (s.step != "none")),
             "gates": (self.B, sum(self.low_rank_sizes)),
             "state": (self.B, s.HV, s.K, s.V),
             "A_log": (s.HV,),
@@ -184,24 +185,27 @@ class Rule:
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
         s, x = self.shape, {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
-        sizes = [s.H * s.K, s.H * s.K, s.HV * s.V, *self.gate_sizes, s.HV]
+        sizes = [s.H * s.K, s.H * s.K, s.HV * s.V, *self.gate_sizes, s.HV * (s.step != "none")]
         q, k, v, g, a, b = x["mixed"].split(sizes, dim=1)
         low_rank_g, low_rank_a = x["gates"].split(self.low_rank_sizes, dim=1)
         g = low_rank_g if s.low_rank_gate else g
         q, k = (y.unflatten(1, (s.H, s.K)) for y in (q, k))
-        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
+        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6) if s.normalize_k else k
         q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) if s.normalize_q else q
         q, k = (y.repeat_interleave(s.HV // s.H, dim=1) for y in (q, k))
-        beta, state = b.sigmoid(), x["state"]
-        if s.doubled_step:
-            beta = torch.minimum(2 * beta, 2 / k.square().sum(-1))
+        state, squared_norm = x["state"], k.square().sum(-1)
+        beta = None if s.step == "none" else STEP_SIZES[s.step](b.sigmoid()[:, None], k[:, None])[:, 0].to(dtype)
+        if beta is not None and s.doubled_step:
+            beta = torch.minimum(2 * beta, 2 / squared_norm)
         if s.decay == "scalar":
             log_decay = -x["A_log"].exp() * F.softplus(a + x["dt_bias"])
             state = state * log_decay.exp()[..., None, None]
         elif s.decay == "channel":
             a = (low_rank_a + x["dt_bias"]).unflatten(1, (s.HV, s.K))
             state = state * (-x["A_log"].exp()[:, None] * F.softplus(a)).exp()[..., None]
-        u = beta[..., None] * (v.unflatten(1, (s.HV, s.V)) - torch.einsum("bhkv,bhk->bhv", state, k))
+        u = v.unflatten(1, (s.HV, s.V))
+        if beta is not None:
+            u = beta[..., None] * (u - torch.einsum("bhkv,bhk->bhv", state, k))
         state = state + k[..., None] * u[..., None, :]
         o = s.K**-0.5 * torch.einsum("bhkv,bhk->bhv", state, q)
         z = o * x["norm_weight"]
@@ -273,6 +277,22 @@ CASES: list[Product | Rule | Gates] = [
         for gate, low_rank in (("none", False), ("silu", False), ("sigmoid", False), ("sigmoid", True))
         for decay in ("none", "scalar", "channel")
         for doubled in (False, True)
+    ),
+    *(
+        Rule(
+            f"rule-step-{step}{'-unit-keys' * unit_keys}-{decay}-{int(doubled)}",
+            RuleShape(2, 4, 12, 20, False, doubled, decay, "silu", False, unit_keys, step),
+        )
+        for step, unit_keys, decay, doubled in (
+            ("none", False, "none", False),
+            ("none", True, "scalar", False),
+            ("none", False, "channel", False),
+            ("exact", False, "none", False),
+            ("exact", False, "scalar", True),
+            ("exact", True, "none", False),
+            ("implicit", False, "scalar", False),
+            ("kaczmarz", False, "channel", False),
+        )
     ),
     Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, "none", "none"), B=1),
     Rule("rule-one-channel", RuleShape(1, 2, 1, 1, False, False, "scalar", "none")),

@@ -1,9 +1,10 @@
 """The delta rule for one token, from convolved queries, keys and values to the output before its norm: one launch.
 
-    q, k by their L2 norms      beta = sigmoid(b)      log_decay = -exp(A_log) softplus(a + dt_bias)
+    q, k by their L2 norms      b = sigmoid(b)      log_decay = -exp(A_log) softplus(a + dt_bias)
     S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum of o^2
 
-The decay is per head, or per key channel. What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a
+with `u = beta (v - S^T k)`, beta being made of b and `|k|^2` (`deltazoo.ops.step_size`), or `u = v` where nothing is
+erased. The decay is per head, or per key channel. What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a
 head is divided among programs here. The rule is computed as in `deltazoo.ops.triton.decode`.
 """
 
@@ -30,13 +31,16 @@ class RuleShape(NamedTuple):
     V: int
     normalize_q: bool
     doubled_step: bool
-    """The step size is `min(2 sigmoid(b), 2 / |k|^2)`."""
+    """The step size is `min(2 beta, 2 / |k|^2)`."""
     decay: str
     """"none", "scalar" or "channel"."""
     gate: str
     """Of the output: "none", "silu" or "sigmoid"."""
     low_rank_gate: bool = False
     """The output gate comes from `low_rank_gates`, as a decay per channel always does."""
+    normalize_k: bool = True
+    step: str = "euler"
+    """Name of the step size; "none": nothing is erased, and `mixed` has no b."""
 
 
 @triton.jit
@@ -53,9 +57,23 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + log1p
 
 
+@triton.jit
+def _step_size(b, squared_norm, STEP: tl.constexpr):
+    if STEP == "exact":  # b (1 - exp(-x)) / x; both roundings of exp are the same, so that small x lose nothing
+        x = b * squared_norm
+        e = tl.exp(-x)
+        ratio = tl.where(x > 1.0, (1 - e) / x, tl.where(e == 1.0, 1.0, (e - 1) / tl.log(e)))
+        return b * ratio
+    if STEP == "implicit":
+        return b / (1 + b * squared_norm)
+    if STEP == "kaczmarz":
+        return b / (squared_norm + 1e-6)
+    return b
+
+
 @triton.jit(do_not_specialize=["scale"])
 def token_rule_kernel(
-    mixed,  # [B, M] float32: q, k, v after SiLU; then what makes the gates; b last
+    mixed,  # [B, M] float32: q, k, v after SiLU; then what makes the gates; b last, if there is one
     gates,  # [B, N] float32: g if it is of low rank, then a if it is per channel; or None
     state,  # [B, HV, K, V] float32, advanced in place
     A_log,  # [HV] float32, or None
@@ -70,6 +88,8 @@ def token_rule_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     NORMALIZE_Q: tl.constexpr,
+    NORMALIZE_K: tl.constexpr,
+    STEP: tl.constexpr,
     DOUBLED: tl.constexpr,
     DECAY: tl.constexpr,
     GATE: tl.constexpr,
@@ -80,6 +100,7 @@ def token_rule_kernel(
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     GATE_AT: tl.constexpr = 2 * H * K + HV * V
+    B_AT: tl.constexpr = M if STEP == "none" else M - HV
     GATES: tl.constexpr = (HV * V if LOW_RANK else 0) + (HV * K if DECAY == "channel" else 0)
     block = tl.program_id(0) % BLOCKS
     matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -108,20 +129,24 @@ def token_rule_kernel(
     q = tl.load(mixed + head // (HV // H) * K + keys, mask=key_mask, other=0.0)
     k = tl.load(mixed + H * K + head // (HV // H) * K + keys, mask=key_mask, other=0.0)
     v = tl.load(mixed + 2 * H * K + head * V + columns, mask=column_mask, other=0.0)
-    b = tl.load(mixed + (M - HV) + head)
+    if STEP != "none":
+        b = tl.sigmoid(tl.load(mixed + B_AT + head))
     if GATE != "none":
         g = tl.load((gates if LOW_RANK else mixed + GATE_AT) + head * V + columns, mask=column_mask, other=0.0)
     if DECAY == "scalar":
-        S *= tl.exp(-rate * _softplus(tl.load(mixed + (M - 2 * HV) + head) + bias))
+        S *= tl.exp(-rate * _softplus(tl.load(mixed + (B_AT - HV) + head) + bias))
     if DECAY == "channel":
         a = tl.load(gates + (GATES - HV * K) + head * K + keys, mask=key_mask, other=0.0)
         S *= tl.exp(-rate * _softplus(a + channel_bias))[:, None]
     q = _unit_head(q, NORMALIZE_Q)
-    k = _unit_head(k, True)
-    beta = tl.sigmoid(b)
-    if DOUBLED:
-        beta = tl.minimum(2 * beta, 2 / tl.maximum(tl.sum(k * k, axis=0), 1e-38))
-    u = beta * (v - tl.sum(S * k[:, None], axis=0))
+    k = _unit_head(k, NORMALIZE_K)
+    u = v
+    if STEP != "none":
+        squared_norm = tl.sum(k * k, axis=0)
+        beta = _step_size(b, squared_norm, STEP)
+        if DOUBLED:
+            beta = tl.minimum(2 * beta, 2 / tl.maximum(squared_norm, 1e-38))
+        u = beta * (v - tl.sum(S * k[:, None], axis=0))
     o = scale * (tl.sum(S * q[:, None], axis=0) + tl.sum(q * k, axis=0) * u)
     S += k[:, None] * u[None, :]
     tl.store(state + tile, S, mask=tile_mask)
@@ -163,7 +188,7 @@ def token_rule(
     Args:
         mixed: `[B, M]` float32: per row q `[H, K]`, k `[H, K]`, v `[HV, V]`, all convolved and activated; then, as far
             as the shape has them, output gate `[HV, V]` and decay gate a `[HV]`, or what gates of low rank are made of;
-            the step gate b `[HV]` last.
+            the step gate b `[HV]` last, unless nothing is erased.
         gates: of low rank, as `low_rank_gates` returns them: output gate `[HV, V]`, decay gate `[HV, K]`; None if there
             are none.
         state: `[B, HV, K, V]` float32, contiguous; advanced in place.
@@ -189,7 +214,7 @@ def token_rule(
 def _constants(B: int, M: int, shape: RuleShape, tile: Tile, ahead: bool) -> Constants:
     return Constants(
         B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
-        V=shape.V, NORMALIZE_Q=shape.normalize_q, DOUBLED=shape.doubled_step, DECAY=shape.decay, GATE=shape.gate,
-        LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
+        V=shape.V, NORMALIZE_Q=shape.normalize_q, NORMALIZE_K=shape.normalize_k, STEP=shape.step,
+        DOUBLED=shape.doubled_step, DECAY=shape.decay, GATE=shape.gate, LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
         num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip
