@@ -112,7 +112,7 @@ def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
     """The rules that `token_rule` computes: those that erase what they write to, or nothing, once per token."""
     spec = mixer.spec
     served = (
-        (spec.step_size in ("none", "exact", "implicit", "kaczmarz") or (spec.step_size == "euler" and spec.normalize_k))
+        spec.step_size in ("none", "exact", "implicit", "kaczmarz", *["euler"] * spec.normalize_k)
         and spec.erase_key == "tied"
         and mixer.num_micro_steps == 1
         and (spec.decay == "none" or (spec.decay_gate == "softplus" and spec.erase_reads == "decayed"))

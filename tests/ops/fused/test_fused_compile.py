@@ -30,7 +30,7 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     gated_norm,
     greedy_token,
     rms_norm,
-    rotary,
+    rotary_embedding,
     row_product,
     short_conv_operator,
     short_conv_step,
@@ -118,8 +118,8 @@ def decay(*heads: int) -> None:
 
 def turn(heads: int, channels: int = 128) -> None:
     x, angles = empty(4, 4096, heads, 128), empty(1, 4096, channels, dtype=torch.float32)
-    rotary.rotary.launch(x, angles, angles)
-    rotary._turn(x, angles, angles, True)
+    rotary_embedding.rotary.launch(x, angles, angles)
+    rotary_embedding._turn(x, angles, angles, True)
 
 
 def normalize_and_map() -> None:

@@ -281,7 +281,7 @@ def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         raise ValueError(f"the angles must be of an even number of the {x.shape[-1]} channels, got {cos.shape[-1]}")
     if _needs_gradient(cos) or _needs_gradient(sin):
         raise ValueError("the fused rotary embedding gives no gradient to its angles: detach them")
-    from deltazoo.ops.fused.kernels.rotary import rotary
+    from deltazoo.ops.fused.kernels.rotary_embedding import rotary
 
     return rotary(x, cos, sin)
 

@@ -4,8 +4,8 @@
     S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum of o^2
 
 with `u = beta (v - S^T k)`, beta being made of b and `|k|^2` (`deltazoo.ops.step_size`), or `u = v` where nothing is
-erased. The decay is per head, or per key channel. What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a
-head is divided among programs here. The rule is computed as in `deltazoo.ops.triton.decode`.
+erased. The decay is per head, or per key channel. What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`),
+since a head is divided among programs here. The rule is computed as in `deltazoo.ops.triton.decode`.
 """
 
 from functools import lru_cache
@@ -215,6 +215,6 @@ def _constants(B: int, M: int, shape: RuleShape, tile: Tile, ahead: bool) -> Con
     return Constants(
         B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
         V=shape.V, NORMALIZE_Q=shape.normalize_q, NORMALIZE_K=shape.normalize_k, STEP=shape.step,
-        DOUBLED=shape.doubled_step, DECAY=shape.decay, GATE=shape.gate, LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
-        num_warps=tile.warps, **launch_options(ahead),
+        DOUBLED=shape.doubled_step, DECAY=shape.decay, GATE=shape.gate, LOW_RANK=shape.low_rank_gate,
+        BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip
