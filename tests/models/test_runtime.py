@@ -32,10 +32,11 @@ def runtime_of(model):
     convolutions = [block.attn.q_conv1d.fused, block.attn.v_conv1d.fused, block.attn.o_norm.fused]
     ligers = [block.attn_norm.liger, block.mlp_norm.liger, block.mlp.liger, model.model.norm.liger]
     norms = [block.attn_norm.fused, block.mlp_norm.fused, block.mlp.fused, model.model.norm.fused]
-    return block.attn.backend, convolutions + norms, ligers, model.runtime.fuse_linear_cross_entropy, block.recompute
+    mixers = [layer.attn.fused_kernels for layer in model.model.layers]  # of which one is softmax attention
+    return block.attn.backend, convolutions + norms + mixers, ligers, model.runtime.fuse_linear_cross_entropy, block.recompute
 
 
-ON = ("triton", [True] * 7, [True] * 4, True, "block")
+ON = ("triton", [True] * 9, [True] * 4, True, "block")
 
 
 def test_every_option_reaches_what_it_acts_on_however_it_is_given(tmp_path):

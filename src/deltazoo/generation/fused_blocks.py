@@ -30,6 +30,7 @@ from deltazoo.layers.norm import GATE_ACTIVATIONS, GatedRMSNorm, RMSNorm
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import MixerState, is_decoding_step
 from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit
+from deltazoo.ops.step_size import STEP_SIZES
 
 __all__ = ["FusedBlocks", "why_not_fused"]
 
@@ -109,10 +110,10 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
 
 
 def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
-    """The rules that `token_rule` computes: those that erase what they write to, or nothing, once per token."""
+    """`token_rule` computes rules that erase under the key they write under, or do not erase, once per token."""
     spec = mixer.spec
     served = (
-        spec.step_size in ("none", "exact", "implicit", "kaczmarz", *["euler"] * spec.normalize_k)
+        spec.step_size in ("none", *STEP_SIZES)
         and spec.erase_key == "tied"
         and mixer.num_micro_steps == 1
         and (spec.decay == "none" or (spec.decay_gate == "softplus" and spec.erase_reads == "decayed"))

@@ -2,7 +2,7 @@
 
 Where the input needs a gradient, each map of its own makes a tensor of it, which autograd then adds up, three passes
 over memory for each. Here every product after the first adds to the same tensor as it is written, and the input is
-saved once. Maps to a few numbers, such as one per head, are one product.
+saved once. For inputs of many rows, maps to a few numbers, such as one per head, are one product.
 """
 
 from collections.abc import Sequence
@@ -19,30 +19,30 @@ from deltazoo.ops.transforms import transforming
 __all__ = ["PLAIN_WEIGHTS", "called_as_is", "cast_for_product", "is_hooked", "is_plain_sequence", "linear_maps"]
 
 
-_FEW, _MANY_ROWS = 64, 4096
+_FEW = 64
+"""Maps to fewer numbers are one product, for an input of at least `_MANY_ROWS` rows."""
+_MANY_ROWS = 4096
+"""A guess at where reading the input takes longer than a launch."""
 
 PLAIN_WEIGHTS = (nn.Parameter, Tensor)
 """Types of a weight that torch's functions take as it is: a parameter, or under tensor parallelism this rank's part."""
 
 
 def linear_maps(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
-    """`[linear(x) for linear in linears]`, those that are plain matrices as one function where that is faster.
+    """`[linear(x) for linear in linears]`, those that are plain matrices as one function where gradients are recorded.
 
     Args:
         x: `[..., in_features]`.
         linears: modules that map x. Any but a plain `nn.Linear` without bias (adapted, quantised, with hooks) are
             called one by one.
     """
-    records = torch.is_grad_enabled()
-    gains = x.requires_grad if records else _many_rows(x)
-    joint = [linear for linear in linears if called_as_is(linear)] if gains else []
-    if len(joint) < 2 or transforming() or type(x) is not Tensor:
+    joint = [linear for linear in linears if called_as_is(linear)] if torch.is_grad_enabled() else []
+    if len(joint) < 2 or not x.requires_grad or transforming() or type(x) is not Tensor:
         return [linear(x) for linear in linears]
     x_cast, *weights = cast_for_product(x, *(linear.weight for linear in joint))
     if any(weight.dtype != x_cast.dtype for weight in weights):
         return [linear(x) for linear in linears]
-    found = (_LinearMaps.apply if records else _products)(x_cast, *weights)
-    results = dict(zip(map(id, joint), found, strict=True))
+    results = dict(zip(map(id, joint), _LinearMaps.apply(x_cast, *weights), strict=True))
     return [results[id(linear)] if id(linear) in results else linear(x) for linear in linears]
 
 
@@ -86,72 +86,62 @@ class _LinearMaps(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
-        return _products(x, *weights)
+        small = _small_maps(x, weights)
+        results = {i: F.linear(x, weight) for i, weight in enumerate(weights) if i not in small}
+        if small:
+            results |= _parts(F.linear(x, _joined([weights[i] for i in small], 0)), small, weights, -1)
+        return tuple([results[i] for i in range(len(weights))])
 
     @staticmethod
     def backward(ctx: Any, *d_results: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         rows = x.flatten(0, -2)
         gradients = {i: d.flatten(0, -2) for i, d in enumerate(d_results) if d is not None}
-        groups = [there for group in _groups(x, weights) if (there := [i for i in group if i in gradients])]
-        fill = _many_rows(x)
-        d_joined = [_joined([gradients[i] for i in group], 1, fill) for group in groups]
-        d_x, d_weights = None, dict[int, Tensor]()
-        if ctx.needs_input_grad[0] and groups:
-            joined = [_joined([weights[i] for i in group], 0, fill) for group in groups]
-            d_x = _sum_of_products(rows, d_joined, joined)
-        for group, d in zip(groups, d_joined, strict=True):
-            if any(ctx.needs_input_grad[1 + i] for i in group):
-                d_weights.update(_parts(d.t() @ rows, group, weights, dim=0))
-        wanted = [d_weights.get(i) if ctx.needs_input_grad[1 + i] else None for i in range(len(weights))]
-        return None if d_x is None else d_x.view(x.shape), *wanted
+        small = [i for i in _small_maps(x, weights) if i in gradients]
+        trained = [i for i in gradients if ctx.needs_input_grad[1 + i]]
+        pairs = [(d, weights[i]) for i, d in gradients.items() if i not in small]
+        d_weights = {i: gradients[i].t() @ rows for i in trained if i not in small}
+        if small:
+            d_joined = _joined([gradients[i] for i in small], 1)
+            pairs.append((d_joined, _joined([weights[i] for i in small], 0)))
+            if any(i in trained for i in small):
+                d_weights |= _parts(d_joined.t() @ rows, small, weights, 0)
+        d_x = _sum_of_products(rows, pairs).view(x.shape) if ctx.needs_input_grad[0] and pairs else None
+        return d_x, *(d_weights.get(i) if i in trained else None for i in range(len(weights)))
 
 
-def _products(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    results: dict[int, Tensor] = {}
-    for group in _groups(x, weights):
-        result = F.linear(x, _joined([weights[i] for i in group], 0, _many_rows(x)))
-        results.update(_parts(result, group, weights, dim=-1))
-    return tuple([results[i] for i in range(len(weights))])
+def _small_maps(x: Tensor, weights: Sequence[Tensor]) -> list[int]:
+    """The maps to a few numbers, by number; none if x has few rows.
 
-
-def _many_rows(x: Tensor) -> bool:
-    return x.numel() >= _MANY_ROWS * x.shape[-1]
-
-
-def _groups(x: Tensor, weights: Sequence[Tensor]) -> list[list[int]]:
-    """The maps by number: for an input of many rows those to a few numbers in one product, all others each in its own.
-
-    Such a product takes as long as its input is read, and several times as long if the numbers are no multiple of 8:
-    GPU libraries then read single elements.
+    A product with such a matrix takes as long as reading x, and several times that if its rows are no multiple of 8,
+    since GPU libraries then read element by element.
     """
-    few = [i for i, weight in enumerate(weights) if len(weight) < _FEW] if _many_rows(x) else []
-    return [[i] for i in range(len(weights)) if i not in few] + [few] * bool(few)
+    if x.numel() < _MANY_ROWS * x.shape[-1]:
+        return []
+    return [i for i, weight in enumerate(weights) if len(weight) < _FEW]
 
 
-def _joined(matrices: Sequence[Tensor], dim: int, fill: bool) -> Tensor:
-    """The matrices of a group along one dimension; `fill` adds zeros if the group is one of maps to a few numbers."""
-    first, size = matrices[0], sum(matrix.shape[dim] for matrix in matrices)
-    missing = -size % 8 if fill and first.shape[dim] < _FEW else 0
-    if missing:
-        shape = (missing, first.shape[1]) if dim == 0 else (first.shape[0], missing)
-        matrices = [*matrices, first.new_zeros(shape)]
-    return first if len(matrices) == 1 else torch.cat(list(matrices), dim)
+def _joined(matrices: list[Tensor], dim: int) -> Tensor:
+    """Matrices of small maps, or gradients of their results, along a dimension, with zeros up to a multiple of 8."""
+    shape = list(matrices[0].shape)
+    shape[dim] = -sum(matrix.shape[dim] for matrix in matrices) % 8
+    return torch.cat([*matrices, matrices[0].new_zeros(shape)], dim)
 
 
-def _parts(joined: Tensor, group: list[int], weights: Sequence[Tensor], dim: int) -> dict[int, Tensor]:
-    """What belongs to each map of a group, by number."""
-    sizes = [len(weights[i]) for i in group]
+def _parts(joined: Tensor, small: list[int], weights: Sequence[Tensor], dim: int) -> dict[int, Tensor]:
+    """What belongs to each of the small maps, in memory of its own."""
+    sizes = [len(weights[i]) for i in small]
     parts = joined.narrow(dim, 0, sum(sizes)).split(sizes, dim)
-    return {i: part.contiguous() for i, part in zip(group, parts, strict=True)}
+    return {i: part.clone(memory_format=torch.contiguous_format) for i, part in zip(small, parts, strict=True)}
 
 
-def _sum_of_products(like: Tensor, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _sum_of_products(like: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     """The sum of `gradient @ weight`."""
     if torch.is_grad_enabled():  # the gradients are to be differentiated
-        return torch.stack([d @ weight for d, weight in zip(gradients, weights, strict=True)]).sum(0)
+        return torch.stack([d @ weight for d, weight in pairs]).sum(0)
     total = torch.empty_like(like)
-    torch.mm(gradients[0], weights[0], out=total)
-    for d, weight in zip(gradients[1:], weights[1:], strict=True):
+    (d, weight), *others = pairs
+    torch.mm(d, weight, out=total)
+    for d, weight in others:
         torch.addmm(total, d, weight, out=total)
     return total

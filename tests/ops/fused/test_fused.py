@@ -273,6 +273,8 @@ class Rotation:
     shape: tuple[int, ...] = (2, 37, 3, 16)
     channels: int = 16
     shared: bool = True
+    heads_first: bool = False
+    wide_angles: bool = False
     dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
@@ -281,10 +283,15 @@ class Rotation:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
 
-        x = draw(*self.shape).requires_grad_()
+        def heads() -> Tensor:
+            B, T, H, K = self.shape
+            return draw(B, H, T, K).transpose(1, 2) if self.heads_first else draw(*self.shape)
+
+        x, d_y = heads().requires_grad_(), heads()
         angles = draw(1 if self.shared else self.shape[0], self.shape[1], self.channels)
+        angles = angles.float() if self.wide_angles and dtype is None else angles
         y = rotate(x, (angles.cos(), angles.sin()), fused=fused)
-        return {"y": y.detach(), "d_x": torch.autograd.grad(y, x, draw(*self.shape))[0]}
+        return {"y": y.detach(), "d_x": torch.autograd.grad(y, x, d_y)[0]}
 
 
 @dataclass(frozen=True)
@@ -394,8 +401,11 @@ CASES = [
     Decay("decay_half", dtype=HALF),
     Rotation("rotary"),
     Rotation("rotary_of_rows", shape=(3, 5, 2, 24), channels=24, shared=False),
-    Rotation("rotary_of_some_channels", shape=(2, 7, 5, 20), channels=6),
+    Rotation("rotary_of_some_channels", shape=(2, 7, 5, 20), channels=6, heads_first=True),
+    Rotation("rotary_of_two_channels", shape=(1, 3, 2, 600), channels=2),
     Rotation("rotary_half", dtype=HALF),
+    Rotation("rotary_half_by_wide_angles", dtype=HALF, wide_angles=True, heads_first=True),
+    Rotation("rotary_of_nothing", shape=(0, 5, 2, 16)),
     Loss("loss"),
     Loss("loss_in_several_blocks", vocabulary=150, most_columns=32),
     Loss("loss_half", dtype=HALF),
@@ -476,6 +486,25 @@ def test_by_default_a_state_that_needs_a_gradient_gets_it() -> None:
         assert not fused_kernels_fit(x, state)
         with torch.no_grad():
             assert fused_kernels_fit(x, state)
+
+
+def test_angles_that_the_rotary_embedding_cannot_use() -> None:
+    def angles(*shape: int, **options: object) -> tuple[Tensor, Tensor]:
+        return (torch.ones(shape, device="meta", **options),) * 2  # type: ignore[call-overload]
+
+    x = torch.ones(2, 5, 3, 8, device="meta")
+    for shape in ((3, 5, 8), (2, 4, 8), (5, 8)):
+        with pytest.raises(ValueError, match=r"expected x \[B, T, H, K\] with cos and sin"):
+            fused_rotary(x, *angles(*shape))
+    for channels in (0, 5, 10):
+        with pytest.raises(ValueError, match=f"even number of the 8 channels, got {channels}"):
+            fused_rotary(x, *angles(1, 5, channels))
+    with pytest.raises(ValueError, match="no gradient to its angles"):
+        fused_rotary(x, *angles(1, 5, 8, requires_grad=True))
+    with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
+        fused_rotary(x, *angles(1, 5, 8, dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match="not on cpu"):
+        rotate(torch.ones(2, 5, 3, 8), (torch.ones(1, 5, 8),) * 2, fused=True)
 
 
 @pytest.mark.gpu

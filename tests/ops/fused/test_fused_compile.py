@@ -214,6 +214,7 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "swiglu_and_linear_map": (8, multiply_and_map),
     "rotary": (4, lambda: turn(5)),
     "rotary_of_some_channels": (4, lambda: turn(16, 32)),
+    "rotary_of_few_channels": (4, lambda: turn(32, 8)),
     "loss": (8, lose),
     **{f"step_token_{part}": (3, partial(token_of, part)) for part in ("mixer", "o", "mlp", "down")},
     **{

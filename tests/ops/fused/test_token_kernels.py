@@ -147,6 +147,7 @@ class Rule:
     name: str
     shape: RuleShape
     B: int = 2
+    key_size: float = 1.0
     dtype: torch.dtype = torch.float32
 
     def inputs(self, device: str) -> Results:
@@ -161,7 +162,9 @@ class Rule:
             "dt_bias": (channels,),
             "norm_weight": (s.V,),
         }
-        return {name: torch.randn(shape, generator=generator).to(device) for name, shape in shapes.items()}
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        drawn["mixed"][:, s.H * s.K : 2 * s.H * s.K] *= self.key_size
+        return {name: x.to(device) for name, x in drawn.items()}
 
     @property
     def gate_sizes(self) -> tuple[int, int]:
@@ -195,8 +198,8 @@ class Rule:
         q, k = (y.repeat_interleave(s.HV // s.H, dim=1) for y in (q, k))
         state, squared_norm = x["state"], k.square().sum(-1)
         beta = None if s.step == "none" else STEP_SIZES[s.step](b.sigmoid()[:, None], k[:, None])[:, 0].to(dtype)
-        if beta is not None and s.doubled_step:
-            beta = torch.minimum(2 * beta, 2 / squared_norm)
+        if beta is not None and s.bounded:
+            beta = torch.minimum(beta * (1 + s.doubled_step), 2 / squared_norm)
         if s.decay == "scalar":
             log_decay = -x["A_log"].exp() * F.softplus(a + x["dt_bias"])
             state = state * log_decay.exp()[..., None, None]
@@ -292,7 +295,13 @@ CASES: list[Product | Rule | Gates] = [
             ("exact", True, "none", False),
             ("implicit", False, "scalar", False),
             ("kaczmarz", False, "channel", False),
+            ("euler", False, "scalar", False),
         )
+    ),
+    *(
+        Rule(f"rule-exact-keys-{size:g}", RuleShape(2, 4, 12, 20, False, False, "none", "none", step="exact",
+             normalize_k=False), key_size=size)
+        for size in (0.1, 1e-3, 1e-6, 0.0)
     ),
     Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, "none", "none"), B=1),
     Rule("rule-one-channel", RuleShape(1, 2, 1, 1, False, False, "scalar", "none")),

@@ -4,7 +4,7 @@
   behind the product, if the operand is a constant that two products share. What the first one reads then depends on
   timing (docs/kernels.md).
 * Uniform registers that nothing sets: 12.8 loses the first of four descriptors that it computes from each other. The
-  products then read from anywhere in shared memory.
+  products then read from anywhere in shared memory. A register that held something else before hides it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Product(NamedTuple):
 
 
 def faults(cubin: bytes) -> list[str]:
-    """Instructions that show one of both, with what is wrong about them."""
+    """Instructions that show either, with what is wrong about them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -80,7 +80,7 @@ def _step(line: str, issued: list[list[Product]], found: dict[str, None]) -> lis
 
 
 def _unset_uniform_registers(listing: str) -> list[str]:
-    """Instructions that read a uniform register before any instruction in front of them writes it."""
+    """Instructions that read a uniform register which none before them, in order of addresses, writes."""
     found, set_before, code = [], set[int](), _code(listing)
     for line in code.values():
         read, written = _uniform_registers(line)
@@ -98,7 +98,7 @@ def _uniform_registers(line: str) -> tuple[set[int], set[int]]:
     read, written = set[int](), set[int]()
     wide = name.startswith("U") and (".64" in name or ".WIDE" in name)
     place = 1 if re.fullmatch(r"U?P[\dT]", operands[0]) and len(operands) > 1 else 0
-    if re.fullmatch(r"UR\d+", operands[place]) and not re.match(r"ST[A-Z]*(\.|$)|RED(\.|$)", name):
+    if re.fullmatch(r"UR\d+", operands[place]) and re.match("U|R2UR|C?S2UR|VOTEU|C?REDUX|ELECT|LDCU", name):
         first = int(operands.pop(place)[2:])
         written = set(range(first, first + 1 + wide))
     for operand in operands:

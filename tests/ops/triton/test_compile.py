@@ -207,7 +207,7 @@ def check(call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         elif used["spilled"] > limits["spilled"]:
             spilling[f"{line}; allowed: {limits}"] = used["spilled"]
         if call.arch == HOPPER and (wrong := faults(compiled.asm["cubin"])):
-            failures.append("\n    ".join([f"{line}; ptxas made faults", *wrong]))
+            failures.append("\n    ".join([f"{line}; ptxas' faults in the machine code", *wrong]))
         if operands_overwritten(compiled):
             failures.append(f"{line}; copies for the next iteration of a loop overwrite what its products still read")
     assert len(seen) >= (len(call.only) or 5), "a forward and a backward pass launch at least five kernels"
@@ -246,6 +246,7 @@ SWEEP = [
     *(Call(arch, 128, 128, d, p) for arch, d, p in product(SHARED_MEMORY, DECAYS, ("fast", "strict"))),
     *(Call(arch, K, K, d, None, torch.float32) for arch, K, d in product(SHARED_MEMORY, (64, 128, 256), DECAYS)),
     *(Call(HOPPER, K, K, decay, precision) for K, decay, precision in product((16, 32), DECAYS, ("linear", None))),
+    *(Call(HOPPER, 16, 24, decay, dtype=dtype) for decay, dtype in product(DECAYS, (torch.float16, torch.float32))),
     *(Call(arch, 256, 512, decay) for arch, decay in product(SHARED_MEMORY, DECAYS)),
     *(
         Call(arch, K, K, decay, dtype=dtype, erase_key=True, undecayed=undecayed, num_micro_steps=steps)

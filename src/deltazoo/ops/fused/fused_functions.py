@@ -251,8 +251,7 @@ def fused_add_rms_norm(
     _require_columns(x)
     if x.shape != residual.shape:
         raise ValueError(f"x and residual must have one shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
-    if residual.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise NotImplementedError(f"fused kernels take float32, bfloat16 and float16, not {residual.dtype}")
+    _require_float(residual)
     from deltazoo.ops.fused.kernels.rms_norm import add_rms_norm
 
     return add_rms_norm(x, residual, weight, eps, dtype or torch.promote_types(x.dtype, residual.dtype))
@@ -274,6 +273,8 @@ def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ValueError: angles that do not fit x or need a gradient, or tensors on several devices.
     """
     _require_triton(x, cos, sin)
+    _require_float(cos)
+    _require_float(sin)
     if x.ndim != 4 or cos.shape != sin.shape or cos.shape[:-1] not in (x.shape[:2], (1, x.shape[1])):
         shapes = ", ".join(str(tuple(part.shape)) for part in (x, cos, sin))
         raise ValueError(f"expected x [B, T, H, K] with cos and sin [B or 1, T, d], got {shapes}")
@@ -392,9 +393,13 @@ def _require_columns(x: Tensor) -> None:
 def _require_triton(x: Tensor, *others: Tensor | None) -> None:
     if x.device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
         raise NotImplementedError(f"fused kernels run on NVIDIA GPUs, not on {x.device.type}: leave fused_kernels off")
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise NotImplementedError(f"fused kernels take float32, bfloat16 and float16, not {x.dtype}")
+    _require_float(x)
     refuse_transforms(*REFUSAL)
     for other in others:
         if other is not None and other.device != x.device:
             raise ValueError(f"fused kernels take tensors of one device, got {x.device} and {other.device}")
+
+
+def _require_float(x: Tensor) -> None:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise NotImplementedError(f"fused kernels take float32, bfloat16 and float16, not {x.dtype}")

@@ -102,7 +102,7 @@ def tiles_for(
             gradients = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(
                 BK=min(BK, 32)
             )
-    # ptxas 12.8 loses a descriptor of shared memory in tiles of 16 key channels.
+    # In 16 bits ptxas 12.8 loses a descriptor of shared memory in tiles of 16 key channels.
     gradients_strong = _options(4, 1, min(BV, 32)) | dict(BK=32)
     return Tiles(BK, prepare, invert, channel, chain, output, keep, both, reverse, gradients, gradients_strong)
 

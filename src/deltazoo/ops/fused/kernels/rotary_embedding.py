@@ -52,11 +52,11 @@ def rotary_kernel(x, cos, sin, y, R, angle_rows, H: tl.constexpr, K: tl.constexp
 
 @lru_cache(maxsize=1024)
 def _constants(R: int, angle_rows: int, H: int, K: int, D: int, backward: bool) -> Constants:
-    heads, pairs = (1 << (size - 1).bit_length() for size in (H, D // 2))
-    rows = max(1, _ELEMENTS // (heads * pairs * 2))
+    heads, pairs, rest = (1 << max(0, size - 1).bit_length() for size in (H, D // 2, K - D))
+    rows = max(1, _ELEMENTS // (heads * max(2 * pairs, rest)))
     return Constants(
-        -(-R // rows), R=R, angle_rows=angle_rows, H=H, K=K, D=D, BACKWARD=backward,
-        BR=rows, BH=heads, BD=pairs, BREST=1 << max(0, K - D - 1).bit_length(), num_warps=4,
+        max(1, -(-R // rows)), R=R, angle_rows=angle_rows, H=H, K=K, D=D, BACKWARD=backward,
+        BR=rows, BH=heads, BD=pairs, BREST=rest, num_warps=4,
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def _turn(x, cos, sin, backward):
     B, T, H, K = x.shape
     y = torch.empty_like(x)
     with torch.cuda.device_of(x):
-        constants = _constants(B * T, cos.shape[0] * T, H, K, cos.shape[-1], backward)
+        constants = _constants(B * T, max(1, cos.shape[0] * T), H, K, cos.shape[-1], backward)
         launch(rotary_kernel, constants, x, cos, sin, y)
     return y
 

@@ -1,6 +1,6 @@
 """The delta rule for one token, from convolved queries, keys and values to the output before its norm: one launch.
 
-    q, k by their L2 norms      b = sigmoid(b)      log_decay = -exp(A_log) softplus(a + dt_bias)
+    q, k by their L2 norms      b = sigmoid(b_proj x)      log_decay = -exp(A_log) softplus(a + dt_bias)
     S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum of o^2
 
 with `u = beta (v - S^T k)`, beta being made of b and `|k|^2` (`deltazoo.ops.step_size`), or `u = v` where nothing is
@@ -31,7 +31,7 @@ class RuleShape(NamedTuple):
     V: int
     normalize_q: bool
     doubled_step: bool
-    """The step size is `min(2 beta, 2 / |k|^2)`."""
+    """The step size is twice as large."""
     decay: str
     """"none", "scalar" or "channel"."""
     gate: str
@@ -41,6 +41,11 @@ class RuleShape(NamedTuple):
     normalize_k: bool = True
     step: str = "euler"
     """Name of the step size; "none": nothing is erased, and `mixed` has no b."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the step size is at most `2 / |k|^2`, as it could exceed that."""
+        return self.doubled_step or (self.step == "euler" and not self.normalize_k)
 
 
 @triton.jit
@@ -59,7 +64,7 @@ def _softplus(x):
 
 @triton.jit
 def _step_size(b, squared_norm, STEP: tl.constexpr):
-    if STEP == "exact":  # b (1 - exp(-x)) / x; both roundings of exp are the same, so that small x lose nothing
+    if STEP == "exact":  # b (1 - exp(-x)) / x; where x is small, the rounding of e cancels between e - 1 and log(e)
         x = b * squared_norm
         e = tl.exp(-x)
         ratio = tl.where(x > 1.0, (1 - e) / x, tl.where(e == 1.0, 1.0, (e - 1) / tl.log(e)))
@@ -91,6 +96,7 @@ def token_rule_kernel(
     NORMALIZE_K: tl.constexpr,
     STEP: tl.constexpr,
     DOUBLED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     DECAY: tl.constexpr,
     GATE: tl.constexpr,
     LOW_RANK: tl.constexpr,
@@ -145,7 +151,9 @@ def token_rule_kernel(
         squared_norm = tl.sum(k * k, axis=0)
         beta = _step_size(b, squared_norm, STEP)
         if DOUBLED:
-            beta = tl.minimum(2 * beta, 2 / tl.maximum(squared_norm, 1e-38))
+            beta *= 2
+        if BOUNDED:
+            beta = tl.minimum(beta, 2 / tl.maximum(squared_norm, 1e-38))
         u = beta * (v - tl.sum(S * k[:, None], axis=0))
     o = scale * (tl.sum(S * q[:, None], axis=0) + tl.sum(q * k, axis=0) * u)
     S += k[:, None] * u[None, :]
@@ -215,6 +223,7 @@ def _constants(B: int, M: int, shape: RuleShape, tile: Tile, ahead: bool) -> Con
     return Constants(
         B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
         V=shape.V, NORMALIZE_Q=shape.normalize_q, NORMALIZE_K=shape.normalize_k, STEP=shape.step,
-        DOUBLED=shape.doubled_step, DECAY=shape.decay, GATE=shape.gate, LOW_RANK=shape.low_rank_gate,
-        BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
+        DOUBLED=shape.doubled_step, BOUNDED=shape.bounded, DECAY=shape.decay, GATE=shape.gate,
+        LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
+        num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip
