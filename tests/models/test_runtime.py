@@ -33,7 +33,8 @@ def runtime_of(model):
     ligers = [block.attn_norm.liger, block.mlp_norm.liger, block.mlp.liger, model.model.norm.liger]
     norms = [block.attn_norm.fused, block.mlp_norm.fused, block.mlp.fused, model.model.norm.fused]
     mixers = [layer.attn.fused_kernels for layer in model.model.layers]  # of which one is softmax attention
-    return block.attn.backend, convolutions + norms + mixers, ligers, model.runtime.fuse_linear_cross_entropy, block.recompute
+    fused = convolutions + norms + mixers
+    return block.attn.backend, fused, ligers, model.runtime.fuse_linear_cross_entropy, block.recompute
 
 
 ON = ("triton", [True] * 9, [True] * 4, True, "block")
