@@ -93,8 +93,13 @@ def _unset_uniform_registers(listing: str) -> list[str]:
 
 
 def _uniform_registers(line: str) -> tuple[set[int], set[int]]:
-    """The uniform registers that an instruction reads, and those that it writes."""
+    """The uniform registers that an instruction reads, and those that it writes.
+
+    A plain copy to a vector register counts as neither: so ptxas saves a register, whatever is in it, to use it.
+    """
     name, operands = _parts(line)
+    if name == "MOV":
+        return set(), set()
     read, written = set[int](), set[int]()
     wide = name.startswith("U") and (".64" in name or ".WIDE" in name)
     place = 1 if re.fullmatch(r"U?P[\dT]", operands[0]) and len(operands) > 1 else 0

@@ -71,6 +71,12 @@ def test_left_descriptor_that_a_product_reads() -> None:
     assert found.startswith("HGMMA") and "reads UR28, UR29," in found
 
 
+def test_register_that_is_saved_before_it_is_used() -> None:
+    whole = LOST.replace("UP0, UR14, 0x20", "UP0, UR30, 0x20")
+    assert not _unset_uniform_registers("/*0000*/ MOV R70, UR14 ;" + whole)
+    assert _unset_uniform_registers("/*0000*/ UMOV UR5, UR14 ;" + whole)
+
+
 def test_register_that_a_subroutine_sets() -> None:
     call = LOST.replace("UMOV UR31, 0xc0000010", "CALL.REL.NOINC 0xa0").replace("UMOV UR15, UR31", "UMOV UR31, UR14")
     call = call.replace("UIADD3 UR14, UP0, UR14, 0x20, URZ", "UMOV UR15, UR14")
