@@ -5,11 +5,13 @@ The interpreter has to be chosen before Triton is imported, so a child process r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import run_python
+from outside_rule import forget_rules
 from tiny_models import tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
@@ -17,11 +19,14 @@ import deltazoo
 from deltazoo.generation import fused_blocks
 from deltazoo.generation.fused_blocks import FusedBlocks, why_not_fused
 from deltazoo.generation.merged_projections import MergedProjections
+from deltazoo.spec import get_variant, register_variant
 
 NEGATIVE = ("neg_delta_net", "neg_gated_deltanet")
 STEPS = ("linear_attention", "mamba2_style", "efla", "gated_efla", "longhorn", "kaczmarz")
-FUSED = ("delta_net", "gated_deltanet", "kda", *NEGATIVE, *STEPS, "grouped_values", "tied", "hybrid")
-INTERPRETED = ("delta_net", "gated_deltanet", "neg_gated_deltanet", *STEPS, "grouped_values", "hybrid", "kda")
+RAW_KEYS = "raw_keys"
+"""A rule of the test's own: the plain step with keys that are not normalised, which must be bounded."""
+FUSED = ("delta_net", "gated_deltanet", "kda", RAW_KEYS, *NEGATIVE, *STEPS, "grouped_values", "tied", "hybrid")
+INTERPRETED = ("delta_net", RAW_KEYS, "gated_deltanet", "neg_gated_deltanet", *STEPS, "grouped_values", "hybrid", "kda")
 ORDINARY = ("gla", "erase_only", "without_conv", "micro_steps", "q_delta", "comba")
 CHILD = """
 import sys; sys.path[:0] = sys.argv[1:3]
@@ -49,17 +54,21 @@ def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def check_tokens(case: str, device: str, *, fused: bool, new_tokens: int = 9) -> None:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, forget_rules():
+        options = {}
+        if case == RAW_KEYS:
+            own = replace(get_variant("delta_net"), name=case, normalize_k=False, hub_model_type=None)
+            case, options = "delta_net", {"mixer": register_variant(own).name}
         steps = count_steps(patch)
         for batch_size in (1, 3):
-            model, ids = tiny_model(case).to(device), tokens(batch_size, 7).to(device)
-            options = {"max_new_tokens": new_tokens, "do_sample": False}
-            plain = model.generate(ids, capture_step=False, **options)
+            model, ids = tiny_model(case, **options).to(device), tokens(batch_size, 7).to(device)
+            greedy = {"max_new_tokens": new_tokens, "do_sample": False}
+            plain = model.generate(ids, capture_step=False, **greedy)
             assert not steps
             assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=new_tokens), plain)
             assert bool(steps) == fused
             steps.clear()
-            assert torch.equal(model.generate(ids, capture_step=True, **options), plain)
+            assert torch.equal(model.generate(ids, capture_step=True, **greedy), plain)
             assert bool(steps) == fused
             steps.clear()
 

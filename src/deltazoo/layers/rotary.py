@@ -20,7 +20,7 @@ def rotate(x: Tensor, rotary: Rotary, *, fused: bool | None = None) -> Tensor:
         fused: in a Triton kernel; None: wherever it runs, and plain torch elsewhere.
     """
     if fused is None:
-        fused = fused_kernels_fit(x) and not any(part.requires_grad for part in rotary)
+        fused = all(map(fused_kernels_fit, (x, *rotary))) and not any(part.requires_grad for part in rotary)
     if fused:
         return fused_rotary(x, *rotary)
     cos, sin = (part[:, :, None].to(x.dtype) for part in rotary)

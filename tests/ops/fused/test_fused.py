@@ -489,8 +489,8 @@ def test_by_default_a_state_that_needs_a_gradient_gets_it() -> None:
 
 
 def test_angles_that_the_rotary_embedding_cannot_use() -> None:
-    def angles(*shape: int, **options: object) -> tuple[Tensor, Tensor]:
-        return (torch.ones(shape, device="meta", **options),) * 2  # type: ignore[call-overload]
+    def angles(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> tuple[Tensor, Tensor]:
+        return (torch.ones(shape, device="meta", dtype=dtype, requires_grad=requires_grad),) * 2
 
     x = torch.ones(2, 5, 3, 8, device="meta")
     for shape in ((3, 5, 8), (2, 4, 8), (5, 8)):
@@ -505,6 +505,17 @@ def test_angles_that_the_rotary_embedding_cannot_use() -> None:
         fused_rotary(x, *angles(1, 5, 8, dtype=torch.float64))
     with pytest.raises(NotImplementedError, match="not on cpu"):
         rotate(torch.ones(2, 5, 3, 8), (torch.ones(1, 5, 8),) * 2, fused=True)
+
+
+@pytest.mark.parametrize("why", ["dtype", "gradient"])
+def test_by_default_angles_that_the_kernel_refuses_go_through_plain_torch(why: str) -> None:
+    x, angles = torch.randn(2, 5, 3, 8), torch.randn(1, 5, 8, dtype=torch.float64 if why == "dtype" else None)
+    rotary = angles.cos().requires_grad_(why == "gradient"), angles.sin()
+    expected = rotate(x, rotary, fused=False)
+    with mock.patch("deltazoo.layers.rotary.fused_kernels_fit", lambda x: x.dtype != torch.float64):
+        assert torch.equal(rotate(x, rotary), expected)
+        with pytest.raises(NotImplementedError, match="not on cpu"):
+            rotate(x, (angles.cos().float(), angles.sin().float()))
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from deltazoo.layers.rule import effective_step  # noqa: E402
 from deltazoo.ops.fused.kernels import token_product, token_rule  # noqa: E402
 from deltazoo.ops.fused.kernels.greedy_token import greedy_token  # noqa: E402
 from deltazoo.ops.fused.kernels.row_product import row_product  # noqa: E402
@@ -29,7 +30,7 @@ from deltazoo.ops.fused.kernels.token_convolution import Convolution, convolve_p
 from deltazoo.ops.fused.kernels.token_gates import LowRankGate, low_rank_gates  # noqa: E402
 from deltazoo.ops.fused.kernels.token_norms import HeadNorm, add_parts, norm_heads, swiglu_parts  # noqa: E402
 from deltazoo.ops.fused.kernels.token_rule import RuleShape  # noqa: E402
-from deltazoo.ops.step_size import STEP_SIZES  # noqa: E402
+from deltazoo.spec import get_variant  # noqa: E402
 
 Results = dict[str, Tensor]
 WIDE = torch.float64
@@ -196,10 +197,10 @@ class Rule:
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6) if s.normalize_k else k
         q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) if s.normalize_q else q
         q, k = (y.repeat_interleave(s.HV // s.H, dim=1) for y in (q, k))
-        state, squared_norm = x["state"], k.square().sum(-1)
-        beta = None if s.step == "none" else STEP_SIZES[s.step](b.sigmoid()[:, None], k[:, None])[:, 0].to(dtype)
-        if beta is not None and s.bounded:
-            beta = torch.minimum(beta * (1 + s.doubled_step), 2 / squared_norm)
+        state, beta = x["state"], None
+        if s.step != "none":
+            spec = replace(get_variant("delta_net"), step_size=s.step, normalize_k=s.normalize_k)
+            beta = effective_step(spec, b.sigmoid()[:, None], k[:, None], allow_neg_eigval=s.doubled_step)[:, 0]
         if s.decay == "scalar":
             log_decay = -x["A_log"].exp() * F.softplus(a + x["dt_bias"])
             state = state * log_decay.exp()[..., None, None]
