@@ -173,6 +173,16 @@ def test_rules_with_a_step_of_their_own(case, on_any_device):
     assert reason(tiny_model(case)) is not None
 
 
+def test_a_gate_of_low_rank_with_an_adapter_runs_as_it_is(on_any_device):
+    class Adapted(torch.nn.Linear):
+        pass
+
+    model = tiny_model("kda")
+    assert reason(model) is None
+    model.model.layers[0].attn.f_proj[1].__class__ = Adapted
+    assert "not two plain linear maps" in reason(model)
+
+
 def test_nothing_runs_fused_on_a_cpu():
     model = tiny_model("delta_net")
     assert not FusedBlocks(model, MergedProjections(model)).blocks

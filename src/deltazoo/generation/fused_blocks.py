@@ -95,7 +95,7 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         product = products.get(id(maps[0]))
         if product is None or product.bias is not None or list(product.linears) != maps:
             return "the maps of one input could not be merged"
-    if not all(type(x) is nn.Linear and x.bias is None and is_plain(x) for x in (mixer.o_proj, mlp.down_proj)):
+    if not all(_is_plain_linear(x) and x.bias is None for x in (mixer.o_proj, mlp.down_proj)):
         return "a linear map is not a plain one"
     if mixer.head_k_dim > 256 or mixer.head_v_dim > 512 or mixer.hidden_size > MOST_NORM_COLUMNS:
         return "it is wider than the kernels"
@@ -127,13 +127,17 @@ def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
     if mixer.conv_size < 2 or mixer.activation != "silu" or any(type(x) is not ShortConvolution for x in convolutions):
         return "queries, keys and values do not pass a short convolution and SiLU"
     low_rank: list[Any] = [gate for gate in _gates(mixer) if isinstance(gate, nn.Sequential)]
-    if not all(is_plain_sequence(x) and len(x) == 2 and all(map(is_plain, x)) for x in low_rank):
+    if not all(is_plain_sequence(x) and len(x) == 2 and all(map(_is_plain_linear, x)) for x in low_rank):
         return "a gate of low rank is not two plain linear maps"
     if any(x[1].in_features > 512 for x in low_rank):
         return "a gate has a higher rank than the kernels hold"
     if spec.decay == "channel" and low_rank[-1][1].bias is not None:
         return "the decay's map has a bias"
     return None
+
+
+def _is_plain_linear(x: Any) -> bool:
+    return type(x) is nn.Linear and is_plain(x)
 
 
 def _gates(mixer: DeltaRuleAttention) -> list[Any]:
