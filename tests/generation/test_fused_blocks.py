@@ -22,12 +22,13 @@ from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.spec import get_variant, register_variant
 
 NEGATIVE = ("neg_delta_net", "neg_gated_deltanet")
-STEPS = ("linear_attention", "mamba2_style", "efla", "gated_efla", "longhorn", "kaczmarz")
+OWN_DECAY = ("gla", "lightning_attention")
+STEPS = ("linear_attention", "mamba2_style", "efla", "gated_efla", "longhorn", "kaczmarz", *OWN_DECAY)
 RAW_KEYS = "raw_keys"
 """A rule of the test's own: the plain step with keys that are not normalised, which must be bounded."""
 FUSED = ("delta_net", "gated_deltanet", "kda", RAW_KEYS, *NEGATIVE, *STEPS, "grouped_values", "tied", "hybrid")
 INTERPRETED = ("delta_net", RAW_KEYS, "gated_deltanet", "neg_gated_deltanet", *STEPS, "grouped_values", "hybrid", "kda")
-ORDINARY = ("gla", "erase_only", "without_conv", "micro_steps", "q_delta", "comba")
+ORDINARY = ("eda", "erase_only", "without_conv", "micro_steps", "q_delta", "comba")
 CHILD = """
 import sys; sys.path[:0] = sys.argv[1:3]
 import test_fused_blocks as tests
@@ -37,6 +38,9 @@ no_kernels = mock.patch("deltazoo.ops.backends.triton_obstacle", lambda *args: "
 with mock.patch.object(tests.fused_blocks, "fused_kernels_fit", lambda x, past=None: True), no_kernels:
     for case in sys.argv[3:]:
         tests.check_tokens(case, "cpu", fused=True, new_tokens=4)
+    for case in tests.OWN_DECAY:
+        for batch_size in (1, 3):
+            tests.check_logits(case, "cpu", tests.torch.float32, batch_size)
 """
 
 
@@ -59,6 +63,8 @@ def check_tokens(case: str, device: str, *, fused: bool, new_tokens: int = 9) ->
         if case == RAW_KEYS:
             own = replace(get_variant("delta_net"), name=case, normalize_k=False, hub_model_type=None)
             case, options = "delta_net", {"mixer": register_variant(own).name}
+        elif case in OWN_DECAY:
+            options = {"num_v_heads": 4, "expand_v": 1.5}
         steps = count_steps(patch)
         for batch_size in (1, 3):
             model, ids = tiny_model(case, **options).to(device), tokens(batch_size, 7).to(device)
@@ -71,6 +77,18 @@ def check_tokens(case: str, device: str, *, fused: bool, new_tokens: int = 9) ->
             assert torch.equal(model.generate(ids, capture_step=True, **greedy), plain)
             assert bool(steps) == fused
             steps.clear()
+
+
+def check_logits(case: str, device: str, dtype: torch.dtype, batch_size: int) -> None:
+    """A fused step errs at most about twice as much as the ordinary one."""
+    sizes = {"hidden_size": 192, "num_heads": 3, "head_dim": 64, "intermediate_size": 344, "initializer_range": 0.02}
+    model, ids = tiny_model(case, **sizes).to(device, dtype), tokens(batch_size, 70).to(device)
+    exact = tiny_model(case, **sizes).to(device, torch.float64)
+    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    with torch.no_grad():
+        expected = exact(ids).logits[:, -1]
+    fused, ordinary = ((last_logits(model, ids, fused=x) - expected).norm().item() for x in (True, False))
+    assert fused <= 2 * ordinary + 4 * torch.finfo(dtype).eps * expected.norm()
 
 
 def test_interpreted(monkeypatch):
@@ -101,16 +119,9 @@ def last_logits(model, ids, *, fused):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch_size", [1, 2, 16, 50, 64, 65])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["delta_net", "gated_deltanet", "kda", "mamba2_style", "gated_efla"])
+@pytest.mark.parametrize("case", ["delta_net", "gated_deltanet", "kda", "mamba2_style", "gated_efla", *OWN_DECAY])
 def test_logits_on_a_gpu(case, dtype, batch_size):
-    sizes = {"hidden_size": 192, "num_heads": 3, "head_dim": 64, "intermediate_size": 344, "initializer_range": 0.02}
-    model, ids = tiny_model(case, **sizes).to("cuda", dtype), tokens(batch_size, 70).to("cuda")
-    exact = tiny_model(case, **sizes).to("cuda", torch.float64)
-    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
-    with torch.no_grad():
-        expected = exact(ids).logits[:, -1]
-    fused, ordinary = ((last_logits(model, ids, fused=x) - expected).norm().item() for x in (True, False))
-    assert fused <= 2 * ordinary + 4 * torch.finfo(dtype).eps * expected.norm()
+    check_logits(case, "cuda", dtype, batch_size)
 
 
 @pytest.fixture
@@ -171,6 +182,35 @@ def test_what_keeps_a_block_from_running_fused(change, message, on_any_device):
 @pytest.mark.parametrize("case", ORDINARY)
 def test_rules_with_a_step_of_their_own(case, on_any_device):
     assert reason(tiny_model(case)) is not None
+
+
+def test_decays_of_another_form(on_any_device):
+    assert "has its own step" in reason(tiny_model("kda", decay_lower_bound=-5.0))
+    with forget_rules():
+        own = register_variant(replace(get_variant("kda"), name="own", decay_gate="saturating", hub_model_type=None))
+        assert "has its own step" in reason(tiny_model("kda", mixer=own.name))
+
+
+def test_a_class_does_not_inherit_its_decay_form(on_any_device):
+    model = tiny_model("gla")
+    assert reason(model) is None
+
+    class Own(type(model.model.layers[0].attn)):
+        pass
+
+    model.model.layers[0].attn.__class__ = Own
+    assert "Own and SwiGLU" in reason(model)
+
+
+def test_a_fixed_decay_is_that_of_the_layers_heads(on_any_device):
+    model = tiny_model("lightning_attention")
+    mixers = [block.attn for block in model.model.layers]
+    of_all_heads = [mixer.log_decay(torch.zeros(1, 1, 1))[0, 0] for mixer in mixers]
+    for mixer in mixers:
+        mixer.num_heads = mixer.num_v_heads = 1
+        mixer.head_share = (1, 2)
+    for block, expected in zip(FusedBlocks(model, MergedProjections(model)).blocks, of_all_heads, strict=True):
+        assert torch.equal(block._fixed_decay, expected[1:])
 
 
 def test_a_gate_of_low_rank_with_an_adapter_runs_as_it_is(on_any_device):

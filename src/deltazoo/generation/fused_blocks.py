@@ -5,7 +5,7 @@
     more rows:  norm | q/k/v and gates | short convolutions | rule | output norm | o | residual, norm | gate/up |
                 SwiGLU | down | residual, norm of the next block
 
-Gates of low rank, as KDA has them, take one launch more, before the rule.
+Gates of low rank, as KDA and GLA have them, take one launch more, before the rule.
 
 A block's own forward pass remains the definition. It runs wherever `why_not_fused` has an objection to the block, or
 `_FusedBlock` to a call. Results differ from the block's own by rounding, of which there is less: gates, queries, keys
@@ -78,7 +78,7 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         products: the merged products of the model, by the identity of their first map.
     """
     norm, mixer, mlp_norm, mlp = (getattr(block, name) for name in type(block).step_parts)
-    if type(mixer) is not DeltaRuleAttention or type(mlp) is not SwiGLU:
+    if "decay_form" not in vars(type(mixer)) or type(mlp) is not SwiGLU:
         return f"its layers are {type(mixer).__name__} and {type(mlp).__name__}"
     reason = _why_not_this_rule(mixer)
     if reason is not None:
@@ -111,28 +111,28 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
 
 def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
     """`token_rule` computes rules that erase under the key they write under, or do not erase, once per token."""
-    spec = mixer.spec
+    spec, form = mixer.spec, mixer.decay_form()
     served = (
         spec.step_size in ("none", *STEP_SIZES)
         and spec.erase_key == "tied"
         and mixer.num_micro_steps == 1
-        and (spec.decay == "none" or (spec.decay_gate == "softplus" and spec.erase_reads == "decayed"))
-        and mixer.decay_lower_bound is None
+        and form is not None
+        and (form.name == "none" or spec.erase_reads == "decayed")
         and (mixer.neg_eigval == "both" or not mixer.allow_neg_eigval)
         and (spec.output_gate == "none" or spec.gate_activation in GATE_ACTIVATIONS)
     )
-    if not served:
+    if form is None or not served:
         return f"the rule {spec.name!r} has its own step"
     convolutions = [getattr(mixer, f"{name}_conv1d", None) for name in "qkv"]
     if mixer.conv_size < 2 or mixer.activation != "silu" or any(type(x) is not ShortConvolution for x in convolutions):
         return "queries, keys and values do not pass a short convolution and SiLU"
+    if (form.gate is not None and isinstance(getattr(mixer, form.gate), nn.Sequential)) != (spec.decay == "channel"):
+        return "the decay's map is of another kind"
     low_rank: list[Any] = [gate for gate in _gates(mixer) if isinstance(gate, nn.Sequential)]
     if not all(is_plain_sequence(x) and len(x) == 2 and all(map(_is_plain_linear, x)) for x in low_rank):
         return "a gate of low rank is not two plain linear maps"
     if any(x[1].in_features > 512 for x in low_rank):
         return "a gate has a higher rank than the kernels hold"
-    if spec.decay == "channel" and low_rank[-1][1].bias is not None:
-        return "the decay's map has a bias"
     return None
 
 
@@ -140,10 +140,10 @@ def _is_plain_linear(x: Any) -> bool:
     return type(x) is nn.Linear and is_plain(x)
 
 
-def _gates(mixer: DeltaRuleAttention) -> list[Any]:
+def _gates(mixer: Any) -> list[Any]:
     """The modules that make output gate and decay of the layer's input, in this order."""
-    decay = {"scalar": ["a_proj"], "channel": ["f_proj"]}.get(mixer.spec.decay, [])
-    return [getattr(mixer, name) for name in ["g_proj"] * (mixer.spec.output_gate != "none") + decay]
+    names = ["g_proj" if mixer.spec.output_gate != "none" else None, mixer.decay_form().gate]
+    return [getattr(mixer, name) for name in names if name is not None]
 
 
 def _gate_maps(mixer: DeltaRuleAttention) -> list[nn.Module]:
@@ -159,6 +159,10 @@ class _FusedBlock:
         self._products = products
         self._into_mixer = products[id(self._mixer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]
+        self._fixed_decay: Tensor | None = None
+        if self._mixer.decay_form().name == "fixed":  # made once, not for every token
+            weight = self._mixer.q_proj.weight
+            self._fixed_decay = self._mixer.log_decay(weight.new_empty(1, 1, self._mixer.hidden_size)).flatten()
         self.following: _FusedBlock | None = None
         self.ready: tuple[Tensor, Tensor] | None = None
         """An input and its norm, made together with the output of the block before."""
@@ -255,18 +259,19 @@ class _FusedBlock:
         from deltazoo.ops.fused.kernels.token_norms import HeadNorm
         from deltazoo.ops.fused.kernels.token_rule import RuleShape, token_rule
 
-        mixer, spec = self._mixer, self._mixer.spec
+        mixer, spec, form = self._mixer, self._mixer.spec, self._mixer.decay_form()
         shape = RuleShape(
             mixer.num_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, spec.normalize_q,
             mixer.allow_neg_eigval, spec.decay, "none" if spec.output_gate == "none" else spec.gate_activation,
-            spec.output_gate == "low_rank", spec.normalize_k, spec.step_size,
+            spec.output_gate == "low_rank", spec.normalize_k, spec.step_size, form.name,
         )  # fmt: skip
         gates = None
         if shape.low_rank_gate or shape.decay == "channel":
             first = 2 * shape.H * shape.K + shape.HV * shape.V * (1 + (spec.output_gate == "full"))
-            maps = (mixer.g_proj if shape.low_rank_gate else None, mixer.f_proj if shape.decay == "channel" else None)
-            gates = low_rank_gates(mixed, first, *map(_second_map, maps))
-        A_log, dt_bias = (mixer.A_log, mixer.dt_bias) if shape.decay != "none" else (None, None)
+            gate = mixer.g_proj if shape.low_rank_gate else None
+            decay = getattr(mixer, form.gate) if shape.decay == "channel" else None
+            gates = low_rank_gates(mixed, first, _second_map(gate), _second_map(decay))
+        A_log, dt_bias = (mixer.A_log, mixer.dt_bias) if form.name == "softplus" else (self._fixed_decay, None)
         z, squares = token_rule(mixed, gates, state.recurrent, A_log, dt_bias, mixer.o_norm.weight, shape)
         return z, HeadNorm(squares, mixer.head_v_dim, mixer.o_norm.eps)
 

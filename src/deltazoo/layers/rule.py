@@ -1,6 +1,6 @@
 """The operator's inputs, the step size among them, and the call of the operator."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -21,7 +21,18 @@ from deltazoo.ops import (
 from deltazoo.ops.named_choices import function_of
 from deltazoo.spec import DeltaRuleSpec
 
-__all__ = ["RuleInputs", "bounded_step", "effective_step", "run_rule"]
+__all__ = ["DecayForm", "RuleInputs", "bounded_step", "effective_step", "run_rule"]
+
+
+class DecayForm(NamedTuple):
+    """How the log-decay of a layer comes about, for kernels that compute it with the rest of a decoding step."""
+
+    name: Literal["none", "softplus", "log_sigmoid", "fixed"]
+    """"softplus": `-exp(A_log) softplus(a + dt_bias)`; "log_sigmoid": `logsigmoid(a) / 16`; "fixed": the same for every
+    token; "none": no decay."""
+    gate: str | None = None
+    """Name of the map that makes a of the layer's input: a plain one to a decay per head, or one made by `low_rank` to
+    a decay per channel."""
 
 
 class RuleInputs(NamedTuple):

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.norm import at_least_float32
+from deltazoo.layers.rule import DecayForm
 
 __all__ = ["LightningAttention"]
 
@@ -21,6 +22,10 @@ class LightningAttention(DeltaRuleAttention):
         heads = torch.arange(1, self.num_v_heads + 1, device=hidden_states.device) + share * self.num_v_heads
         rates = torch.exp2(heads.to(at_least_float32(hidden_states).dtype) * (-8 / (shares * self.num_v_heads)))
         return (-self._depth_factor() * rates).expand(*hidden_states.shape[:2], -1)
+
+    def decay_form(self) -> DecayForm:
+        """As `log_decay`."""
+        return DecayForm("fixed")
 
     def _depth_factor(self) -> float:
         if self.layer_idx is None or self.num_layers is None or self.num_layers < 2:

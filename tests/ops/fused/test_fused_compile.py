@@ -153,13 +153,14 @@ def token_of(part: str) -> None:
         token_product.token_product(empty(1, 2816), weight[part], residual=x)
 
 
-def apply_rule(rows: int, gate: str, V: int, step: str = "euler") -> None:
+def apply_rule(rows: int, gate: str, V: int, step: str = "euler", form: str = "softplus") -> None:
     decay = "none" if gate == "none" else "scalar"
-    shape = token_rule.RuleShape(8, 8, 128, V, True, False, decay, gate, False, step == "euler", step)
+    shape = token_rule.RuleShape(8, 8, 128, V, True, False, decay, gate, False, step == "euler", step, form)
     wide = torch.float32
-    per_head = empty(8, dtype=wide)
+    A_log = empty(8, dtype=wide)
+    dt_bias = None if form == "fixed" else A_log
     mixed = empty(rows, 2 * 1024 + 8 * V * 2 + 16, dtype=wide)
-    token_rule.token_rule(mixed, None, empty(rows, 8, 128, V, dtype=wide), per_head, per_head, empty(V), shape)
+    token_rule.token_rule(mixed, None, empty(rows, 8, 128, V, dtype=wide), A_log, dt_bias, empty(V), shape)
 
 
 def apply_channel_rule(rows: int) -> None:
@@ -171,6 +172,15 @@ def apply_channel_rule(rows: int) -> None:
     gates = token_gates.low_rank_gates(mixed, 3 * 1024, gate, decay)
     state, A_log, dt_bias = (empty(*shape, dtype=wide) for shape in ((rows, 8, 128, 128), (8,), (1024,)))
     token_rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(128), shape)
+
+
+def apply_log_sigmoid_rule(rows: int) -> None:
+    """The step of GLA with its heads, from its decay's second map on."""
+    shape = token_rule.RuleShape(4, 4, 256, 512, False, False, "channel", "silu", False, False, "none", "log_sigmoid")
+    wide = torch.float32
+    mixed = empty(rows, 2 * 1024 + 2 * 2048 + 16, dtype=wide)
+    gates = token_gates.low_rank_gates(mixed, 6144, None, token_gates.LowRankGate(empty(1024, 16), empty(1024)))
+    token_rule.token_rule(mixed, gates, empty(rows, 4, 256, 512, dtype=wide), None, None, empty(512), shape)
 
 
 def add(parts: int) -> None:
@@ -223,6 +233,8 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     },
     **{f"step_rule_step_{step}": (2, partial(apply_rule, 1, "silu", 128, step)) for step in ("none", "exact")},
     **{f"step_rule_channel_{rows}": (2, partial(apply_channel_rule, rows)) for rows in (1, 64)},
+    **{f"step_rule_channel_log_sigmoid_{rows}": (2, partial(apply_log_sigmoid_rule, rows)) for rows in (1, 64)},
+    "step_rule_fixed_decay": (2, lambda: apply_rule(1, "sigmoid", 128, "none", "fixed")),
     **{
         f"step_rows_{rows}_{N}_{K}": (2, partial(row_product.row_product, empty(rows, K), empty(N, K)))
         for rows in (2, 64)

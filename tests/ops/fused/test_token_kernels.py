@@ -23,6 +23,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from deltazoo.layers.rule import effective_step  # noqa: E402
+from deltazoo.ops.decay import softplus_decay  # noqa: E402
 from deltazoo.ops.fused.kernels import token_product, token_rule  # noqa: E402
 from deltazoo.ops.fused.kernels.greedy_token import greedy_token  # noqa: E402
 from deltazoo.ops.fused.kernels.row_product import row_product  # noqa: E402
@@ -165,6 +166,8 @@ class Rule:
         }
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         drawn["mixed"][:, s.H * s.K : 2 * s.H * s.K] *= self.key_size
+        if s.decay_form == "fixed":
+            drawn["A_log"] = -drawn["A_log"].abs()  # the log-decay itself
         return {name: x.to(device) for name, x in drawn.items()}
 
     @property
@@ -172,7 +175,7 @@ class Rule:
         """Columns of `mixed` for output gate and decay gate; of low rank, 3 or 5 that the rule does not read."""
         s = self.shape
         gate = 0 if s.gate == "none" else 3 if s.low_rank_gate else s.HV * s.V
-        return gate, {"none": 0, "scalar": s.HV, "channel": 5}[s.decay]
+        return gate, 0 if s.decay_form == "fixed" else {"none": 0, "scalar": s.HV, "channel": 5}[s.decay]
 
     @property
     def low_rank_sizes(self) -> tuple[int, int]:
@@ -182,10 +185,22 @@ class Rule:
 
     def run(self, device: str) -> Results:
         x = self.inputs(device)
-        decay = (x["A_log"], x["dt_bias"]) if self.shape.decay != "none" else (None, None)
+        form = self.shape.decay_form if self.shape.decay != "none" else "none"
+        A_log = x["A_log"] if form in ("softplus", "fixed") else None
+        dt_bias = x["dt_bias"] if form == "softplus" else None
         gates = x["gates"] if sum(self.low_rank_sizes) else None
-        z, squares = token_rule.token_rule(x["mixed"], gates, x["state"], *decay, x["norm_weight"], self.shape)
+        z, squares = token_rule.token_rule(x["mixed"], gates, x["state"], A_log, dt_bias, x["norm_weight"], self.shape)
         return {"z": z, "squares": squares.sum(-1), "state": x["state"]}
+
+    def log_decay(self, x: Results, a: Tensor) -> Tensor:
+        """`[B, HV, K]`, or with ones in place of B and K."""
+        s = self.shape
+        if s.decay_form == "fixed":
+            return x["A_log"][None, :, None]
+        a = a.unflatten(1, (1, s.HV, s.K) if s.decay == "channel" else (1, s.HV))
+        softplus = s.decay_form == "softplus"
+        result = softplus_decay(a, x["A_log"], x["dt_bias"]) if softplus else F.logsigmoid(a) / 16
+        return result[:, 0] if s.decay == "channel" else result[:, 0, :, None]
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
         s, x = self.shape, {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
@@ -201,12 +216,8 @@ class Rule:
         if s.step != "none":
             spec = replace(get_variant("delta_net"), step_size=s.step, normalize_k=s.normalize_k)
             beta = effective_step(spec, b.sigmoid()[:, None], k[:, None], allow_neg_eigval=s.doubled_step)[:, 0]
-        if s.decay == "scalar":
-            log_decay = -x["A_log"].exp() * F.softplus(a + x["dt_bias"])
-            state = state * log_decay.exp()[..., None, None]
-        elif s.decay == "channel":
-            a = (low_rank_a + x["dt_bias"]).unflatten(1, (s.HV, s.K))
-            state = state * (-x["A_log"].exp()[:, None] * F.softplus(a)).exp()[..., None]
+        if s.decay != "none":
+            state = state * self.log_decay(x, low_rank_a if s.decay == "channel" else a).exp()[..., None]
         u = v.unflatten(1, (s.HV, s.V))
         if beta is not None:
             u = beta[..., None] * (u - torch.einsum("bhkv,bhk->bhv", state, k))
@@ -229,6 +240,7 @@ class Gates:
     N_A: int = 24
     rank_g: int = 20
     rank_a: int = 12
+    decay_bias: bool = False
     dtype: torch.dtype = torch.float32
 
     def inputs(self, device: str) -> Results:
@@ -238,6 +250,7 @@ class Gates:
             "gate": (self.N_G, self.rank_g),
             "bias": (self.N_G,),
             "decay": (self.N_A, self.rank_a),
+            "decay_bias": (self.N_A,),
         }
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         return {name: x.to(device, torch.float32 if name == "mixed" else self.dtype) for name, x in drawn.items()}
@@ -245,13 +258,14 @@ class Gates:
     def run(self, device: str) -> Results:
         x = self.inputs(device)
         gate = LowRankGate(x["gate"], x["bias"]) if self.N_G else None
-        decay = LowRankGate(x["decay"]) if self.N_A else None
+        decay = LowRankGate(x["decay"], x["decay_bias"] if self.decay_bias else None) if self.N_A else None
         return {"gates": low_rank_gates(x["mixed"], 7, gate, decay)}
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
         x = {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
         first, second = x["mixed"][:, 7:-3].split([self.rank_g, self.rank_a], dim=1)
-        return {"gates": torch.cat([F.linear(first, x["gate"], x["bias"]), F.linear(second, x["decay"])], 1)}
+        bias = x["decay_bias"] if self.decay_bias else None
+        return {"gates": torch.cat([F.linear(first, x["gate"], x["bias"]), F.linear(second, x["decay"], bias)], 1)}
 
 
 HALF = torch.float16
@@ -304,6 +318,14 @@ CASES: list[Product | Rule | Gates] = [
              normalize_k=False), key_size=size)
         for size in (0.1, 1e-3, 1e-6, 0.0)
     ),
+    *(
+        Rule(
+            f"rule-{form}-{decay}-{step}",
+            RuleShape(2, 4, 12, 20, False, False, decay, "sigmoid", False, False, step, form),
+        )
+        for form, decay in (("log_sigmoid", "scalar"), ("log_sigmoid", "channel"), ("fixed", "scalar"))
+        for step in ("none", "implicit")
+    ),
     Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, "none", "none"), B=1),
     Rule("rule-one-channel", RuleShape(1, 2, 1, 1, False, False, "scalar", "none")),
     *(
@@ -311,6 +333,10 @@ CASES: list[Product | Rule | Gates] = [
         for R, dtype in itertools.product((1, 2, 33, 65), (torch.float32, HALF))
     ),
     Gates("gates-decay-alone", 3, N_G=0, rank_g=0),
+    *(
+        Gates(f"gates-decay-bias-{R}-{N_G}", R, N_G=N_G, rank_g=N_G // 2, decay_bias=True)
+        for R, N_G in itertools.product((1, 3), (0, 40))
+    ),
     Gates("gates-output-alone", 1, N_A=0, rank_a=0),
     Gates("gates-wide", 2, N_G=130, N_A=100, rank_g=512, rank_a=1),
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """The second maps of low-rank gates for a few rows: output gate and decay per channel, in one launch.
 
-    g = x_g Wg^T + bias      a = x_a Wa^T
+    g = x_g Wg^T + bias      a = x_a Wa^T + bias
 
 A step's first product gives `x_g` and `x_a`, with queries, keys and values.
 """
@@ -66,6 +66,7 @@ def low_rank_gates_kernel(
     gate_weight,  # [N_G, RANK_G], or None: no such output gate
     gate_bias,
     decay_weight,  # [N_A, RANK_A], or None: no such decay
+    decay_bias,
     y,  # [R, N_G + N_A] float32
     R,
     M: tl.constexpr,
@@ -88,8 +89,8 @@ def low_rank_gates_kernel(
             _second_map(mixed + FIRST, gate_weight, gate_bias, y, block, R, M, N_G, RANK_G, WIDTH, BM, BN, BG, AHEAD)
     if decay_weight is not None:  # noqa: SIM102 (likewise)
         if block >= GATE_BLOCKS:
-            _second_map(mixed + FIRST + RANK_G, decay_weight, None, y + N_G, block - GATE_BLOCKS, R, M, N_A, RANK_A,
-                        WIDTH, BM, BN, BA, AHEAD)  # fmt: skip
+            _second_map(mixed + FIRST + RANK_G, decay_weight, decay_bias, y + N_G, block - GATE_BLOCKS, R, M, N_A,
+                        RANK_A, WIDTH, BM, BN, BA, AHEAD)  # fmt: skip
 
 
 def low_rank_gates(mixed: Tensor, first: int, gate: LowRankGate | None, decay: LowRankGate | None) -> Tensor:
@@ -99,7 +100,7 @@ def low_rank_gates(mixed: Tensor, first: int, gate: LowRankGate | None, decay: L
         mixed: `[R, M]` float32, contiguous: the outputs of the first maps among others.
         first: the column where they begin, those of the output gate before those of the decay.
         gate: of the output; None: it has none of low rank.
-        decay: of the decay, without bias; None likewise.
+        decay: of the decay; None likewise.
 
     Returns:
         `[R, N]` float32: output gate, then decay gate.
@@ -108,9 +109,9 @@ def low_rank_gates(mixed: Tensor, first: int, gate: LowRankGate | None, decay: L
     sizes = tuple((0, 0) if x is None else x.sizes for x in (gate, decay))
     y = mixed.new_empty(R, sizes[0][0] + sizes[1][0])
     constants = _constants(R, M, first, sizes, launches_ahead(mixed.device))
-    weights = (None, None) if gate is None else gate
+    weights = [x for pair in (gate, decay) for x in pair or (None, None)]
     with torch.cuda.device_of(mixed):
-        launch(low_rank_gates_kernel, constants, mixed, *weights, None if decay is None else decay.weight, y)
+        launch(low_rank_gates_kernel, constants, mixed, *weights, y)
     return y
 
 

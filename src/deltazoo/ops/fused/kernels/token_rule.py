@@ -4,8 +4,9 @@
     S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum of o^2
 
 with `u = beta (v - S^T k)`, beta being made of b and `|k|^2` (`deltazoo.ops.step_size`), or `u = v` where nothing is
-erased. The decay is per head, or per key channel. What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`),
-since a head is divided among programs here. The rule is computed as in `deltazoo.ops.triton.decode`.
+erased. The decay is per head, or per key channel; its logarithm may also be `logsigmoid(a) / 16`, or a constant of the
+head. What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here.
+The rule is computed as in `deltazoo.ops.triton.decode`.
 """
 
 from functools import lru_cache
@@ -41,6 +42,8 @@ class RuleShape(NamedTuple):
     normalize_k: bool = True
     step: str = "euler"
     """Name of the step size; "none": nothing is erased, and `mixed` has no b."""
+    decay_form: str = "softplus"
+    """Of the log-decay: "softplus", "log_sigmoid", or "fixed", which is per head and takes no a."""
 
     @property
     def bounded(self) -> bool:
@@ -81,8 +84,8 @@ def token_rule_kernel(
     mixed,  # [B, M] float32: q, k, v after SiLU; then what makes the gates; b last, if there is one
     gates,  # [B, N] float32: g if it is of low rank, then a if it is per channel; or None
     state,  # [B, HV, K, V] float32, advanced in place
-    A_log,  # [HV] float32, or None
-    dt_bias,  # [HV], or [HV, K]
+    A_log,  # [HV] float32, the log-decay itself if it is fixed; or None
+    dt_bias,  # [HV], or [HV, K]; or None
     norm_weight,  # [V]
     z,  # [B, HV, V] float32
     squares,  # [B, HV, BLOCKS] float32
@@ -98,6 +101,7 @@ def token_rule_kernel(
     DOUBLED: tl.constexpr,
     BOUNDED: tl.constexpr,
     DECAY: tl.constexpr,
+    DECAY_FORM: tl.constexpr,
     GATE: tl.constexpr,
     LOW_RANK: tl.constexpr,
     BK: tl.constexpr,
@@ -121,11 +125,14 @@ def token_rule_kernel(
     tile_mask = key_mask[:, None] & column_mask[None, :]
     S = tl.load(state + tile, mask=tile_mask, other=0.0)
     norm = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)
-    if DECAY != "none":
-        rate = tl.exp(tl.load(A_log + head))
-    if DECAY == "scalar":
+    SOFTPLUS: tl.constexpr = DECAY_FORM == "softplus"
+    if DECAY_FORM == "log_sigmoid":  # logsigmoid(a) = -softplus(-a)
+        rate = 1 / 16
+    elif DECAY != "none":
+        rate = tl.exp(tl.load(A_log + head))  # the decay itself if it is fixed
+    if DECAY == "scalar" and SOFTPLUS:
         bias = tl.load(dt_bias + head)
-    if DECAY == "channel":
+    if DECAY == "channel" and SOFTPLUS:
         channel_bias = tl.load(dt_bias + head * K + keys, mask=key_mask, other=0.0)
     wait_for_inputs(AHEAD)
 
@@ -139,11 +146,14 @@ def token_rule_kernel(
         b = tl.sigmoid(tl.load(mixed + B_AT + head))
     if GATE != "none":
         g = tl.load((gates if LOW_RANK else mixed + GATE_AT) + head * V + columns, mask=column_mask, other=0.0)
-    if DECAY == "scalar":
-        S *= tl.exp(-rate * _softplus(tl.load(mixed + (B_AT - HV) + head) + bias))
-    if DECAY == "channel":
+    if DECAY_FORM == "fixed":
+        S *= rate
+    elif DECAY == "scalar":
+        a = tl.load(mixed + (B_AT - HV) + head)
+        S *= tl.exp(-rate * _softplus(a + bias if SOFTPLUS else -a))
+    elif DECAY == "channel":
         a = tl.load(gates + (GATES - HV * K) + head * K + keys, mask=key_mask, other=0.0)
-        S *= tl.exp(-rate * _softplus(a + channel_bias))[:, None]
+        S *= tl.exp(-rate * _softplus(a + channel_bias if SOFTPLUS else -a))[:, None]
     q = _unit_head(q, NORMALIZE_Q)
     k = _unit_head(k, NORMALIZE_K)
     u = v
@@ -200,7 +210,8 @@ def token_rule(
         gates: of low rank, as `low_rank_gates` returns them: output gate `[HV, V]`, decay gate `[HV, K]`; None if there
             are none.
         state: `[B, HV, K, V]` float32, contiguous; advanced in place.
-        A_log: `[HV]` float32, if it decays. dt_bias: the same, or `[HV * K]` for a decay per channel.
+        A_log: `[HV]` float32, of a softplus decay; of a fixed one the log-decay itself; None for others.
+        dt_bias: of a softplus decay, `[HV]`, or `[HV * K]` if it is per channel; None for others.
         norm_weight: `[V]` of the output norm.
         shape: of the layer.
 
@@ -223,7 +234,7 @@ def _constants(B: int, M: int, shape: RuleShape, tile: Tile, ahead: bool) -> Con
     return Constants(
         B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
         V=shape.V, NORMALIZE_Q=shape.normalize_q, NORMALIZE_K=shape.normalize_k, STEP=shape.step,
-        DOUBLED=shape.doubled_step, BOUNDED=shape.bounded, DECAY=shape.decay, GATE=shape.gate,
-        LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns, AHEAD=ahead,
-        num_warps=tile.warps, **launch_options(ahead),
+        DOUBLED=shape.doubled_step, BOUNDED=shape.bounded, DECAY=shape.decay, DECAY_FORM=shape.decay_form,
+        GATE=shape.gate, LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns,
+        AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip
