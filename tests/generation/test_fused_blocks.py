@@ -6,7 +6,9 @@ The interpreter has to be chosen before Triton is imported, so a child process r
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +23,19 @@ from deltazoo.generation.fused_blocks import FusedBlocks, why_not_fused
 from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.spec import get_variant, register_variant
 
-NEGATIVE = ("neg_delta_net", "neg_gated_deltanet")
-OWN_DECAY = ("gla", "lightning_attention")
-STEPS = ("linear_attention", "mamba2_style", "efla", "gated_efla", "longhorn", "kaczmarz", *OWN_DECAY)
+SPEC_ALONE = ("delta_net", "gated_deltanet", "kda", "neg_delta_net", "neg_gated_deltanet", "linear_attention",
+              "mamba2_style", "efla", "gated_efla", "longhorn", "gated_longhorn", "kaczmarz")  # fmt: skip
+"""Rules that the shared layer computes from their spec, one step per token."""
+OWN_FORM = ("gla", "lightning_attention", "gated_deltaproduct", "eda", "gated_deltanet2", "qed", "fg2_gdn", "comba",
+            "comba_unit_erase", "q_delta", "pgdn", "pkda")  # fmt: skip
+"""Rules with a decay, keys or steps of their own."""
 RAW_KEYS = "raw_keys"
 """A rule of the test's own: the plain step with keys that are not normalised, which must be bounded."""
-FUSED = ("delta_net", "gated_deltanet", "kda", RAW_KEYS, *NEGATIVE, *STEPS, "grouped_values", "tied", "hybrid")
-INTERPRETED = ("delta_net", RAW_KEYS, "gated_deltanet", "neg_gated_deltanet", *STEPS, "grouped_values", "hybrid", "kda")
-ORDINARY = ("eda", "erase_only", "without_conv", "micro_steps", "q_delta", "comba")
+FUSED = (*SPEC_ALONE, *OWN_FORM, RAW_KEYS, "micro_steps", "grouped_values", "tied", "hybrid")
+INTERPRETED = (*SPEC_ALONE[:3], RAW_KEYS, *SPEC_ALONE[4:8], "kaczmarz", "grouped_values", "hybrid", *OWN_FORM)
+DOUBLED = ("eda", "gated_deltanet2", "fg2_gdn", "pgdn")
+"""Rules whose own keys act otherwise with negative eigenvalues."""
+ORDINARY = ("erase_only", "without_conv")
 CHILD = """
 import sys; sys.path[:0] = sys.argv[1:3]
 import test_fused_blocks as tests
@@ -37,11 +44,17 @@ from unittest import mock
 no_kernels = mock.patch("deltazoo.ops.backends.triton_obstacle", lambda *args: "interpreted")
 with mock.patch.object(tests.fused_blocks, "fused_kernels_fit", lambda x, past=None: True), no_kernels:
     for case in sys.argv[3:]:
-        tests.check_tokens(case, "cpu", fused=True, new_tokens=4)
-    for case in tests.OWN_DECAY:
+        tests.check_tokens(case, "cpu", fused=True, new_tokens=3)
+    for case in tests.OWN_FORM:
         for batch_size in (1, 3):
-            tests.check_logits(case, "cpu", tests.torch.float32, batch_size)
+            tests.check_logits(case, "cpu", tests.torch.float32, batch_size, **tests.SMALL)
+    for case in tests.DOUBLED:
+        tests.check_logits(case, "cpu", tests.torch.float32, 2, allow_neg_eigval=True, **tests.SMALL)
 """
+
+
+SIZES = {"hidden_size": 192, "num_heads": 3, "head_dim": 64, "intermediate_size": 344, "initializer_range": 0.02}
+SMALL = {"hidden_size": 48, "num_heads": 2, "num_v_heads": 4, "head_dim": 12, "expand_v": 1.5, "initializer_range": 0.1}
 
 
 def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -63,7 +76,7 @@ def check_tokens(case: str, device: str, *, fused: bool, new_tokens: int = 9) ->
         if case == RAW_KEYS:
             own = replace(get_variant("delta_net"), name=case, normalize_k=False, hub_model_type=None)
             case, options = "delta_net", {"mixer": register_variant(own).name}
-        elif case in OWN_DECAY:
+        elif case in OWN_FORM:
             options = {"num_v_heads": 4, "expand_v": 1.5}
         steps = count_steps(patch)
         for batch_size in (1, 3):
@@ -79,11 +92,11 @@ def check_tokens(case: str, device: str, *, fused: bool, new_tokens: int = 9) ->
             steps.clear()
 
 
-def check_logits(case: str, device: str, dtype: torch.dtype, batch_size: int) -> None:
+def check_logits(case: str, device: str, dtype: torch.dtype, batch_size: int, **options: Any) -> None:
     """A fused step errs at most about twice as much as the ordinary one."""
-    sizes = {"hidden_size": 192, "num_heads": 3, "head_dim": 64, "intermediate_size": 344, "initializer_range": 0.02}
-    model, ids = tiny_model(case, **sizes).to(device, dtype), tokens(batch_size, 70).to(device)
-    exact = tiny_model(case, **sizes).to(device, torch.float64)
+    options = SIZES | options
+    model, ids = tiny_model(case, **options).to(device, dtype), tokens(batch_size, 70).to(device)
+    exact = tiny_model(case, **options).to(device, torch.float64)
     exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
     with torch.no_grad():
         expected = exact(ids).logits[:, -1]
@@ -117,11 +130,22 @@ def last_logits(model, ids, *, fused):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch_size", [1, 2, 16, 50, 64, 65])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["delta_net", "gated_deltanet", "kda", "mamba2_style", "gated_efla", *OWN_DECAY])
+@pytest.mark.parametrize(
+    ("case", "batch_size"),
+    [
+        *product(("delta_net", "gated_deltanet", "kda"), (1, 2, 16, 50, 64, 65)),
+        *product(("mamba2_style", "gated_efla", *OWN_FORM), (1, 50)),
+    ],
+)
 def test_logits_on_a_gpu(case, dtype, batch_size):
     check_logits(case, "cuda", dtype, batch_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DOUBLED)
+def test_logits_with_negative_eigenvalues_on_a_gpu(case):
+    check_logits(case, "cuda", torch.bfloat16, 3, allow_neg_eigval=True)
 
 
 @pytest.fixture
@@ -187,11 +211,22 @@ def test_rules_with_a_step_of_their_own(case, on_any_device):
 def test_decays_of_another_form(on_any_device):
     assert "has its own step" in reason(tiny_model("kda", decay_lower_bound=-5.0))
     with forget_rules():
-        own = register_variant(replace(get_variant("kda"), name="own", decay_gate="saturating", hub_model_type=None))
+
+        def own_gate(a, A_log, dt_bias):
+            return -torch.sigmoid(a)
+
+        own = register_variant(replace(get_variant("kda"), name="own", decay_gate=own_gate, hub_model_type=None))
         assert "has its own step" in reason(tiny_model("kda", mixer=own.name))
 
 
-def test_a_class_does_not_inherit_its_decay_form(on_any_device):
+def test_own_keys_that_are_not_normalised(on_any_device):
+    with forget_rules():
+        spec = replace(get_variant("q_delta"), name="own", normalize_k=False, hub_model_type=None)
+        own = register_variant(spec, layer="deltazoo.variants.q_delta_layer.QDelta")
+        assert "has its own step" in reason(tiny_model("q_delta", mixer=own.name))
+
+
+def test_a_class_does_not_inherit_its_form(on_any_device):
     model = tiny_model("gla")
     assert reason(model) is None
 

@@ -5,7 +5,7 @@
     more rows:  norm | q/k/v and gates | short convolutions | rule | output norm | o | residual, norm | gate/up |
                 SwiGLU | down | residual, norm of the next block
 
-Gates of low rank, as KDA and GLA have them, take one launch more, before the rule.
+Maps of low rank, as KDA's gates, take one launch more before the rule, and so do keys scaled by a moment (PGDN, PKDA).
 
 A block's own forward pass remains the definition. It runs wherever `why_not_fused` has an objection to the block, or
 `_FusedBlock` to a call. Results differ from the block's own by rounding, of which there is less: gates, queries, keys
@@ -14,7 +14,7 @@ and values stay in float32 between the launches.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         products: the merged products of the model, by the identity of their first map.
     """
     norm, mixer, mlp_norm, mlp = (getattr(block, name) for name in type(block).step_parts)
-    if "decay_form" not in vars(type(mixer)) or type(mlp) is not SwiGLU:
+    if "step_form" not in vars(type(mixer)) or type(mlp) is not SwiGLU:
         return f"its layers are {type(mixer).__name__} and {type(mlp).__name__}"
     reason = _why_not_this_rule(mixer)
     if reason is not None:
@@ -89,11 +89,11 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         return "other kernels were asked for"
     if mixer.backend not in (None, "triton"):
         return f"backend={mixer.backend!r} was asked for"
-    step_gate = [mixer.b_proj] if mixer.spec.corrects else []
-    wanted = [mixer.q_proj, mixer.k_proj, mixer.v_proj, *_gate_maps(mixer), *step_gate], [mlp.gate_proj, mlp.up_proj]
-    for maps in wanted:
-        product = products.get(id(maps[0]))
-        if product is None or product.bias is not None or list(product.linears) != maps:
+    qkv = [mixer.q_proj, mixer.k_proj, mixer.v_proj]
+    for first, others in ((qkv, _further_maps(mixer)), ([mlp.gate_proj], [mlp.up_proj])):
+        product = products.get(id(first[0]))
+        merged = [] if product is None or product.bias is not None else list(product.linears)
+        if merged[: len(first)] != first or any(linear not in merged for linear in others):
             return "the maps of one input could not be merged"
     if not all(_is_plain_linear(x) and x.bias is None for x in (mixer.o_proj, mlp.down_proj)):
         return "a linear map is not a plain one"
@@ -110,14 +110,11 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
 
 
 def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
-    """`token_rule` computes rules that erase under the key they write under, or do not erase, once per token."""
-    spec, form = mixer.spec, mixer.decay_form()
+    spec, form = mixer.spec, mixer.step_form()
     served = (
         spec.step_size in ("none", *STEP_SIZES)
-        and spec.erase_key == "tied"
-        and mixer.num_micro_steps == 1
         and form is not None
-        and (form.name == "none" or spec.erase_reads == "decayed")
+        and (spec.erase_key == "tied" if form.keys == "tied" else spec.normalize_k)
         and (mixer.neg_eigval == "both" or not mixer.allow_neg_eigval)
         and (spec.output_gate == "none" or spec.gate_activation in GATE_ACTIVATIONS)
     )
@@ -126,9 +123,7 @@ def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
     convolutions = [getattr(mixer, f"{name}_conv1d", None) for name in "qkv"]
     if mixer.conv_size < 2 or mixer.activation != "silu" or any(type(x) is not ShortConvolution for x in convolutions):
         return "queries, keys and values do not pass a short convolution and SiLU"
-    if (form.gate is not None and isinstance(getattr(mixer, form.gate), nn.Sequential)) != (spec.decay == "channel"):
-        return "the decay's map is of another kind"
-    low_rank: list[Any] = [gate for gate in _gates(mixer) if isinstance(gate, nn.Sequential)]
+    low_rank = _low_rank_maps(mixer)
     if not all(is_plain_sequence(x) and len(x) == 2 and all(map(_is_plain_linear, x)) for x in low_rank):
         return "a gate of low rank is not two plain linear maps"
     if any(x[1].in_features > 512 for x in low_rank):
@@ -140,14 +135,27 @@ def _is_plain_linear(x: Any) -> bool:
     return type(x) is nn.Linear and is_plain(x)
 
 
-def _gates(mixer: Any) -> list[Any]:
-    """The modules that make output gate and decay of the layer's input, in this order."""
-    names = ["g_proj" if mixer.spec.output_gate != "none" else None, mixer.decay_form().gate]
+def _low_rank_maps(mixer: Any) -> list[Any]:
+    """The maps of low rank to output gate, decay and a further key, as far as the layer has them."""
+    spec, form = mixer.spec, mixer.step_form()
+    names = [
+        "g_proj" if spec.output_gate == "low_rank" else None,
+        form.decay_gate if spec.decay == "channel" else None,
+        form.first_key,
+    ]
     return [getattr(mixer, name) for name in names if name is not None]
 
 
-def _gate_maps(mixer: DeltaRuleAttention) -> list[nn.Module]:
-    return [gate[0] if isinstance(gate, nn.Sequential) else gate for gate in _gates(mixer)]
+def _further_maps(mixer: Any) -> list[nn.Module]:
+    """The linear maps that read the layer's input, besides those to q, k and v."""
+    spec, form = mixer.spec, mixer.step_form()
+    names = [
+        "g_proj" if spec.output_gate == "full" else None,
+        form.decay_gate if spec.decay == "scalar" else None,
+        "b_proj" if spec.corrects else None,
+        *form.key_maps,
+    ]
+    return [*(getattr(mixer, name) for name in names if name is not None), *(x[0] for x in _low_rank_maps(mixer))]
 
 
 class _FusedBlock:
@@ -159,8 +167,11 @@ class _FusedBlock:
         self._products = products
         self._into_mixer = products[id(self._mixer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]
+        ends = accumulate(self._into_mixer.sizes, initial=0)
+        self._columns = {id(linear): first for linear, first in zip(self._into_mixer.linears, ends, strict=False)}
+        """Where in the product of the mixer's maps the result of each begins."""
         self._fixed_decay: Tensor | None = None
-        if self._mixer.decay_form().name == "fixed":  # made once, not for every token
+        if self._mixer.step_form().decay == "fixed":  # made once, not for every token
             weight = self._mixer.q_proj.weight
             self._fixed_decay = self._mixer.log_decay(weight.new_empty(1, 1, self._mixer.hidden_size)).flatten()
         self.following: _FusedBlock | None = None
@@ -200,11 +211,11 @@ class _FusedBlock:
             return False
         if state.conv is None or state.conv.dtype != x.dtype:
             return False
-        return all(tensor.is_contiguous() for tensor in (x, state.conv, state.recurrent))
+        return all(tensor is None or tensor.is_contiguous() for tensor in (x, *state))
 
     def _step(self, x: Tensor, state: MixerState) -> Tensor:
         """The block's output for `[R, 1, hidden_size]`; advances the state in place."""
-        for changed in (state.conv, state.recurrent):
+        for changed in state:
             if changed is not None and not changed.is_inference():  # autograd does not see what kernels write
                 torch.autograd.graph.increment_version(changed)
         return self._step_one_row(x, state) if len(x) == 1 else self._step_rows(x, state)
@@ -255,28 +266,45 @@ class _FusedBlock:
         return Convolution((q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0]), state.conv)
 
     def _rule(self, mixed: Tensor, state: MixerState) -> tuple[Tensor, Any]:
-        from deltazoo.ops.fused.kernels.token_gates import low_rank_gates
+        from deltazoo.ops.fused.kernels.token_gates import LowRankGate, low_rank_gates
+        from deltazoo.ops.fused.kernels.token_moment import scaled_keys
         from deltazoo.ops.fused.kernels.token_norms import HeadNorm
-        from deltazoo.ops.fused.kernels.token_rule import RuleShape, token_rule
+        from deltazoo.ops.fused.kernels.token_rule import Columns, RuleShape, token_rule
 
-        mixer, spec, form = self._mixer, self._mixer.spec, self._mixer.decay_form()
+        mixer, spec, form = self._mixer, self._mixer.spec, self._mixer.step_form()
+
+        def column(name: str | None) -> int:
+            return 0 if name is None else self._columns.get(id(getattr(mixer, name, None)), 0)
+
+        key_columns = [column(name) for name in form.key_maps]
         shape = RuleShape(
-            mixer.num_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, spec.normalize_q,
-            mixer.allow_neg_eigval, spec.decay, "none" if spec.output_gate == "none" else spec.gate_activation,
-            spec.output_gate == "low_rank", spec.normalize_k, spec.step_size, form.name,
-        )  # fmt: skip
-        gates = None
-        if shape.low_rank_gate or shape.decay == "channel":
-            first = 2 * shape.H * shape.K + shape.HV * shape.V * (1 + (spec.output_gate == "full"))
-            gate = mixer.g_proj if shape.low_rank_gate else None
-            decay = getattr(mixer, form.gate) if shape.decay == "channel" else None
-            gates = low_rank_gates(mixed, first, _second_map(gate), _second_map(decay))
-        A_log, dt_bias = (mixer.A_log, mixer.dt_bias) if form.name == "softplus" else (self._fixed_decay, None)
-        z, squares = token_rule(mixed, gates, state.recurrent, A_log, dt_bias, mixer.o_norm.weight, shape)
+            mixer.num_heads,
+            mixer.num_v_heads,
+            mixer.head_k_dim,
+            mixer.head_v_dim,
+            normalize_q=spec.normalize_q,
+            doubled_step=mixer.allow_neg_eigval,
+            decay=spec.decay,
+            gate="none" if spec.output_gate == "none" else spec.gate_activation,
+            columns=Columns(column("g_proj"), column(form.decay_gate), column("b_proj"), *key_columns[:1]),
+            low_rank_gate=spec.output_gate == "low_rank",
+            normalize_k=spec.normalize_k,
+            step=spec.step_size,
+            decay_form=form.decay,
+            keys=form.keys,
+            micro_steps=mixer.projected_steps,
+            undecayed=spec.erase_reads == "undecayed",
+        )
+        low_rank = [LowRankGate(self._columns[id(x[0])], x[1].weight, x[1].bias) for x in _low_rank_maps(mixer)]
+        gates = low_rank_gates(mixed, low_rank) if low_rank else None
+        softplus = form.decay in ("softplus", "saturating")
+        A_log, dt_bias = (mixer.A_log, mixer.dt_bias) if softplus else (self._fixed_decay, None)
+        key_parameters, write_keys = [getattr(mixer, name) for name in form.key_parameters], None
+        if form.keys == "scaled":
+            assert state.auxiliary is not None
+            write_keys = scaled_keys(mixed, state.auxiliary, key_parameters, *key_columns)
+            key_parameters = []
+        z, squares = token_rule(
+            mixed, gates, state.recurrent, A_log, dt_bias, mixer.o_norm.weight, shape, key_parameters, write_keys
+        )
         return z, HeadNorm(squares, mixer.head_v_dim, mixer.o_norm.eps)
-
-
-def _second_map(gate: Any) -> Any:
-    from deltazoo.ops.fused.kernels.token_gates import LowRankGate
-
-    return None if gate is None else LowRankGate(gate[1].weight, gate[1].bias)

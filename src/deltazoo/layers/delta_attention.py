@@ -14,7 +14,7 @@ from deltazoo.layers.linear_maps import called_as_is, cast_for_product, is_hooke
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize, l2_normalize_both
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
-from deltazoo.layers.rule import DecayForm, RuleInputs, effective_step, run_rule
+from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, run_rule
 from deltazoo.layers.sequences import Sequences, SharedSequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve, state_after
 from deltazoo.layers.state import LayerStates, MixerState, StateAccess, StateStore
@@ -410,17 +410,19 @@ class DeltaRuleAttention(Float32Parameters):
         a = _per_head(self._map("f_proj", hidden_states), self.head_k_dim)
         return recomputable(self._decay, a, self.A_log, self.dt_bias)
 
-    def decay_form(self) -> DecayForm | None:
-        """The form of `log_decay`; None: another than kernels know.
+    def step_form(self) -> StepForm | None:
+        """What the kernel of a decoding step has to know of the rule; None: it cannot compute it.
 
-        Decoding steps run fused in a class that defines this itself, not by inheritance. A subclass may if `log_decay`
-        is all that it changes of the rule.
+        Decoding steps run fused in a class that defines this itself, not by inheritance. A subclass may if the form
+        says all that it changes of the rule.
         """
         if self.spec.decay == "none":
-            return DecayForm("none")
-        if self.decay_gate is not decay.softplus_decay:
-            return None
-        return DecayForm("softplus", "a_proj" if self.spec.decay == "scalar" else "f_proj")
+            return StepForm("none")
+        gate = "a_proj" if self.spec.decay == "scalar" else "f_proj"
+        for name in ("softplus", "saturating"):
+            if self.decay_gate is decay.DECAY_GATES[name]:
+                return StepForm(name, gate)
+        return None
 
     def _decay(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
         has_kernel = self.decay_gate is decay.softplus_decay

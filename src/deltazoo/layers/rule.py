@@ -21,18 +21,26 @@ from deltazoo.ops import (
 from deltazoo.ops.named_choices import function_of
 from deltazoo.spec import DeltaRuleSpec
 
-__all__ = ["DecayForm", "RuleInputs", "bounded_step", "effective_step", "run_rule"]
+__all__ = ["RuleInputs", "StepForm", "bounded_step", "effective_step", "run_rule"]
 
 
-class DecayForm(NamedTuple):
-    """How the log-decay of a layer comes about, for kernels that compute it with the rest of a decoding step."""
+class StepForm(NamedTuple):
+    """What a layer's rule does beyond its spec, in the words of the kernel that computes a decoding step of it."""
 
-    name: Literal["none", "softplus", "log_sigmoid", "fixed"]
-    """"softplus": `-exp(A_log) softplus(a + dt_bias)`; "log_sigmoid": `logsigmoid(a) / 16`; "fixed": the same for every
-    token; "none": no decay."""
-    gate: str | None = None
+    decay: Literal["none", "softplus", "saturating", "log_sigmoid", "fixed"]
+    """The log-decay. "softplus": `-exp(A_log) softplus(a + dt_bias)`; "saturating": the same, bounded as in
+    `saturating_decay`; "log_sigmoid": `logsigmoid(a) / 16`; "fixed": the same for every token; "none": no decay."""
+    decay_gate: str | None = None
     """Name of the map that makes a of the layer's input: a plain one to a decay per head, or one made by `low_rank` to
     a decay per channel."""
+    keys: str = "tied"
+    """Under which keys it erases and writes: as of `deltazoo.ops.fused.kernels.token_rule.RuleShape`."""
+    key_maps: tuple[str, ...] = ()
+    """Names of the maps to what `keys` takes of the layer's input besides b."""
+    first_key: str | None = None
+    """Name of the map, made by `low_rank`, to the key of "erase_first"."""
+    key_parameters: tuple[str, ...] = ()
+    """Names of the parameters `[H]` that `keys` takes, float32."""
 
 
 class RuleInputs(NamedTuple):

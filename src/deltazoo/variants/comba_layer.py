@@ -10,6 +10,7 @@ from deltazoo.layers import DeltaRuleAttention, RuleInputs
 from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.recompute import recomputable
+from deltazoo.layers.rule import StepForm
 
 __all__ = ["Comba", "CombaUnitErase"]
 
@@ -45,6 +46,11 @@ class Comba(DeltaRuleAttention):
         inputs = super().rule_inputs(hidden_states, q, k, v)._replace(erase_key=erase_key)
         return inputs.bounded(largest_gain=1.0)  # a rounded unit key may be longer than one
 
+    def step_form(self) -> StepForm | None:
+        """As `query_and_keys`."""
+        form = super().step_form()
+        return form and form._replace(keys="feedback", key_parameters=("decay", "D"))
+
     def query_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`q - d k`, `k` and the erase key `c k`."""
         q, erase_key = recomputable(_corrected, q, k, self.decay, self.D)
@@ -53,6 +59,11 @@ class Comba(DeltaRuleAttention):
 
 class CombaUnitErase(Comba):
     """Normalises last: `l2(q - d c k)`, `l2(k)`, erase key `l2(c k)`, of q and k as the convolutions give them."""
+
+    def step_form(self) -> StepForm | None:
+        """As `query_and_keys`."""
+        form = super().step_form()
+        return form and form._replace(keys="unit_feedback")
 
     def query_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As in the class's description."""

@@ -10,6 +10,7 @@ from deltazoo.layers import DeltaRuleAttention, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.recompute import recomputable
+from deltazoo.layers.rule import StepForm
 
 __all__ = ["EraseThenDeltaAttention"]
 
@@ -48,6 +49,11 @@ class EraseThenDeltaAttention(DeltaRuleAttention):
             v=recomputable(_behind_zeros, inputs.v),
             beta=_side_by_side(erase_gate, inputs.beta),
         )
+
+    def step_form(self) -> StepForm | None:
+        """As `rule_inputs`."""
+        form = super().step_form()
+        return form and form._replace(keys="erase_first", key_maps=("erase_b_proj",), first_key="erase_proj")
 
 
 def _side_by_side(first: Tensor, second: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from deltazoo.layers import RuleInputs, bounded_step
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
+from deltazoo.layers.rule import StepForm
 from deltazoo.variants.channel_gates import ChannelGates
 
 __all__ = ["FG2GatedDeltaNet"]
@@ -30,6 +31,11 @@ class FG2GatedDeltaNet(ChannelGates):
         if self.allow_neg_eigval:
             beta = bounded_step(beta, k)
         return RuleInputs(q, k, v, beta, self.log_decay(hidden_states))
+
+    def step_form(self) -> StepForm | None:
+        """As `rule_inputs`."""
+        form = super().step_form()
+        return form and form._replace(keys="roots", key_maps=("w_proj",))
 
 
 def _gated(gate: Tensor, x: Tensor, largest: float) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from deltazoo.layers import RuleInputs, bounded_step
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
+from deltazoo.layers.rule import StepForm
 from deltazoo.variants.channel_gates import ChannelGates
 
 __all__ = ["GatedDeltaNet2"]
@@ -33,6 +34,11 @@ class GatedDeltaNet2(ChannelGates):
         if self.allow_neg_eigval:
             beta = bounded_step(beta, k, erase_key)
         return RuleInputs(q, k, recomputable(_gated, write_gate, v), beta, self.log_decay(hidden_states), erase_key)
+
+    def step_form(self) -> StepForm | None:
+        """As `rule_inputs`."""
+        form = super().step_form()
+        return form and form._replace(keys="gated", key_maps=("w_proj",))
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """The erase key `b * k`, from the gate before its sigmoid; both `[B, T, H, K]`, the key's dtype."""

@@ -10,7 +10,7 @@ from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_, spaced_decay_rates
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
-from deltazoo.layers.rule import DecayForm
+from deltazoo.layers.rule import StepForm
 from deltazoo.layers.short_convolution import activation_function
 
 __all__ = ["GatedLinearAttention"]
@@ -44,9 +44,9 @@ class GatedLinearAttention(DeltaRuleAttention):
         """`logsigmoid(gk_proj(x)) / 16`."""
         return recomputable(_log_decay, self.gk_proj(hidden_states).unflatten(-1, (-1, self.head_k_dim)))
 
-    def decay_form(self) -> DecayForm:
+    def step_form(self) -> StepForm:
         """As `log_decay`."""
-        return DecayForm("log_sigmoid", "gk_proj")
+        return StepForm("log_sigmoid", "gk_proj")
 
     def _start_bias(self, bias: Tensor) -> None:
         rate = _SLOWER * spaced_decay_rates(self.head_k_dim).double().to(bias.device)

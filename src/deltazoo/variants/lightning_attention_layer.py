@@ -5,7 +5,7 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.norm import at_least_float32
-from deltazoo.layers.rule import DecayForm
+from deltazoo.layers.rule import StepForm
 
 __all__ = ["LightningAttention"]
 
@@ -23,9 +23,9 @@ class LightningAttention(DeltaRuleAttention):
         rates = torch.exp2(heads.to(at_least_float32(hidden_states).dtype) * (-8 / (shares * self.num_v_heads)))
         return (-self._depth_factor() * rates).expand(*hidden_states.shape[:2], -1)
 
-    def decay_form(self) -> DecayForm:
+    def step_form(self) -> StepForm:
         """As `log_decay`."""
-        return DecayForm("fixed")
+        return StepForm("fixed")
 
     def _depth_factor(self) -> float:
         if self.layer_idx is None or self.num_layers is None or self.num_layers < 2:

@@ -11,7 +11,7 @@ from deltazoo.layers import DeltaRuleAttention, RuleInputs, Sequences
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, nearly_zero_rows_
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
-from deltazoo.layers.rule import run_rule
+from deltazoo.layers.rule import StepForm, run_rule
 from deltazoo.layers.state import StateAccess
 from deltazoo.ops.decay import softplus_decay
 
@@ -105,6 +105,15 @@ class Preconditioned(DeltaRuleAttention):
         inputs = inputs._replace(k=write_key, erase_key=k)
         may_expand = self.allow_neg_eigval or not self.spec.normalize_k
         return (inputs.bounded() if may_expand else inputs), state
+
+    def step_form(self) -> StepForm | None:
+        """As `with_auxiliary_state`."""
+        form = super().step_form()
+        return form and form._replace(
+            keys="scaled",
+            key_maps=(self.moment_decay, "b_atk_proj"),
+            key_parameters=("A_log_atk", "dt_bias_atk", "log_atk_scale"),
+        )
 
 
 def _weighted_squares(step: Tensor, k: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from deltazoo.layers import DeltaRuleAttention, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
+from deltazoo.layers.rule import StepForm
 
 __all__ = ["QDelta"]
 
@@ -38,6 +39,11 @@ class QDelta(DeltaRuleAttention):
         inputs = super().rule_inputs(hidden_states, q, k, v)
         erase_key = recomputable(_erase_key, self.lamb_proj(hidden_states), q, k)
         return inputs._replace(erase_key=erase_key).bounded()
+
+    def step_form(self) -> StepForm | None:
+        """As `rule_inputs`."""
+        form = super().step_form()
+        return form and form._replace(keys="query_share", key_maps=("lamb_proj",))
 
 
 def _erase_key(logit: Tensor, q: Tensor, k: Tensor) -> Tensor:

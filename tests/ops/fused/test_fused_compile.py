@@ -38,6 +38,7 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     swiglu,
     token_convolution,
     token_gates,
+    token_moment,
     token_norms,
     token_product,
     token_rule,
@@ -56,7 +57,16 @@ TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
-LAUNCHED_AHEAD = (row_product, token_convolution, token_gates, token_norms, token_product, token_rule)
+LAUNCHED_AHEAD = (
+    row_product,
+    token_convolution,
+    token_gates,
+    token_moment,
+    token_norms,
+    token_product,
+    token_rule,
+)
+COLUMNS = token_rule.Columns()
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -153,34 +163,63 @@ def token_of(part: str) -> None:
         token_product.token_product(empty(1, 2816), weight[part], residual=x)
 
 
-def apply_rule(rows: int, gate: str, V: int, step: str = "euler", form: str = "softplus") -> None:
-    decay = "none" if gate == "none" else "scalar"
-    shape = token_rule.RuleShape(8, 8, 128, V, True, False, decay, gate, False, step == "euler", step, form)
-    wide = torch.float32
+def apply_rule(rows: int, gate: str, V: int, **more: Any) -> None:
+    """The step of a rule with 8 heads; its columns of `mixed` do not matter here."""
+    shape = token_rule.RuleShape(8, 8, 128, V, True, False, "none" if gate == "none" else "scalar", gate, COLUMNS)
+    shape, wide = shape._replace(**more), torch.float32
     A_log = empty(8, dtype=wide)
-    dt_bias = None if form == "fixed" else A_log
-    mixed = empty(rows, 2 * 1024 + 8 * V * 2 + 16, dtype=wide)
-    token_rule.token_rule(mixed, None, empty(rows, 8, 128, V, dtype=wide), A_log, dt_bias, empty(V), shape)
+    dt_bias = None if shape.decay_form == "fixed" else A_log
+    gates = empty(rows, 1024, dtype=wide) if shape.keys == "erase_first" else None
+    write_keys = empty(rows, 8, 128, dtype=wide) if shape.keys == "scaled" else None
+    parameters = [A_log] * {"gated_query": 1, "feedback": 2, "unit_feedback": 2}.get(shape.keys, 0)
+    mixed, state = empty(rows, 8192, dtype=wide), empty(rows, 8, 128, V, dtype=wide)
+    token_rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(V), shape, parameters, write_keys)
 
 
 def apply_channel_rule(rows: int) -> None:
     """The step of KDA from its gates of low rank on."""
-    shape = token_rule.RuleShape(8, 8, 128, 128, True, False, "channel", "sigmoid", True)
+    shape = token_rule.RuleShape(8, 8, 128, 128, True, False, "channel", "sigmoid", COLUMNS, True)
     wide = torch.float32
     mixed, weight = empty(rows, 3 * 1024 + 256 + 8, dtype=wide), empty(1024, 128)
-    gate, decay = token_gates.LowRankGate(weight, empty(1024)), token_gates.LowRankGate(weight)
-    gates = token_gates.low_rank_gates(mixed, 3 * 1024, gate, decay)
+    gate, decay = token_gates.LowRankGate(3072, weight, empty(1024)), token_gates.LowRankGate(3200, weight)
+    gates = token_gates.low_rank_gates(mixed, [gate, decay])
     state, A_log, dt_bias = (empty(*shape, dtype=wide) for shape in ((rows, 8, 128, 128), (8,), (1024,)))
     token_rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(128), shape)
 
 
 def apply_log_sigmoid_rule(rows: int) -> None:
     """The step of GLA with its heads, from its decay's second map on."""
-    shape = token_rule.RuleShape(4, 4, 256, 512, False, False, "channel", "silu", False, False, "none", "log_sigmoid")
+    shape = token_rule.RuleShape(
+        4, 4, 256, 512, False, False, "channel", "silu", COLUMNS, False, False, "none", "log_sigmoid"
+    )
     wide = torch.float32
     mixed = empty(rows, 2 * 1024 + 2 * 2048 + 16, dtype=wide)
-    gates = token_gates.low_rank_gates(mixed, 6144, None, token_gates.LowRankGate(empty(1024, 16), empty(1024)))
+    gates = token_gates.low_rank_gates(mixed, [token_gates.LowRankGate(6144, empty(1024, 16), empty(1024))])
     token_rule.token_rule(mixed, gates, empty(rows, 4, 256, 512, dtype=wide), None, None, empty(512), shape)
+
+
+def apply_erase_first_rule(rows: int) -> None:
+    """The step of EDA from its maps of low rank on."""
+    shape = token_rule.RuleShape(
+        8, 8, 128, 128, True, False, "channel", "sigmoid", COLUMNS, True, decay_form="saturating", keys="erase_first"
+    )
+    wide, weight = torch.float32, empty(1024, 128)
+    mixed = empty(rows, 3 * 1024 + 3 * 128 + 16, dtype=wide)
+    gates = token_gates.low_rank_gates(
+        mixed,
+        [
+            token_gates.LowRankGate(first, weight, bias)
+            for first, bias in ((3072, empty(1024)), (3200, None), (3328, None))
+        ],
+    )
+    state, A_log, dt_bias = (empty(*shape, dtype=wide) for shape in ((rows, 8, 128, 128), (8,), (1024,)))
+    token_rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(128), shape)
+
+
+def scale_keys(rows: int) -> None:
+    parameters = [empty(8, dtype=torch.float32)] * 3
+    mixed, moment = empty(rows, 8192, dtype=torch.float32), empty(rows, 8, 1, 128, dtype=torch.float32)
+    token_moment.scaled_keys(mixed, moment, parameters, 4096, 4104)
 
 
 def add(parts: int) -> None:
@@ -231,10 +270,27 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         f"step_rule_{gate}_{rows}_{V}": (2, partial(apply_rule, rows, gate, V))
         for gate, rows, V in (("none", 1, 128), ("silu", 1, 256), ("silu", 64, 128))
     },
-    **{f"step_rule_step_{step}": (2, partial(apply_rule, 1, "silu", 128, step)) for step in ("none", "exact")},
+    **{
+        f"step_rule_step_{step}": (2, partial(apply_rule, 1, "silu", 128, step=step, normalize_k=False))
+        for step in ("none", "exact")
+    },
     **{f"step_rule_channel_{rows}": (2, partial(apply_channel_rule, rows)) for rows in (1, 64)},
     **{f"step_rule_channel_log_sigmoid_{rows}": (2, partial(apply_log_sigmoid_rule, rows)) for rows in (1, 64)},
-    "step_rule_fixed_decay": (2, lambda: apply_rule(1, "sigmoid", 128, "none", "fixed")),
+    **{f"step_rule_channel_erase_first_{rows}": (2, partial(apply_erase_first_rule, rows)) for rows in (1, 64)},
+    "step_rule_fixed_decay": (2, lambda: apply_rule(1, "sigmoid", 128, step="none", decay_form="fixed")),
+    **{
+        f"step_rule_keys_{keys}": (2, partial(apply_rule, 64, "silu", 256, keys=keys))
+        for keys in ("gated", "gated_query", "roots", "query_share", "feedback", "unit_feedback", "scaled")
+    },
+    **{
+        f"step_rule_wide_{keys}": (
+            2,
+            partial(apply_rule, 64, "silu", 512, K=256, keys=keys, undecayed=keys == "feedback"),
+        )
+        for keys in ("feedback", "gated_query", "erase_first")
+    },
+    "step_rule_micro_steps": (2, lambda: apply_rule(64, "silu", 256, micro_steps=2)),
+    "step_scaled_keys": (8, lambda: scale_keys(64)),
     **{
         f"step_rows_{rows}_{N}_{K}": (2, partial(row_product.row_product, empty(rows, K), empty(N, K)))
         for rows in (2, 64)

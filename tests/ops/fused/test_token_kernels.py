@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from deltazoo.layers.rule import effective_step  # noqa: E402
-from deltazoo.ops.decay import softplus_decay  # noqa: E402
+from deltazoo.layers.rule import bounded_step, effective_step  # noqa: E402
+from deltazoo.ops.decay import DECAY_GATES  # noqa: E402
 from deltazoo.ops.fused.kernels import token_product, token_rule  # noqa: E402
 from deltazoo.ops.fused.kernels.greedy_token import greedy_token  # noqa: E402
 from deltazoo.ops.fused.kernels.row_product import row_product  # noqa: E402
@@ -35,6 +36,12 @@ from deltazoo.spec import get_variant  # noqa: E402
 
 Results = dict[str, Tensor]
 WIDE = torch.float64
+PER_CHANNEL = ("gated", "gated_query", "roots")
+KEY_PARAMETERS = {"gated_query": ("p0",), "feedback": ("p0", "p1"), "unit_feedback": ("p0", "p1")}
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def rms(x: Tensor, eps: float = 1e-5) -> Tensor:
@@ -155,13 +162,14 @@ class Rule:
     def inputs(self, device: str) -> Results:
         generator = torch.Generator().manual_seed(0)
         s = self.shape
-        channels = s.HV * s.K if s.decay == "channel" else s.HV
         shapes = {
-            "mixed": (self.B, 2 * s.H * s.K + s.HV * s.V + sum(self.gate_sizes) + s.HV * (s.step != "none")),
+            "mixed": (self.B, sum(self.sizes.values())),
             "gates": (self.B, sum(self.low_rank_sizes)),
             "state": (self.B, s.HV, s.K, s.V),
             "A_log": (s.HV,),
-            "dt_bias": (channels,),
+            "dt_bias": (s.HV * s.K if s.decay == "channel" else s.HV,),
+            "p0": (s.H,),
+            "p1": (s.H,),
             "norm_weight": (s.V,),
         }
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -171,25 +179,35 @@ class Rule:
         return {name: x.to(device) for name, x in drawn.items()}
 
     @property
-    def gate_sizes(self) -> tuple[int, int]:
-        """Columns of `mixed` for output gate and decay gate; of low rank, 3 or 5 that the rule does not read."""
-        s = self.shape
+    def sizes(self) -> dict[str, int]:
+        """Columns of `mixed`; of low rank, 3 or 5 that the rule does not read."""
+        s, n = self.shape, self.shape.micro_steps
+        per_channel = s.keys in PER_CHANNEL
+        b = 0 if s.step == "none" else s.H * s.K if per_channel else n * s.HV
+        further = {"query_share": s.H, "erase_first": s.HV}.get(s.keys, s.HV * s.V if per_channel else 0)
         gate = 0 if s.gate == "none" else 3 if s.low_rank_gate else s.HV * s.V
-        return gate, 0 if s.decay_form == "fixed" else {"none": 0, "scalar": s.HV, "channel": 5}[s.decay]
+        a = 0 if s.decay_form == "fixed" else {"none": 0, "scalar": s.HV, "channel": 5}[s.decay]
+        return {"q": s.H * s.K, "k": n * s.H * s.K, "v": n * s.HV * s.V, "g": gate, "a": a, "b": b, "keys": further}
 
     @property
-    def low_rank_sizes(self) -> tuple[int, int]:
+    def low_rank_sizes(self) -> tuple[int, int, int]:
         """Columns of `gates`."""
         s = self.shape
-        return s.HV * s.V * s.low_rank_gate, s.HV * s.K * (s.decay == "channel")
+        first_key = s.H * s.K * (s.keys == "erase_first")
+        return s.HV * s.V * s.low_rank_gate, s.HV * s.K * (s.decay == "channel"), first_key
 
     def run(self, device: str) -> Results:
         x = self.inputs(device)
+        first = dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), initial=0), strict=False))
+        columns = token_rule.Columns(first["g"], first["a"], first["b"], first["keys"])
         form = self.shape.decay_form if self.shape.decay != "none" else "none"
-        A_log = x["A_log"] if form in ("softplus", "fixed") else None
-        dt_bias = x["dt_bias"] if form == "softplus" else None
+        A_log = x["A_log"] if form in ("softplus", "saturating", "fixed") else None
+        dt_bias = x["dt_bias"] if form in ("softplus", "saturating") else None
         gates = x["gates"] if sum(self.low_rank_sizes) else None
-        z, squares = token_rule.token_rule(x["mixed"], gates, x["state"], A_log, dt_bias, x["norm_weight"], self.shape)
+        z, squares = token_rule.token_rule(
+            x["mixed"], gates, x["state"], A_log, dt_bias, x["norm_weight"], self.shape._replace(columns=columns),
+            [x[name] for name in KEY_PARAMETERS.get(self.shape.keys, ())],
+        )  # fmt: skip
         return {"z": z, "squares": squares.sum(-1), "state": x["state"]}
 
     def log_decay(self, x: Results, a: Tensor) -> Tensor:
@@ -198,36 +216,77 @@ class Rule:
         if s.decay_form == "fixed":
             return x["A_log"][None, :, None]
         a = a.unflatten(1, (1, s.HV, s.K) if s.decay == "channel" else (1, s.HV))
-        softplus = s.decay_form == "softplus"
-        result = softplus_decay(a, x["A_log"], x["dt_bias"]) if softplus else F.logsigmoid(a) / 16
+        if s.decay_form == "log_sigmoid":
+            result = F.logsigmoid(a) / 16
+        else:
+            result = DECAY_GATES[s.decay_form](a, x["A_log"], x["dt_bias"])
         return result[:, 0] if s.decay == "channel" else result[:, 0, :, None]
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
         s, x = self.shape, {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
-        sizes = [s.H * s.K, s.H * s.K, s.HV * s.V, *self.gate_sizes, s.HV * (s.step != "none")]
-        q, k, v, g, a, b = x["mixed"].split(sizes, dim=1)
-        low_rank_g, low_rank_a = x["gates"].split(self.low_rank_sizes, dim=1)
+        raw_q, ks, vs, g, a, b, further = x["mixed"].split(list(self.sizes.values()), dim=1)
+        low_rank_g, low_rank_a, first_key = x["gates"].split(self.low_rank_sizes, dim=1)
         g = low_rank_g if s.low_rank_gate else g
-        q, k = (y.unflatten(1, (s.H, s.K)) for y in (q, k))
-        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6) if s.normalize_k else k
-        q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) if s.normalize_q else q
-        q, k = (y.repeat_interleave(s.HV // s.H, dim=1) for y in (q, k))
-        state, beta = x["state"], None
-        if s.step != "none":
-            spec = replace(get_variant("delta_net"), step_size=s.step, normalize_k=s.normalize_k)
-            beta = effective_step(spec, b.sigmoid()[:, None], k[:, None], allow_neg_eigval=s.doubled_step)[:, 0]
+        state, group = x["state"], s.HV // s.H
+
+        def per_head(y: Tensor, size: int) -> Tensor:
+            return y.unflatten(1, (-1, size))
+
+        def erase(state: Tensor, key: Tensor, value: Tensor, beta: Tensor, erase_key: Tensor) -> Tensor:
+            """The state after one step; keys per key head."""
+            key, erase_key = (y.repeat_interleave(group, dim=1) for y in (key, erase_key))
+            u = beta[..., None] * (value - torch.einsum("bhkv,bhk->bhv", read, erase_key))
+            return state + key[..., None] * u[..., None, :]
+
+        decayed = state
         if s.decay != "none":
-            state = state * self.log_decay(x, low_rank_a if s.decay == "channel" else a).exp()[..., None]
-        u = v.unflatten(1, (s.HV, s.V))
-        if beta is not None:
-            u = beta[..., None] * (u - torch.einsum("bhkv,bhk->bhv", state, k))
-        state = state + k[..., None] * u[..., None, :]
-        o = s.K**-0.5 * torch.einsum("bhkv,bhk->bhv", state, q)
+            decayed = state * self.log_decay(x, low_rank_a if s.decay == "channel" else a).exp()[..., None]
+        read, state = state if s.undecayed else decayed, decayed
+        if s.keys == "erase_first":
+            key = unit(per_head(first_key, s.K))
+            state = read = erase(state, key, torch.zeros_like(state[:, :, 0]), further.sigmoid(), key)
+        for k, v, b_step in zip(*(y.chunk(s.micro_steps, dim=1) for y in (ks, vs, b)), strict=True):
+            q, k, e, w = self.keys(per_head(raw_q, s.K), per_head(k, s.K), b, further, x)
+            v = per_head(v, s.V) * w
+            if s.step == "none":
+                state = state + k.repeat_interleave(group, dim=1)[..., None] * v[..., None, :]
+                continue
+            if s.keys in PER_CHANNEL:
+                beta = torch.ones_like(v[..., 0])
+            else:
+                spec = replace(get_variant("delta_net"), step_size=s.step, normalize_k=s.normalize_k)
+                gate = b_step.sigmoid()[:, None]
+                beta = effective_step(spec, gate, k[:, None], allow_neg_eigval=s.doubled_step)[:, 0]
+            if s.largest_gain:
+                beta = bounded_step(beta[:, None], k[:, None], e[:, None], largest_gain=s.largest_gain)[:, 0]
+            state = read = erase(state, k, v, beta, e)
+        o = s.K**-0.5 * torch.einsum("bhkv,bhk->bhv", state, q.repeat_interleave(group, dim=1))
         z = o * x["norm_weight"]
         if s.gate != "none":
-            g = g.unflatten(1, (s.HV, s.V))
+            g = per_head(g, s.V)
             z = z * (F.silu(g) if s.gate == "silu" else g.sigmoid())
         return {"z": z.flatten(1), "squares": o.square().sum(-1), "state": state}
+
+    def keys(self, q: Tensor, k: Tensor, b: Tensor, further: Tensor, x: Results) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Query, write key and erase key per key head, and what values are multiplied by."""
+        s = self.shape
+        largest = 2 if s.doubled_step else 1
+        p0, p1 = (x[name][:, None] for name in ("p0", "p1"))
+        if s.keys == "unit_feedback":
+            c = p0.sigmoid()
+            return unit(q - p1 * c * k), unit(k), unit(c * k), 1
+        q, k = unit(q) if s.normalize_q else q, unit(k) if s.normalize_k else k
+        if s.keys == "feedback":
+            return q - p1 * k, k, p0.sigmoid() * k, 1
+        if s.keys == "query_share":
+            return q, k, k + (further - 0.9).sigmoid()[..., None] * q, 1
+        if s.keys not in PER_CHANNEL:
+            return q, k, k, 1
+        b, w = largest * b.unflatten(1, (s.H, s.K)).sigmoid(), further.unflatten(1, (s.HV, s.V)).sigmoid()
+        if s.keys == "roots":
+            return q, b.sqrt() * k, b.sqrt() * k, (largest * w).sqrt()
+        share = p0.sigmoid() / 4 if s.keys == "gated_query" else 0 * p0
+        return q, k, b * k + share * (b * q - (b * q * k).sum(-1, keepdim=True) * k), w
 
 
 @dataclass(frozen=True)
@@ -241,6 +300,7 @@ class Gates:
     rank_g: int = 20
     rank_a: int = 12
     decay_bias: bool = False
+    again: bool = False  # the first map once more, as the third
     dtype: torch.dtype = torch.float32
 
     def inputs(self, device: str) -> Results:
@@ -257,18 +317,22 @@ class Gates:
 
     def run(self, device: str) -> Results:
         x = self.inputs(device)
-        gate = LowRankGate(x["gate"], x["bias"]) if self.N_G else None
-        decay = LowRankGate(x["decay"], x["decay_bias"] if self.decay_bias else None) if self.N_A else None
-        return {"gates": low_rank_gates(x["mixed"], 7, gate, decay)}
+        gate = LowRankGate(7, x["gate"], x["bias"])
+        decay = LowRankGate(7 + self.rank_g, x["decay"], x["decay_bias"] if self.decay_bias else None)
+        maps = [gate] * (self.N_G > 0) + [decay] * (self.N_A > 0)
+        return {"gates": low_rank_gates(x["mixed"], maps + maps[:1] * self.again)}
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
         x = {name: tensor.to(dtype) for name, tensor in self.inputs(device).items()}
         first, second = x["mixed"][:, 7:-3].split([self.rank_g, self.rank_a], dim=1)
         bias = x["decay_bias"] if self.decay_bias else None
-        return {"gates": torch.cat([F.linear(first, x["gate"], x["bias"]), F.linear(second, x["decay"], bias)], 1)}
+        parts = [F.linear(first, x["gate"], x["bias"]), F.linear(second, x["decay"], bias)]
+        return {"gates": torch.cat(parts + parts[:1] * self.again, 1)}
 
 
 HALF = torch.float16
+ANY = token_rule.Columns()
+"""Of a shape whose case says what `mixed` holds."""
 ENDS = [("", "residual"), ("norm", "convolution"), ("norm", "glu"), ("heads", "residual")]
 CASES: list[Product | Rule | Gates] = [
     *(
@@ -290,7 +354,7 @@ CASES: list[Product | Rule | Gates] = [
     *(
         Rule(
             f"rule-{gate}{'-low-rank' * low_rank}-{decay}-{int(doubled)}",
-            RuleShape(2, 4, 12, 20, True, doubled, decay, gate, low_rank),
+            RuleShape(2, 4, 12, 20, True, doubled, decay, gate, ANY, low_rank),
         )
         for gate, low_rank in (("none", False), ("silu", False), ("sigmoid", False), ("sigmoid", True))
         for decay in ("none", "scalar", "channel")
@@ -299,7 +363,7 @@ CASES: list[Product | Rule | Gates] = [
     *(
         Rule(
             f"rule-step-{step}{'-unit-keys' * unit_keys}-{decay}-{int(doubled)}",
-            RuleShape(2, 4, 12, 20, False, doubled, decay, "silu", False, unit_keys, step),
+            RuleShape(2, 4, 12, 20, False, doubled, decay, "silu", ANY, False, unit_keys, step),
         )
         for step, unit_keys, decay, doubled in (
             ("none", False, "none", False),
@@ -314,20 +378,62 @@ CASES: list[Product | Rule | Gates] = [
         )
     ),
     *(
-        Rule(f"rule-exact-keys-{size:g}", RuleShape(2, 4, 12, 20, False, False, "none", "none", step="exact",
+        Rule(f"rule-exact-keys-{size:g}", RuleShape(2, 4, 12, 20, False, False, "none", "none", ANY, step="exact",
              normalize_k=False), key_size=size)
         for size in (0.1, 1e-3, 1e-6, 0.0)
     ),
     *(
         Rule(
             f"rule-{form}-{decay}-{step}",
-            RuleShape(2, 4, 12, 20, False, False, decay, "sigmoid", False, False, step, form),
+            RuleShape(2, 4, 12, 20, False, False, decay, "sigmoid", ANY, False, False, step, form),
         )
         for form, decay in (("log_sigmoid", "scalar"), ("log_sigmoid", "channel"), ("fixed", "scalar"))
         for step in ("none", "implicit")
     ),
-    Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, "none", "none"), B=1),
-    Rule("rule-one-channel", RuleShape(1, 2, 1, 1, False, False, "scalar", "none")),
+    *(
+        Rule(
+            f"rule-saturating-{decay}",
+            RuleShape(2, 4, 12, 20, False, False, decay, "sigmoid", ANY, decay_form="saturating"),
+        )
+        for decay in ("scalar", "channel")
+    ),
+    *(
+        Rule(
+            f"rule-keys-{keys}-{decay}-{int(doubled)}-{int(undecayed)}",
+            RuleShape(2, 4, 12, 20, True, doubled, decay, "silu", ANY, low_rank, keys=keys, undecayed=undecayed),
+        )
+        for keys, decay, doubled, low_rank, undecayed in (
+            ("gated", "channel", False, True, False),
+            ("gated", "scalar", True, False, False),
+            ("gated_query", "channel", False, True, False),
+            ("gated_query", "none", True, True, False),
+            ("roots", "channel", False, True, False),
+            ("roots", "scalar", True, False, False),
+            ("query_share", "scalar", False, False, False),
+            ("query_share", "channel", False, True, False),
+            ("feedback", "scalar", False, False, True),
+            ("feedback", "channel", False, True, False),
+            ("unit_feedback", "scalar", False, False, True),
+            ("erase_first", "channel", False, True, False),
+            ("erase_first", "scalar", True, False, False),
+            ("tied", "scalar", False, False, True),
+        )
+    ),
+    *(
+        Rule(
+            f"rule-{steps}-steps-{decay}-{step}-{int(undecayed)}",
+            RuleShape(2, 4, 12, 20, True, doubled, decay, "silu", ANY, step=step, micro_steps=steps,
+                      undecayed=undecayed),
+        )
+        for steps, decay, step, doubled, undecayed in (
+            (2, "scalar", "euler", True, False),
+            (3, "none", "exact", False, False),
+            (2, "channel", "euler", False, True),
+            (2, "scalar", "none", False, False),
+        )
+    ),
+    Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, "none", "none", ANY), B=1),
+    Rule("rule-one-channel", RuleShape(1, 2, 1, 1, False, False, "scalar", "none", ANY)),
     *(
         Gates(f"gates-{R}-{str(dtype)[6:]}", R, dtype=dtype)
         for R, dtype in itertools.product((1, 2, 33, 65), (torch.float32, HALF))
@@ -338,6 +444,7 @@ CASES: list[Product | Rule | Gates] = [
         for R, N_G in itertools.product((1, 3), (0, 40))
     ),
     Gates("gates-output-alone", 1, N_A=0, rank_a=0),
+    *(Gates(f"gates-three-{R}", R, again=True) for R in (1, 3)),
     Gates("gates-wide", 2, N_G=130, N_A=100, rank_g=512, rank_a=1),
 ]  # fmt: skip
 

@@ -1,10 +1,11 @@
-"""The second maps of low-rank gates for a few rows: output gate and decay per channel, in one launch.
+"""The second maps of what is of low rank, for a few rows: output gate, decay per channel, a further key; in one launch.
 
     g = x_g Wg^T + bias      a = x_a Wa^T + bias
 
 A step's first product gives `x_g` and `x_a`, with queries, keys and values.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,15 +23,17 @@ __all__ = ["LowRankGate", "low_rank_gates"]
 class LowRankGate(NamedTuple):
     """The second map of a gate."""
 
+    first: int
+    """The column where its input begins."""
     weight: Tensor
     """`[N, rank]`, contiguous; a program holds all of the rank, which is for up to 512."""
     bias: Tensor | None = None
     """`[N]`."""
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """N and rank."""
-        return self.weight.shape[0], self.weight.shape[1]
+    def sizes(self) -> tuple[int, int, int]:
+        """`first`, N and rank."""
+        return self.first, self.weight.shape[0], self.weight.shape[1]
 
 
 @triton.jit
@@ -62,66 +65,83 @@ def _second_map(x, weight, bias, y, block, R, M: tl.constexpr, N: tl.constexpr, 
 
 @triton.jit
 def low_rank_gates_kernel(
-    mixed,  # [R, M] float32; x_g from column FIRST on, then x_a
-    gate_weight,  # [N_G, RANK_G], or None: no such output gate
-    gate_bias,
-    decay_weight,  # [N_A, RANK_A], or None: no such decay
-    decay_bias,
-    y,  # [R, N_G + N_A] float32
+    mixed,  # [R, M] float32
+    weight_0,  # [N_0, RANK_0]; of mixed it takes the columns from FIRST_0 on
+    bias_0,  # [N_0], or None
+    weight_1,  # likewise, or None: no such map
+    bias_1,
+    weight_2,
+    bias_2,
+    y,  # [R, N_0 + N_1 + N_2] float32
     R,
     M: tl.constexpr,
-    FIRST: tl.constexpr,
-    N_G: tl.constexpr,
-    RANK_G: tl.constexpr,
-    N_A: tl.constexpr,
-    RANK_A: tl.constexpr,
+    FIRST_0: tl.constexpr,
+    N_0: tl.constexpr,
+    RANK_0: tl.constexpr,
+    FIRST_1: tl.constexpr,
+    N_1: tl.constexpr,
+    RANK_1: tl.constexpr,
+    FIRST_2: tl.constexpr,
+    N_2: tl.constexpr,
+    RANK_2: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BG: tl.constexpr,
-    BA: tl.constexpr,
+    BK_0: tl.constexpr,
+    BK_1: tl.constexpr,
+    BK_2: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    GATE_BLOCKS: tl.constexpr = (N_G + BN - 1) // BN
-    WIDTH: tl.constexpr = N_G + N_A
+    BLOCKS_0: tl.constexpr = (N_0 + BN - 1) // BN
+    BLOCKS_1: tl.constexpr = BLOCKS_0 + (N_1 + BN - 1) // BN
+    WIDTH: tl.constexpr = N_0 + N_1 + N_2
     block = tl.program_id(0)
-    if gate_weight is not None:  # noqa: SIM102 (decided when it is compiled)
-        if block < GATE_BLOCKS:
-            _second_map(mixed + FIRST, gate_weight, gate_bias, y, block, R, M, N_G, RANK_G, WIDTH, BM, BN, BG, AHEAD)
-    if decay_weight is not None:  # noqa: SIM102 (likewise)
-        if block >= GATE_BLOCKS:
-            _second_map(mixed + FIRST + RANK_G, decay_weight, decay_bias, y + N_G, block - GATE_BLOCKS, R, M, N_A,
-                        RANK_A, WIDTH, BM, BN, BA, AHEAD)  # fmt: skip
+    if block < BLOCKS_0:
+        _second_map(mixed + FIRST_0, weight_0, bias_0, y, block, R, M, N_0, RANK_0, WIDTH, BM, BN, BK_0, AHEAD)
+    if weight_1 is not None:  # noqa: SIM102 (decided when it is compiled)
+        if block >= BLOCKS_0 and block < BLOCKS_1:
+            _second_map(mixed + FIRST_1, weight_1, bias_1, y + N_0, block - BLOCKS_0, R, M, N_1, RANK_1, WIDTH, BM, BN,
+                        BK_1, AHEAD)  # fmt: skip
+    if weight_2 is not None:  # noqa: SIM102 (likewise)
+        if block >= BLOCKS_1:
+            _second_map(mixed + FIRST_2, weight_2, bias_2, y + N_0 + N_1, block - BLOCKS_1, R, M, N_2, RANK_2, WIDTH,
+                        BM, BN, BK_2, AHEAD)  # fmt: skip
 
 
-def low_rank_gates(mixed: Tensor, first: int, gate: LowRankGate | None, decay: LowRankGate | None) -> Tensor:
-    """Output gate and decay gate of a few rows, before their activations. No gradients: for inference.
+def low_rank_gates(mixed: Tensor, gates: Sequence[LowRankGate]) -> Tensor:
+    """What one to three second maps give for a few rows, before activations. No gradients: for inference.
 
     Args:
         mixed: `[R, M]` float32, contiguous: the outputs of the first maps among others.
-        first: the column where they begin, those of the output gate before those of the decay.
-        gate: of the output; None: it has none of low rank.
-        decay: of the decay; None likewise.
+        gates: the second maps.
 
     Returns:
-        `[R, N]` float32: output gate, then decay gate.
+        `[R, N]` float32: their outputs side by side, in their order.
+
+    Raises:
+        ValueError: no map, or more than three.
     """
+    if not 1 <= len(gates) <= 3:
+        raise ValueError(f"expected one to three maps, got {len(gates)}")
     R, M = mixed.shape
-    sizes = tuple((0, 0) if x is None else x.sizes for x in (gate, decay))
-    y = mixed.new_empty(R, sizes[0][0] + sizes[1][0])
-    constants = _constants(R, M, first, sizes, launches_ahead(mixed.device))
-    weights = [x for pair in (gate, decay) for x in pair or (None, None)]
+    sizes = tuple(gate.sizes for gate in gates)
+    y = mixed.new_empty(R, sum(N for _, N, _ in sizes))
+    constants = _constants(R, M, sizes, launches_ahead(mixed.device))
+    weights: list[Tensor | None] = [x for gate in gates for x in (gate.weight, gate.bias)]
+    weights += [None] * (6 - len(weights))
     with torch.cuda.device_of(mixed):
         launch(low_rank_gates_kernel, constants, mixed, *weights, y)
     return y
 
 
 @lru_cache(maxsize=1024)
-def _constants(R: int, M: int, first: int, sizes: tuple[tuple[int, int], ...], ahead: bool) -> Constants:
-    (n_g, rank_g), (n_a, rank_a) = sizes
+def _constants(R: int, M: int, sizes: tuple[tuple[int, int, int], ...], ahead: bool) -> Constants:
     rows = 1 if R == 1 else min(64, max(16, triton.next_power_of_2(R)))
     outputs = 16 if R == 1 else 32
-    inner = [max(16, triton.next_power_of_2(rank)) for rank in (rank_g, rank_a)]
+    numbered: dict[str, int] = {}
+    for number, (first, N, rank) in enumerate([*sizes, *[(0, 0, 0)] * (3 - len(sizes))]):
+        inner = max(16, triton.next_power_of_2(rank))
+        numbered |= {f"FIRST_{number}": first, f"N_{number}": N, f"RANK_{number}": rank, f"BK_{number}": inner}
     return Constants(
-        -(-n_g // outputs) + -(-n_a // outputs), -(-R // rows), R=R, M=M, FIRST=first, N_G=n_g, RANK_G=rank_g, N_A=n_a,
-        RANK_A=rank_a, BM=rows, BN=outputs, BG=inner[0], BA=inner[1], AHEAD=ahead, num_warps=4, **launch_options(ahead),
+        sum(-(-N // outputs) for _, N, _ in sizes), -(-R // rows), R=R, M=M, BM=rows, BN=outputs, AHEAD=ahead,
+        num_warps=4, **numbered, **launch_options(ahead),
     )  # fmt: skip

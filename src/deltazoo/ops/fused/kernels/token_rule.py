@@ -1,14 +1,16 @@
-"""The delta rule for one token, from convolved queries, keys and values to the output before its norm: one launch.
+"""A rule for one token, from convolved queries, keys and values to the output before its norm: one launch.
 
     q, k by their L2 norms      b = sigmoid(b_proj x)      log_decay = -exp(A_log) softplus(a + dt_bias)
     S' = exp(log_decay) S + k u^T      o = scale S'^T q      z = o w act(g)      squares = sum of o^2
 
-with `u = beta (v - S^T k)`, beta being made of b and `|k|^2` (`deltazoo.ops.step_size`), or `u = v` where nothing is
-erased. The decay is per head, or per key channel; its logarithm may also be `logsigmoid(a) / 16`, or a constant of the
-head. What follows applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here.
-The rule is computed as in `deltazoo.ops.triton.decode`.
+with `u = beta (v - S^T e)`, beta being made of b and `|k|^2` (`deltazoo.ops.step_size`), or `u = v` where nothing is
+erased. The erase key e is k, or what the rule makes of it (`RuleShape.keys`). The decay is per head or per key channel,
+and its logarithm has one of several forms. Micro-steps repeat the correction with further keys and values. What follows
+applies `rsqrt(mean o^2 + eps)` per head (`HeadNorm`), since a head is divided among programs here. The rule is computed
+as in `deltazoo.ops.triton.decode`.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,7 +22,20 @@ from torch import Tensor
 from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, wait_for_inputs
 from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["RuleShape", "Tile", "choose_tile", "token_rule"]
+__all__ = ["Columns", "RuleShape", "Tile", "choose_tile", "softplus", "token_rule", "unit_head"]
+
+
+class Columns(NamedTuple):
+    """Where in `mixed` begins what a rule reads besides q, k and v; any number for what it does not read."""
+
+    gate: int = 0
+    """Of the output, `[HV, V]`, unless it is of low rank."""
+    decay: int = 0
+    """a of a decay per head, `[HV]`."""
+    step: int = 0
+    """b, `[HV]` per micro-step; with gates per channel that of the keys, `[H, K]`."""
+    keys: int = 0
+    """What `keys` takes besides: see there."""
 
 
 class RuleShape(NamedTuple):
@@ -32,37 +47,93 @@ class RuleShape(NamedTuple):
     V: int
     normalize_q: bool
     doubled_step: bool
-    """The step size is twice as large."""
+    """The step size is twice as large; with gates per channel those of the keys are."""
     decay: str
     """"none", "scalar" or "channel"."""
     gate: str
     """Of the output: "none", "silu" or "sigmoid"."""
+    columns: Columns
     low_rank_gate: bool = False
     """The output gate comes from `low_rank_gates`, as a decay per channel always does."""
     normalize_k: bool = True
     step: str = "euler"
     """Name of the step size; "none": nothing is erased, and `mixed` has no b."""
     decay_form: str = "softplus"
-    """Of the log-decay: "softplus", "log_sigmoid", or "fixed", which is per head and takes no a."""
+    """Of the log-decay: "softplus", "saturating", "log_sigmoid", or "fixed", which is per head and takes no a."""
+    keys: str = "tied"
+    """Under which keys a token erases and writes, with s for the sigmoid:
+
+    "tied": both under k.
+    "gated": it erases under `s(b) * k` and writes `s(w) * v`, with w `[HV, V]`; b and w are per channel, the step is 1.
+    "gated_query": likewise, erasing under `s(b) * k + s(p0) / 4 (I - k k^T) (s(b) * q)` too.
+    "roots": `sqrt(s(b)) * k` and `sqrt(s(w)) * v` take the place of k and v.
+    "query_share": it erases under `k + s(lambda - 0.9) q`, with lambda `[H]`.
+    "feedback": it erases under `s(p0) k`, and is read by `q - p1 k`.
+    "unit_feedback": k and the query `q - p1 s(p0) k` are normalised after that.
+    "erase_first": a step before k's erases under a unit key of its own, from `low_rank_gates`, with the size s(c), c
+        `[HV]`.
+    "scaled": it writes under what `scaled_keys` makes of k.
+    """
+    micro_steps: int = 1
+    """Steps per token with keys, values and b of their own."""
+    undecayed: bool = False
+    """What is erased is read before the decay."""
 
     @property
-    def bounded(self) -> bool:
-        """Whether the step size is at most `2 / |k|^2`, as it could exceed that."""
-        return self.doubled_step or (self.step == "euler" and not self.normalize_k)
+    def largest_gain(self) -> float:
+        """What the erase gain `beta e . k` is bounded by, as it could exceed that; 0: it cannot."""
+        if self.keys in ("feedback", "unit_feedback"):
+            return 1.0
+        may_exceed = self.doubled_step or (self.step == "euler" and not self.normalize_k)
+        return 2.0 if may_exceed or self.keys == "query_share" else 0.0
 
 
 @triton.jit
-def _unit_head(x, NORMALIZE: tl.constexpr):
+def unit_head(x, NORMALIZE: tl.constexpr = True):
+    """x by its L2 norm, or as it is."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + 1e-6) if NORMALIZE else x
 
 
 @triton.jit
-def _softplus(x):
+def _query_and_keys(q, k, gate, p0, p1, KEYS: tl.constexpr, NORMALIZE_Q: tl.constexpr, NORMALIZE_K: tl.constexpr,
+                    LARGEST: tl.constexpr):  # fmt: skip
+    """Query, write key and erase key; `gate` before its sigmoid, whose upper end is LARGEST."""
+    if KEYS == "unit_feedback":
+        c = tl.sigmoid(p0)
+        return unit_head(q - p1 * c * k), unit_head(k), unit_head(c * k)
+    q = unit_head(q, NORMALIZE_Q)
+    k = unit_head(k, NORMALIZE_K)
+    e = k
+    if KEYS == "gated":
+        e = LARGEST * tl.sigmoid(gate) * k
+    if KEYS == "gated_query":
+        b = LARGEST * tl.sigmoid(gate)
+        e = b * k + 0.25 * tl.sigmoid(p0) * (b * q - tl.sum(b * q * k, axis=0) * k)
+    if KEYS == "roots":
+        k *= tl.sqrt(LARGEST * tl.sigmoid(gate))
+        e = k
+    if KEYS == "query_share":
+        e = k + tl.sigmoid(gate - 0.9) * q
+    if KEYS == "feedback":
+        e = tl.sigmoid(p0) * k
+        q -= p1 * k
+    return q, k, e
+
+
+@triton.jit
+def softplus(x):
     """`log(1 + exp(x))`, exact to a few roundings for small results too."""
     y = tl.exp(-tl.abs(x))
     u = 1 + y
     log1p = tl.where(u == 1.0, y, tl.log(u) * (y / (u - 1)))
     return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def _decay(x, rate, FORM: tl.constexpr):
+    """`exp(-rate softplus(x))`, or with that logarithm bounded by -5 as the saturating form bounds it."""
+    log_decay = -rate * softplus(x)
+    return tl.exp(5 * (tl.exp(log_decay / 5) - 1) if FORM == "saturating" else log_decay)
 
 
 @triton.jit
@@ -81,11 +152,14 @@ def _step_size(b, squared_norm, STEP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale"])
 def token_rule_kernel(
-    mixed,  # [B, M] float32: q, k, v after SiLU; then what makes the gates; b last, if there is one
-    gates,  # [B, N] float32: g if it is of low rank, then a if it is per channel; or None
+    mixed,  # [B, M] float32: q, then k and v of each micro-step after SiLU; then what COLUMNS say
+    gates,  # [B, N] float32: g if it is of low rank, a if it is per channel, a further key if KEYS has one; or None
     state,  # [B, HV, K, V] float32, advanced in place
     A_log,  # [HV] float32, the log-decay itself if it is fixed; or None
     dt_bias,  # [HV], or [HV, K]; or None
+    p0,  # [H] float32, as KEYS takes it; or None
+    p1,
+    write_keys,  # [B, H, K] float32, if KEYS takes them from elsewhere; or None
     norm_weight,  # [V]
     z,  # [B, HV, V] float32
     squares,  # [B, HV, BLOCKS] float32
@@ -95,11 +169,18 @@ def token_rule_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GATE_AT: tl.constexpr,
+    DECAY_AT: tl.constexpr,
+    STEP_AT: tl.constexpr,
+    KEYS_AT: tl.constexpr,
     NORMALIZE_Q: tl.constexpr,
     NORMALIZE_K: tl.constexpr,
     STEP: tl.constexpr,
+    KEYS: tl.constexpr,
+    MICRO_STEPS: tl.constexpr,
+    UNDECAYED: tl.constexpr,
     DOUBLED: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    LARGEST_GAIN: tl.constexpr,
     DECAY: tl.constexpr,
     DECAY_FORM: tl.constexpr,
     GATE: tl.constexpr,
@@ -109,12 +190,16 @@ def token_rule_kernel(
     AHEAD: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    GATE_AT: tl.constexpr = 2 * H * K + HV * V
-    B_AT: tl.constexpr = M if STEP == "none" else M - HV
-    GATES: tl.constexpr = (HV * V if LOW_RANK else 0) + (HV * K if DECAY == "channel" else 0)
+    V_AT: tl.constexpr = (1 + MICRO_STEPS) * H * K
+    A_IN_GATES: tl.constexpr = HV * V if LOW_RANK else 0
+    KEY_IN_GATES: tl.constexpr = A_IN_GATES + (HV * K if DECAY == "channel" else 0)
+    GATES: tl.constexpr = KEY_IN_GATES + (H * K if KEYS == "erase_first" else 0)
+    PER_CHANNEL: tl.constexpr = KEYS == "gated" or KEYS == "gated_query" or KEYS == "roots"
+    LARGEST: tl.constexpr = 2.0 if DOUBLED else 1.0
     block = tl.program_id(0) % BLOCKS
     matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = matrix % HV
+    key_head = head // (HV // H)
     keys = tl.arange(0, BK)
     columns = block * BV + tl.arange(0, BV)
     key_mask = keys < K
@@ -125,7 +210,7 @@ def token_rule_kernel(
     tile_mask = key_mask[:, None] & column_mask[None, :]
     S = tl.load(state + tile, mask=tile_mask, other=0.0)
     norm = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)
-    SOFTPLUS: tl.constexpr = DECAY_FORM == "softplus"
+    SOFTPLUS: tl.constexpr = DECAY_FORM == "softplus" or DECAY_FORM == "saturating"
     if DECAY_FORM == "log_sigmoid":  # logsigmoid(a) = -softplus(-a)
         rate = 1 / 16
     elif DECAY != "none":
@@ -134,39 +219,68 @@ def token_rule_kernel(
         bias = tl.load(dt_bias + head)
     if DECAY == "channel" and SOFTPLUS:
         channel_bias = tl.load(dt_bias + head * K + keys, mask=key_mask, other=0.0)
+    if p0 is not None:
+        p0 = tl.load(p0 + key_head)
+    if p1 is not None:
+        p1 = tl.load(p1 + key_head)
     wait_for_inputs(AHEAD)
 
     mixed += (matrix // HV) * M
     if GATES > 0:
         gates += (matrix // HV) * GATES
-    q = tl.load(mixed + head // (HV // H) * K + keys, mask=key_mask, other=0.0)
-    k = tl.load(mixed + H * K + head // (HV // H) * K + keys, mask=key_mask, other=0.0)
-    v = tl.load(mixed + 2 * H * K + head * V + columns, mask=column_mask, other=0.0)
-    if STEP != "none":
-        b = tl.sigmoid(tl.load(mixed + B_AT + head))
+    raw_query = tl.load(mixed + key_head * K + keys, mask=key_mask, other=0.0)
     if GATE != "none":
         g = tl.load((gates if LOW_RANK else mixed + GATE_AT) + head * V + columns, mask=column_mask, other=0.0)
     if DECAY_FORM == "fixed":
-        S *= rate
+        decay = rate
     elif DECAY == "scalar":
-        a = tl.load(mixed + (B_AT - HV) + head)
-        S *= tl.exp(-rate * _softplus(a + bias if SOFTPLUS else -a))
+        a = tl.load(mixed + DECAY_AT + head)
+        decay = _decay(a + bias if SOFTPLUS else -a, rate, DECAY_FORM)
     elif DECAY == "channel":
-        a = tl.load(gates + (GATES - HV * K) + head * K + keys, mask=key_mask, other=0.0)
-        S *= tl.exp(-rate * _softplus(a + channel_bias if SOFTPLUS else -a))[:, None]
-    q = _unit_head(q, NORMALIZE_Q)
-    k = _unit_head(k, NORMALIZE_K)
-    u = v
-    if STEP != "none":
-        squared_norm = tl.sum(k * k, axis=0)
-        beta = _step_size(b, squared_norm, STEP)
-        if DOUBLED:
-            beta *= 2
-        if BOUNDED:
-            beta = tl.minimum(beta, 2 / tl.maximum(squared_norm, 1e-38))
-        u = beta * (v - tl.sum(S * k[:, None], axis=0))
-    o = scale * (tl.sum(S * q[:, None], axis=0) + tl.sum(q * k, axis=0) * u)
-    S += k[:, None] * u[None, :]
+        a = tl.load(gates + A_IN_GATES + head * K + keys, mask=key_mask, other=0.0)
+        decay = _decay(a + channel_bias if SOFTPLUS else -a, rate, DECAY_FORM)[:, None]
+    key_gate = None
+    if PER_CHANNEL:
+        key_gate = tl.load(mixed + STEP_AT + key_head * K + keys, mask=key_mask, other=0.0)
+    if KEYS == "query_share":
+        key_gate = tl.load(mixed + KEYS_AT + key_head)
+    for step in tl.static_range(MICRO_STEPS):
+        k = tl.load(mixed + ((1 + step) * H + key_head) * K + keys, mask=key_mask, other=0.0)
+        u = tl.load(mixed + V_AT + (step * HV + head) * V + columns, mask=column_mask, other=0.0)
+        q, k, e = _query_and_keys(raw_query, k, key_gate, p0, p1, KEYS, NORMALIZE_Q, NORMALIZE_K, LARGEST)
+        if PER_CHANNEL:
+            w = tl.sigmoid(tl.load(mixed + KEYS_AT + head * V + columns, mask=column_mask, other=0.0))
+            u *= tl.sqrt(LARGEST * w) if KEYS == "roots" else w
+        if step == 0 and DECAY != "none":
+            if UNDECAYED:
+                erased = tl.sum(S * e[:, None], axis=0)
+            S *= decay
+        if KEYS == "erase_first":
+            first = tl.load(gates + KEY_IN_GATES + key_head * K + keys, mask=key_mask, other=0.0)
+            first = unit_head(first)
+            c = tl.sigmoid(tl.load(mixed + KEYS_AT + head))
+            S -= first[:, None] * (c * tl.sum(S * first[:, None], axis=0))[None, :]
+        if step == MICRO_STEPS - 1:
+            read = tl.sum(S * q[:, None], axis=0)
+        if STEP != "none":
+            if PER_CHANNEL:
+                beta = 1.0
+            else:
+                b = tl.sigmoid(tl.load(mixed + STEP_AT + step * HV + head))
+                squared_norm = tl.sum(k * k, axis=0)
+                beta = _step_size(b, squared_norm, STEP) * LARGEST
+            if KEYS == "scaled":
+                if LARGEST_GAIN > 0:
+                    beta = tl.minimum(beta, LARGEST_GAIN / tl.maximum(squared_norm, 1e-38))
+                k = tl.load(write_keys + (matrix // HV * H + key_head) * K + keys, mask=key_mask, other=0.0)
+            if LARGEST_GAIN > 0:
+                beta = tl.minimum(beta, LARGEST_GAIN / tl.maximum(tl.sum(e * k, axis=0), 1e-38))
+            if step > 0 or not UNDECAYED or DECAY == "none":
+                erased = tl.sum(S * e[:, None], axis=0)
+            u = beta * (u - erased)
+        if step == MICRO_STEPS - 1:
+            o = scale * (read + tl.sum(q * k, axis=0) * u)
+        S += k[:, None] * u[None, :]
     tl.store(state + tile, S, mask=tile_mask)
     tl.store(squares + matrix * BLOCKS + block, tl.sum(o * o, axis=0))
     o *= norm
@@ -200,20 +314,24 @@ def token_rule(
     dt_bias: Tensor | None,
     norm_weight: Tensor,
     shape: RuleShape,
+    key_parameters: Sequence[Tensor] = (),
+    write_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token of the rule. No gradients: for inference.
 
     Args:
-        mixed: `[B, M]` float32: per row q `[H, K]`, k `[H, K]`, v `[HV, V]`, all convolved and activated; then, as far
-            as the shape has them, output gate `[HV, V]` and decay gate a `[HV]`, or what gates of low rank are made of;
-            the step gate b `[HV]` last, unless nothing is erased.
-        gates: of low rank, as `low_rank_gates` returns them: output gate `[HV, V]`, decay gate `[HV, K]`; None if there
-            are none.
+        mixed: `[B, M]` float32: per row q `[H, K]`, then k `[H, K]` and v `[HV, V]` of all micro-steps, convolved and
+            activated; then what `shape.columns` names.
+        gates: of low rank, as `low_rank_gates` returns them: output gate `[HV, V]`, decay gate `[HV, K]`, first key
+            `[H, K]`, as far as the rule has them; None if it has none.
         state: `[B, HV, K, V]` float32, contiguous; advanced in place.
-        A_log: `[HV]` float32, of a softplus decay; of a fixed one the log-decay itself; None for others.
+        A_log: `[HV]` float32, of a softplus decay, saturating or not; of a fixed one the log-decay itself; None for
+            others.
         dt_bias: of a softplus decay, `[HV]`, or `[HV * K]` if it is per channel; None for others.
         norm_weight: `[V]` of the output norm.
         shape: of the layer.
+        key_parameters: `[H]` float32, p0 and p1 of `shape.keys`, as far as it takes them.
+        write_keys: `[B, H, K]` float32, of "scaled" keys.
 
     Returns:
         `[B, HV * V]` float32: the output times norm weight and gate, without the division by its size per head; and
@@ -224,17 +342,23 @@ def token_rule(
     z = mixed.new_empty(B, shape.HV * shape.V)
     squares = mixed.new_empty(B, shape.HV, -(-shape.V // tile.columns))
     constants = _constants(B, M, shape, tile, launches_ahead(mixed.device))
+    p0, p1, *_ = *key_parameters, None, None
     with torch.cuda.device_of(mixed):
-        launch(token_rule_kernel, constants, mixed, gates, state, A_log, dt_bias, norm_weight, z, squares)
+        launch(
+            token_rule_kernel, constants, mixed, gates, state, A_log, dt_bias, p0, p1, write_keys, norm_weight, z,
+            squares,
+        )  # fmt: skip
     return z, squares
 
 
 @lru_cache(maxsize=1024)
 def _constants(B: int, M: int, shape: RuleShape, tile: Tile, ahead: bool) -> Constants:
+    at = shape.columns
     return Constants(
         B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
-        V=shape.V, NORMALIZE_Q=shape.normalize_q, NORMALIZE_K=shape.normalize_k, STEP=shape.step,
-        DOUBLED=shape.doubled_step, BOUNDED=shape.bounded, DECAY=shape.decay, DECAY_FORM=shape.decay_form,
-        GATE=shape.gate, LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns,
-        AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
+        V=shape.V, GATE_AT=at.gate, DECAY_AT=at.decay, STEP_AT=at.step, KEYS_AT=at.keys, NORMALIZE_Q=shape.normalize_q,
+        NORMALIZE_K=shape.normalize_k, STEP=shape.step, KEYS=shape.keys, MICRO_STEPS=shape.micro_steps,
+        UNDECAYED=shape.undecayed, DOUBLED=shape.doubled_step, LARGEST_GAIN=shape.largest_gain, DECAY=shape.decay,
+        DECAY_FORM=shape.decay_form, GATE=shape.gate, LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K),
+        BV=tile.columns, AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip

@@ -1,0 +1,82 @@
+"""The write keys of a rule that scales them by a running second moment of the keys, for one token: one launch.
+
+    A' = exp(log_decay) A + sigmoid(b) k * k      r = log(A' + 1e-6) - log_scale      key = 1.5^(-r / (1 + |r|)) * k
+
+with k by its L2 norm, and `log_decay` as in `token_rule`. Source: arXiv:2604.21100, and `deltazoo.variants.pgdn`.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, wait_for_inputs
+from deltazoo.ops.fused.kernels.token_rule import softplus, unit_head
+from deltazoo.ops.triton.launch import Constants, launch
+
+__all__ = ["scaled_keys"]
+
+
+@triton.jit
+def scaled_keys_kernel(
+    mixed,  # [B, M] float32: keys from column H * K on, a and b from DECAY_AT and STEP_AT on
+    moment,  # [B, H, K] float32, advanced in place
+    A_log,  # [H] float32
+    dt_bias,  # [H] float32
+    log_scale,  # [H] float32
+    scaled,  # [B, H, K] float32
+    M: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    DECAY_AT: tl.constexpr,
+    STEP_AT: tl.constexpr,
+    BK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    keys = tl.arange(0, BK)
+    mask = keys < K
+    at = (row * H + head) * K + keys
+    A = tl.load(moment + at, mask=mask, other=0.0)
+    rate, bias, target = tl.exp(tl.load(A_log + head)), tl.load(dt_bias + head), tl.load(log_scale + head)
+    wait_for_inputs(AHEAD)
+
+    mixed += row * M
+    k = unit_head(tl.load(mixed + (H + head) * K + keys, mask=mask, other=0.0))
+    b = tl.sigmoid(tl.load(mixed + STEP_AT + head))
+    A = tl.exp(-rate * softplus(tl.load(mixed + DECAY_AT + head) + bias)) * A + b * k * k
+    r = tl.log(A + 1e-6) - target
+    tl.store(moment + at, A, mask=mask)
+    log_1_5 = 0.4054651081081644
+    tl.store(scaled + at, tl.exp(-log_1_5 * r / (1 + tl.abs(r))) * k, mask=mask)
+
+
+def scaled_keys(mixed: Tensor, moment: Tensor, parameters: Sequence[Tensor], decay_at: int, step_at: int) -> Tensor:
+    """The keys under which a token writes. No gradients: for inference.
+
+    Args:
+        mixed: `[B, M]` float32, as `token_rule` takes it, with one key `[H, K]`.
+        moment: A, `[B, H, 1, K]` float32, contiguous; advanced in place.
+        parameters: `A_log`, `dt_bias` and `log_scale`, `[H]` float32.
+        decay_at: column of mixed where the gates a `[H]` of the moment's decay begin. step_at: of its step gates b.
+
+    Returns:
+        `[B, H, K]` float32.
+    """
+    B, H, _, K = moment.shape
+    scaled = mixed.new_empty(B, H, K)
+    constants = _constants(B, H, K, mixed.shape[1], decay_at, step_at, launches_ahead(mixed.device))
+    with torch.cuda.device_of(mixed):
+        launch(scaled_keys_kernel, constants, mixed, moment, *parameters, scaled)
+    return scaled
+
+
+@lru_cache(maxsize=1024)
+def _constants(B: int, H: int, K: int, M: int, decay_at: int, step_at: int, ahead: bool) -> Constants:
+    return Constants(
+        B, H, M=M, H=H, K=K, DECAY_AT=decay_at, STEP_AT=step_at, BK=triton.next_power_of_2(K), AHEAD=ahead,
+        num_warps=1, **launch_options(ahead),
+    )  # fmt: skip
