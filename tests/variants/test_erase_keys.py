@@ -16,7 +16,7 @@ from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_la
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.rule import run_rule
 from deltazoo.spec import get_variant, list_variants
-from deltazoo.variants import comba_layer, gated_deltanet2_layer, preconditioned_layer, q_delta_layer, qed_layer
+from deltazoo.variants import comba_layer, preconditioned_layer, q_delta_layer, qed_layer
 
 HIDDEN, HEADS, K = 12, 2, 8
 RULES = [name for name in list_variants() if get_variant(name).erase_key == "separate"]
@@ -135,7 +135,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 MADE_KEYS: dict[str, tuple[Callable, list[Tensor]]] = {
-    "gated_deltanet2": (gated_deltanet2_layer._gated, [numbers(K), numbers(K)]),
+    "gated_deltanet2": (make_layer("gated_deltanet2", HIDDEN, HEADS, K).gated, [numbers(K), numbers(K)]),
     "qed": (
         partial(qed_layer._erase_key, theta=torch.zeros(HEADS), largest=1.0),
         [numbers(K), numbers(K), numbers(K)],

@@ -78,8 +78,8 @@ class DeltaRuleAttention(Float32Parameters):
         layer_idx: the layer's number in `past_key_values`.
         num_layers: of the model, for rules that depend on the depth of the layer (`lightning_attention`).
         backend: of the operator: None, "triton", "chunkwise" or "reference".
-        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, for the softplus decay gate and for the output
-            norm (`deltazoo.ops.fused`). None: Triton where it runs, plain torch elsewhere.
+        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, decay gates, gates per channel and the output norm
+            (`deltazoo.ops.fused`). None: Triton where it runs, plain torch elsewhere.
 
     Raises:
         ValueError: options of the wrong type or that are not finite, sizes that do not fit together, options the
@@ -344,8 +344,9 @@ class DeltaRuleAttention(Float32Parameters):
         normalize_q = self.spec.normalize_q and not (self.conv_size and self.q_conv1d.unit_heads)
         normalize_k = self.spec.normalize_k and not (self.conv_size and self.k_conv1d.unit_heads)
         if normalize_q and normalize_k:
-            return l2_normalize_both(q, k)
-        return l2_normalize(q) if normalize_q else q, l2_normalize(k) if normalize_k else k
+            return l2_normalize_both(q, k, fused=self.fused_kernels)
+        normalize = partial(l2_normalize, fused=self.fused_kernels)
+        return normalize(q) if normalize_q else q, normalize(k) if normalize_k else k
 
     def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """The operator's inputs for the current tokens. A subclass may override it.
@@ -425,10 +426,14 @@ class DeltaRuleAttention(Float32Parameters):
         return None
 
     def _decay(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-        has_kernel = self.decay_gate is decay.softplus_decay
-        if has_kernel and (fused_kernels_fit(a) if self.fused_kernels is None else self.fused_kernels):
-            return fused_softplus_decay(a, A_log, dt_bias)
+        saturating = self.decay_gate is decay.saturating_decay
+        if (saturating or self.decay_gate is decay.softplus_decay) and self.runs_fused(a):
+            return fused_softplus_decay(a, A_log, dt_bias, saturating=saturating)
         return self.decay_gate(a, A_log, dt_bias)
+
+    def runs_fused(self, x: Tensor) -> bool:
+        """Whether a kernel of `deltazoo.ops.fused` is to compute what is made of x."""
+        return fused_kernels_fit(x) if self.fused_kernels is None else self.fused_kernels
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""

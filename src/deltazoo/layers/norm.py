@@ -29,25 +29,29 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2_normalize(x: Tensor, eps: float = 1e-6, *, fused: bool | None = False) -> Tensor:
     """`x * rsqrt(sum x^2 + eps)` over the last axis, in x's dtype.
 
-    The epsilon is inside the root, as in the released checkpoints: it bounds the gradient at the zero vector.
+    The epsilon is inside the root, as in the released checkpoints: it bounds the gradient at the zero vector. With
+    `fused` a Triton kernel computes it; None: wherever it runs.
     """
-    return recomputable(partial(_unit_length, eps=eps), x)
+    return recomputable(partial(_unit_length, eps=eps, fused=fused), x)
 
 
-def _unit_length(x: Tensor, eps: float) -> Tensor:
+def _unit_length(x: Tensor, eps: float, fused: bool | None) -> Tensor:
+    D = x.shape[-1]
+    if (D <= MOST_NORM_COLUMNS and fused_kernels_fit(x)) if fused is None else fused:
+        return fused_rms_norm(x, x.new_full((D,), D**-0.5, dtype=torch.float32), eps / D)
     wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def l2_normalize_both(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def l2_normalize_both(q: Tensor, k: Tensor, *, fused: bool | None = False) -> tuple[Tensor, Tensor]:
     """`l2_normalize` of queries and keys `[B, T, heads, K]`, in one go for a decoding step."""
     if is_decoding_step(q):
-        q, k = l2_normalize(torch.cat([q, k], dim=2)).split([q.shape[2], k.shape[2]], dim=2)
+        q, k = l2_normalize(torch.cat([q, k], dim=2), fused=fused).split([q.shape[2], k.shape[2]], dim=2)
         return q, k
-    return l2_normalize(q), l2_normalize(k)
+    return l2_normalize(q, fused=fused), l2_normalize(k, fused=fused)
 
 
 class RMSNorm(nn.Module):

@@ -1,15 +1,8 @@
 """The layer of FG2-GDN."""
 
-import math
-from functools import partial
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.layers import RuleInputs, bounded_step
-from deltazoo.layers.norm import at_least_float32
-from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
 from deltazoo.variants.channel_gates import ChannelGates
 
@@ -25,8 +18,8 @@ class FG2GatedDeltaNet(ChannelGates):
         largest = 2.0 if self.allow_neg_eigval else 1.0
         # The write is the product of both roots: halved values undo the doubling there.
         largest_write = largest if self.neg_eigval == "both" else 1 / largest
-        k = recomputable(partial(_gated, largest=largest), key_gate, k)
-        v = recomputable(partial(_gated, largest=largest_write), value_gate, v)
+        k = self.gated(key_gate, k, largest, root=True)
+        v = self.gated(value_gate, v, largest_write, root=True)
         beta = self.whole_step(v)
         if self.allow_neg_eigval:
             beta = bounded_step(beta, k)
@@ -36,11 +29,3 @@ class FG2GatedDeltaNet(ChannelGates):
         """As `rule_inputs`."""
         form = super().step_form()
         return form and form._replace(keys="roots", key_maps=("w_proj",))
-
-
-def _gated(gate: Tensor, x: Tensor, largest: float) -> Tensor:
-    """`sqrt(largest * sigmoid(gate)) * x`, multiplied in float32 and rounded once to x's dtype.
-
-    The root of a sigmoid that underflows would have an infinite gradient; half its logarithm has none.
-    """
-    return (math.sqrt(largest) * torch.exp(F.logsigmoid(at_least_float32(gate)) / 2) * x).to(x.dtype)

@@ -1,13 +1,8 @@
 """The layer of Gated DeltaNet-2."""
 
-from functools import partial
-
-import torch
 from torch import Tensor
 
 from deltazoo.layers import RuleInputs, bounded_step
-from deltazoo.layers.norm import at_least_float32
-from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
 from deltazoo.variants.channel_gates import ChannelGates
 
@@ -33,7 +28,7 @@ class GatedDeltaNet2(ChannelGates):
         beta = self.whole_step(v)
         if self.allow_neg_eigval:
             beta = bounded_step(beta, k, erase_key)
-        return RuleInputs(q, k, recomputable(_gated, write_gate, v), beta, self.log_decay(hidden_states), erase_key)
+        return RuleInputs(q, k, self.gated(write_gate, v), beta, self.log_decay(hidden_states), erase_key)
 
     def step_form(self) -> StepForm | None:
         """As `rule_inputs`."""
@@ -42,14 +37,9 @@ class GatedDeltaNet2(ChannelGates):
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """The erase key `b * k`, from the gate before its sigmoid; both `[B, T, H, K]`, the key's dtype."""
-        return recomputable(partial(_gated, largest=self.largest_erase_gate), erase_gate, k)
+        return self.gated(erase_gate, k, self.largest_erase_gate)
 
     @property
     def largest_erase_gate(self) -> float:
         """The upper end of b's range."""
         return 2.0 if self.allow_neg_eigval else 1.0
-
-
-def _gated(gate: Tensor, x: Tensor, largest: float = 1.0) -> Tensor:
-    """`largest * sigmoid(gate) * x`, multiplied in float32 and rounded once to x's dtype."""
-    return (largest * torch.sigmoid(at_least_float32(gate)) * x).to(x.dtype)

@@ -1,5 +1,6 @@
 """The layer of gated linear attention."""
 
+import math
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
 from deltazoo.layers.short_convolution import activation_function
+from deltazoo.ops.fused import fused_softplus_decay
 
 __all__ = ["GatedLinearAttention"]
 
@@ -42,7 +44,13 @@ class GatedLinearAttention(DeltaRuleAttention):
 
     def log_decay(self, hidden_states: Tensor) -> Tensor:
         """`logsigmoid(gk_proj(x)) / 16`."""
-        return recomputable(_log_decay, self.gk_proj(hidden_states).unflatten(-1, (-1, self.head_k_dim)))
+        return recomputable(self._log_decay, self.gk_proj(hidden_states).unflatten(-1, (-1, self.head_k_dim)))
+
+    def _log_decay(self, a: Tensor) -> Tensor:
+        if self.runs_fused(a):  # logsigmoid(a) = -softplus(-a)
+            A_log = a.new_full(a.shape[2:3], -math.log(_SLOWER), dtype=torch.float32)
+            return fused_softplus_decay(-a, A_log, A_log.new_zeros(a.shape[2:].numel()))
+        return F.logsigmoid(at_least_float32(a)) / _SLOWER
 
     def step_form(self) -> StepForm:
         """As `log_decay`."""
@@ -52,7 +60,3 @@ class GatedLinearAttention(DeltaRuleAttention):
         rate = _SLOWER * spaced_decay_rates(self.head_k_dim).double().to(bias.device)
         with torch.no_grad():
             bias.copy_(-torch.log(torch.expm1(rate)).repeat(self.num_v_heads))
-
-
-def _log_decay(a: Tensor) -> Tensor:
-    return F.logsigmoid(at_least_float32(a)) / _SLOWER

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from deltazoo.layers import (
     WHOLE_ROWS,
-    DeltaRuleAttention,
     GatedRMSNorm,
     LayerStates,
     RMSNorm,
@@ -31,6 +31,7 @@ from deltazoo.layers import (
     SwiGLU,
     describe_sequences,
     l2_normalize,
+    make_layer,
 )
 from deltazoo.layers.rotary import rotate
 from deltazoo.layers.short_convolution import convolve_token
@@ -45,6 +46,7 @@ from deltazoo.ops.fused import (
     fused_short_conv,
     fused_short_conv_step,
     fused_short_convs,
+    fused_sigmoid_gate,
     fused_softplus_decay,
     fused_swiglu,
     fused_swiglu_linear,
@@ -52,7 +54,7 @@ from deltazoo.ops.fused import (
 
 pytest.importorskip("triton")
 
-from deltazoo.ops.decay import softplus_decay  # noqa: E402
+from deltazoo.ops.decay import saturating_decay, softplus_decay  # noqa: E402
 from deltazoo.ops.fused.kernels import cross_entropy, gated_norm, rms_norm, short_conv_operator  # noqa: E402
 from deltazoo.ops.fused.kernels import softplus_decay as softplus_decay_kernels  # noqa: E402
 
@@ -246,6 +248,7 @@ class Decay:
     name: str
     shape: tuple[int, ...] = (2, 7, 3, 12)
     most_parts: int = 512
+    saturating: bool = False
     dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
@@ -258,11 +261,54 @@ class Decay:
         a, A_log = draw(*self.shape, given=self.dtype), draw(heads, given=torch.float32)
         dt_bias = 8 * draw(channels, given=torch.float32)
         inputs = [x.requires_grad_() for x in (a, A_log, dt_bias)]
-        log_decay = (fused_softplus_decay if fused else softplus_decay)(*inputs)
+        kernel = partial(fused_softplus_decay, saturating=self.saturating)
+        log_decay = (kernel if fused else saturating_decay if self.saturating else softplus_decay)(*inputs)
         with mock.patch.object(softplus_decay_kernels, "_MOST_PARTS", self.most_parts):
             gradients = torch.autograd.grad(log_decay, inputs, draw(*self.shape, given=torch.float32))
         names = ("d_a", "d_A_log", "d_dt_bias")
         return {"log_decay": log_decay.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The gate per channel and its gradients, saturated ones included."""
+
+    name: str
+    shape: tuple[int, ...] = (2, 5, 3, 12)
+    largest: float = 1.0
+    root: bool = False
+    dtype: torch.dtype = torch.float32
+    gate_dtype: torch.dtype | None = None
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(scale: float, given: torch.dtype) -> Tensor:
+            return (scale * torch.randn(self.shape, generator=generator)).to(given).to(device, dtype or given)
+
+        gate, x, d_y = draw(10, self.gate_dtype or self.dtype), draw(1, self.dtype), draw(1, self.dtype)
+        layer = make_layer("gated_deltanet2", 8, 1, 8, fused_kernels=fused)
+        y = layer.gated(gate.requires_grad_(), x.requires_grad_(), self.largest, root=self.root)
+        d_gate, d_x = torch.autograd.grad(y, [gate, x], d_y)
+        return {"y": y.detach(), "d_gate": d_gate, "d_x": d_x}
+
+
+@dataclass(frozen=True)
+class UnitHeads:
+    """The L2 norm of heads and its gradient; the first one is zero, and the second one short."""
+
+    name: str
+    shape: tuple[int, ...] = (2, 9, 3, 12)
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        x, d_y = (torch.randn(self.shape, generator=generator).to(self.dtype) for _ in range(2))
+        x.view(-1, self.shape[-1])[0] = 0
+        x.view(-1, self.shape[-1])[1] *= 1e-3
+        x, d_y = (y.to(device, dtype or self.dtype) for y in (x, d_y))
+        y = l2_normalize(x.requires_grad_(), fused=fused)
+        return {"y": y.detach(), "d_x": torch.autograd.grad(y, x, d_y)[0]}
 
 
 @dataclass(frozen=True)
@@ -330,7 +376,7 @@ class Layer:
 
     def run(self, device: str, *, fused: bool | None, dtype: torch.dtype | None = None) -> Results:
         torch.manual_seed(0)
-        layer = DeltaRuleAttention(
+        layer = make_layer(
             self.variant, 16, 2, 8, layer_idx=0, initializer_range=0.3, fused_kernels=fused, backend="chunkwise"
         ).to(device, dtype or self.dtype)
         x = torch.randn(2, 12, 16).to(device, dtype or self.dtype).requires_grad_()
@@ -399,6 +445,17 @@ CASES = [
     Decay("decay_wide", shape=(1, 9, 3, 700)),
     Decay("decay_several_blocks_per_program", shape=(2, 700, 2, 8), most_parts=2),
     Decay("decay_half", dtype=HALF),
+    Decay("saturating_decay", saturating=True),
+    Decay("saturating_decay_several_blocks", shape=(2, 700, 2, 8), most_parts=2, saturating=True),
+    Decay("saturating_decay_half", dtype=HALF, saturating=True),
+    Gate("gate"),
+    Gate("gate_doubled", largest=2.0, shape=(3, 1000, 7)),
+    Gate("gate_root", root=True, largest=2.0),
+    Gate("gate_half", dtype=HALF),
+    Gate("gate_root_half", dtype=HALF, root=True, largest=0.5),
+    Gate("gate_wider_than_its_values", dtype=HALF, gate_dtype=torch.float32),
+    UnitHeads("unit_heads_alone"),
+    UnitHeads("unit_heads_alone_half", shape=(3, 50, 2, 24), dtype=HALF),
     Rotation("rotary"),
     Rotation("rotary_of_rows", shape=(3, 5, 2, 24), channels=24, shared=False),
     Rotation("rotary_of_some_channels", shape=(2, 7, 5, 20), channels=6, heads_first=True),
@@ -413,10 +470,27 @@ CASES = [
     Layer("gated_deltanet"),
     Layer("kda", variant="kda"),
     Layer("longhorn", variant="longhorn"),
+    Layer("gla", variant="gla"),
+    Layer("eda", variant="eda"),
+    Layer("gated_deltanet2", variant="gated_deltanet2"),
+    Layer("fg2_gdn", variant="fg2_gdn"),
 ]
 
 
-Case = Convolution | TokenStep | Norm | PlainNorm | Product | FeedForward | Decay | Rotation | Loss | Layer
+Case = (
+    Convolution
+    | TokenStep
+    | Norm
+    | PlainNorm
+    | Product
+    | FeedForward
+    | Decay
+    | Gate
+    | UnitHeads
+    | Rotation
+    | Loss
+    | Layer
+)
 
 
 def judge(case: Case, results: Results) -> None:
@@ -507,6 +581,14 @@ def test_angles_that_the_rotary_embedding_cannot_use() -> None:
         rotate(torch.ones(2, 5, 3, 8), (torch.ones(1, 5, 8),) * 2, fused=True)
 
 
+def test_gates_that_do_not_fit() -> None:
+    x = torch.ones(2, 5, 3, 8, device="meta")
+    with pytest.raises(ValueError, match=r"one shape, got \(2, 5, 3, 4\) and \(2, 5, 3, 8\)"):
+        fused_sigmoid_gate(x[..., :4], x)
+    with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
+        fused_sigmoid_gate(x.double(), x)
+
+
 @pytest.mark.parametrize("why", ["dtype", "gradient"])
 def test_by_default_angles_that_the_kernel_refuses_go_through_plain_torch(why: str) -> None:
     x, angles = torch.randn(2, 5, 3, 8), torch.randn(1, 5, 8, dtype=torch.float64 if why == "dtype" else None)
@@ -533,6 +615,7 @@ def test_the_operators_compile_without_a_graph_break(fake: bool) -> None:
 
     def run(x: Tensor, weight: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
         y = fused_swiglu(fused_short_conv(x, weight, head_dim=8), gate)
+        y = fused_sigmoid_gate(gate, y, 2.0, root=True)
         return fused_gated_rms_norm(y, gate, scale, 1e-5, "silu").sum()
 
     def leaf(*shape: int) -> Tensor:

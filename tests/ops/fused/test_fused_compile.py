@@ -34,6 +34,7 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     row_product,
     short_conv_operator,
     short_conv_step,
+    sigmoid_gate,
     softplus_decay,
     swiglu,
     token_convolution,
@@ -117,13 +118,19 @@ def multiply_and_map() -> None:
     swiglu._linear_backward(gate, gate, weight, empty(4, 4096, 1024))
 
 
-def decay(*heads: int) -> None:
+def decay(*heads: int, saturating: bool = False) -> None:
     a, A_log, dt_bias = (
         empty(4, 4096, *heads),
         *(empty(size, dtype=torch.float32) for size in (heads[0], torch.Size(heads).numel())),
     )
-    softplus_decay._forward(a, A_log, dt_bias)
-    softplus_decay._backward(a, A_log, dt_bias, empty(4, 4096, *heads, dtype=torch.float32))
+    softplus_decay._forward(a, A_log, dt_bias, saturating)
+    softplus_decay._backward(a, A_log, dt_bias, saturating, empty(4, 4096, *heads, dtype=torch.float32))
+
+
+def gate(root: bool) -> None:
+    x = empty(4, 4096, 8, 128)
+    sigmoid_gate._forward(x, x, 2.0, root)
+    sigmoid_gate._backward(x, x, 2.0, root, x)
 
 
 def turn(heads: int, channels: int = 128) -> None:
@@ -258,6 +265,9 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "plain_norm_and_linear_map": (8, normalize_and_map),
     "decay": (5, lambda: decay(8, 128)),
     "decay_per_head": (4, lambda: decay(16)),
+    "decay_saturating": (4, lambda: decay(8, 128, saturating=True)),
+    "gate": (8, lambda: gate(False)),
+    "gate_root": (8, lambda: gate(True)),
     "plain_norm_longest": (4, lambda: normalize_plainly(MOST_NORM_COLUMNS, torch.float32)),
     "swiglu": (8, multiply),
     "swiglu_and_linear_map": (8, multiply_and_map),

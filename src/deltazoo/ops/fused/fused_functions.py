@@ -25,6 +25,7 @@ __all__ = [
     "fused_short_conv",
     "fused_short_conv_step",
     "fused_short_convs",
+    "fused_sigmoid_gate",
     "fused_softplus_decay",
     "fused_swiglu",
     "fused_swiglu_linear",
@@ -331,13 +332,38 @@ def fused_swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     return swiglu_linear(gate, up, weight)
 
 
-def fused_softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+def fused_sigmoid_gate(gate: Tensor, x: Tensor, largest: float = 1.0, *, root: bool = False) -> Tensor:
+    """`largest * sigmoid(gate) * x`, computed in float32.
+
+    Args:
+        gate, x: of one shape, each float32, bfloat16 or float16.
+        largest: the upper end of the factor.
+        root: multiply by the root of the factor instead.
+
+    Returns:
+        In x's shape and dtype.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
+        ValueError: tensors of two shapes or on two devices.
+    """
+    _require_triton(x, gate)
+    _require_float(gate)
+    if gate.shape != x.shape:
+        raise ValueError(f"gate and x must have one shape, got {tuple(gate.shape)} and {tuple(x.shape)}")
+    from deltazoo.ops.fused.kernels.sigmoid_gate import sigmoid_gate
+
+    return sigmoid_gate(gate, x, largest, root)
+
+
+def fused_softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, *, saturating: bool = False) -> Tensor:
     """`-exp(A_log) * softplus(a + dt_bias)`, see `deltazoo.ops.decay.softplus_decay`.
 
     Args:
         a: `[B, T, HV]` or `[B, T, HV, K]` float32, bfloat16 or float16.
         A_log: `[HV]`.
         dt_bias: `[HV]` or `[HV * K]`, as `a`.
+        saturating: bounded by -5, as `deltazoo.ops.decay.saturating_decay` is.
 
     Returns:
         `log_decay` in a's shape, float32.
@@ -354,7 +380,7 @@ def fused_softplus_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
         )
     from deltazoo.ops.fused.kernels.softplus_decay import softplus_decay
 
-    return softplus_decay(a, A_log, dt_bias)
+    return softplus_decay(a, A_log, dt_bias, saturating)
 
 
 def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:

@@ -1,8 +1,9 @@
-"""The decay gate `-exp(A_log) softplus(a + dt_bias)` in one pass over memory, forward and backward.
+"""The decay gate `g = -exp(A_log) softplus(a + dt_bias)` in one pass over memory, forward and backward.
 
     x = a + dt_bias      log_decay = -exp(A_log) log(1 + exp(x))      d_a = d_dt_bias = -exp(A_log) sigmoid(x) d
 
-`A_log` is one number per head, `dt_bias` one per head and channel. The backward pass keeps only the inputs.
+`A_log` is one number per head, `dt_bias` one per head and channel. A saturating gate is `5 (exp(g / 5) - 1)`, whose
+derivative `exp(g / 5)` multiplies d. The backward pass keeps only the inputs.
 """
 
 from functools import lru_cache
@@ -79,6 +80,21 @@ def _softplus(x):
 
 
 @triton.jit
+def _exponential_minus_1(x):
+    """`exp(x) - 1`, x <= 0, to a few roundings: near 0, where the difference loses digits, by its Taylor series."""
+    series = 1 / 3628800
+    series = tl.fma(x, series, 1 / 362880)
+    series = tl.fma(x, series, 1 / 40320)
+    series = tl.fma(x, series, 1 / 5040)
+    series = tl.fma(x, series, 1 / 720)
+    series = tl.fma(x, series, 1 / 120)
+    series = tl.fma(x, series, 1 / 24)
+    series = tl.fma(x, series, 1 / 6)
+    series = tl.fma(x, series, 0.5)
+    return tl.where(x > -1.0, tl.fma(x * x, series, x), _exponential(x) - 1)
+
+
+@triton.jit
 def _columns(A_log, dt_bias, C, D: tl.constexpr, BC: tl.constexpr):
     """A program's columns, which of them exist, and their rate and bias."""
     columns = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -95,20 +111,23 @@ def _rate(A_log):
 
 # C is specialised: unless Triton knows that rows are multiples of 16 elements apart, it reads single elements.
 @triton.jit(do_not_specialize=["R"])
-def softplus_decay_forward_kernel(a, A_log, dt_bias, log_decay, R, C, D: tl.constexpr, BR: tl.constexpr,
-                                  BC: tl.constexpr):  # fmt: skip
+def softplus_decay_forward_kernel(a, A_log, dt_bias, log_decay, R, C, D: tl.constexpr,
+                                  SATURATING: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     columns, column_mask, rate, bias = _columns(A_log, dt_bias, C, D, BC)
     for block in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
         rows = block * BR + tl.arange(0, BR).to(tl.int64)
         mask = (rows < R)[:, None] & column_mask[None, :]
         offsets = rows[:, None] * C + columns[None, :]
         softplus, _ = _softplus(tl.load(a + offsets, mask=mask, other=0.0).to(tl.float32) + bias)
-        tl.store(log_decay + offsets, -rate * softplus, mask=mask)
+        g = -rate * softplus
+        if SATURATING:
+            g = 5 * _exponential_minus_1(g / 5)
+        tl.store(log_decay + offsets, g, mask=mask)
 
 
 @triton.jit(do_not_specialize=["R"])
 def softplus_decay_backward_kernel(a, A_log, dt_bias, d_log_decay, d_a, parts, R, C, D: tl.constexpr,
-                                   BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+                                   SATURATING: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """`parts [programs along the rows, 2, C]`: sums over rows of the gradients of A_log, per column, and of dt_bias."""
     columns, column_mask, rate, bias = _columns(A_log, dt_bias, C, D, BC)
     d_rate, d_bias = tl.zeros([BR, BC], tl.float32), tl.zeros([BR, BC], tl.float32)
@@ -119,6 +138,8 @@ def softplus_decay_backward_kernel(a, A_log, dt_bias, d_log_decay, d_a, parts, R
         x = tl.load(a + offsets, mask=mask, other=0.0).to(tl.float32) + bias
         d = tl.load(d_log_decay + offsets, mask=mask, other=0.0).to(tl.float32)
         softplus, slope = _softplus(x)
+        if SATURATING:
+            d *= _exponential(-rate * softplus / 5)
         d *= -rate
         d_rate += d * softplus  # of A_log, for exp(A_log) is its own derivative
         d *= slope
@@ -130,29 +151,30 @@ def softplus_decay_backward_kernel(a, A_log, dt_bias, d_log_decay, d_a, parts, R
 
 
 @lru_cache(maxsize=1024)
-def _constants(R: int, C: int, heads: int, most: int) -> Constants:
+def _constants(R: int, C: int, heads: int, saturating: bool, most: int) -> Constants:
     programs, tile = row_blocks(R, min(C, _MOST_COLUMNS), most)
     return Constants(
-        programs, -(-C // tile["BD"]), R=R, C=C, D=C // heads, BR=tile["BR"], BC=tile["BD"], num_warps=8,
+        programs, -(-C // tile["BD"]), R=R, C=C, D=C // heads, SATURATING=saturating, BR=tile["BR"], BC=tile["BD"],
+        num_warps=8,
     )  # fmt: skip
 
 
-def _forward(a, A_log, dt_bias):
+def _forward(a, A_log, dt_bias, saturating):
     a, A_log, dt_bias = a.contiguous(), A_log.contiguous(), dt_bias.contiguous()
     C = dt_bias.numel()
     log_decay = torch.empty_like(a, dtype=torch.float32)
     with torch.cuda.device_of(a):
-        constants = _constants(a.numel() // C, C, A_log.numel(), _MOST_PROGRAMS)
+        constants = _constants(a.numel() // C, C, A_log.numel(), saturating, _MOST_PROGRAMS)
         launch(softplus_decay_forward_kernel, constants, a, A_log, dt_bias, log_decay)
     return log_decay
 
 
-def _backward(a, A_log, dt_bias, d_log_decay):
+def _backward(a, A_log, dt_bias, saturating, d_log_decay):
     a, A_log, dt_bias = a.contiguous(), A_log.contiguous(), dt_bias.contiguous()
     d_log_decay = d_log_decay.contiguous()
     C = dt_bias.numel()
     d_a = torch.empty_like(a)
-    constants = _constants(a.numel() // C, C, A_log.numel(), _MOST_PARTS)
+    constants = _constants(a.numel() // C, C, A_log.numel(), saturating, _MOST_PARTS)
     parts = a.new_empty(constants.grid[0], 2, C, dtype=torch.float32)
     with torch.cuda.device_of(a):
         launch(softplus_decay_backward_kernel, constants, a, A_log, dt_bias, d_log_decay, d_a, parts)
@@ -161,28 +183,27 @@ def _backward(a, A_log, dt_bias, d_log_decay):
 
 
 def _save(ctx, inputs, log_decay):
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.saturating = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _gradients(backward, ctx, d_log_decay):
-    return backward(*ctx.saved_tensors, d_log_decay)
+    return *backward(*ctx.saved_tensors, ctx.saturating, d_log_decay), None
 
 
-_ARGUMENTS = "Tensor a, Tensor A_log, Tensor dt_bias"
+_ARGUMENTS = "Tensor a, Tensor A_log, Tensor dt_bias, bool saturating"
 
 softplus_decay = DifferentiableOperator(
     f"softplus_decay({_ARGUMENTS}) -> Tensor",
     _forward,
-    fake=lambda a, A_log, dt_bias: a.new_empty(a.shape, dtype=torch.float32),
+    fake=lambda a, A_log, dt_bias, saturating: a.new_empty(a.shape, dtype=torch.float32),
     backward=Operator(
         f"softplus_decay_backward({_ARGUMENTS}, Tensor d_log_decay) -> (Tensor, Tensor, Tensor)",
         _backward,
-        fake=lambda a, A_log, dt_bias, d: (
-            a.new_empty(a.shape), A_log.new_empty(A_log.shape), dt_bias.new_empty(dt_bias.shape)
-        ),
+        fake=lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
     ),
     save=_save,
     gradients=_gradients,
     refusal=REFUSAL,
 )  # fmt: skip
-"""`softplus_decay(a, A_log, dt_bias)`, see `deltazoo.ops.fused.fused_softplus_decay`."""
+"""`softplus_decay(a, A_log, dt_bias, saturating)`, see `deltazoo.ops.fused.fused_softplus_decay`."""
