@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from deltazoo.workbench.cli import main
 from deltazoo.workbench.lab.lab_records import Environment
+from deltazoo.workbench.lab.text import decoding as text_decoding
 from deltazoo.workbench.lab.text import suite as text_suite
 from deltazoo.workbench.lab.text.building import SourceFile, build_corpus, installed_sources
 from deltazoo.workbench.lab.text.results import Job, TextResults, Trial
@@ -88,6 +89,16 @@ def finished(corpus: TextCorpus, tmp_path_factory: pytest.TempPathFactory) -> Te
 def run(results: TextResults, corpus: TextCorpus, **options) -> list:
     options = {"only": CONFIGURATIONS, "devices": ["cpu"], "report": lambda line: None, **options}
     return run_text_suite(results, corpus, environment=HERE, **options)
+
+
+def without(kind: str, results: TextResults) -> list[str]:
+    """The lines of a file but for those of a kind."""
+    lines = results.path.read_text().splitlines(keepends=True)
+    return [line for line in lines if json.loads(line).get("kind") != kind]
+
+
+def kinds(path: Path) -> list[str]:
+    return [json.loads(line)["kind"] for line in path.read_text().splitlines()[1:]]
 
 
 def test_a_corpus_keeps_no_copies_and_survives_a_file(corpus: TextCorpus, tmp_path: Path) -> None:
@@ -295,13 +306,14 @@ def test_what_a_file_lacks_is_trained_and_nothing_else(
     finished: TextResults, corpus: TextCorpus, tmp_path: Path
 ) -> None:
     lines = finished.path.read_text().splitlines(keepends=True)
-    assert [json.loads(line).get("kind") for line in lines[1:]] == ["trial", "trial", "configuration"] * 2
+    assert kinds(finished.path) == ["trial", "trial", "configuration", "decoding"] * 2
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(lines[:-1]) + lines[-1][:100])  # killed while the last line was written
+    path.write_text("".join(lines[:-2]) + lines[-2][:100])  # killed while the last training's line was written
     results = open_results(path, RECIPE, corpus)
     assert [job.name for job in missing_jobs(results, CONFIGURATIONS)] == ["softmax, seed 0"]
     reported: list[str] = []
-    assert run(results, corpus, report=reported.append) == [] and len(reported) == 1
+    assert run(results, corpus, report=reported.append) == []
+    assert [line.split(":")[0] for line in reported] == ["softmax, seed 0", "softmax, decoding, tokens/s by rows"]
     again = open_results(path, RECIPE, corpus)
     for key, configuration in finished.configurations.items():  # the same seed, the same numbers
         assert (
@@ -319,6 +331,98 @@ def test_what_a_file_lacks_is_trained_and_nothing_else(
         run_text_suite(again, corpus, devices=["cpu"], environment=replace(HERE, device="another"))
 
 
+def test_decoding_is_measured_apart_from_training(
+    finished: TextResults, corpus: TextCorpus, tmp_path: Path, monkeypatch
+) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(without("decoding", finished)))
+    jobs = [Job(name, decoding=True) for name in CONFIGURATIONS]
+    results = open_results(path, RECIPE, corpus)
+    assert missing_jobs(results, CONFIGURATIONS) == jobs and missing_jobs(results, ["softmax"]) == jobs[1:]
+    assert missing_jobs(results)[:3] == [*jobs, Job(base_configurations()[0])]
+    timed = {}
+
+    def watched(model: torch.nn.Module, *inputs: object) -> dict:
+        timed[model.config.layer_types[0]] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert not model.training
+        return text_decoding.decoding(model, *inputs)
+
+    monkeypatch.setattr(text_suite, "decoding", watched)
+    monkeypatch.setattr(text_suite, "Training", None)  # nothing is trained
+    assert run(results, corpus) == []
+    assert kinds(path)[-3:] == ["configuration", "decoding", "decoding"] and len(kinds(path)) == len(
+        kinds(finished.path)
+    )
+    for name, weights in zip(CONFIGURATIONS, timed.values(), strict=True):
+        untrained = build_model(name, RECIPE, corpus.vocab_size, seed=0).state_dict()
+        assert untrained.keys() == weights.keys() and all(torch.equal(weights[key], untrained[key]) for key in weights)
+    for again in (results, open_results(path, RECIPE, corpus)):
+        for name in CONFIGURATIONS:
+            assert list(again.decodings[name].decoding) == ["1", "2"]
+            assert all(again.decoding_speeds(batch)[name] > 0 for batch in RECIPE.decode_batches)
+            assert again.decodings[name].environment == HERE and again.decodings[name].date
+        bytes_per_token = 2 * 32 * RECIPE.num_layers * 4  # keys and values in float32
+        assert again.decodings["softmax"].state_bytes == {"64": 64 * bytes_per_token, "128": 128 * bytes_per_token}
+        assert len(set(again.decodings["delta_net"].state_bytes.values())) == 1
+
+    before = path.read_bytes()
+    assert run(results, corpus, report=pytest.fail) == [] and path.read_bytes() == before
+    results.add(replace(results.decodings["softmax"], state_bytes={"64": 1}))
+    assert open_results(path, RECIPE, corpus).decodings["softmax"].state_bytes == {"64": 1}
+    results.add(replace(results.decodings["softmax"], environment=replace(HERE, device="another")))
+    with pytest.raises(ValueError, match="results of another, this is a machine"):
+        run(results, corpus)
+
+
+def test_what_does_not_decode_stops_nothing(
+    finished: TextResults, corpus: TextCorpus, tmp_path: Path, monkeypatch
+) -> None:
+    class Failing(text_decoding.Decoder):
+        def __init__(self, model: torch.nn.Module, batch: int, **options: object) -> None:
+            if batch == 2:
+                raise RuntimeError("no room")
+            super().__init__(model, batch, **options)
+
+    monkeypatch.setattr(text_decoding, "Decoder", Failing)
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(without("decoding", finished)))
+    results = open_results(path, RECIPE, corpus)
+    assert run(results, corpus) == []
+    assert all("no room" in result.decoding["2"]["error"] for result in results.decodings.values())
+    assert results.decoding_speeds(2) == {} and results.decoding_speeds(1).keys() == set(CONFIGURATIONS)
+    manifest = {**corpus.manifest, "sha256": corpus.digest}
+    page = write_text_page(tmp_path / "text.md", results, manifest, images=tmp_path / "images").read_text()
+    assert page.split("## Costs")[1].split("##")[0].count("no room") == 2
+    choices = page.split("## Which rule for what")[1].split("##")[0]
+    assert "| decoding 1 row |" in choices and "| decoding 2 rows |" not in choices
+
+    def state_bytes(model: torch.nn.Module, tokens: int) -> int:
+        if model.config.layer_types[0] == "linear_attention":
+            raise RuntimeError("no memory")
+        return 1
+
+    monkeypatch.setattr(text_suite, "state_bytes", state_bytes)
+    path.write_text("".join(without("decoding", finished)))
+    results = open_results(path, RECIPE, corpus)
+    with pytest.raises(RuntimeError, match="delta_net, decoding: RuntimeError: no memory"):
+        run(results, corpus)
+    assert list(results.decodings) == ["softmax"] and kinds(path).count("decoding") == 1
+
+
+def test_a_measurement_that_the_limit_leaves_no_time_for_is_left_out(
+    finished: TextResults, corpus: TextCorpus, tmp_path: Path, monkeypatch
+) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(without("decoding", finished)[:-1]))  # softmax is not trained, nothing is measured
+    results = open_results(path, RECIPE, corpus)
+    monkeypatch.setattr(text_suite, "_DECODING_SECONDS", 1e6)
+    reported: list[str] = []
+    missing = run(results, corpus, limit=1e5, report=reported.append)
+    assert missing == [Job(name, decoding=True) for name in CONFIGURATIONS] and not results.decodings
+    assert [line for line in reported if "no time" in line] == [f"{job.name}: no time left for it" for job in missing]
+    assert kinds(path)[-1] == "configuration" and results.configurations.keys() == finished.configurations.keys()
+
+
 @pytest.mark.slow
 def test_several_devices_share_the_work_and_the_file(
     finished: TextResults, corpus: TextCorpus, tmp_path: Path, capfd: pytest.CaptureFixture
@@ -329,6 +433,15 @@ def test_several_devices_share_the_work_and_the_file(
         assert results.configurations[key].curve == configuration.curve
     assert open_results(results.path, RECIPE, corpus).trainings.keys() == finished.trainings.keys()
     assert "softmax, seed 0: learning rate 0.01, loss" in capfd.readouterr().out
+    assert kinds(results.path).count("decoding") == 2 and results.decodings.keys() == set(CONFIGURATIONS)
+
+    results.path.write_text("".join(without("decoding", results)))
+    again = open_results(results.path, RECIPE, corpus)
+    assert run(again, corpus, devices=["cpu", "cpu"]) == []
+    assert sorted(kinds(again.path)) == sorted(kinds(finished.path)) and kinds(again.path)[-2:] == ["decoding"] * 2
+    assert again.decodings.keys() == set(CONFIGURATIONS)
+    before = again.path.read_bytes()
+    assert run(again, corpus, devices=["cpu", "cpu"]) == [] and again.path.read_bytes() == before
 
 
 @pytest.mark.slow
@@ -355,6 +468,7 @@ def test_a_training_that_the_limit_cuts_leaves_its_rungs(corpus: TextCorpus, tmp
     assert len(results.path.read_text().splitlines()) == len(results.trials) + 1
     again = open_results(results.path, RECIPE, corpus)
     assert run(again, corpus) == [] and len(again.trials) == 4 and len(again.configurations) == 2
+    assert len(again.decodings) == 2
 
 
 def test_a_rate_at_which_the_loss_is_not_finite_is_not_taken(corpus: TextCorpus, tmp_path: Path) -> None:
@@ -422,9 +536,9 @@ def test_a_gpu_trains_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, con
     assert run_text_suite(results, corpus, devices=["cuda:0"], environment=HERE, only=[configuration]) == []
     found = results.configurations[configuration, 0]
     assert found.peak_bytes is not None and found.peak_bytes > 16 * found.parameters  # weights, gradients, two moments
-    assert 0 < bits_per_byte(found, results) < 10 and all(
-        speed["tokens_per_second"] for speed in found.decoding.values()
-    )
+    assert 0 < bits_per_byte(found, results) < 10
+    assert all(results.decoding_speeds(batch)[configuration] > 0 for batch in recipe.decode_batches)
+    assert results.decodings[configuration].state_bytes["128"] > 0
 
 
 def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, finished: TextResults) -> None:
@@ -437,6 +551,7 @@ def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, f
             results.trials[configuration, rate, RECIPE.rungs[0]] = trial(configuration, rate, rate)
         added = replace(example, configuration=configuration, seed=seed, rate=RECIPE.rates[0], scores=scores)
         results.trainings[configuration, seed, RECIPE.rates[0]] = added
+        results.decodings[configuration] = finished.decodings["delta_net"]
 
     def scaled(factor: float) -> dict:
         nats = [x * factor for x in example.scores["64"]["file_nats"]]
@@ -449,6 +564,8 @@ def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, f
     for job in jobs:
         add(job.configuration, scaled(1.2))
     assert missing_jobs(results) == [Job(configuration, 1) for configuration in configurations[:5]]
+    del results.decodings[hybrid_of("kda")]
+    assert missing_jobs(results)[:2] == [Job(hybrid_of("kda"), decoding=True), Job(configurations[0], 1)]
 
     best, next_best = (interval(configuration, results) for configuration in configurations[:2])
     assert best.low < best.value < best.high and best.value == bits_per_byte(
@@ -485,6 +602,25 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     pictures = re.findall(r"!\[.*\]\((.*)\)", page)
     assert len(pictures) == 5 and all((tmp_path / name).stat().st_size > 5000 for name in pictures)
     assert page == write_text_page(tmp_path / "text.md", finished, manifest, images=images).read_text()
+    costs = page.split("## Costs")[1].split("##")[0]
+    for name in CONFIGURATIONS:
+        result = finished.decodings[name]
+        speeds = f"{result.figure(1)} | {result.figure(2)} | {result.state_bytes['64'] / 2**20:.1f}"
+        assert re.search(rf"\| {re.escape(configuration_label(name))} .*\| {re.escape(speeds)} \|", costs)
+    assert "are not measured" not in page and "| decoding 2 rows |" in choices
+
+    unmeasured = tmp_path / "unmeasured.jsonl"
+    unmeasured.write_text("".join(without("decoding", finished)))
+    results = TextResults.read(unmeasured)
+    page = write_text_page(tmp_path / "text.md", results, manifest, images=images).read_text()
+    assert page.split("## Costs")[1].split("##")[0].count("| - | - | - | - |") == 2
+    assert "Decoding and state size of 2 of the trained models are not measured." in page
+    assert "| training |" in page and "| decoding" not in page.split("## Findings")[0]
+    results.add(finished.decodings["softmax"])
+    page = write_text_page(tmp_path / "text.md", results, manifest, images=images).read_text()
+    assert "Decoding and state size of 1 of the trained models are not measured." in page
+    best = f"| {configuration_label('softmax')} | {finished.decodings['softmax'].figure(1)} tokens/s | - |"
+    assert f"| decoding 1 row {best}" in page
     with pytest.raises(ValueError, match="another text than the manifest"):
         write_text_page(tmp_path / "text.md", finished, {**manifest, "sha256": "0"}, images=images)
 
@@ -506,7 +642,8 @@ def test_the_command_line_trains_within_a_limit(corpus: TextCorpus, tmp_path: Pa
     assert status([*command, "--only", "delta_net", "--list"]) == 0
     assert "delta_net, seed 0" in capsys.readouterr().out
     assert status([*command, "--only", "delta_net", "--limit", "600"]) == 0
-    assert "bits per byte" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "bits per byte" in printed and "delta_net, decoding" in printed and "0 jobs are missing" in printed
     assert set(open_results(tmp_path / "text.jsonl", RECIPE, corpus).configurations) == {("delta_net", 0)}
     assert (
         status([*command, "--steps", "3", "--no-measure"]) == 1

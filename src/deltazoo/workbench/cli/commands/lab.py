@@ -172,7 +172,7 @@ def _text_suite(
         only=only,
         report=report,
     )
-    report(f"results in {path}; {len(missing)} trainings are missing" + (": the same command goes on" * bool(missing)))
+    report(f"results in {path}; {len(missing)} jobs are missing" + (": the same command goes on" * bool(missing)))
 
 
 def _text_conversions(

@@ -1,4 +1,4 @@
-"""Decoding speed and state size of a trained model."""
+"""Decoding speed and state size of a model."""
 
 import time
 from typing import Any

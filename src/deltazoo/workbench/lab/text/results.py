@@ -1,4 +1,4 @@
-"""Result files of the suite: one JSON line per trial of a learning rate and per trained configuration."""
+"""Result files of the suite: a JSON line per trial of a learning rate, trained configuration and measured decoding."""
 
 import fcntl
 import json
@@ -11,7 +11,18 @@ from typing import Any
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 
-__all__ = ["Job", "TextResult", "TextResults", "Trial", "append_line", "check_header", "read_header", "read_lines"]
+__all__ = [
+    "DecodingResult",
+    "Job",
+    "Result",
+    "TextResult",
+    "TextResults",
+    "Trial",
+    "append_line",
+    "check_header",
+    "read_header",
+    "read_lines",
+]
 
 
 @dataclass(frozen=True)
@@ -20,11 +31,13 @@ class Job:
 
     configuration: str
     seed: int = 0
+    decoding: bool = False
+    """It is trained, and its decoding is to be measured."""
 
     @property
     def name(self) -> str:
         """In words."""
-        return f"{self.configuration}, seed {self.seed}"
+        return f"{self.configuration}, {'decoding' if self.decoding else f'seed {self.seed}'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +74,41 @@ class TextResult:
     training_seconds: float
     tokens_per_second: float
     peak_bytes: int | None
-    state_bytes: dict[str, int]
-    """By tokens of context."""
-    decoding: dict[str, dict[str, Any]]
-    """As `deltazoo.workbench.lab.text.decoding.decoding`."""
     seconds: float
-    """Of this training, scores and decoding."""
+    """Of this training and its scores; as long as decoding was measured right after a training, of that, too."""
     environment: Environment
     date: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecodingResult:
+    """How fast a configuration decodes and what state it keeps, whatever its weights are. A later line counts."""
+
+    configuration: str
+    state_bytes: dict[str, int]
+    """By tokens of context."""
+    decoding: dict[str, dict[str, Any]]
+    """As `deltazoo.workbench.lab.text.decoding.decoding`."""
+    environment: Environment
+    date: str
+
+    def speed(self, batch: int) -> float | None:
+        """New tokens per second of so many rows together; None where there is no figure."""
+        return self.decoding[str(batch)].get("tokens_per_second")
+
+    def figure(self, batch: int) -> str:
+        """Their speed as a table shows it, or why there is none."""
+        speed = self.speed(batch)
+        return self.decoding[str(batch)]["error"] if speed is None else f"{speed:,.0f}"
+
+
+Result = Trial | TextResult | DecodingResult
+"""What a line after the first one holds."""
+_KINDS: dict[str, type[Result]] = {"trial": Trial, "configuration": TextResult, "decoding": DecodingResult}
+
+
 class TextResults:
-    """The results of one recipe on one corpus, to which trainings are added.
+    """The results of one recipe on one corpus, to which more are added.
 
     The first line says which recipe and corpus.
 
@@ -96,6 +132,7 @@ class TextResults:
         }
         self.trials: dict[tuple[str, float, int], Trial] = {}
         self.trainings: dict[tuple[str, int, float], TextResult] = {}
+        self.decodings: dict[str, DecodingResult] = {}
         if path.exists() and path.stat().st_size:
             self._read()
             check_header(path, self.header)
@@ -108,7 +145,8 @@ class TextResults:
             ValueError: the file holds something else.
         """
         results = cls.__new__(cls)
-        results.path, results.header, results.trials, results.trainings = path, read_header(path), {}, {}
+        results.path, results.header = path, read_header(path)
+        results.trials, results.trainings, results.decodings = {}, {}, {}
         results._read()
         return results
 
@@ -116,13 +154,11 @@ class TextResults:
         for number, line in read_lines(self.path):
             try:
                 content = json.loads(line)
-                kind = content.pop("kind")
+                kind = _KINDS[content.pop("kind")]
                 content["environment"] = Environment(**content["environment"])
-                if kind == "trial":
-                    self._keep(Trial(**content))
-                else:
+                if kind is TextResult:
                     content["curve"] = [tuple(point) for point in content["curve"]]
-                    self._keep(TextResult(**content))
+                self._keep(kind(**content))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{self.path}, line {number} is not a result of this suite: {error}") from error
 
@@ -131,17 +167,19 @@ class TextResults:
         if self.path.exists():
             self._read()
 
-    def add(self, result: Trial | TextResult) -> None:
+    def add(self, result: Result) -> None:
         """Keep a result; it is on disk when this returns."""
-        kind = "trial" if isinstance(result, Trial) else "configuration"
+        (kind,) = (kind for kind, made in _KINDS.items() if isinstance(result, made))
         append_line(self.path, self.header, {"kind": kind, **asdict(result)})
         self._keep(result)
 
-    def _keep(self, result: Trial | TextResult) -> None:
+    def _keep(self, result: Result) -> None:
         if isinstance(result, Trial):
             self.trials[result.configuration, result.rate, result.rung] = result
-        else:
+        elif isinstance(result, TextResult):
             self.trainings[result.configuration, result.seed, result.rate] = result
+        else:
+            self.decodings[result.configuration] = result
 
     @cached_property
     def recipe(self) -> TextRecipe:
@@ -156,6 +194,11 @@ class TextResults:
         """The learning rate that was found for a configuration; None as long as it is not known, or if none works."""
         rates, rung = self.recipe.standing(self.losses(configuration))
         return rates[0] if rates and rung is None else None
+
+    def decoding_speeds(self, batch: int) -> dict[str, float]:
+        """By configuration, as far as there are figures; as `DecodingResult.speed`."""
+        found = {configuration: result.speed(batch) for configuration, result in self.decodings.items()}
+        return {configuration: speed for configuration, speed in found.items() if speed is not None}
 
     @property
     def configurations(self) -> dict[tuple[str, int], TextResult]:

@@ -1,4 +1,7 @@
-"""The suite: trainings that a result file lacks, the most important first, within a time limit."""
+"""The suite: trainings that a result file lacks, the most important first, within a time limit.
+
+The decoding of what is trained is measured by jobs of their own, before the next training.
+"""
 
 import gc
 import multiprocessing
@@ -19,10 +22,16 @@ from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.runner import device_is_lost
 from deltazoo.workbench.lab.text.decoding import decoding, state_bytes
 from deltazoo.workbench.lab.text.race import train_best
-from deltazoo.workbench.lab.text.results import Job, TextResult, TextResults, Trial
+from deltazoo.workbench.lab.text.results import DecodingResult, Job, Result, TextResult, TextResults, Trial
 from deltazoo.workbench.lab.text.scoring import file_bytes, score
 from deltazoo.workbench.lab.text.text_comparison import bits_per_byte
-from deltazoo.workbench.lab.text.text_configurations import HYBRID, base_configurations, hybrid_of, intermediate_size
+from deltazoo.workbench.lab.text.text_configurations import (
+    HYBRID,
+    base_configurations,
+    build_model,
+    hybrid_of,
+    intermediate_size,
+)
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text.training import Training
@@ -35,6 +44,8 @@ SECOND_SEEDS = 5
 """Configurations that are trained with a second seed: the best ones."""
 _SCORING_SECONDS = 60.0
 """Guess of the time from the end of a training to its line in the file, before there is one to go by."""
+_DECODING_SECONDS = 40.0
+"""Guess of the time that measuring the decoding of a configuration takes."""
 
 
 def open_results(path: Path, recipe: TextRecipe, corpus: TextCorpus) -> TextResults:
@@ -43,15 +54,16 @@ def open_results(path: Path, recipe: TextRecipe, corpus: TextCorpus) -> TextResu
 
 
 def devices_of(device: str) -> list[str]:
-    """The devices to train on: "cuda" is all GPUs, anything else itself."""
+    """The devices to work on: "cuda" is all GPUs, anything else itself."""
     return [f"cuda:{number}" for number in range(torch.cuda.device_count())] if device == "cuda" else [device]
 
 
 def missing_jobs(results: TextResults, only: Sequence[str] = ()) -> list[Job]:
-    """What is still to be trained, in order.
+    """What is still to be done, in order.
 
-    First every rule and softmax attention. When all of them are there: the hybrids of the best four rules, then the
-    second seeds of the best five configurations. One whose loss is not finite at any learning rate is left out.
+    First the decoding of every configuration that is trained. Then the training of every rule and softmax attention.
+    When all of them are there: the hybrids of the best four rules, then the second seeds of the best five
+    configurations. One whose loss is not finite at any learning rate is left out.
 
     Args:
         results: what is done.
@@ -67,6 +79,12 @@ def missing_jobs(results: TextResults, only: Sequence[str] = ()) -> list[Job]:
     for configuration in only:
         if configuration not in known:
             raise ValueError(unknown("configuration", configuration, known))
+    trained = [name for name, seed in results.configurations if seed == 0 and (not only or name in only)]
+    decodings = [Job(name, decoding=True) for name in trained if name not in results.decodings]
+    return decodings + _missing_trainings(results, only)
+
+
+def _missing_trainings(results: TextResults, only: Sequence[str]) -> list[Job]:
     missing = _missing_of(only or base_configurations(), results)
     if missing or only:
         return missing
@@ -88,15 +106,15 @@ def run_text_suite(
     only: Sequence[str] = (),
     report: Callable[[str], None] = print,
 ) -> list[Job]:
-    """Train what is missing, each result kept as soon as it is there.
+    """Train and measure what is missing, each result kept as soon as it is there.
 
-    What the limit does not leave time for, the way to a rung or the rest of a training, is not begun, or abandoned once
-    its pace is known, and leaves nothing; shorter ones behind it are tried.
+    What the limit does not leave time for, the way to a rung, the rest of a training or a measurement, is not begun, or
+    abandoned once its pace is known, and leaves nothing; shorter ones behind it are tried.
 
     Args:
         results: extended in place.
         corpus: what they are of.
-        devices: "cpu", or GPUs of one kind. Several train side by side, each in a process of its own.
+        devices: "cpu", or GPUs of one kind. Several work side by side, each in a process of its own.
         environment: of these devices.
         limit: seconds.
         only: as of `missing_jobs`.
@@ -107,9 +125,9 @@ def run_text_suite(
 
     Raises:
         ValueError: the file has results of another device.
-        RuntimeError: trainings failed; all others were tried.
+        RuntimeError: jobs failed; all others were tried.
     """
-    done: list[Trial | TextResult] = [*results.trials.values(), *results.trainings.values()]
+    done: list[Result] = [*results.trials.values(), *results.trainings.values(), *results.decodings.values()]
     if others := {result.environment.device for result in done} - {environment.device}:
         raise ValueError(
             f"{results.path} holds results of {others.pop()}, this is {environment.device}: speeds would not compare"
@@ -131,17 +149,17 @@ def run_text_suite(
         return not end.device_is_lost
 
     if len(devices) == 1:
-        trains = _Trains(results, corpus, devices[0], environment, deadline, report)
-        while (job := due()) is not None and ended(job, trains(job)):
+        worker = _Worker(results, corpus, devices[0], environment, deadline, report)
+        while (job := due()) is not None and ended(job, worker(job)):
             pass
     else:
-        _train_side_by_side(results, corpus, devices, environment, deadline, due, ended)
+        _work_side_by_side(results, corpus, devices, environment, deadline, due, ended)
     if failures:
         raise RuntimeError("; ".join(failures))
     return missing_jobs(results, only)
 
 
-def _train_side_by_side(
+def _work_side_by_side(
     results: TextResults,
     corpus: TextCorpus,
     devices: Sequence[str],
@@ -160,7 +178,7 @@ def _train_side_by_side(
     with ProcessPoolExecutor(len(devices), context, _start_process, given) as pool:
         while True:
             while len(running) < len(devices) and (job := due(running.values())) is not None:
-                running[pool.submit(_train_in_process, job)] = job
+                running[pool.submit(_work_in_process, job)] = job
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -181,8 +199,8 @@ class _End:
 
 
 @dataclass(frozen=True)
-class _Trains:
-    """Trains one job after another on one device."""
+class _Worker:
+    """Does one job after another on one device."""
 
     results: TextResults
     corpus: TextCorpus
@@ -193,7 +211,10 @@ class _Trains:
 
     def __call__(self, job: Job) -> _End:
         try:
-            self._train(job)
+            if job.decoding:
+                self._measure(job)
+            else:
+                self._train(job)
             end = _End()
         except OutOfTime:
             self.report(f"{job.name}: no time left for it")
@@ -257,23 +278,17 @@ class _Trains:
                 return
         began = time.monotonic()
         scores = {str(length): found.as_json() for length, found in score(training.model, corpus, recipe).items()}
-        model = training.model
-        if torch.device(device).type == "cuda":
-            model.bfloat16()
-        prompt = torch.from_numpy(corpus.held_out[: recipe.decode_context].astype("int64")).to(device)
         result = TextResult(
             configuration=job.configuration,
             seed=job.seed,
             rate=training.rate,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            parameters=sum(parameter.numel() for parameter in training.model.parameters()),
             intermediate_size=intermediate_size(job.configuration, recipe, corpus.vocab_size),
             curve=training.curve(),
             scores=scores,
             training_seconds=round(training.seconds, 2),
             tokens_per_second=round(training.tokens_per_second, 1),
             peak_bytes=training.peak_bytes,
-            state_bytes={str(tokens): state_bytes(model, tokens) for tokens in recipe.scored_lengths[:2]},
-            decoding=decoding(model, recipe, prompt),
             seconds=round(training.seconds + time.monotonic() - began, 2),
             environment=self.environment,
             date=_now(),
@@ -282,12 +297,32 @@ class _Trains:
         speed = f"{result.tokens_per_second:,.0f} tokens/s"
         self.report(f"{job.name}: {bits_per_byte(result, results):.4f} bits per byte, {speed}, {result.seconds:.0f} s")
 
+    def _measure(self, job: Job) -> None:
+        """Measure how a configuration decodes, untrained: the weights make no difference."""
+        self._check_time(_DECODING_SECONDS)
+        recipe, device = self.results.recipe, torch.device(self.device)
+        with device:
+            model = build_model(job.configuration, recipe, self.corpus.vocab_size, seed=job.seed).eval()
+        if device.type == "cuda":
+            model.bfloat16()
+        prompt = torch.from_numpy(self.corpus.held_out[: recipe.decode_context].astype("int64")).to(device)
+        result = DecodingResult(
+            configuration=job.configuration,
+            state_bytes={str(tokens): state_bytes(model, tokens) for tokens in recipe.scored_lengths[:2]},
+            decoding=decoding(model, recipe, prompt),
+            environment=self.environment,
+            date=_now(),
+        )
+        self.results.add(result)
+        speeds = "; ".join(f"{batch}: {result.figure(batch)}" for batch in recipe.decode_batches)
+        self.report(f"{job.name}, tokens/s by rows: {speeds}")
+
     def _check_time(self, seconds: float) -> None:
         if self.deadline is not None and time.monotonic() + seconds > self.deadline:
             raise OutOfTime
 
 
-_process: dict[str, _Trains] = {}
+_process: dict[str, _Worker] = {}
 
 
 def _start_process(
@@ -303,16 +338,16 @@ def _start_process(
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)
     report = partial(print, flush=True)
-    _process["trains"] = _Trains(open_results(path, recipe, corpus), corpus, device, environment, deadline, report)
+    _process["worker"] = _Worker(open_results(path, recipe, corpus), corpus, device, environment, deadline, report)
 
 
-def _train_in_process(job: Job) -> _End:
-    _process["trains"].results.reload()  # others have written to the file
-    return _process["trains"](job)
+def _work_in_process(job: Job) -> _End:
+    _process["worker"].results.reload()  # others have written to the file
+    return _process["worker"](job)
 
 
 class OutOfTime(Exception):
-    """The time limit leaves too little for a training."""
+    """The time limit leaves too little for what is next."""
 
 
 def _missing_of(configurations: Sequence[str], results: TextResults) -> list[Job]:

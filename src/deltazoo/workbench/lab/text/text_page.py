@@ -117,13 +117,15 @@ def _choices(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
         rows.append(("recall within the row", best, f"{_share(recall[best]):.1%}", ties))
     speeds = {"training": {configuration: result.tokens_per_second for configuration, result in first.items()}}
     for batch in recipe.decode_batches:
-        found_speeds = {
-            name: result.decoding[str(batch)].get("tokens_per_second", 0.0) for name, result in first.items()
+        decoded = results.decoding_speeds(batch)
+        speeds[f"decoding {batch} {'row' if batch == 1 else 'rows'}"] = {
+            name: decoded[name] for name in ranked if name in decoded
         }
-        speeds[f"decoding {batch} {'row' if batch == 1 else 'rows'}"] = found_speeds
     for use, speed in speeds.items():
+        if not speed:
+            continue
         best = max(speed, key=speed.__getitem__)
-        ties = [other for other in ranked if other != best and speed[other] >= (1 - _AS_FAST) * speed[best]]
+        ties = [other for other in speed if other != best and speed[other] >= (1 - _AS_FAST) * speed[best]]
         rows.append((use, best, f"{speed[best]:,.0f} tokens/s", ties))
     shown = [[use, configuration_label(best), found, _listed(ties) or "-"] for use, best, found, ties in rows]
     if seed_spread(results) is None:
@@ -266,21 +268,21 @@ def _costs(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> s
     rows = []
     for configuration in ranked:
         first = results.of_configuration(configuration)[0]
+        decoded = results.decodings.get(configuration)
         rows.append(
             [
                 configuration_label(configuration),
                 f"{first.tokens_per_second:,.0f}",
                 "-" if first.peak_bytes is None else f"{first.peak_bytes / 2**30:.1f}",
-                *(_speed(first.decoding[str(batch)]) for batch in recipe.decode_batches),
-                *(f"{first.state_bytes[str(length)] / 2**20:.1f}" for length in recipe.scored_lengths[:2]),
+                *(decoded.figure(batch) if decoded else "-" for batch in recipe.decode_batches),
+                *(
+                    f"{decoded.state_bytes[str(length)] / 2**20:.1f}" if decoded else "-"
+                    for length in recipe.scored_lengths[:2]
+                ),
                 f"{first.parameters:,}",
             ]
         )
     return table(header, rows, text_columns=1)
-
-
-def _speed(measured: dict[str, Any]) -> str:
-    return measured["error"] if "error" in measured else f"{measured['tokens_per_second']:,.0f}"
 
 
 def _recall(result: TextResult, length: int) -> str:
@@ -318,6 +320,8 @@ def _missing(results: TextResults | None, recipe: TextRecipe) -> str:
         else "Every rule and softmax attention is trained.",
         f"{hybrids} hybrids are trained, {HYBRIDS} are planned; {seconds} second seeds, {SECOND_SEEDS} are planned.",
     ]
+    if results is not None and (unmeasured := done - results.decodings.keys()):
+        lines.append(f"Decoding and state size of {len(unmeasured)} of the trained models are not measured.")
     return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
 
 
@@ -353,7 +357,9 @@ def _design(recipe: TextRecipe) -> str:
         "Decoding": f"Weights in bfloat16, greedy, captured, {recipe.decode_tokens} tokens after "
         f"{recipe.decode_context:,}, by the loop of `deltazoo.generate`. The blocks of some rules are [fused for it]"
         "(generation.md#deltazoogenerate); softmax attention is torch's `scaled_dot_product_attention` over a static "
-        "cache.",
+        "cache. Speed and state size do not depend on the weights' values, so they are measured apart from training, "
+        "by untrained weights of the same shape; to measure again, delete the lines of the kind `decoding` from the "
+        "result file.",
         "Intervals": f"{LEVEL:.0%} of {RESAMPLES:,} bootstrap resamples of held-out files, the same ones for all "
         "models, so that differences are paired. Files of one package are alike, which resampling files leaves out.",
         "Calling a difference": "Two models differ, each by the mean of its seeds, if the interval of the paired "

@@ -1,7 +1,7 @@
 """Pictures of the suite: the leading models, softmax attention and the reference in colour, the others in grey."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,18 +156,19 @@ def _draw_lines(
 
 
 def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours: dict[str, str]) -> Path:
-    batch = str(results.header["recipe"]["decode_batches"][-1])
-    subjects: list[tuple[str, Callable[[TextResult], float | None]]] = [
-        ("training, tokens per second", lambda result: result.tokens_per_second),
-        (f"decoding, {batch} rows, tokens per second", lambda result: result.decoding[batch].get("tokens_per_second")),
-    ]
+    batch = results.recipe.decode_batches[-1]
+    training = {name: results.of_configuration(name)[0].tokens_per_second for name in ranked}
+    subjects = (
+        ("training, tokens per second", training),
+        (f"decoding, {batch} rows, tokens per second", results.decoding_speeds(batch)),
+    )
     figure, axes = new_figure(len(subjects), width=11.6, height=4.0)
-    for axis, (title, speed) in zip(axes, subjects, strict=True):
+    for axis, (title, speeds) in zip(axes, subjects, strict=True):
         for configuration in ranked:
             value, colour, fast = (
                 interval(configuration, results).value,
                 colours.get(configuration, GREY),
-                speed(results.of_configuration(configuration)[0]),
+                speeds.get(configuration),
             )
             if fast is not None:
                 axis.plot(
@@ -182,7 +183,8 @@ def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours
         axis.locator_params(axis="x", nbins=6)
         axis.xaxis.set_major_formatter(lambda speed, _: f"{speed:,.0f}")
     axes[0].set_ylabel("bits per byte (lower is better)")
-    axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    shown = axes[0].get_legend_handles_labels()  # the other panel may lack some
+    axes[-1].legend(*shown, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return save_figure(figure, path)
 
 
