@@ -355,11 +355,10 @@ def _design(recipe: TextRecipe) -> str:
         "its second occurrence in a row it is completed if each of its tokens after the first is the model's likeliest "
         "one. First occurrences are counted beside, as what guessing gives.",
         "Decoding": f"Weights in bfloat16, greedy, captured, {recipe.decode_tokens} tokens after "
-        f"{recipe.decode_context:,}, by the loop of `deltazoo.generate`. The blocks of some rules are [fused for it]"
+        f"{recipe.decode_context:,}, by the loop of `deltazoo.generate`. The blocks of rules are [fused for it]"
         "(generation.md#deltazoogenerate); softmax attention is torch's `scaled_dot_product_attention` over a static "
-        "cache. Speed and state size do not depend on the weights' values, so they are measured apart from training, "
-        "by untrained weights of the same shape; to measure again, delete the lines of the kind `decoding` from the "
-        "result file.",
+        "cache. Weights make no difference here, so this is measured apart from training; to measure again, delete the "
+        "lines of the kind `decoding` from the result file.",
         "Intervals": f"{LEVEL:.0%} of {RESAMPLES:,} bootstrap resamples of held-out files, the same ones for all "
         "models, so that differences are paired. Files of one package are alike, which resampling files leaves out.",
         "Calling a difference": "Two models differ, each by the mean of its seeds, if the interval of the paired "
