@@ -11,6 +11,7 @@ from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
+from deltazoo.ops.fused import fused_rule_keys
 
 __all__ = ["Comba", "CombaUnitErase"]
 
@@ -53,8 +54,14 @@ class Comba(DeltaRuleAttention):
 
     def query_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`q - d k`, `k` and the erase key `c k`."""
-        q, erase_key = recomputable(_corrected, q, k, self.decay, self.D)
+        q, erase_key = recomputable(self._corrected, q, k, self.decay, self.D)
         return q, k, erase_key
+
+    def _corrected(self, q: Tensor, k: Tensor, decay: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
+        if self.runs_fused(k):
+            q, _, erase_key = fused_rule_keys(q, k, "feedback", parameters=(decay, D))
+            return q, erase_key
+        return _corrected(q, k, decay, D)
 
 
 class CombaUnitErase(Comba):
@@ -67,7 +74,14 @@ class CombaUnitErase(Comba):
 
     def query_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As in the class's description."""
-        return recomputable(_corrected_and_normalized, q, k, self.decay, self.D)
+        return recomputable(self._corrected_and_normalized, q, k, self.decay, self.D)
+
+    def _corrected_and_normalized(
+        self, q: Tensor, k: Tensor, decay: Tensor, D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.runs_fused(k):
+            return fused_rule_keys(q, k, "unit_feedback", parameters=(decay, D))
+        return _corrected_and_normalized(q, k, decay, D)
 
     def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k

@@ -10,6 +10,7 @@ from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
+from deltazoo.ops.fused import fused_rule_keys
 
 __all__ = ["QDelta"]
 
@@ -37,8 +38,13 @@ class QDelta(DeltaRuleAttention):
     def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """As Gated DeltaNet, with the erase key `k + lambda q`."""
         inputs = super().rule_inputs(hidden_states, q, k, v)
-        erase_key = recomputable(_erase_key, self.lamb_proj(hidden_states), q, k)
+        erase_key = recomputable(self._erase_key, self.lamb_proj(hidden_states), q, k)
         return inputs._replace(erase_key=erase_key).bounded()
+
+    def _erase_key(self, logit: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if self.runs_fused(k):
+            return fused_rule_keys(q, k, "query_share", gate=logit)[2]
+        return _erase_key(logit, q, k)
 
     def step_form(self) -> StepForm | None:
         """As `rule_inputs`."""

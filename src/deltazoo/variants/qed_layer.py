@@ -10,6 +10,7 @@ from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
+from deltazoo.ops.fused import fused_rule_keys
 from deltazoo.variants.gated_deltanet2_layer import GatedDeltaNet2
 
 __all__ = ["QED"]
@@ -37,7 +38,13 @@ class QED(GatedDeltaNet2):
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """`b * k + lambda (I - k k^T) (b * q)`, computed in float32 and rounded once to the key's dtype."""
-        return recomputable(partial(_erase_key, largest=self.largest_erase_gate), erase_gate, q, k, self.theta)
+        return recomputable(self._erase_key, erase_gate, q, k, self.theta)
+
+    def _erase_key(self, gate: Tensor, q: Tensor, k: Tensor, theta: Tensor) -> Tensor:
+        largest = self.largest_erase_gate
+        if self.runs_fused(k):
+            return fused_rule_keys(q, k, "gated_query", gate=gate, parameters=(theta,), largest=largest)[2]
+        return _erase_key(gate, q, k, theta, largest)
 
 
 def _erase_key(gate: Tensor, q: Tensor, k: Tensor, theta: Tensor, largest: float) -> Tensor:

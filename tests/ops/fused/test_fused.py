@@ -43,6 +43,7 @@ from deltazoo.ops.fused import (
     fused_rms_norm,
     fused_rms_norm_linear,
     fused_rotary,
+    fused_rule_keys,
     fused_short_conv,
     fused_short_conv_step,
     fused_short_convs,
@@ -294,6 +295,45 @@ class Gate:
 
 
 @dataclass(frozen=True)
+class Keys:
+    """Queries and keys that a rule makes, and all gradients."""
+
+    variant: str
+    name: str
+    shape: tuple[int, ...] = (2, 9, 3, 12)
+    doubled: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, given: torch.dtype | None = None) -> Tensor:
+            x = torch.randn(shape, generator=generator).to(given or self.dtype)
+            return x.to(device, dtype or given or self.dtype).requires_grad_()
+
+        _, _, H, K = self.shape
+        layer = make_layer(self.variant, 8, H, K, fused_kernels=fused, allow_neg_eigval=self.doubled)
+        q, k = draw(*self.shape), draw(*self.shape)
+        inputs = {"q": q, "k": k}
+        for name in ("theta", "decay", "D"):
+            if hasattr(layer, name):
+                inputs[name] = draw(H, given=torch.float32)
+                setattr(layer, name, torch.nn.Parameter(inputs[name]))
+                inputs[name] = getattr(layer, name)
+        if self.variant == "q_delta":
+            inputs["gate"] = draw(*self.shape[:3])
+            results = (layer._erase_key(inputs["gate"], q, k),)
+        elif self.variant == "qed":
+            inputs["gate"] = draw(*self.shape)
+            results = (layer.erase_key(inputs["gate"], q, k),)
+        else:
+            results = tuple(x for x in layer.query_and_keys(q, k) if x is not k)
+        gradients = torch.autograd.grad(results, list(inputs.values()), [draw(*self.shape) for _ in results])
+        made = {f"made_{number}": x.detach() for number, x in enumerate(results)}
+        return made | dict(zip(inputs, gradients, strict=True))
+
+
+@dataclass(frozen=True)
 class UnitHeads:
     """The L2 norm of heads and its gradient; the first one is zero, and the second one short."""
 
@@ -373,6 +413,7 @@ class Layer:
     variant: str = "gated_deltanet"
     dtype: torch.dtype = torch.float32
     packed: bool = False
+    left_out: tuple[str, ...] = ()
 
     def run(self, device: str, *, fused: bool | None, dtype: torch.dtype | None = None) -> Results:
         torch.manual_seed(0)
@@ -386,7 +427,7 @@ class Layer:
         if self.packed:
             x = x.detach().view(1, 24, 16).requires_grad_()
         y = layer(x, cu_seqlens=torch.tensor([0, 5, 6, 24], device=device) if self.packed else None)
-        names, parameters = zip(*layer.named_parameters(), strict=True)
+        names, parameters = zip(*(p for p in layer.named_parameters() if p[0] not in self.left_out), strict=True)
         gradients = torch.autograd.grad(y, [x, *parameters], torch.randn(y.shape).to(y))
         return {"y": y.detach(), "cached": cached, **dict(zip(("x", *names), gradients, strict=True))}
 
@@ -454,6 +495,13 @@ CASES = [
     Gate("gate_half", dtype=HALF),
     Gate("gate_root_half", dtype=HALF, root=True, largest=0.5),
     Gate("gate_wider_than_its_values", dtype=HALF, gate_dtype=torch.float32),
+    *(
+        Keys(variant, f"{variant}_keys{'_half' * (dtype == HALF)}", dtype=dtype)
+        for variant in ("q_delta", "qed", "comba", "comba_unit_erase")
+        for dtype in (torch.float32, HALF)
+    ),
+    Keys("qed", "qed_keys_doubled", shape=(1, 131, 2, 20), doubled=True),
+    Keys("comba", "comba_keys_of_many_rows", shape=(3, 150, 5, 7)),
     UnitHeads("unit_heads_alone"),
     UnitHeads("unit_heads_alone_half", shape=(3, 50, 2, 24), dtype=HALF),
     Rotation("rotary"),
@@ -470,10 +518,11 @@ CASES = [
     Layer("gated_deltanet"),
     Layer("kda", variant="kda"),
     Layer("longhorn", variant="longhorn"),
-    Layer("gla", variant="gla"),
-    Layer("eda", variant="eda"),
-    Layer("gated_deltanet2", variant="gated_deltanet2"),
-    Layer("fg2_gdn", variant="fg2_gdn"),
+    *(
+        # Two heads sum up what cancels: the error of these two is chance, and `Decay` is their test.
+        Layer(variant, variant=variant, left_out=("A_log", "dt_bias"))
+        for variant in ("gla", "eda", "gated_deltanet2", "fg2_gdn", "qed", "q_delta", "comba", "comba_unit_erase")
+    ),
 ]
 
 
@@ -486,6 +535,7 @@ Case = (
     | FeedForward
     | Decay
     | Gate
+    | Keys
     | UnitHeads
     | Rotation
     | Loss
@@ -579,6 +629,27 @@ def test_angles_that_the_rotary_embedding_cannot_use() -> None:
         fused_rotary(x, *angles(1, 5, 8, dtype=torch.float64))
     with pytest.raises(NotImplementedError, match="not on cpu"):
         rotate(torch.ones(2, 5, 3, 8), (torch.ones(1, 5, 8),) * 2, fused=True)
+
+
+def test_keys_that_do_not_fit() -> None:
+    x, gate, theta = (torch.ones(shape, device="meta") for shape in ((2, 5, 3, 8), (2, 5, 3), (3,)))
+    with pytest.raises(
+        ValueError, match="must be one of query_share, gated_query, feedback, unit_feedback, got 'tied'"
+    ):
+        fused_rule_keys(x, x, "tied")
+    for keys, given in (
+        ("query_share", {}),
+        ("query_share", {"gate": x}),
+        ("gated_query", {"gate": x}),
+        ("gated_query", {"gate": gate, "parameters": (theta,)}),
+        ("feedback", {"parameters": (theta,)}),
+        ("feedback", {"parameters": (theta, theta[:2])}),
+        ("unit_feedback", {"gate": gate, "parameters": (theta, theta)}),
+    ):
+        with pytest.raises(ValueError, match=f"'{keys}' takes q and k"):
+            fused_rule_keys(x, x, keys, **given)
+    with pytest.raises(ValueError, match="'feedback' takes q and k"):
+        fused_rule_keys(x, x[:, :4], "feedback", parameters=(theta, theta))
 
 
 def test_gates_that_do_not_fit() -> None:

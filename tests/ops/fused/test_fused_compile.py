@@ -32,6 +32,7 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     rms_norm,
     rotary_embedding,
     row_product,
+    rule_keys,
     short_conv_operator,
     short_conv_step,
     sigmoid_gate,
@@ -131,6 +132,13 @@ def gate(root: bool) -> None:
     x = empty(4, 4096, 8, 128)
     sigmoid_gate._forward(x, x, 2.0, root)
     sigmoid_gate._backward(x, x, 2.0, root, x)
+
+
+def make_keys(keys: str, K: int) -> None:
+    x, p = empty(4, 4096, 8, K), empty(8, dtype=torch.float32)
+    given = {"query_share": (empty(4, 4096, 8), None, None), "gated_query": (x, p, None)}.get(keys, (None, p, p))
+    made = rule_keys._forward(x, x, *given, keys, 1.0)
+    rule_keys._backward(x, x, *given, keys, 1.0, *made)
 
 
 def turn(heads: int, channels: int = 128) -> None:
@@ -266,6 +274,10 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "decay": (5, lambda: decay(8, 128)),
     "decay_per_head": (4, lambda: decay(16)),
     "decay_saturating": (4, lambda: decay(8, 128, saturating=True)),
+    **{
+        f"keys_{keys}_{K}": (4, partial(make_keys, keys, K))
+        for keys, K in (("query_share", 128), ("gated_query", 128), ("feedback", 256), ("unit_feedback", 256))
+    },
     "gate": (8, lambda: gate(False)),
     "gate_root": (8, lambda: gate(True)),
     "plain_norm_longest": (4, lambda: normalize_plainly(MOST_NORM_COLUMNS, torch.float32)),

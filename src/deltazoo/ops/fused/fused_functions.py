@@ -22,6 +22,7 @@ __all__ = [
     "fused_rms_norm",
     "fused_rms_norm_linear",
     "fused_rotary",
+    "fused_rule_keys",
     "fused_short_conv",
     "fused_short_conv_step",
     "fused_short_convs",
@@ -288,6 +289,53 @@ def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotary(x, cos, sin)
 
 
+def fused_rule_keys(
+    q: Tensor,
+    k: Tensor,
+    keys: str,
+    *,
+    gate: Tensor | None = None,
+    parameters: tuple[Tensor, ...] = (),
+    largest: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, write key and erase key of a rule that makes them of q and k, computed in float32.
+
+    Args:
+        q, k: `[B, T, H, K]`, alike, float32, bfloat16 or float16.
+        keys: "query_share" (Q-Delta), "gated_query" (QED), "feedback" or "unit_feedback" (Comba): the formulas are in
+            `deltazoo.ops.fused.kernels.rule_keys`.
+        gate: before its sigmoid, `[B, T, H]` for "query_share", `[B, T, H, K]` for "gated_query".
+        parameters: `[H]` each, theta for "gated_query"; c before its sigmoid and d for "feedback", "unit_feedback".
+        largest: the upper end of the gate of "gated_query".
+
+    Returns:
+        Three `[B, T, H, K]` in the dtype of q and k; what the rule leaves as it is, the argument itself.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, another dtype, or a longer axis than
+            `MOST_NORM_COLUMNS`.
+        ValueError: unknown keys, tensors that do not fit each other or the keys, or on several devices.
+    """
+    _require_triton(q, k, gate, *parameters)
+    _require_columns(q)
+    wanted = {"query_share": (3, 0), "gated_query": (4, 1), "feedback": (None, 2), "unit_feedback": (None, 2)}
+    if keys not in wanted:
+        raise ValueError(f"keys must be one of {', '.join(wanted)}, got {keys!r}")
+    axes, number = wanted[keys]
+    fits = q.ndim == 4 and (q.shape, q.dtype) == (k.shape, k.dtype) and len(parameters) == number
+    fits = fits and (gate is None if axes is None else gate is not None and gate.shape == q.shape[:axes])
+    if not fits or any(x.shape != q.shape[2:3] for x in parameters):
+        shapes = [None if x is None else tuple(x.shape) for x in (q, k, gate, *parameters)]
+        raise ValueError(f"{keys!r} takes q and k [B, T, H, K], its gate and {number} parameters [H], got {shapes}")
+    if gate is not None:
+        _require_float(gate)
+    from deltazoo.ops.fused.kernels.rule_keys import rule_keys
+
+    p0, p1, *_ = *parameters, None, None
+    new_q, new_k, erase_key = rule_keys(q, k, gate, p0, p1, keys, largest)
+    return q if _is_absent(new_q) else new_q, k if _is_absent(new_k) else new_k, erase_key
+
+
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, computed in float32.
 
@@ -403,6 +451,11 @@ def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor
     from deltazoo.ops.fused.kernels.cross_entropy import cross_entropy_
 
     return cross_entropy_(logits, labels, ignored)
+
+
+def _is_absent(result: Tensor | None) -> bool:
+    """Whether an operator has no such result: None from a plain call, empty from `torch.ops`."""
+    return result is None or result.ndim == 1
 
 
 def _needs_gradient(x: Tensor | None) -> bool:

@@ -1,0 +1,201 @@
+"""Queries and erase keys of rules that make them of q and k, in one pass over memory, forward and backward.
+
+    "query_share"    e = k + s q,      s = sigmoid(gate - 0.9) per head
+    "gated_query"    e = b k + s (b q - (b q . k) k),      b = L sigmoid(gate) per channel, s = sigmoid(p0) / 4
+    "feedback"       q' = q - p1 k,      e = c k,      c = sigmoid(p0)
+    "unit_feedback"  the L2 norms of q - p1 c k, of k and of c k
+
+p0 and p1 are one number per key head. The backward pass keeps only the inputs; it leaves the terms of the gradients of
+p0 and p1 per row, whose sum is a product of its own.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from deltazoo.ops.fused.kernels import REFUSAL
+from deltazoo.ops.fused.kernels.row_blocks import row_blocks
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
+
+__all__ = ["rule_keys"]
+
+
+@triton.jit
+def _tile(x, rows, columns, mask, K: tl.constexpr):
+    return tl.load(x + rows[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _keep(x, value, rows, columns, mask, K: tl.constexpr):
+    tl.store(x + rows[:, None] * K + columns[None, :], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _of_heads(p, rows, H: tl.constexpr):
+    return tl.load(p + rows % H).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _dot(a, b):
+    return tl.sum(a * b, axis=1)[:, None]
+
+
+@triton.jit
+def _inverse_norm(x):
+    return tl.rsqrt(_dot(x, x) + 1e-6)
+
+
+@triton.jit
+def rule_keys_forward_kernel(q, k, gate, p0, p1, new_q, new_k, e, R, KEYS: tl.constexpr, LARGEST: tl.constexpr,
+                             H: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    columns = tl.arange(0, BD)
+    row_mask = rows < R
+    mask = row_mask[:, None] & (columns < K)[None, :]
+    Q, X = _tile(q, rows, columns, mask, K), _tile(k, rows, columns, mask, K)
+    if KEYS == "query_share":
+        s = tl.sigmoid(tl.load(gate + rows, mask=row_mask, other=0.0).to(tl.float32) - 0.9)[:, None]
+        _keep(e, X + s * Q, rows, columns, mask, K)
+    if KEYS == "gated_query":
+        b = LARGEST * tl.sigmoid(_tile(gate, rows, columns, mask, K))
+        share = 0.25 * tl.sigmoid(_of_heads(p0, rows, H))
+        _keep(e, b * X + share * (b * Q - _dot(b * Q, X) * X), rows, columns, mask, K)
+    if KEYS == "feedback":
+        _keep(new_q, Q - _of_heads(p1, rows, H) * X, rows, columns, mask, K)
+        _keep(e, tl.sigmoid(_of_heads(p0, rows, H)) * X, rows, columns, mask, K)
+    if KEYS == "unit_feedback":
+        c = tl.sigmoid(_of_heads(p0, rows, H))
+        y, z = Q - _of_heads(p1, rows, H) * c * X, c * X
+        _keep(new_q, y * _inverse_norm(y), rows, columns, mask, K)
+        _keep(new_k, X * _inverse_norm(X), rows, columns, mask, K)
+        _keep(e, z * _inverse_norm(z), rows, columns, mask, K)
+
+
+@triton.jit
+def _through_norm(x, d):
+    """The gradient of x, of which the L2 norm has the gradient d."""
+    inverse = _inverse_norm(x)
+    return inverse * (d - x * (inverse * inverse * _dot(d, x)))
+
+
+@triton.jit
+def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_k, d_gate, terms, R,
+                              KEYS: tl.constexpr, LARGEST: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+                              BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """`terms [R, 2]`: what each row adds to the gradients of p0 and p1."""
+    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    columns = tl.arange(0, BD)
+    row_mask = rows < R
+    mask = row_mask[:, None] & (columns < K)[None, :]
+    Q, X, D = (
+        _tile(q, rows, columns, mask, K),
+        _tile(k, rows, columns, mask, K),
+        _tile(d_e, rows, columns, mask, K),
+    )
+    if KEYS == "query_share":
+        s = tl.sigmoid(tl.load(gate + rows, mask=row_mask, other=0.0).to(tl.float32) - 0.9)[:, None]
+        d_q_tile, d_k_tile = s * D, D
+        d_s = tl.sum(D * Q, axis=1) * tl.sum(s * (1 - s), axis=1)
+        tl.store(d_gate + rows, d_s.to(d_gate.dtype.element_ty), mask=row_mask)
+    if KEYS == "gated_query":
+        s = tl.sigmoid(_tile(gate, rows, columns, mask, K))
+        b = LARGEST * s
+        share = tl.sigmoid(_of_heads(p0, rows, H))
+        x = b * Q
+        along = _dot(x, X)
+        d_y = 0.25 * share * D
+        d_along = -_dot(d_y, X)
+        d_x = d_y + d_along * X
+        d_q_tile = b * d_x
+        d_k_tile = b * D + d_along * x - along * d_y
+        _keep(d_gate, (X * D + Q * d_x) * b * (1 - s), rows, columns, mask, K)
+        tl.store(terms + 2 * rows, tl.sum(D * (x - along * X) * (0.25 * share * (1 - share)), axis=1), mask=row_mask)
+    if KEYS == "feedback":
+        c, share = tl.sigmoid(_of_heads(p0, rows, H)), _of_heads(p1, rows, H)
+        d_q_tile = _tile(d_new_q, rows, columns, mask, K)
+        d_k_tile = c * D - share * d_q_tile
+        tl.store(terms + 2 * rows, tl.sum(D * X * (c * (1 - c)), axis=1), mask=row_mask)
+        tl.store(terms + 2 * rows + 1, -tl.sum(d_q_tile * X, axis=1), mask=row_mask)
+    if KEYS == "unit_feedback":
+        c, share = tl.sigmoid(_of_heads(p0, rows, H)), _of_heads(p1, rows, H)
+        d_q_tile = _through_norm(Q - share * c * X, _tile(d_new_q, rows, columns, mask, K))
+        d_z = _through_norm(c * X, D)
+        d_k_tile = c * d_z - share * c * d_q_tile + _through_norm(X, _tile(d_new_k, rows, columns, mask, K))
+        tl.store(terms + 2 * rows, tl.sum((d_z - share * d_q_tile) * X * (c * (1 - c)), axis=1), mask=row_mask)
+        tl.store(terms + 2 * rows + 1, -tl.sum(c * d_q_tile * X, axis=1), mask=row_mask)
+    _keep(d_q, d_q_tile, rows, columns, mask, K)
+    _keep(d_k, d_k_tile, rows, columns, mask, K)
+
+
+@lru_cache(maxsize=1024)
+def _constants(R: int, H: int, K: int, keys: str, largest: float) -> Constants:
+    programs, tile = row_blocks(R, K)
+    return Constants(programs, R=R, KEYS=keys, LARGEST=largest, H=H, K=K, **tile, num_warps=8)
+
+
+def _forward(q, k, gate, p0, p1, keys, largest):
+    q, k, gate = q.contiguous(), k.contiguous(), None if gate is None else gate.contiguous()
+    new_q = torch.empty_like(q) if keys in ("feedback", "unit_feedback") else None
+    new_k = torch.empty_like(k) if keys == "unit_feedback" else None
+    e = torch.empty_like(k)
+    H, K = k.shape[-2:]
+    constants = _constants(k.numel() // K, H, K, keys, largest)
+    with torch.cuda.device_of(q):
+        launch(rule_keys_forward_kernel, constants, q, k, gate, p0, p1, new_q, new_k, e)
+    return new_q, new_k, e
+
+
+def _backward(q, k, gate, p0, p1, keys, largest, d_new_q, d_new_k, d_e):
+    given = (q, k, gate, d_new_q, d_new_k, d_e)
+    q, k, gate, d_new_q, d_new_k, d_e = (None if x is None else x.contiguous() for x in given)
+    d_q, d_k, d_gate = torch.empty_like(q), torch.empty_like(k), None if gate is None else torch.empty_like(gate)
+    H, K = k.shape[-2:]
+    R = k.numel() // K
+    terms = None if p0 is None else q.new_empty(R, 2, dtype=torch.float32)
+    constants = _constants(R, H, K, keys, largest)
+    with torch.cuda.device_of(q):
+        launch(rule_keys_backward_kernel, constants, q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_k, d_gate, terms)
+    if terms is None:
+        return d_q, d_k, d_gate, None, None
+    d_p0, d_p1 = terms.view(-1, H, 2).sum(0).unbind(-1)
+    return d_q, d_k, d_gate, d_p0.to(p0.dtype), None if p1 is None else d_p1.to(p1.dtype)
+
+
+def _save(ctx, inputs, results):
+    *tensors, ctx.keys, ctx.largest = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(backward, ctx, d_new_q, d_new_k, d_e):
+    given = [None if d is None or not d.numel() else d for d in (d_new_q, d_new_k, d_e)]
+    gradients = backward(*ctx.saved_tensors, ctx.keys, ctx.largest, *given)
+    return *(None if x is None else d for x, d in zip(ctx.saved_tensors, gradients, strict=True)), None, None
+
+
+_ARGUMENTS = "Tensor q, Tensor k, Tensor? gate, Tensor? p0, Tensor? p1, str keys, float largest"
+
+
+def _fake(q, k, gate, p0, p1, keys, largest):
+    new_q = q.new_empty(q.shape) if keys in ("feedback", "unit_feedback") else None
+    return new_q, k.new_empty(k.shape) if keys == "unit_feedback" else None, k.new_empty(k.shape)
+
+
+rule_keys = DifferentiableOperator(
+    f"rule_keys({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    fake=_fake,
+    backward=Operator(
+        f"rule_keys_backward({_ARGUMENTS}, Tensor? d_new_q, Tensor? d_new_k, Tensor d_e) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _backward,
+        fake=lambda *inputs: tuple(None if x is None else x.new_empty(x.shape) for x in inputs[:5]),
+    ),
+    save=_save,
+    gradients=_gradients,
+    refusal=REFUSAL,
+)
+"""`rule_keys(q, k, gate, p0, p1, keys, largest)` -> new query, new key (None where they stay) and erase key; see
+`deltazoo.ops.fused.fused_rule_keys`."""
