@@ -14,6 +14,7 @@ from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm, run_rule
 from deltazoo.layers.state import StateAccess
 from deltazoo.ops.decay import softplus_decay
+from deltazoo.ops.fused import fused_scaled_key, fused_weighted_squares
 
 __all__ = ["Preconditioned"]
 
@@ -91,7 +92,7 @@ class Preconditioned(DeltaRuleAttention):
         """Write under the scaled key, erase under the key; and the moment, which is linear attention with K = 1."""
         k = inputs.k
         gate, step = self.get_submodule(self.moment_decay)(hidden_states), self.b_atk_proj(hidden_states)
-        squares = recomputable(_weighted_squares, step, k)
+        squares = recomputable(self._weighted_squares, step, k)
         ones = torch.ones_like(squares[..., :1])
         log_decay = softplus_decay(gate, self.A_log_atk, self.dt_bias_atk)
         moment, state = run_rule(
@@ -101,10 +102,16 @@ class Preconditioned(DeltaRuleAttention):
             in_place=past.in_place,
             backend=self.backend,
         )
-        write_key = recomputable(_scaled_key, moment, self.log_atk_scale, k)
+        write_key = recomputable(self._scaled_key, moment, self.log_atk_scale, k)
         inputs = inputs._replace(k=write_key, erase_key=k)
         may_expand = self.allow_neg_eigval or not self.spec.normalize_k
         return (inputs.bounded() if may_expand else inputs), state
+
+    def _weighted_squares(self, step: Tensor, k: Tensor) -> Tensor:
+        return (fused_weighted_squares if self.runs_fused(k) else _weighted_squares)(step, k)
+
+    def _scaled_key(self, moment: Tensor, log_scale: Tensor, k: Tensor) -> Tensor:
+        return (fused_scaled_key if self.runs_fused(k) else _scaled_key)(moment, log_scale, k)
 
     def step_form(self) -> StepForm | None:
         """As `with_auxiliary_state`."""

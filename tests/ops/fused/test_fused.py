@@ -44,6 +44,7 @@ from deltazoo.ops.fused import (
     fused_rms_norm_linear,
     fused_rotary,
     fused_rule_keys,
+    fused_scaled_key,
     fused_short_conv,
     fused_short_conv_step,
     fused_short_convs,
@@ -51,6 +52,7 @@ from deltazoo.ops.fused import (
     fused_softplus_decay,
     fused_swiglu,
     fused_swiglu_linear,
+    fused_weighted_squares,
 )
 
 pytest.importorskip("triton")
@@ -334,6 +336,34 @@ class Keys:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """What a preconditioned rule does before and after its moment, which may be zero, and all gradients."""
+
+    name: str
+    shape: tuple[int, ...] = (2, 9, 3, 12)
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, given: torch.dtype | None = None) -> Tensor:
+            x = torch.randn(shape, generator=generator).to(given or self.dtype)
+            return x.to(device, dtype or given or self.dtype)
+
+        layer = make_layer("pgdn", 8, self.shape[2], self.shape[3], fused_kernels=fused)
+        step, k, log_scale = draw(*self.shape[:3]), draw(*self.shape), draw(self.shape[2], given=torch.float32)
+        moment = draw(*self.shape, given=torch.float32).clamp_min(0)
+        squares = layer._weighted_squares(step.requires_grad_(), k.requires_grad_())
+        d_step, d_k = torch.autograd.grad(squares, [step, k], draw(*self.shape, given=torch.float32))
+        inputs = [moment.requires_grad_(), log_scale.requires_grad_(), k]
+        key = layer._scaled_key(*inputs)
+        gradients = torch.autograd.grad(key, inputs, draw(*self.shape))
+        names = ("d_moment", "d_log_scale", "d_k_of_the_key")
+        made = {"squares": squares.detach(), "d_step": d_step, "d_k": d_k, "key": key.detach()}
+        return made | dict(zip(names, gradients, strict=True))
+
+
+@dataclass(frozen=True)
 class UnitHeads:
     """The L2 norm of heads and its gradient; the first one is zero, and the second one short."""
 
@@ -502,6 +532,9 @@ CASES = [
     ),
     Keys("qed", "qed_keys_doubled", shape=(1, 131, 2, 20), doubled=True),
     Keys("comba", "comba_keys_of_many_rows", shape=(3, 150, 5, 7)),
+    Moment("moment"),
+    Moment("moment_of_many_rows", shape=(3, 150, 5, 7)),
+    Moment("moment_half", dtype=HALF),
     UnitHeads("unit_heads_alone"),
     UnitHeads("unit_heads_alone_half", shape=(3, 50, 2, 24), dtype=HALF),
     Rotation("rotary"),
@@ -521,7 +554,17 @@ CASES = [
     *(
         # Two heads sum up what cancels: the error of these two is chance, and `Decay` is their test.
         Layer(variant, variant=variant, left_out=("A_log", "dt_bias"))
-        for variant in ("gla", "eda", "gated_deltanet2", "fg2_gdn", "qed", "q_delta", "comba", "comba_unit_erase")
+        for variant in (
+            "gla",
+            "eda",
+            "gated_deltanet2",
+            "fg2_gdn",
+            "qed",
+            "q_delta",
+            "comba",
+            "comba_unit_erase",
+            "pgdn",
+        )
     ),
 ]
 
@@ -536,6 +579,7 @@ Case = (
     | Decay
     | Gate
     | Keys
+    | Moment
     | UnitHeads
     | Rotation
     | Loss
@@ -650,6 +694,16 @@ def test_keys_that_do_not_fit() -> None:
             fused_rule_keys(x, x, keys, **given)
     with pytest.raises(ValueError, match="'feedback' takes q and k"):
         fused_rule_keys(x, x[:, :4], "feedback", parameters=(theta, theta))
+
+
+def test_moments_that_do_not_fit() -> None:
+    k, scale = torch.ones(2, 5, 3, 8, device="meta"), torch.ones(3, device="meta")
+    with pytest.raises(ValueError, match=r"got \(2, 5\) and \(2, 5, 3, 8\)"):
+        fused_weighted_squares(k[..., 0, 0], k)
+    with pytest.raises(ValueError, match=r"got \(2, 5, 3, 8\), \(2,\), \(2, 5, 3, 8\)"):
+        fused_scaled_key(k, scale[:2], k)
+    with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
+        fused_scaled_key(k.double(), scale, k)
 
 
 def test_gates_that_do_not_fit() -> None:

@@ -29,6 +29,7 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     cross_entropy,
     gated_norm,
     greedy_token,
+    moment_keys,
     rms_norm,
     rotary_embedding,
     row_product,
@@ -139,6 +140,20 @@ def make_keys(keys: str, K: int) -> None:
     given = {"query_share": (empty(4, 4096, 8), None, None), "gated_query": (x, p, None)}.get(keys, (None, p, p))
     made = rule_keys._forward(x, x, *given, keys, 1.0)
     rule_keys._backward(x, x, *given, keys, 1.0, *made)
+
+
+def weigh_squares() -> None:
+    k, step = empty(4, 4096, 8, 128), empty(4, 4096, 8)
+    moment_keys._squares_backward(step, k, moment_keys._squares_forward(step, k))
+
+
+def scale_key() -> None:
+    k, moment, scale = (
+        empty(4, 4096, 8, 128),
+        empty(4, 4096, 8, 128, dtype=torch.float32),
+        empty(8, dtype=torch.float32),
+    )
+    moment_keys._scaled_backward(moment, scale, k, moment_keys._scaled_forward(moment, scale, k))
 
 
 def turn(heads: int, channels: int = 128) -> None:
@@ -278,6 +293,8 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         f"keys_{keys}_{K}": (4, partial(make_keys, keys, K))
         for keys, K in (("query_share", 128), ("gated_query", 128), ("feedback", 256), ("unit_feedback", 256))
     },
+    "moment_squares": (8, weigh_squares),
+    "moment_key": (8, scale_key),
     "gate": (8, lambda: gate(False)),
     "gate_root": (8, lambda: gate(True)),
     "plain_norm_longest": (4, lambda: normalize_plainly(MOST_NORM_COLUMNS, torch.float32)),

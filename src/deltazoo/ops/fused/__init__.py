@@ -15,6 +15,7 @@ from deltazoo.ops.fused.fused_functions import (
     fused_rms_norm_linear,
     fused_rotary,
     fused_rule_keys,
+    fused_scaled_key,
     fused_short_conv,
     fused_short_conv_step,
     fused_short_convs,
@@ -22,6 +23,7 @@ from deltazoo.ops.fused.fused_functions import (
     fused_softplus_decay,
     fused_swiglu,
     fused_swiglu_linear,
+    fused_weighted_squares,
 )
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "fused_rms_norm_linear",
     "fused_rotary",
     "fused_rule_keys",
+    "fused_scaled_key",
     "fused_short_conv",
     "fused_short_conv_step",
     "fused_short_convs",
@@ -41,4 +44,5 @@ __all__ = [
     "fused_softplus_decay",
     "fused_swiglu",
     "fused_swiglu_linear",
+    "fused_weighted_squares",
 ]

@@ -23,6 +23,7 @@ __all__ = [
     "fused_rms_norm_linear",
     "fused_rotary",
     "fused_rule_keys",
+    "fused_scaled_key",
     "fused_short_conv",
     "fused_short_conv_step",
     "fused_short_convs",
@@ -30,6 +31,7 @@ __all__ = [
     "fused_softplus_decay",
     "fused_swiglu",
     "fused_swiglu_linear",
+    "fused_weighted_squares",
 ]
 
 MOST_NORM_COLUMNS = 8192
@@ -334,6 +336,55 @@ def fused_rule_keys(
     p0, p1, *_ = *parameters, None, None
     new_q, new_k, erase_key = rule_keys(q, k, gate, p0, p1, keys, largest)
     return q if _is_absent(new_q) else new_q, k if _is_absent(new_k) else new_k, erase_key
+
+
+def fused_weighted_squares(step: Tensor, k: Tensor) -> Tensor:
+    """`sigmoid(step) k * k`, what a token adds to the second moment of its keys (PGDN, arXiv:2604.21100).
+
+    Args:
+        step: `[B, T, H]`. k: `[B, T, H, K]`. Each float32, bfloat16 or float16.
+
+    Returns:
+        `[B, T, H, K]` float32.
+
+    Raises:
+        NotImplementedError, ValueError: as `fused_scaled_key`.
+    """
+    _require_triton(k, step)
+    _require_columns(k)
+    _require_float(step)
+    if k.ndim != 4 or step.shape != k.shape[:3]:
+        raise ValueError(f"expected step [B, T, H] and k [B, T, H, K], got {tuple(step.shape)} and {tuple(k.shape)}")
+    from deltazoo.ops.fused.kernels.moment_keys import weighted_squares
+
+    return weighted_squares(step, k)
+
+
+def fused_scaled_key(moment: Tensor, log_scale: Tensor, k: Tensor) -> Tensor:
+    """`1.5^(-r / (1 + |r|)) k` with `r = log(moment + 1e-6) - log_scale` (PGDN, arXiv:2604.21100).
+
+    Args:
+        moment: `[B, T, H, K]` float32, not negative.
+        log_scale: `[H]`.
+        k: `[B, T, H, K]` float32, bfloat16 or float16.
+
+    Returns:
+        `[B, T, H, K]` in k's dtype, computed in float32.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, another dtype, or a longer axis than
+            `MOST_NORM_COLUMNS`.
+        ValueError: shapes that do not fit each other, or tensors on several devices.
+    """
+    _require_triton(k, moment, log_scale)
+    _require_columns(k)
+    _require_float(moment)
+    if k.ndim != 4 or moment.shape != k.shape or log_scale.shape != k.shape[2:3]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (moment, log_scale, k))
+        raise ValueError(f"expected moment and k [B, T, H, K] and log_scale [H], got {shapes}")
+    from deltazoo.ops.fused.kernels.moment_keys import scaled_key
+
+    return scaled_key(moment, log_scale, k)
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:

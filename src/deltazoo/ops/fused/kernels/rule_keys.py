@@ -5,8 +5,8 @@
     "feedback"       q' = q - p1 k,      e = c k,      c = sigmoid(p0)
     "unit_feedback"  the L2 norms of q - p1 c k, of k and of c k
 
-p0 and p1 are one number per key head. The backward pass keeps only the inputs; it leaves the terms of the gradients of
-p0 and p1 per row, whose sum is a product of its own.
+p0 and p1 are one number per key head. The backward pass keeps only the inputs, and leaves the gradients of p0 and p1 per
+row, for torch to sum.
 """
 
 from functools import lru_cache
@@ -20,21 +20,24 @@ from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
-__all__ = ["rule_keys"]
+__all__ = ["keep_tile", "load_tile", "number_of_heads", "rule_keys"]
 
 
 @triton.jit
-def _tile(x, rows, columns, mask, K: tl.constexpr):
+def load_tile(x, rows, columns, mask, K: tl.constexpr):
+    """Rows of K columns, in float32."""
     return tl.load(x + rows[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _keep(x, value, rows, columns, mask, K: tl.constexpr):
+def keep_tile(x, value, rows, columns, mask, K: tl.constexpr):
+    """Store rows of K columns in x's dtype."""
     tl.store(x + rows[:, None] * K + columns[None, :], value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _of_heads(p, rows, H: tl.constexpr):
+def number_of_heads(p, rows, H: tl.constexpr):
+    """For each row `[B, T, H]` its head's number, as a column."""
     return tl.load(p + rows % H).to(tl.float32)[:, None]
 
 
@@ -55,23 +58,23 @@ def rule_keys_forward_kernel(q, k, gate, p0, p1, new_q, new_k, e, R, KEYS: tl.co
     columns = tl.arange(0, BD)
     row_mask = rows < R
     mask = row_mask[:, None] & (columns < K)[None, :]
-    Q, X = _tile(q, rows, columns, mask, K), _tile(k, rows, columns, mask, K)
+    Q, X = load_tile(q, rows, columns, mask, K), load_tile(k, rows, columns, mask, K)
     if KEYS == "query_share":
         s = tl.sigmoid(tl.load(gate + rows, mask=row_mask, other=0.0).to(tl.float32) - 0.9)[:, None]
-        _keep(e, X + s * Q, rows, columns, mask, K)
+        keep_tile(e, X + s * Q, rows, columns, mask, K)
     if KEYS == "gated_query":
-        b = LARGEST * tl.sigmoid(_tile(gate, rows, columns, mask, K))
-        share = 0.25 * tl.sigmoid(_of_heads(p0, rows, H))
-        _keep(e, b * X + share * (b * Q - _dot(b * Q, X) * X), rows, columns, mask, K)
+        b = LARGEST * tl.sigmoid(load_tile(gate, rows, columns, mask, K))
+        share = 0.25 * tl.sigmoid(number_of_heads(p0, rows, H))
+        keep_tile(e, b * X + share * (b * Q - _dot(b * Q, X) * X), rows, columns, mask, K)
     if KEYS == "feedback":
-        _keep(new_q, Q - _of_heads(p1, rows, H) * X, rows, columns, mask, K)
-        _keep(e, tl.sigmoid(_of_heads(p0, rows, H)) * X, rows, columns, mask, K)
+        keep_tile(new_q, Q - number_of_heads(p1, rows, H) * X, rows, columns, mask, K)
+        keep_tile(e, tl.sigmoid(number_of_heads(p0, rows, H)) * X, rows, columns, mask, K)
     if KEYS == "unit_feedback":
-        c = tl.sigmoid(_of_heads(p0, rows, H))
-        y, z = Q - _of_heads(p1, rows, H) * c * X, c * X
-        _keep(new_q, y * _inverse_norm(y), rows, columns, mask, K)
-        _keep(new_k, X * _inverse_norm(X), rows, columns, mask, K)
-        _keep(e, z * _inverse_norm(z), rows, columns, mask, K)
+        c = tl.sigmoid(number_of_heads(p0, rows, H))
+        y, z = Q - number_of_heads(p1, rows, H) * c * X, c * X
+        keep_tile(new_q, y * _inverse_norm(y), rows, columns, mask, K)
+        keep_tile(new_k, X * _inverse_norm(X), rows, columns, mask, K)
+        keep_tile(e, z * _inverse_norm(z), rows, columns, mask, K)
 
 
 @triton.jit
@@ -91,9 +94,9 @@ def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_
     row_mask = rows < R
     mask = row_mask[:, None] & (columns < K)[None, :]
     Q, X, D = (
-        _tile(q, rows, columns, mask, K),
-        _tile(k, rows, columns, mask, K),
-        _tile(d_e, rows, columns, mask, K),
+        load_tile(q, rows, columns, mask, K),
+        load_tile(k, rows, columns, mask, K),
+        load_tile(d_e, rows, columns, mask, K),
     )
     if KEYS == "query_share":
         s = tl.sigmoid(tl.load(gate + rows, mask=row_mask, other=0.0).to(tl.float32) - 0.9)[:, None]
@@ -101,9 +104,9 @@ def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_
         d_s = tl.sum(D * Q, axis=1) * tl.sum(s * (1 - s), axis=1)
         tl.store(d_gate + rows, d_s.to(d_gate.dtype.element_ty), mask=row_mask)
     if KEYS == "gated_query":
-        s = tl.sigmoid(_tile(gate, rows, columns, mask, K))
+        s = tl.sigmoid(load_tile(gate, rows, columns, mask, K))
         b = LARGEST * s
-        share = tl.sigmoid(_of_heads(p0, rows, H))
+        share = tl.sigmoid(number_of_heads(p0, rows, H))
         x = b * Q
         along = _dot(x, X)
         d_y = 0.25 * share * D
@@ -111,23 +114,23 @@ def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_
         d_x = d_y + d_along * X
         d_q_tile = b * d_x
         d_k_tile = b * D + d_along * x - along * d_y
-        _keep(d_gate, (X * D + Q * d_x) * b * (1 - s), rows, columns, mask, K)
+        keep_tile(d_gate, (X * D + Q * d_x) * b * (1 - s), rows, columns, mask, K)
         tl.store(terms + 2 * rows, tl.sum(D * (x - along * X) * (0.25 * share * (1 - share)), axis=1), mask=row_mask)
     if KEYS == "feedback":
-        c, share = tl.sigmoid(_of_heads(p0, rows, H)), _of_heads(p1, rows, H)
-        d_q_tile = _tile(d_new_q, rows, columns, mask, K)
+        c, share = tl.sigmoid(number_of_heads(p0, rows, H)), number_of_heads(p1, rows, H)
+        d_q_tile = load_tile(d_new_q, rows, columns, mask, K)
         d_k_tile = c * D - share * d_q_tile
         tl.store(terms + 2 * rows, tl.sum(D * X * (c * (1 - c)), axis=1), mask=row_mask)
         tl.store(terms + 2 * rows + 1, -tl.sum(d_q_tile * X, axis=1), mask=row_mask)
     if KEYS == "unit_feedback":
-        c, share = tl.sigmoid(_of_heads(p0, rows, H)), _of_heads(p1, rows, H)
-        d_q_tile = _through_norm(Q - share * c * X, _tile(d_new_q, rows, columns, mask, K))
+        c, share = tl.sigmoid(number_of_heads(p0, rows, H)), number_of_heads(p1, rows, H)
+        d_q_tile = _through_norm(Q - share * c * X, load_tile(d_new_q, rows, columns, mask, K))
         d_z = _through_norm(c * X, D)
-        d_k_tile = c * d_z - share * c * d_q_tile + _through_norm(X, _tile(d_new_k, rows, columns, mask, K))
+        d_k_tile = c * d_z - share * c * d_q_tile + _through_norm(X, load_tile(d_new_k, rows, columns, mask, K))
         tl.store(terms + 2 * rows, tl.sum((d_z - share * d_q_tile) * X * (c * (1 - c)), axis=1), mask=row_mask)
         tl.store(terms + 2 * rows + 1, -tl.sum(c * d_q_tile * X, axis=1), mask=row_mask)
-    _keep(d_q, d_q_tile, rows, columns, mask, K)
-    _keep(d_k, d_k_tile, rows, columns, mask, K)
+    keep_tile(d_q, d_q_tile, rows, columns, mask, K)
+    keep_tile(d_k, d_k_tile, rows, columns, mask, K)
 
 
 @lru_cache(maxsize=1024)
