@@ -5,8 +5,8 @@
     "feedback"       q' = q - p1 k,      e = c k,      c = sigmoid(p0)
     "unit_feedback"  the L2 norms of q - p1 c k, of k and of c k
 
-p0 and p1 are one number per key head. The backward pass keeps only the inputs, and leaves the gradients of p0 and p1 per
-row, for torch to sum.
+p0 and p1 are one number per key head. The backward pass keeps only the inputs, and leaves the gradients of p0 and p1
+per row, for torch to sum.
 """
 
 from functools import lru_cache
