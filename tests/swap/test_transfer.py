@@ -201,7 +201,7 @@ def test_outputs_start_about_as_long_as_the_originals():
         assert 1 / 3 < actual.std().item() / expected.std().item() < 3
 
 
-@pytest.mark.parametrize("fused", [None, True, False])
+@pytest.mark.parametrize("fused", [None, False])
 def test_queries_and_keys_have_unit_length_after_the_original_norms(fused):
     layer = DropInDeltaAttention("delta_net", 32, 2, 16, qk_norm="head", fused_kernels=fused)
     for x in layer._normalize(torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 16)):

@@ -19,7 +19,7 @@ from deltazoo.layers.sequences import Sequences, SharedSequences, describe_seque
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve, state_after
 from deltazoo.layers.state import LayerStates, MixerState, StateAccess, StateStore
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
-from deltazoo.ops.fused import fused_kernels_fit, fused_softplus_decay
+from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit, fused_softplus_decay
 from deltazoo.ops.named_choices import function_of
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import DeltaRuleSpec, get_variant, registered_layer
@@ -432,8 +432,10 @@ class DeltaRuleAttention(Float32Parameters):
         return self.decay_gate(a, A_log, dt_bias)
 
     def runs_fused(self, x: Tensor) -> bool:
-        """Whether a kernel of `deltazoo.ops.fused` is to compute what is made of x."""
-        return fused_kernels_fit(x) if self.fused_kernels is None else self.fused_kernels
+        """Whether a kernel of `deltazoo.ops.fused` is to compute what is made of x, `[..., K]`."""
+        if self.fused_kernels is None:
+            return x.shape[-1] <= MOST_NORM_COLUMNS and fused_kernels_fit(x)
+        return self.fused_kernels
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""

@@ -33,6 +33,9 @@ __all__ = ["level_of", "run_block"]
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product")
 """Beginnings of the names of torch's operators whose results the middle level keeps under `torch.compile`."""
 
+_OWN_PRODUCTS = ("triton_delta_rule", "segment_", "transition_product", "rms_norm_linear", "add_rms_norm")
+"""The same for the project's own: the rule, a norm with its linear map, and a norm that adds to the residual stream."""
+
 _COLLECTIVES = "_c10d_functional"
 """The library of torch's functional collectives."""
 
@@ -83,8 +86,7 @@ def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
     library, _, rest = name.partition("::")
     if library == _COLLECTIVES:
         return CheckpointPolicy.MUST_SAVE
-    is_rule = library == "deltazoo" and not rest.startswith(("short_conv", "gated_rms_norm", "swiglu"))
-    if is_rule or (library == "aten" and rest.startswith(_PRODUCTS)):
+    if rest.startswith({"deltazoo": _OWN_PRODUCTS, "aten": _PRODUCTS}.get(library, ())):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Missed, known_miss
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from deltazoo.layers import (
     WHOLE_ROWS,
@@ -60,6 +61,9 @@ pytest.importorskip("triton")
 from deltazoo.ops.decay import saturating_decay, softplus_decay  # noqa: E402
 from deltazoo.ops.fused.kernels import cross_entropy, gated_norm, rms_norm, short_conv_operator  # noqa: E402
 from deltazoo.ops.fused.kernels import softplus_decay as softplus_decay_kernels  # noqa: E402
+from deltazoo.ops.fused.kernels.moment_keys import scaled_key, weighted_squares  # noqa: E402
+from deltazoo.ops.fused.kernels.rule_keys import rule_keys  # noqa: E402
+from deltazoo.ops.fused.kernels.sigmoid_gate import sigmoid_gate  # noqa: E402
 
 Results = dict[str, Tensor]
 
@@ -274,10 +278,11 @@ class Decay:
 
 @dataclass(frozen=True)
 class Gate:
-    """The gate per channel and its gradients, saturated ones included."""
+    """The gate per channel and its gradients."""
 
     name: str
     shape: tuple[int, ...] = (2, 5, 3, 12)
+    around: float = 0.0
     largest: float = 1.0
     root: bool = False
     dtype: torch.dtype = torch.float32
@@ -289,7 +294,8 @@ class Gate:
         def draw(scale: float, given: torch.dtype) -> Tensor:
             return (scale * torch.randn(self.shape, generator=generator)).to(given).to(device, dtype or given)
 
-        gate, x, d_y = draw(10, self.gate_dtype or self.dtype), draw(1, self.dtype), draw(1, self.dtype)
+        gate, x, d_y = draw(2, self.gate_dtype or self.dtype), draw(1, self.dtype), draw(1, self.dtype)
+        gate += self.around
         layer = make_layer("gated_deltanet2", 8, 1, 8, fused_kernels=fused)
         y = layer.gated(gate.requires_grad_(), x.requires_grad_(), self.largest, root=self.root)
         d_gate, d_x = torch.autograd.grad(y, [gate, x], d_y)
@@ -365,18 +371,17 @@ class Moment:
 
 @dataclass(frozen=True)
 class UnitHeads:
-    """The L2 norm of heads and its gradient; the first one is zero, and the second one short."""
+    """The L2 norm of heads and its gradient."""
 
     name: str
     shape: tuple[int, ...] = (2, 9, 3, 12)
+    size: float = 1.0
     dtype: torch.dtype = torch.float32
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
         generator = torch.Generator().manual_seed(0)
         x, d_y = (torch.randn(self.shape, generator=generator).to(self.dtype) for _ in range(2))
-        x.view(-1, self.shape[-1])[0] = 0
-        x.view(-1, self.shape[-1])[1] *= 1e-3
-        x, d_y = (y.to(device, dtype or self.dtype) for y in (x, d_y))
+        x, d_y = (y.to(device, dtype or self.dtype) for y in (self.size * x, d_y))
         y = l2_normalize(x.requires_grad_(), fused=fused)
         return {"y": y.detach(), "d_x": torch.autograd.grad(y, x, d_y)[0]}
 
@@ -522,7 +527,14 @@ CASES = [
     Gate("gate"),
     Gate("gate_doubled", largest=2.0, shape=(3, 1000, 7)),
     Gate("gate_root", root=True, largest=2.0),
+    *(
+        Gate(f"gate{'_root' * root}_around_{around:g}", around=around, root=root)
+        for around in (-100, -40, -12, 12, 40)
+        for root in (False, True)
+    ),
     Gate("gate_half", dtype=HALF),
+    Gate("gate_half_around_-8", dtype=HALF, around=-8),
+    Gate("gate_half_around_8", dtype=HALF, around=8),
     Gate("gate_root_half", dtype=HALF, root=True, largest=0.5),
     Gate("gate_wider_than_its_values", dtype=HALF, gate_dtype=torch.float32),
     *(
@@ -535,7 +547,7 @@ CASES = [
     Moment("moment"),
     Moment("moment_of_many_rows", shape=(3, 150, 5, 7)),
     Moment("moment_half", dtype=HALF),
-    UnitHeads("unit_heads_alone"),
+    *(UnitHeads(f"unit_heads_of_size_{size:g}", size=size) for size in (1, 1e-3, 0)),
     UnitHeads("unit_heads_alone_half", shape=(3, 50, 2, 24), dtype=HALF),
     Rotation("rotary"),
     Rotation("rotary_of_rows", shape=(3, 5, 2, 24), channels=24, shared=False),
@@ -552,8 +564,8 @@ CASES = [
     Layer("kda", variant="kda"),
     Layer("longhorn", variant="longhorn"),
     *(
-        # Two heads sum up what cancels: the error of these two is chance, and `Decay` is their test.
-        Layer(variant, variant=variant, left_out=("A_log", "dt_bias"))
+        # Two heads sum up what cancels: the error of these is chance, and `Decay` and `Moment` are their tests.
+        Layer(variant, variant=variant, left_out=("A_log", "dt_bias", "log_atk_scale"))
         for variant in (
             "gla",
             "eda",
@@ -886,5 +898,46 @@ def test_unit_heads_in_plain_torch() -> None:
     torch.testing.assert_close(module(x)[0], l2_normalize(bare(x)[0].unflatten(2, (3, 4))).flatten(2))
 
 
+OWN_KEYS = ("gated_deltanet2", "fg2_gdn", "qed", "q_delta", "comba", "comba_unit_erase", "pgdn", "eda", "gla")
+
+
+def check_operators() -> None:
+    """Fake results are as the real ones, in layout and storage too, and autograd's formula passes torch's tests."""
+    x, gate, p = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3), torch.randn(3)
+    for operator, *arguments in (
+        (sigmoid_gate, x, x.flip(0), 2.0, True),
+        (rule_keys, x, x.flip(0), gate, None, None, "query_share", 1.0),
+        (rule_keys, x, x.flip(0), x.flip(1), p, None, "gated_query", 2.0),
+        (rule_keys, x, x.flip(0), None, p, p.flip(0), "feedback", 1.0),
+        (rule_keys, x, x.flip(0), None, p, p.flip(0), "unit_feedback", 1.0),
+        (weighted_squares, gate, x),
+        (scaled_key, x.square(), p, x),
+    ):
+        leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
+        torch.library.opcheck(operator.overload, leaves)
+
+
+def check_layers_elsewhere() -> None:
+    """Under activation checkpointing, with parameters that are not contiguous, and with no rows."""
+    for variant in OWN_KEYS:
+        torch.manual_seed(0)
+        layer = make_layer(variant, 16, 2, 8, initializer_range=0.3, fused_kernels=True, backend="chunkwise")
+        x = torch.randn(2, 5, 16, requires_grad=True)
+        of_heads = [name for name in ("theta", "decay", "D", "log_atk_scale") if hasattr(layer, name)]
+        expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+        for name in of_heads:
+            strided = torch.stack([getattr(layer, name).detach(), torch.full((2,), 9.0)], dim=1)[:, 0]
+            setattr(layer, name, torch.nn.Parameter(strided))
+            assert not getattr(layer, name).is_contiguous()
+        y = checkpoint(layer, x, use_reentrant=False)
+        for mine, theirs in zip(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]), expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        nothing = torch.randn(0, 5, 16, requires_grad=True)
+        gradients = torch.autograd.grad(layer(nothing).sum(), [nothing, *layer.parameters()])
+        assert all(not gradient.any() for gradient in gradients)
+
+
 if __name__ == "__main__":
+    check_operators()
+    check_layers_elsewhere()
     torch.save({case.name: case.run("cpu", fused=True) for case in CASES}, sys.argv[1])

@@ -516,7 +516,7 @@ def _needs_gradient(x: Tensor | None) -> bool:
 def _require_columns(x: Tensor) -> None:
     if x.shape[-1] > MOST_NORM_COLUMNS:
         raise NotImplementedError(
-            f"the fused norm takes rows of up to {MOST_NORM_COLUMNS}, not {x.shape[-1]}: leave fused_kernels off"
+            f"this kernel takes rows of up to {MOST_NORM_COLUMNS}, not {x.shape[-1]}: leave fused_kernels off"
         )
 
 

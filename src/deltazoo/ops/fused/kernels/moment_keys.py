@@ -16,6 +16,7 @@ import triton.language as tl
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.fused.kernels.rule_keys import keep_tile, load_tile, number_of_heads
+from deltazoo.ops.fused.kernels.sigmoid import logistic
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
@@ -29,23 +30,23 @@ def _rows(R, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     return rows, columns, rows < R, (rows < R)[:, None] & (columns < K)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def weighted_squares_forward_kernel(step, k, y, R, H: tl.constexpr, K: tl.constexpr, BR: tl.constexpr,
                                     BD: tl.constexpr):  # fmt: skip
     rows, columns, row_mask, mask = _rows(R, K, BR, BD)
     X = load_tile(k, rows, columns, mask, K)
-    s = tl.sigmoid(tl.load(step + rows, mask=row_mask, other=0.0).to(tl.float32))[:, None]
-    keep_tile(y, s * X * X, rows, columns, mask, K)
+    s, _, _ = logistic(tl.load(step + rows, mask=row_mask, other=0.0).to(tl.float32))
+    keep_tile(y, s[:, None] * X * X, rows, columns, mask, K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def weighted_squares_backward_kernel(step, k, d_y, d_step, d_k, R, H: tl.constexpr, K: tl.constexpr, BR: tl.constexpr,
                                      BD: tl.constexpr):  # fmt: skip
     rows, columns, row_mask, mask = _rows(R, K, BR, BD)
     X, D = load_tile(k, rows, columns, mask, K), load_tile(d_y, rows, columns, mask, K)
-    s = tl.sigmoid(tl.load(step + rows, mask=row_mask, other=0.0).to(tl.float32))
+    s, rest, _ = logistic(tl.load(step + rows, mask=row_mask, other=0.0).to(tl.float32))
     keep_tile(d_k, 2 * s[:, None] * X * D, rows, columns, mask, K)
-    d_s = s * (1 - s) * tl.sum(X * X * D, axis=1)
+    d_s = s * rest * tl.sum(X * X * D, axis=1)
     tl.store(d_step + rows, d_s.to(d_step.dtype.element_ty), mask=row_mask)
 
 
@@ -59,7 +60,7 @@ def _factor(A, target):
     return f, -log_1_5 * f * inverse * inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def scaled_key_forward_kernel(moment, log_scale, k, y, R, H: tl.constexpr, K: tl.constexpr, BR: tl.constexpr,
                               BD: tl.constexpr):  # fmt: skip
     rows, columns, _, mask = _rows(R, K, BR, BD)
@@ -68,7 +69,7 @@ def scaled_key_forward_kernel(moment, log_scale, k, y, R, H: tl.constexpr, K: tl
     keep_tile(y, f * X, rows, columns, mask, K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def scaled_key_backward_kernel(moment, log_scale, k, d_y, d_moment, d_k, terms, R, H: tl.constexpr, K: tl.constexpr,
                                BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """`terms [R]`: what each row adds to the gradient of log_scale."""
@@ -110,7 +111,7 @@ def _squares_backward(step, k, d_y):
 
 
 def _scaled_forward(moment, log_scale, k):
-    moment, k = moment.contiguous(), k.contiguous()
+    moment, log_scale, k = moment.contiguous(), log_scale.contiguous(), k.contiguous()
     y = torch.empty_like(k)
     with torch.cuda.device_of(k):
         launch(scaled_key_forward_kernel, _constants_of(k), moment, log_scale, k, y)
@@ -118,7 +119,7 @@ def _scaled_forward(moment, log_scale, k):
 
 
 def _scaled_backward(moment, log_scale, k, d_y):
-    moment, k, d_y = moment.contiguous(), k.contiguous(), d_y.contiguous()
+    moment, log_scale, k, d_y = (x.contiguous() for x in (moment, log_scale, k, d_y))
     d_moment, d_k = torch.empty_like(moment), torch.empty_like(k)
     terms = moment.new_empty(k.shape[:-1], dtype=torch.float32)
     with torch.cuda.device_of(k):

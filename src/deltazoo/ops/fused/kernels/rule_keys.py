@@ -17,6 +17,7 @@ import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
+from deltazoo.ops.fused.kernels.sigmoid import logistic
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
@@ -51,7 +52,7 @@ def _inverse_norm(x):
     return tl.rsqrt(_dot(x, x) + 1e-6)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def rule_keys_forward_kernel(q, k, gate, p0, p1, new_q, new_k, e, R, KEYS: tl.constexpr, LARGEST: tl.constexpr,
                              H: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -60,10 +61,12 @@ def rule_keys_forward_kernel(q, k, gate, p0, p1, new_q, new_k, e, R, KEYS: tl.co
     mask = row_mask[:, None] & (columns < K)[None, :]
     Q, X = load_tile(q, rows, columns, mask, K), load_tile(k, rows, columns, mask, K)
     if KEYS == "query_share":
-        s = tl.sigmoid(tl.load(gate + rows, mask=row_mask, other=0.0).to(tl.float32) - 0.9)[:, None]
+        s, _, _ = logistic(tl.load(gate + rows, mask=row_mask, other=0.0).to(tl.float32) - 0.9)
+        s = s[:, None]
         keep_tile(e, X + s * Q, rows, columns, mask, K)
     if KEYS == "gated_query":
-        b = LARGEST * tl.sigmoid(load_tile(gate, rows, columns, mask, K))
+        b, _, _ = logistic(load_tile(gate, rows, columns, mask, K))
+        b *= LARGEST
         share = 0.25 * tl.sigmoid(number_of_heads(p0, rows, H))
         keep_tile(e, b * X + share * (b * Q - _dot(b * Q, X) * X), rows, columns, mask, K)
     if KEYS == "feedback":
@@ -84,11 +87,11 @@ def _through_norm(x, d):
     return inverse * (d - x * (inverse * inverse * _dot(d, x)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_k, d_gate, terms, R,
                               KEYS: tl.constexpr, LARGEST: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
                               BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """`terms [R, 2]`: what each row adds to the gradients of p0 and p1."""
+    """`terms [2, R]`: what each row adds to the gradients of p0 and p1."""
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     columns = tl.arange(0, BD)
     row_mask = rows < R
@@ -99,13 +102,13 @@ def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_
         load_tile(d_e, rows, columns, mask, K),
     )
     if KEYS == "query_share":
-        s = tl.sigmoid(tl.load(gate + rows, mask=row_mask, other=0.0).to(tl.float32) - 0.9)[:, None]
-        d_q_tile, d_k_tile = s * D, D
-        d_s = tl.sum(D * Q, axis=1) * tl.sum(s * (1 - s), axis=1)
+        s, rest, _ = logistic(tl.load(gate + rows, mask=row_mask, other=0.0).to(tl.float32) - 0.9)
+        d_q_tile, d_k_tile = s[:, None] * D, D
+        d_s = tl.sum(D * Q, axis=1) * s * rest
         tl.store(d_gate + rows, d_s.to(d_gate.dtype.element_ty), mask=row_mask)
     if KEYS == "gated_query":
-        s = tl.sigmoid(load_tile(gate, rows, columns, mask, K))
-        b = LARGEST * s
+        b, rest, _ = logistic(load_tile(gate, rows, columns, mask, K))
+        b *= LARGEST
         share = tl.sigmoid(number_of_heads(p0, rows, H))
         x = b * Q
         along = _dot(x, X)
@@ -114,21 +117,21 @@ def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_
         d_x = d_y + d_along * X
         d_q_tile = b * d_x
         d_k_tile = b * D + d_along * x - along * d_y
-        keep_tile(d_gate, (X * D + Q * d_x) * b * (1 - s), rows, columns, mask, K)
-        tl.store(terms + 2 * rows, tl.sum(D * (x - along * X) * (0.25 * share * (1 - share)), axis=1), mask=row_mask)
+        keep_tile(d_gate, (X * D + Q * d_x) * b * rest, rows, columns, mask, K)
+        tl.store(terms + rows, tl.sum(D * (x - along * X) * (0.25 * share * (1 - share)), axis=1), mask=row_mask)
     if KEYS == "feedback":
         c, share = tl.sigmoid(number_of_heads(p0, rows, H)), number_of_heads(p1, rows, H)
         d_q_tile = load_tile(d_new_q, rows, columns, mask, K)
         d_k_tile = c * D - share * d_q_tile
-        tl.store(terms + 2 * rows, tl.sum(D * X * (c * (1 - c)), axis=1), mask=row_mask)
-        tl.store(terms + 2 * rows + 1, -tl.sum(d_q_tile * X, axis=1), mask=row_mask)
+        tl.store(terms + rows, tl.sum(D * X * (c * (1 - c)), axis=1), mask=row_mask)
+        tl.store(terms + R + rows, -tl.sum(d_q_tile * X, axis=1), mask=row_mask)
     if KEYS == "unit_feedback":
         c, share = tl.sigmoid(number_of_heads(p0, rows, H)), number_of_heads(p1, rows, H)
         d_q_tile = _through_norm(Q - share * c * X, load_tile(d_new_q, rows, columns, mask, K))
         d_z = _through_norm(c * X, D)
         d_k_tile = c * d_z - share * c * d_q_tile + _through_norm(X, load_tile(d_new_k, rows, columns, mask, K))
-        tl.store(terms + 2 * rows, tl.sum((d_z - share * d_q_tile) * X * (c * (1 - c)), axis=1), mask=row_mask)
-        tl.store(terms + 2 * rows + 1, -tl.sum(c * d_q_tile * X, axis=1), mask=row_mask)
+        tl.store(terms + rows, tl.sum((d_z - share * d_q_tile) * X * (c * (1 - c)), axis=1), mask=row_mask)
+        tl.store(terms + R + rows, -tl.sum(c * d_q_tile * X, axis=1), mask=row_mask)
     keep_tile(d_q, d_q_tile, rows, columns, mask, K)
     keep_tile(d_k, d_k_tile, rows, columns, mask, K)
 
@@ -140,7 +143,7 @@ def _constants(R: int, H: int, K: int, keys: str, largest: float) -> Constants:
 
 
 def _forward(q, k, gate, p0, p1, keys, largest):
-    q, k, gate = q.contiguous(), k.contiguous(), None if gate is None else gate.contiguous()
+    q, k, gate, p0, p1 = (None if x is None else x.contiguous() for x in (q, k, gate, p0, p1))
     new_q = torch.empty_like(q) if keys in ("feedback", "unit_feedback") else None
     new_k = torch.empty_like(k) if keys == "unit_feedback" else None
     e = torch.empty_like(k)
@@ -152,19 +155,18 @@ def _forward(q, k, gate, p0, p1, keys, largest):
 
 
 def _backward(q, k, gate, p0, p1, keys, largest, d_new_q, d_new_k, d_e):
-    given = (q, k, gate, d_new_q, d_new_k, d_e)
-    q, k, gate, d_new_q, d_new_k, d_e = (None if x is None else x.contiguous() for x in given)
+    given = (q, k, gate, p0, p1, d_new_q, d_new_k, d_e)
+    q, k, gate, p0, p1, d_new_q, d_new_k, d_e = (None if x is None else x.contiguous() for x in given)
     d_q, d_k, d_gate = torch.empty_like(q), torch.empty_like(k), None if gate is None else torch.empty_like(gate)
     H, K = k.shape[-2:]
     R = k.numel() // K
-    terms = None if p0 is None else q.new_empty(R, 2, dtype=torch.float32)
+    parameters = [p for p in (p0, p1) if p is not None]
+    terms = q.new_empty(len(parameters), R, dtype=torch.float32)
     constants = _constants(R, H, K, keys, largest)
     with torch.cuda.device_of(q):
         launch(rule_keys_backward_kernel, constants, q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_k, d_gate, terms)
-    if terms is None:
-        return d_q, d_k, d_gate, None, None
-    d_p0, d_p1 = terms.view(-1, H, 2).sum(0).unbind(-1)
-    return d_q, d_k, d_gate, d_p0.to(p0.dtype), None if p1 is None else d_p1.to(p1.dtype)
+    d_p = [part.view(-1, H).sum(0).to(p.dtype) for part, p in zip(terms, parameters, strict=True)]
+    return d_q, d_k, d_gate, *d_p, *[None] * (2 - len(d_p))
 
 
 def _save(ctx, inputs, results):
@@ -173,9 +175,11 @@ def _save(ctx, inputs, results):
 
 
 def _gradients(backward, ctx, d_new_q, d_new_k, d_e):
-    given = [None if d is None or not d.numel() else d for d in (d_new_q, d_new_k, d_e)]
-    gradients = backward(*ctx.saved_tensors, ctx.keys, ctx.largest, *given)
-    return *(None if x is None else d for x, d in zip(ctx.saved_tensors, gradients, strict=True)), None, None
+    tensors = ctx.saved_tensors  # read once, as activation checkpointing demands
+    # A result that there is not has no gradient, or an empty one of one axis.
+    given = [None if d is None or d.ndim == 1 else d for d in (d_new_q, d_new_k)]
+    gradients = backward(*tensors, ctx.keys, ctx.largest, *given, d_e)
+    return *(None if x is None else d for x, d in zip(tensors, gradients, strict=True)), None, None
 
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor? gate, Tensor? p0, Tensor? p1, str keys, float largest"

@@ -1,9 +1,9 @@
-"""The logistic function, for kernels whose speed it would limit rather than memory."""
+"""The logistic function: for kernels whose speed it would limit rather than memory, and for exact results."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["sigmoid"]
+__all__ = ["exponential", "logistic", "sigmoid"]
 
 
 @triton.jit
@@ -16,3 +16,36 @@ def sigmoid(x, HALF: tl.constexpr):
         root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))  # log2(e)
         return root * root
     return tl.sigmoid(x)
+
+
+@triton.jit
+def exponential(x):
+    """`exp(x)`, x <= 0, to a rounding of float32; 0 where float32 has no normal number.
+
+    A power of two times `exp(r)`, |r| <= log(2) / 2, by its Taylor series. `exp2` of the device errs by two roundings.
+    """
+    x = tl.where(x < -88.0, -88.0, x)  # and NaN stays
+    n = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))  # log2(e)
+    r = tl.fma(n, -0.693145751953125, x)  # log(2) in two parts: n times the first one is exact
+    r = tl.fma(n, -1.4286068203094173e-06, r)
+    series = 1 / 5040
+    series = tl.fma(r, series, 1 / 720)
+    series = tl.fma(r, series, 1 / 120)
+    series = tl.fma(r, series, 1 / 24)
+    series = tl.fma(r, series, 1 / 6)
+    series = tl.fma(r, series, 0.5)
+    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return power * tl.fma(r * r, series, r + 1)
+
+
+@triton.jit
+def logistic(x):
+    """`1 / (1 + exp(-x))` and one less that, each to a few roundings of float32 however small it is; and its root."""
+    root = exponential(-tl.abs(x) / 2)
+    e = root * root
+    inverse = 1 / (1 + e)
+    return (
+        tl.where(x < 0, e, 1.0) * inverse,
+        tl.where(x < 0, 1.0, e) * inverse,
+        tl.where(x < 0, root, 1.0) * tl.sqrt(inverse),
+    )

@@ -1,7 +1,7 @@
 """`L sigmoid(gate) * x`, or its gate's root times x, in one pass over memory, forward and backward.
 
-    f = L sigmoid(gate)      y = f x      d_x = f d      d_gate = f (1 - sigmoid(gate)) x d
-    f = sqrt(L sigmoid(gate))             d_x = f d      d_gate = f (1 - sigmoid(gate)) x d / 2
+    f = L sigmoid(gate)      y = f x      d_x = f d      d_gate = f sigmoid(-gate) x d
+    f = sqrt(L sigmoid(gate))             d_x = f d      d_gate = f sigmoid(-gate) x d / 2
 
 The backward pass keeps only the inputs.
 """
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
-from deltazoo.ops.fused.kernels.sigmoid import sigmoid
+from deltazoo.ops.fused.kernels.sigmoid import logistic
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
@@ -24,8 +24,10 @@ _ELEMENTS = 2048
 
 
 @triton.jit
-def _factor(s, LARGEST: tl.constexpr, ROOT: tl.constexpr):
-    return tl.sqrt(LARGEST * s) if ROOT else LARGEST * s
+def _factor(gate, LARGEST: tl.constexpr, ROOT: tl.constexpr):
+    """f and `sigmoid(-gate)`."""
+    s, rest, root = logistic(gate)
+    return root * tl.sqrt(tl.full([], LARGEST, tl.float32)) if ROOT else LARGEST * s, rest
 
 
 # N is specialised: unless Triton knows that N is a multiple of 16, it masks and reads single elements.
@@ -35,8 +37,8 @@ def sigmoid_gate_forward_kernel(gate, x, y, N, LARGEST: tl.constexpr, ROOT: tl.c
     mask = offsets < N
     g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    s = sigmoid(g, x.dtype.element_ty != tl.float32)
-    tl.store(y + offsets, (_factor(s, LARGEST, ROOT) * value).to(y.dtype.element_ty), mask=mask)
+    f, _ = _factor(g, LARGEST, ROOT)
+    tl.store(y + offsets, (f * value).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -47,10 +49,10 @@ def sigmoid_gate_backward_kernel(gate, x, d_y, d_gate, d_x, N, LARGEST: tl.const
     g = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     d = tl.load(d_y + offsets, mask=mask, other=0.0).to(tl.float32)
-    s = sigmoid(g, x.dtype.element_ty != tl.float32)
-    d *= _factor(s, LARGEST, ROOT)
+    f, rest = _factor(g, LARGEST, ROOT)
+    d *= f
     tl.store(d_x + offsets, d.to(d_x.dtype.element_ty), mask=mask)
-    d *= value * (1 - s)
+    d *= value * rest
     tl.store(d_gate + offsets, (0.5 * d if ROOT else d).to(d_gate.dtype.element_ty), mask=mask)
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
+from deltazoo.ops.fused.kernels.sigmoid import exponential
 from deltazoo.ops.fused.kernels.sum_of_parts import sum_of_parts
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
@@ -31,26 +32,6 @@ _MOST_PARTS = 512
 
 
 @triton.jit
-def _exponential(x):
-    """`exp(x)`, x <= 0, to a rounding of float32; 0 where float32 has no normal number.
-
-    A power of two times `exp(r)`, |r| <= log(2) / 2, by its Taylor series. `exp2` of the device errs by two roundings.
-    """
-    x = tl.where(x < -88.0, -88.0, x)  # and NaN stays
-    n = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))  # log2(e)
-    r = tl.fma(n, -0.693145751953125, x)  # log(2) in two parts: n times the first one is exact
-    r = tl.fma(n, -1.4286068203094173e-06, r)
-    series = 1 / 5040
-    series = tl.fma(r, series, 1 / 720)
-    series = tl.fma(r, series, 1 / 120)
-    series = tl.fma(r, series, 1 / 24)
-    series = tl.fma(r, series, 1 / 6)
-    series = tl.fma(r, series, 0.5)
-    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    return power * tl.fma(r * r, series, r + 1)
-
-
-@triton.jit
 def _quotient(x, y):
     """`x / y` to a rounding, for y from 1 to 3: the device's own errs by two."""
     reciprocal = 1 / y
@@ -65,7 +46,7 @@ def _softplus(x):
     With e = exp(-|x|) it is max(x, 0) + log(1 + e), and log(1 + e) = 2 artanh(e / (2 + e)), a series in odd powers of
     at most 1/3. The logarithm of a sum near 1 would lose the small steps that models start from.
     """
-    e = _exponential(-tl.abs(x))
+    e = exponential(-tl.abs(x))
     s = _quotient(e, 2 + e)
     t = s * s
     series = 1 / 15
@@ -91,7 +72,7 @@ def _exponential_minus_1(x):
     series = tl.fma(x, series, 1 / 24)
     series = tl.fma(x, series, 1 / 6)
     series = tl.fma(x, series, 0.5)
-    return tl.where(x > -1.0, tl.fma(x * x, series, x), _exponential(x) - 1)
+    return tl.where(x > -1.0, tl.fma(x * x, series, x), exponential(x) - 1)
 
 
 @triton.jit
@@ -105,7 +86,7 @@ def _columns(A_log, dt_bias, C, D: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def _rate(A_log):
-    e = _exponential(-tl.abs(A_log))
+    e = exponential(-tl.abs(A_log))
     return tl.where(A_log > 0, tl.div_rn(1.0, e), e)
 
 
@@ -139,7 +120,7 @@ def softplus_decay_backward_kernel(a, A_log, dt_bias, d_log_decay, d_a, parts, R
         d = tl.load(d_log_decay + offsets, mask=mask, other=0.0).to(tl.float32)
         softplus, slope = _softplus(x)
         if SATURATING:
-            d *= _exponential(-rate * softplus / 5)
+            d *= exponential(-rate * softplus / 5)
         d *= -rate
         d_rate += d * softplus  # of A_log, for exp(A_log) is its own derivative
         d *= slope
