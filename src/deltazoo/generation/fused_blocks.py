@@ -27,6 +27,7 @@ from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.linear_maps import is_plain_sequence
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GATE_ACTIVATIONS, GatedRMSNorm, RMSNorm
+from deltazoo.layers.rule import STEP_KEYS
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import MixerState, is_decoding_step
 from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit
@@ -111,15 +112,20 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
 
 def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
     spec, form = mixer.spec, mixer.step_form()
-    served = (
-        spec.step_size in ("none", *STEP_SIZES)
-        and form is not None
-        and (spec.erase_key == "tied" if form.keys == "tied" else spec.normalize_k)
-        and (mixer.neg_eigval == "both" or not mixer.allow_neg_eigval)
-        and (spec.output_gate == "none" or spec.gate_activation in GATE_ACTIVATIONS)
-    )
-    if form is None or not served:
-        return f"the rule {spec.name!r} has its own step"
+    if form is None or form.keys not in STEP_KEYS or (spec.decay == "none") != (form.decay == "none"):
+        return f"the rule {spec.name!r} has a decay or keys of its own"
+    if spec.step_size not in ("none", *STEP_SIZES):
+        return "its step size is a function of its own"
+    if mixer.allow_neg_eigval and mixer.neg_eigval != "both":
+        return f"its neg_eigval is {mixer.neg_eigval!r}"
+    if spec.output_gate != "none" and spec.gate_activation not in GATE_ACTIVATIONS:
+        return "its output gate has an activation of its own"
+    if spec.erase_key != "tied" if form.keys == "tied" else not spec.normalize_k:
+        return f"its keys are {form.keys!r}, and its spec has others"
+    if form.keys == "erase_first" and spec.erase_reads != "decayed":
+        return "its first step reads the state before the decay"
+    if form.decay == "fixed" and spec.decay != "scalar":
+        return "its decay is per head, and its spec has another"
     convolutions = [getattr(mixer, f"{name}_conv1d", None) for name in "qkv"]
     if mixer.conv_size < 2 or mixer.activation != "silu" or any(type(x) is not ShortConvolution for x in convolutions):
         return "queries, keys and values do not pass a short convolution and SiLU"

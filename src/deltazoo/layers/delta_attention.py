@@ -415,13 +415,13 @@ class DeltaRuleAttention(Float32Parameters):
         """What the kernel of a decoding step has to know of the rule; None: it cannot compute it.
 
         Decoding steps run fused in a class that defines this itself, not by inheritance. A subclass may if the form
-        says all that it changes of the rule.
+        says all that it changes of the rule; nothing checks that.
         """
         if self.spec.decay == "none":
             return StepForm("none")
         gate = "a_proj" if self.spec.decay == "scalar" else "f_proj"
         for name in ("softplus", "saturating"):
-            if self.decay_gate is decay.DECAY_GATES[name]:
+            if getattr(self, "decay_gate", None) is decay.DECAY_GATES[name]:
                 return StepForm(name, gate)
         return None
 

@@ -21,7 +21,13 @@ from deltazoo.ops import (
 from deltazoo.ops.named_choices import function_of
 from deltazoo.spec import DeltaRuleSpec
 
-__all__ = ["RuleInputs", "StepForm", "bounded_step", "effective_step", "run_rule"]
+__all__ = ["STEP_KEYS", "RuleInputs", "StepForm", "bounded_step", "effective_step", "run_rule"]
+
+
+STEP_KEYS = (
+    "tied", "gated", "gated_query", "roots", "query_share", "feedback", "unit_feedback", "erase_first", "scaled",
+)  # fmt: skip
+"""What `StepForm.keys` may be."""
 
 
 class StepForm(NamedTuple):

@@ -328,6 +328,7 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         )
         for keys in ("feedback", "gated_query", "erase_first")
     },
+    "step_rule_doubled": (4, lambda: apply_rule(64, "silu", 128, doubled_step=True)),
     "step_rule_micro_steps": (2, lambda: apply_rule(64, "silu", 256, micro_steps=2)),
     "step_scaled_keys": (8, lambda: scale_keys(64)),
     **{
@@ -423,5 +424,6 @@ def test_registers_and_spills(name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     blocks, _ = CALLS[name]
     for compiled in compile_call(name, monkeypatch):
         found = resources(compiled.asm["cubin"], tmp_path)
+        assert "f64" not in compiled.asm["ttir"], compiled.name  # as a constant that is no normal float32 makes it
         assert found["LOCAL"] == found["STACK"] == 0, (compiled.name, found)
         assert found["REG"] <= 65536 // (128 * blocks), (compiled.name, found)

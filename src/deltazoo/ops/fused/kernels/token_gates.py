@@ -50,12 +50,12 @@ def _second_map(x, weight, bias, y, block, R, M: tl.constexpr, N: tl.constexpr, 
         added += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)
     wait_for_inputs(AHEAD)
     if BM == 1:
-        row = tl.program_id(1)
+        row = tl.program_id(1).to(tl.int64)
         value = tl.load(x + row * M + inner, mask=inner < RANK, other=0.0)
         total = tl.sum(w.to(tl.float32) * value[None, :], axis=1) + added
         tl.store(y + row * WIDTH + columns, total, mask=column_mask)
     else:
-        rows = tl.program_id(1) * BM + tl.arange(0, BM)
+        rows = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
         values = tl.load(
             x + rows[:, None] * M + inner[None, :], mask=(rows < R)[:, None] & (inner < RANK)[None, :], other=0.0
         )

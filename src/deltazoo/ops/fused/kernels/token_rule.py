@@ -73,6 +73,9 @@ class RuleShape(NamedTuple):
     "erase_first": a step before k's erases under a unit key of its own, from `low_rank_gates`, with the size s(c), c
         `[HV]`.
     "scaled": it writes under what `scaled_keys` makes of k.
+
+    In a layer's `StepForm` the maps, or the parameters, of "scaled" are those of the moment: decay gate and step gate;
+    `A_log`, `dt_bias` and `log_scale`. p0 and p1 are the parameters of the others, in this order.
     """
     micro_steps: int = 1
     """Steps per token with keys, values and b of their own."""
@@ -267,14 +270,12 @@ def token_rule_kernel(
                 beta = 1.0
             else:
                 b = tl.sigmoid(tl.load(mixed + STEP_AT + step * HV + head))
-                squared_norm = tl.sum(k * k, axis=0)
-                beta = _step_size(b, squared_norm, STEP) * LARGEST
-            if KEYS == "scaled":
-                if LARGEST_GAIN > 0:
-                    beta = tl.minimum(beta, LARGEST_GAIN / tl.maximum(squared_norm, 1e-38))
-                k = tl.load(write_keys + (matrix // HV * H + key_head) * K + keys, mask=key_mask, other=0.0)
-            if LARGEST_GAIN > 0:
-                beta = tl.minimum(beta, LARGEST_GAIN / tl.maximum(tl.sum(e * k, axis=0), 1e-38))
+                beta = _step_size(b, tl.sum(k * k, axis=0), STEP) * LARGEST
+        if KEYS == "scaled":
+            k = tl.load(write_keys + (matrix // HV * H + key_head) * K + keys, mask=key_mask, other=0.0)
+        if STEP != "none":
+            if LARGEST_GAIN > 0:  # the bound's bound is a normal number of float32: Triton takes others for float64
+                beta = tl.minimum(beta, LARGEST_GAIN / tl.maximum(tl.sum(e * k, axis=0), 1.2e-38))
             if step > 0 or not UNDECAYED or DECAY == "none":
                 erased = tl.sum(S * e[:, None], axis=0)
             u = beta * (u - erased)
