@@ -12,7 +12,7 @@ from deltazoo.workbench.lab.text_conversions.conversion_page import write_conver
 from deltazoo.workbench.lab.text_conversions.conversion_results import ConversionResults
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "text_h100.jsonl"
+RESULTS = ROOT / "benchmarks" / "results" / "text.jsonl"
 CONVERSIONS = ROOT / "benchmarks" / "results" / "text_conversions_h100.jsonl"
 MANIFEST = ROOT / "benchmarks" / "results" / "text_corpus.json"
 DOCS = ROOT / "docs"

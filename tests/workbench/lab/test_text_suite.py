@@ -306,14 +306,15 @@ def test_what_a_file_lacks_is_trained_and_nothing_else(
     finished: TextResults, corpus: TextCorpus, tmp_path: Path
 ) -> None:
     lines = finished.path.read_text().splitlines(keepends=True)
-    assert kinds(finished.path) == ["trial", "trial", "configuration", "decoding"] * 2
+    assert kinds(finished.path) == ["trial", "trial", "configuration"] * 2 + ["costs"] * 2
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(lines[:-2]) + lines[-2][:100])  # killed while the last training's line was written
+    path.write_text("".join(lines[:-3]) + lines[-3][:100])  # killed while the last training's line was written
     results = open_results(path, RECIPE, corpus)
-    assert [job.name for job in missing_jobs(results, CONFIGURATIONS)] == ["softmax, seed 0"]
+    assert missing_jobs(results, CONFIGURATIONS) == [Job("softmax"), Job("delta_net", costs=True)]
     reported: list[str] = []
     assert run(results, corpus, report=reported.append) == []
-    assert [line.split(":")[0] for line in reported] == ["softmax, seed 0", "softmax, decoding, tokens/s by rows"]
+    done = ["softmax, seed 0", "delta_net, costs", "softmax, costs"]
+    assert [line.split(":")[0] for line in reported] == done
     again = open_results(path, RECIPE, corpus)
     for key, configuration in finished.configurations.items():  # the same seed, the same numbers
         assert (
@@ -327,51 +328,66 @@ def test_what_a_file_lacks_is_trained_and_nothing_else(
         open_results(path, replace(RECIPE, steps=5), corpus)
     with pytest.raises(ValueError, match="results of another corpus"):
         open_results(path, RECIPE, replace(corpus, train=corpus.train[:-1]))
-    with pytest.raises(ValueError, match="results of a machine, this is another"):
-        run_text_suite(again, corpus, devices=["cpu"], environment=replace(HERE, device="another"))
 
 
-def test_decoding_is_measured_apart_from_training(
+def test_costs_are_measured_apart_from_training(
     finished: TextResults, corpus: TextCorpus, tmp_path: Path, monkeypatch
 ) -> None:
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(without("decoding", finished)))
-    jobs = [Job(name, decoding=True) for name in CONFIGURATIONS]
+    path.write_text("".join(without("costs", finished)))
+    jobs = [Job(name, costs=True) for name in CONFIGURATIONS]
     results = open_results(path, RECIPE, corpus)
     assert missing_jobs(results, CONFIGURATIONS) == jobs and missing_jobs(results, ["softmax"]) == jobs[1:]
-    assert missing_jobs(results)[:3] == [*jobs, Job(base_configurations()[0])]
-    timed = {}
+    assert missing_jobs(results)[0] == Job(base_configurations()[0]) and missing_jobs(results)[-2:] == jobs
+    measured = {}
+
+    class Watched(Training):
+        def advance(self, steps: int, **options: object) -> None:
+            super().advance(steps, **options)
+            measured[self.model] = self.steps, self.rate
 
     def watched(model: torch.nn.Module, *inputs: object) -> dict:
-        timed[model.config.layer_types[0]] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        assert not model.training
+        assert not model.training and model in measured
         return text_decoding.decoding(model, *inputs)
 
+    monkeypatch.setattr(text_suite, "Training", Watched)
     monkeypatch.setattr(text_suite, "decoding", watched)
-    monkeypatch.setattr(text_suite, "Training", None)  # nothing is trained
     assert run(results, corpus) == []
-    assert kinds(path)[-3:] == ["configuration", "decoding", "decoding"] and len(kinds(path)) == len(
-        kinds(finished.path)
-    )
-    for name, weights in zip(CONFIGURATIONS, timed.values(), strict=True):
-        untrained = build_model(name, RECIPE, corpus.vocab_size, seed=0).state_dict()
-        assert untrained.keys() == weights.keys() and all(torch.equal(weights[key], untrained[key]) for key in weights)
+    assert kinds(path)[-3:] == ["configuration", "costs", "costs"] and len(kinds(path)) == len(kinds(finished.path))
+    # The first steps at the rate that was found, not the whole training.
+    assert list(measured.values()) == [(RECIPE.rungs[0], results.rate_of(name)) for name in CONFIGURATIONS]
     for again in (results, open_results(path, RECIPE, corpus)):
         for name in CONFIGURATIONS:
-            assert list(again.decodings[name].decoding) == ["1", "2"]
+            costs = again.costs[name]
+            assert list(costs.decoding) == ["1", "2"] and costs.tokens_per_second > 0 and costs.peak_bytes is None
             assert all(again.decoding_speeds(batch)[name] > 0 for batch in RECIPE.decode_batches)
-            assert again.decodings[name].environment == HERE and again.decodings[name].date
+            assert costs.training_steps == RECIPE.rungs[0] and costs.environment == HERE and costs.date
         bytes_per_token = 2 * 32 * RECIPE.num_layers * 4  # keys and values in float32
-        assert again.decodings["softmax"].state_bytes == {"64": 64 * bytes_per_token, "128": 128 * bytes_per_token}
-        assert len(set(again.decodings["delta_net"].state_bytes.values())) == 1
+        assert again.costs["softmax"].state_bytes == {"64": 64 * bytes_per_token, "128": 128 * bytes_per_token}
+        assert len(set(again.costs["delta_net"].state_bytes.values())) == 1
 
     before = path.read_bytes()
     assert run(results, corpus, report=pytest.fail) == [] and path.read_bytes() == before
-    results.add(replace(results.decodings["softmax"], state_bytes={"64": 1}))
-    assert open_results(path, RECIPE, corpus).decodings["softmax"].state_bytes == {"64": 1}
-    results.add(replace(results.decodings["softmax"], environment=replace(HERE, device="another")))
-    with pytest.raises(ValueError, match="results of another, this is a machine"):
-        run(results, corpus)
+    results.add(replace(results.costs["softmax"], state_bytes={"64": 1}))
+    assert open_results(path, RECIPE, corpus).costs["softmax"].state_bytes == {"64": 1}
+
+
+def test_costs_of_several_cards_stay_apart(finished: TextResults, corpus: TextCorpus, tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text(finished.path.read_text())
+    results = open_results(path, RECIPE, corpus)
+    other = replace(HERE, device="another")
+    jobs = [Job(name, costs=True) for name in CONFIGURATIONS]
+    assert missing_jobs(results, CONFIGURATIONS) == [] and missing_jobs(results, CONFIGURATIONS, "another") == jobs
+    results.add(replace(finished.costs["softmax"], environment=other, tokens_per_second=1.0))
+    for again in (results, open_results(path, RECIPE, corpus)):
+        assert again.card == HERE.device and again.costs == finished.costs
+        assert again.costs_on("another")["softmax"].tokens_per_second == 1.0 and again.costs_on("a third") == {}
+    options = {"only": CONFIGURATIONS, "devices": ["cpu"], "report": lambda line: None}
+    assert run_text_suite(results, corpus, environment=other, **options) == []
+    assert kinds(path)[len(kinds(finished.path)) :] == ["costs"] * 2 and len(results.costs_on("another")) == 2
+    results.add(replace(finished.costs["softmax"], configuration="kda", environment=other))
+    assert results.card == "another" and len(results.costs) == 3
 
 
 def test_what_does_not_decode_stops_nothing(
@@ -385,10 +401,10 @@ def test_what_does_not_decode_stops_nothing(
 
     monkeypatch.setattr(text_decoding, "Decoder", Failing)
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(without("decoding", finished)))
+    path.write_text("".join(without("costs", finished)))
     results = open_results(path, RECIPE, corpus)
     assert run(results, corpus) == []
-    assert all("no room" in result.decoding["2"]["error"] for result in results.decodings.values())
+    assert all("no room" in result.decoding["2"]["error"] for result in results.costs.values())
     assert results.decoding_speeds(2) == {} and results.decoding_speeds(1).keys() == set(CONFIGURATIONS)
     manifest = {**corpus.manifest, "sha256": corpus.digest}
     page = write_text_page(tmp_path / "text.md", results, manifest, images=tmp_path / "images").read_text()
@@ -402,23 +418,23 @@ def test_what_does_not_decode_stops_nothing(
         return 1
 
     monkeypatch.setattr(text_suite, "state_bytes", state_bytes)
-    path.write_text("".join(without("decoding", finished)))
+    path.write_text("".join(without("costs", finished)))
     results = open_results(path, RECIPE, corpus)
-    with pytest.raises(RuntimeError, match="delta_net, decoding: RuntimeError: no memory"):
+    with pytest.raises(RuntimeError, match="delta_net, costs: RuntimeError: no memory"):
         run(results, corpus)
-    assert list(results.decodings) == ["softmax"] and kinds(path).count("decoding") == 1
+    assert list(results.costs) == ["softmax"] and kinds(path).count("costs") == 1
 
 
 def test_a_measurement_that_the_limit_leaves_no_time_for_is_left_out(
     finished: TextResults, corpus: TextCorpus, tmp_path: Path, monkeypatch
 ) -> None:
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(without("decoding", finished)[:-1]))  # softmax is not trained, nothing is measured
+    path.write_text("".join(without("costs", finished)[:-1]))  # softmax is not trained, nothing is measured
     results = open_results(path, RECIPE, corpus)
     monkeypatch.setattr(text_suite, "_DECODING_SECONDS", 1e6)
     reported: list[str] = []
     missing = run(results, corpus, limit=1e5, report=reported.append)
-    assert missing == [Job(name, decoding=True) for name in CONFIGURATIONS] and not results.decodings
+    assert missing == [Job(name, costs=True) for name in CONFIGURATIONS] and not results.costs
     assert [line for line in reported if "no time" in line] == [f"{job.name}: no time left for it" for job in missing]
     assert kinds(path)[-1] == "configuration" and results.configurations.keys() == finished.configurations.keys()
 
@@ -433,13 +449,13 @@ def test_several_devices_share_the_work_and_the_file(
         assert results.configurations[key].curve == configuration.curve
     assert open_results(results.path, RECIPE, corpus).trainings.keys() == finished.trainings.keys()
     assert "softmax, seed 0: learning rate 0.01, loss" in capfd.readouterr().out
-    assert kinds(results.path).count("decoding") == 2 and results.decodings.keys() == set(CONFIGURATIONS)
+    assert kinds(results.path).count("costs") == 2 and results.costs.keys() == set(CONFIGURATIONS)
 
-    results.path.write_text("".join(without("decoding", results)))
+    results.path.write_text("".join(without("costs", results)))
     again = open_results(results.path, RECIPE, corpus)
     assert run(again, corpus, devices=["cpu", "cpu"]) == []
-    assert sorted(kinds(again.path)) == sorted(kinds(finished.path)) and kinds(again.path)[-2:] == ["decoding"] * 2
-    assert again.decodings.keys() == set(CONFIGURATIONS)
+    assert sorted(kinds(again.path)) == sorted(kinds(finished.path)) and kinds(again.path)[-2:] == ["costs"] * 2
+    assert again.costs.keys() == set(CONFIGURATIONS)
     before = again.path.read_bytes()
     assert run(again, corpus, devices=["cpu", "cpu"]) == [] and again.path.read_bytes() == before
 
@@ -468,7 +484,7 @@ def test_a_training_that_the_limit_cuts_leaves_its_rungs(corpus: TextCorpus, tmp
     assert len(results.path.read_text().splitlines()) == len(results.trials) + 1
     again = open_results(results.path, RECIPE, corpus)
     assert run(again, corpus) == [] and len(again.trials) == 4 and len(again.configurations) == 2
-    assert len(again.decodings) == 2
+    assert len(again.costs) == 2
 
 
 def test_a_rate_at_which_the_loss_is_not_finite_is_not_taken(corpus: TextCorpus, tmp_path: Path) -> None:
@@ -535,10 +551,11 @@ def test_a_gpu_trains_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, con
     results = open_results(tmp_path / "text.jsonl", recipe, corpus)
     assert run_text_suite(results, corpus, devices=["cuda:0"], environment=HERE, only=[configuration]) == []
     found = results.configurations[configuration, 0]
-    assert found.peak_bytes is not None and found.peak_bytes > 16 * found.parameters  # weights, gradients, two moments
+    costs = results.costs[configuration]
+    assert costs.peak_bytes is not None and costs.peak_bytes > 16 * found.parameters  # weights, gradients, two moments
     assert 0 < bits_per_byte(found, results) < 10
     assert all(results.decoding_speeds(batch)[configuration] > 0 for batch in recipe.decode_batches)
-    assert results.decodings[configuration].state_bytes["128"] > 0
+    assert costs.state_bytes["128"] > 0
 
 
 def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, finished: TextResults) -> None:
@@ -551,7 +568,7 @@ def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, f
             results.trials[configuration, rate, RECIPE.rungs[0]] = trial(configuration, rate, rate)
         added = replace(example, configuration=configuration, seed=seed, rate=RECIPE.rates[0], scores=scores)
         results.trainings[configuration, seed, RECIPE.rates[0]] = added
-        results.decodings[configuration] = finished.decodings["delta_net"]
+        results.measured[HERE.device, configuration] = finished.costs["delta_net"]
 
     def scaled(factor: float) -> dict:
         nats = [x * factor for x in example.scores["64"]["file_nats"]]
@@ -564,8 +581,8 @@ def test_hybrids_and_second_seeds_follow_from_what_is_best(corpus: TextCorpus, f
     for job in jobs:
         add(job.configuration, scaled(1.2))
     assert missing_jobs(results) == [Job(configuration, 1) for configuration in configurations[:5]]
-    del results.decodings[hybrid_of("kda")]
-    assert missing_jobs(results)[:2] == [Job(hybrid_of("kda"), decoding=True), Job(configurations[0], 1)]
+    del results.measured[HERE.device, hybrid_of("kda")]
+    assert missing_jobs(results)[4:] == [Job(configurations[4], 1), Job(hybrid_of("kda"), costs=True)]
 
     best, next_best = (interval(configuration, results) for configuration in configurations[:2])
     assert best.low < best.value < best.high and best.value == bits_per_byte(
@@ -596,7 +613,7 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     shares = {name: _recalled(finished.configurations[name, 0], 64) for name in CONFIGURATIONS}
     most = max(shares.values(), key=lambda found: found[0] / found[1])
     assert f"{most[0] / most[1]:.1%}" in choices.split("recall within the row")[1]
-    fastest = max(finished.configurations.values(), key=lambda result: result.tokens_per_second)
+    fastest = max(finished.costs.values(), key=lambda result: result.tokens_per_second)
     assert f"| training | {configuration_label(fastest.configuration)} | {fastest.tokens_per_second:,.0f}" in choices
     assert f"{len(base_configurations()) - 2} are not trained" in page and "KDA" in page.split("## What is missing")[1]
     pictures = re.findall(r"!\[.*\]\((.*)\)", page)
@@ -604,23 +621,29 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     assert page == write_text_page(tmp_path / "text.md", finished, manifest, images=images).read_text()
     costs = page.split("## Costs")[1].split("##")[0]
     for name in CONFIGURATIONS:
-        result = finished.decodings[name]
-        speeds = f"{result.figure(1)} | {result.figure(2)} | {result.state_bytes['64'] / 2**20:.1f}"
+        result = finished.costs[name]
+        speeds = f"{result.tokens_per_second:,.0f} | - | {result.decoding_figure(1)} | {result.decoding_figure(2)}"
+        speeds += f" | {result.state_bytes['64'] / 2**20:.1f}"
         assert re.search(rf"\| {re.escape(configuration_label(name))} .*\| {re.escape(speeds)} \|", costs)
     assert "are not measured" not in page and "| decoding 2 rows |" in choices
 
     unmeasured = tmp_path / "unmeasured.jsonl"
-    unmeasured.write_text("".join(without("decoding", finished)))
+    unmeasured.write_text("".join(without("costs", finished)))
     results = TextResults.read(unmeasured)
     page = write_text_page(tmp_path / "text.md", results, manifest, images=images).read_text()
-    assert page.split("## Costs")[1].split("##")[0].count("| - | - | - | - |") == 2
-    assert "Decoding and state size of 2 of the trained models are not measured." in page
-    assert "| training |" in page and "| decoding" not in page.split("## Findings")[0]
-    results.add(finished.decodings["softmax"])
+    assert "## Costs" not in page and "text_cost.png" not in page
+    choices = page.split("## Which rule for what")[1].split("##")[0]
+    assert "| recall" in choices and "| training" not in choices and "| decoding" not in choices
+    assert "The costs of 2 trained models are not measured: DeltaNet; softmax attention." in page
+    results.add(replace(finished.costs["softmax"], training_steps=RECIPE.steps))
     page = write_text_page(tmp_path / "text.md", results, manifest, images=images).read_text()
-    assert "Decoding and state size of 1 of the trained models are not measured." in page
-    best = f"| {configuration_label('softmax')} | {finished.decodings['softmax'].figure(1)} tokens/s | - |"
+    assert "The costs of 1 trained models are not measured: DeltaNet." in page
+    best = f"| {configuration_label('softmax')} | {finished.costs['softmax'].decoding_figure(1)} tokens/s | - |"
     assert f"| decoding 1 row {best}" in page
+    costs = page.split("## Costs")[1].split("##")[0]
+    assert (
+        costs.count("| - | - | - | - | - | - |") == 1 and "of all steps, not the first 2: softmax attention." in costs
+    )
     with pytest.raises(ValueError, match="another text than the manifest"):
         write_text_page(tmp_path / "text.md", finished, {**manifest, "sha256": "0"}, images=images)
 
@@ -643,7 +666,7 @@ def test_the_command_line_trains_within_a_limit(corpus: TextCorpus, tmp_path: Pa
     assert "delta_net, seed 0" in capsys.readouterr().out
     assert status([*command, "--only", "delta_net", "--limit", "600"]) == 0
     printed = capsys.readouterr().out
-    assert "bits per byte" in printed and "delta_net, decoding" in printed and "0 jobs are missing" in printed
+    assert "bits per byte" in printed and "delta_net, costs" in printed and "0 jobs are missing" in printed
     assert set(open_results(tmp_path / "text.jsonl", RECIPE, corpus).configurations) == {("delta_net", 0)}
     assert (
         status([*command, "--steps", "3", "--no-measure"]) == 1

@@ -1,8 +1,9 @@
-"""Result files of the suite: a JSON line per trial of a learning rate, trained configuration and measured decoding."""
+"""Result files of the suite: a JSON line per trial of a learning rate, training and measurement of costs."""
 
 import fcntl
 import json
 import os
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 
 __all__ = [
-    "DecodingResult",
+    "CostResult",
     "Job",
     "Result",
     "TextResult",
@@ -31,13 +32,13 @@ class Job:
 
     configuration: str
     seed: int = 0
-    decoding: bool = False
-    """It is trained, and its decoding is to be measured."""
+    costs: bool = False
+    """It is trained, and its costs are to be measured."""
 
     @property
     def name(self) -> str:
         """In words."""
-        return f"{self.configuration}, {'decoding' if self.decoding else f'seed {self.seed}'}"
+        return f"{self.configuration}, {'costs' if self.costs else f'seed {self.seed}'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class TextResult:
     """By row length: `LengthScore.as_json()`."""
     training_seconds: float
     tokens_per_second: float
-    peak_bytes: int | None
+    """On the card of this training, which may not be that of others: see `CostResult`."""
     seconds: float
     """Of this training and its scores; as long as decoding was measured right after a training, of that, too."""
     environment: Environment
@@ -81,10 +82,16 @@ class TextResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingResult:
-    """How fast a configuration decodes and what state it keeps, whatever its weights are. A later line counts."""
+class CostResult:
+    """How fast a configuration trains and decodes on a card, and the memory that it takes. A later line counts."""
 
     configuration: str
+    training_steps: int
+    """Steps of the training with the rate that was found, of which speed and memory are."""
+    tokens_per_second: float
+    """In training."""
+    peak_bytes: int | None
+    """In training; None on a CPU."""
     state_bytes: dict[str, int]
     """By tokens of context."""
     decoding: dict[str, dict[str, Any]]
@@ -92,19 +99,19 @@ class DecodingResult:
     environment: Environment
     date: str
 
-    def speed(self, batch: int) -> float | None:
+    def decoding_speed(self, batch: int) -> float | None:
         """New tokens per second of so many rows together; None where there is no figure."""
         return self.decoding[str(batch)].get("tokens_per_second")
 
-    def figure(self, batch: int) -> str:
+    def decoding_figure(self, batch: int) -> str:
         """Their speed as a table shows it, or why there is none."""
-        speed = self.speed(batch)
+        speed = self.decoding_speed(batch)
         return self.decoding[str(batch)]["error"] if speed is None else f"{speed:,.0f}"
 
 
-Result = Trial | TextResult | DecodingResult
+Result = Trial | TextResult | CostResult
 """What a line after the first one holds."""
-_KINDS: dict[str, type[Result]] = {"trial": Trial, "configuration": TextResult, "decoding": DecodingResult}
+_KINDS: dict[str, type[Result]] = {"trial": Trial, "configuration": TextResult, "costs": CostResult}
 
 
 class TextResults:
@@ -132,7 +139,7 @@ class TextResults:
         }
         self.trials: dict[tuple[str, float, int], Trial] = {}
         self.trainings: dict[tuple[str, int, float], TextResult] = {}
-        self.decodings: dict[str, DecodingResult] = {}
+        self.measured: dict[tuple[str, str], CostResult] = {}
         if path.exists() and path.stat().st_size:
             self._read()
             check_header(path, self.header)
@@ -146,7 +153,7 @@ class TextResults:
         """
         results = cls.__new__(cls)
         results.path, results.header = path, read_header(path)
-        results.trials, results.trainings, results.decodings = {}, {}, {}
+        results.trials, results.trainings, results.measured = {}, {}, {}
         results._read()
         return results
 
@@ -179,7 +186,7 @@ class TextResults:
         elif isinstance(result, TextResult):
             self.trainings[result.configuration, result.seed, result.rate] = result
         else:
-            self.decodings[result.configuration] = result
+            self.measured[result.environment.device, result.configuration] = result
 
     @cached_property
     def recipe(self) -> TextRecipe:
@@ -195,9 +202,24 @@ class TextResults:
         rates, rung = self.recipe.standing(self.losses(configuration))
         return rates[0] if rates and rung is None else None
 
+    def costs_on(self, card: str) -> dict[str, CostResult]:
+        """Of the configurations that were measured on it."""
+        return {configuration: result for (device, configuration), result in self.measured.items() if device == card}
+
+    @property
+    def card(self) -> str:
+        """The one on which most configurations were measured; empty if none was."""
+        counts = Counter(device for device, _ in self.measured)
+        return max(counts, key=counts.__getitem__, default="")
+
+    @property
+    def costs(self) -> dict[str, CostResult]:
+        """By configuration, all on `card`."""
+        return self.costs_on(self.card)
+
     def decoding_speeds(self, batch: int) -> dict[str, float]:
-        """By configuration, as far as there are figures; as `DecodingResult.speed`."""
-        found = {configuration: result.speed(batch) for configuration, result in self.decodings.items()}
+        """By configuration, as far as there are figures; as `CostResult.decoding_speed`."""
+        found = {configuration: result.decoding_speed(batch) for configuration, result in self.costs.items()}
         return {configuration: speed for configuration, speed in found.items() if speed is not None}
 
     @property

@@ -1,6 +1,7 @@
 """The suite: trainings that a result file lacks, the most important first, within a time limit.
 
-The decoding of what is trained is measured by jobs of their own, before the next training.
+Trainings may be of several kinds of GPU, speeds would not compare then. So costs are measured by jobs of their own,
+after the trainings or where the limit leaves no time for one, and count on one kind alone.
 """
 
 import gc
@@ -22,13 +23,12 @@ from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.runner import device_is_lost
 from deltazoo.workbench.lab.text.decoding import decoding, state_bytes
 from deltazoo.workbench.lab.text.race import train_best
-from deltazoo.workbench.lab.text.results import DecodingResult, Job, Result, TextResult, TextResults, Trial
+from deltazoo.workbench.lab.text.results import CostResult, Job, TextResult, TextResults, Trial
 from deltazoo.workbench.lab.text.scoring import file_bytes, score
 from deltazoo.workbench.lab.text.text_comparison import bits_per_byte
 from deltazoo.workbench.lab.text.text_configurations import (
     HYBRID,
     base_configurations,
-    build_model,
     hybrid_of,
     intermediate_size,
 )
@@ -45,7 +45,7 @@ SECOND_SEEDS = 5
 _SCORING_SECONDS = 60.0
 """Guess of the time from the end of a training to its line in the file, before there is one to go by."""
 _DECODING_SECONDS = 40.0
-"""Guess of the time that measuring the decoding of a configuration takes."""
+"""Guess of the time that measuring the decoding of a configuration takes, after the steps that time its training."""
 
 
 def open_results(path: Path, recipe: TextRecipe, corpus: TextCorpus) -> TextResults:
@@ -58,16 +58,17 @@ def devices_of(device: str) -> list[str]:
     return [f"cuda:{number}" for number in range(torch.cuda.device_count())] if device == "cuda" else [device]
 
 
-def missing_jobs(results: TextResults, only: Sequence[str] = ()) -> list[Job]:
+def missing_jobs(results: TextResults, only: Sequence[str] = (), card: str = "") -> list[Job]:
     """What is still to be done, in order.
 
-    First the decoding of every configuration that is trained. Then the training of every rule and softmax attention.
-    When all of them are there: the hybrids of the best four rules, then the second seeds of the best five
-    configurations. One whose loss is not finite at any learning rate is left out.
+    First the training of every rule and softmax attention. When all of them are there: the hybrids of the best four
+    rules, then the second seeds of the best five configurations. Last the costs of every configuration that is trained.
+    One whose loss is not finite at any learning rate is left out.
 
     Args:
         results: what is done.
         only: configurations, hybrids among them; these alone, with one seed.
+        card: on which costs are measured; that of the results' costs unless given.
 
     Raises:
         ValueError: an unknown configuration.
@@ -80,8 +81,8 @@ def missing_jobs(results: TextResults, only: Sequence[str] = ()) -> list[Job]:
         if configuration not in known:
             raise ValueError(unknown("configuration", configuration, known))
     trained = [name for name, seed in results.configurations if seed == 0 and (not only or name in only)]
-    decodings = [Job(name, decoding=True) for name in trained if name not in results.decodings]
-    return decodings + _missing_trainings(results, only)
+    measured = results.costs_on(card or results.card)
+    return _missing_trainings(results, only) + [Job(name, costs=True) for name in trained if name not in measured]
 
 
 def _missing_trainings(results: TextResults, only: Sequence[str]) -> list[Job]:
@@ -124,20 +125,18 @@ def run_text_suite(
         What is missing still.
 
     Raises:
-        ValueError: the file has results of another device.
         RuntimeError: jobs failed; all others were tried.
     """
-    done: list[Result] = [*results.trials.values(), *results.trainings.values(), *results.decodings.values()]
-    if others := {result.environment.device for result in done} - {environment.device}:
-        raise ValueError(
-            f"{results.path} holds results of {others.pop()}, this is {environment.device}: speeds would not compare"
-        )
     deadline = None if limit is None else time.monotonic() + limit
     passed_over: set[Job] = set()
     failures: list[str] = []
 
     def due(running: Collection[Job] = ()) -> Job | None:
-        jobs = (job for job in missing_jobs(results, only) if job not in passed_over and job not in running)
+        jobs = (
+            job
+            for job in missing_jobs(results, only, environment.device)
+            if job not in passed_over and job not in running
+        )
         return next(jobs, None)
 
     def ended(job: Job, end: "_End") -> bool:
@@ -156,7 +155,7 @@ def run_text_suite(
         _work_side_by_side(results, corpus, devices, environment, deadline, due, ended)
     if failures:
         raise RuntimeError("; ".join(failures))
-    return missing_jobs(results, only)
+    return missing_jobs(results, only, environment.device)
 
 
 def _work_side_by_side(
@@ -211,7 +210,7 @@ class _Worker:
 
     def __call__(self, job: Job) -> _End:
         try:
-            if job.decoding:
+            if job.costs:
                 self._measure(job)
             else:
                 self._train(job)
@@ -230,7 +229,7 @@ class _Worker:
 
     def _train(self, job: Job) -> None:
         """Train and score a configuration, and keep what comes of it."""
-        results, corpus, device = self.results, self.corpus, self.device
+        results, corpus = self.results, self.corpus
         recipe = results.recipe
         scoring = max(
             (training.seconds - training.training_seconds for training in results.trainings.values()),
@@ -238,14 +237,10 @@ class _Worker:
         )
 
         def start(rate: float) -> Training:
-            return Training(job.configuration, recipe, corpus, rate=rate, seed=job.seed, device=device)
+            return self._start(job, rate)
 
         def advance(training: Training, steps: int) -> None:
-            later = scoring if steps == recipe.steps else 0.0
-            speed = _known_speed(job.configuration, results)
-            if speed is not None:
-                self._check_time((steps - training.steps) * recipe.tokens_per_step / speed + later)
-            training.advance(steps, watch=lambda seconds_left: self._check_time(seconds_left + later))
+            self._advance(job, training, steps, later=scoring if steps == recipe.steps else 0.0)
 
         def keep(rate: float, rung: int, loss: float, training: Training) -> None:
             trial = Trial(
@@ -288,7 +283,6 @@ class _Worker:
             scores=scores,
             training_seconds=round(training.seconds, 2),
             tokens_per_second=round(training.tokens_per_second, 1),
-            peak_bytes=training.peak_bytes,
             seconds=round(training.seconds + time.monotonic() - began, 2),
             environment=self.environment,
             date=_now(),
@@ -298,24 +292,42 @@ class _Worker:
         self.report(f"{job.name}: {bits_per_byte(result, results):.4f} bits per byte, {speed}, {result.seconds:.0f} s")
 
     def _measure(self, job: Job) -> None:
-        """Measure how a configuration decodes, untrained: the weights make no difference."""
-        self._check_time(_DECODING_SECONDS)
+        """Measure the first steps of a configuration's training, and how the model that they leave decodes."""
         recipe, device = self.results.recipe, torch.device(self.device)
-        with device:
-            model = build_model(job.configuration, recipe, self.corpus.vocab_size, seed=job.seed).eval()
+        rate = self.results.rate_of(job.configuration)
+        assert rate is not None
+        training = self._start(job, rate)
+        self._advance(job, training, recipe.rungs[0], later=_DECODING_SECONDS)
+        model, steps, speed, peak = training.model, training.steps, training.tokens_per_second, training.peak_bytes
+        del training  # the optimizer's state
+        model.eval()
         if device.type == "cuda":
             model.bfloat16()
         prompt = torch.from_numpy(self.corpus.held_out[: recipe.decode_context].astype("int64")).to(device)
-        result = DecodingResult(
+        result = CostResult(
             configuration=job.configuration,
+            training_steps=steps,
+            tokens_per_second=round(speed, 1),
+            peak_bytes=peak,
             state_bytes={str(tokens): state_bytes(model, tokens) for tokens in recipe.scored_lengths[:2]},
             decoding=decoding(model, recipe, prompt),
             environment=self.environment,
             date=_now(),
         )
         self.results.add(result)
-        speeds = "; ".join(f"{batch}: {result.figure(batch)}" for batch in recipe.decode_batches)
-        self.report(f"{job.name}, tokens/s by rows: {speeds}")
+        speeds = "; ".join(f"{batch}: {result.decoding_figure(batch)}" for batch in recipe.decode_batches)
+        self.report(f"{job.name}: {speed:,.0f} tokens/s in training; in decoding, by rows: {speeds}")
+
+    def _start(self, job: Job, rate: float) -> Training:
+        given = self.results.recipe, self.corpus
+        return Training(job.configuration, *given, rate=rate, seed=job.seed, device=self.device)
+
+    def _advance(self, job: Job, training: Training, steps: int, *, later: float) -> None:
+        """Train to a step, if so many seconds are left after it."""
+        speed = _known_speed(job.configuration, self.results)
+        if speed is not None:
+            self._check_time((steps - training.steps) * self.results.recipe.tokens_per_step / speed + later)
+        training.advance(steps, watch=lambda seconds_left: self._check_time(seconds_left + later))
 
     def _check_time(self, seconds: float) -> None:
         if self.deadline is not None and time.monotonic() + seconds > self.deadline:

@@ -74,7 +74,9 @@ def write_text_page(page: Path, results: TextResults | None, manifest: dict[str,
         shown = {key: picture(drawn[key], page, caption) for key, caption in _CAPTIONS.items()}
         parts += [shown["bits"], "## Bits per byte\n", _quality(results, ranked, recipe), shown["curves"]]
         parts += ["## Beyond the training length\n", _lengths(results, ranked, recipe), shown["position"]]
-        parts += ["## Recall\n", shown["recall"], "## Costs\n", _costs(results, ranked, recipe), shown["cost"]]
+        parts += ["## Recall\n", shown["recall"]]
+        if results.costs:
+            parts += ["## Costs\n", _costs(results, ranked, recipe), shown["cost"]]
     parts += ["## What is missing\n", _missing(results, recipe), "## Design\n", _design(recipe)]
     parts += ["## Text\n", _text(manifest, recipe)]
     if results is not None and results.trials:
@@ -92,7 +94,7 @@ def _introduction(recipe: TextRecipe) -> str:
     ) + (
         "\n\n"
         "    python scripts/build_python_text.py\n"
-        "    deltazoo lab --suite text --device cuda --out benchmarks/results/text_h100.jsonl --limit 900\n"
+        "    deltazoo lab --suite text --device cuda --out benchmarks/results/text.jsonl --limit 900\n"
         "    python scripts/render_text.py\n\n"
         "The second command trains what the file lacks, the most important first and one on each GPU, and can be given "
         "again and\nagain.\n\n"
@@ -115,13 +117,11 @@ def _choices(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
         best = max(recall, key=lambda configuration: _share(recall[configuration]))
         ties = [other for other in ranked if other != best and _tie(recall[other], recall[best])]
         rows.append(("recall within the row", best, f"{_share(recall[best]):.1%}", ties))
-    speeds = {"training": {configuration: result.tokens_per_second for configuration, result in first.items()}}
+    speeds = {"training": {name: result.tokens_per_second for name, result in results.costs.items()}}
     for batch in recipe.decode_batches:
-        decoded = results.decoding_speeds(batch)
-        speeds[f"decoding {batch} {'row' if batch == 1 else 'rows'}"] = {
-            name: decoded[name] for name in ranked if name in decoded
-        }
-    for use, speed in speeds.items():
+        speeds[f"decoding {batch} {'row' if batch == 1 else 'rows'}"] = results.decoding_speeds(batch)
+    for use, found_speeds in speeds.items():
+        speed = {name: found_speeds[name] for name in ranked if name in found_speeds}
         if not speed:
             continue
         best = max(speed, key=speed.__getitem__)
@@ -268,21 +268,26 @@ def _costs(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> s
     rows = []
     for configuration in ranked:
         first = results.of_configuration(configuration)[0]
-        decoded = results.decodings.get(configuration)
+        costs = results.costs.get(configuration)
         rows.append(
             [
                 configuration_label(configuration),
-                f"{first.tokens_per_second:,.0f}",
-                "-" if first.peak_bytes is None else f"{first.peak_bytes / 2**30:.1f}",
-                *(decoded.figure(batch) if decoded else "-" for batch in recipe.decode_batches),
+                f"{costs.tokens_per_second:,.0f}" if costs else "-",
+                f"{costs.peak_bytes / 2**30:.1f}" if costs and costs.peak_bytes else "-",
+                *(costs.decoding_figure(batch) if costs else "-" for batch in recipe.decode_batches),
                 *(
-                    f"{decoded.state_bytes[str(length)] / 2**20:.1f}" if decoded else "-"
+                    f"{costs.state_bytes[str(length)] / 2**20:.1f}" if costs else "-"
                     for length in recipe.scored_lengths[:2]
                 ),
                 f"{first.parameters:,}",
             ]
         )
-    return table(header, rows, text_columns=1)
+    note = f"Measured on one {results.card}."
+    longer = [name for name in ranked if name in results.costs and results.costs[name].training_steps > recipe.rungs[0]]
+    if longer:
+        names = _listed(longer, len(longer))
+        note += f" Training speed and memory of all steps, not the first {recipe.rungs[0]:,}: {names}."
+    return table(header, rows, text_columns=1) + "\n" + filled(note) + "\n"
 
 
 def _recall(result: TextResult, length: int) -> str:
@@ -320,8 +325,11 @@ def _missing(results: TextResults | None, recipe: TextRecipe) -> str:
         else "Every rule and softmax attention is trained.",
         f"{hybrids} hybrids are trained, {HYBRIDS} are planned; {seconds} second seeds, {SECOND_SEEDS} are planned.",
     ]
-    if results is not None and (unmeasured := done - results.decodings.keys()):
-        lines.append(f"Decoding and state size of {len(unmeasured)} of the trained models are not measured.")
+    if results is not None and (unmeasured := done - results.costs.keys()):
+        names = "; ".join(
+            configuration_label(name) for name, seed in results.configurations if name in unmeasured and not seed
+        )
+        lines.append(f"The costs of {len(unmeasured)} trained models are not measured: {names}.")
     return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
 
 
@@ -354,11 +362,14 @@ def _design(recipe: TextRecipe) -> str:
         "Recall": "An identifier is new if it occurs nowhere in the training part and has at least three tokens. At "
         "its second occurrence in a row it is completed if each of its tokens after the first is the model's likeliest "
         "one. First occurrences are counted beside, as what guessing gives.",
-        "Decoding": f"Weights in bfloat16, greedy, captured, {recipe.decode_tokens} tokens after "
-        f"{recipe.decode_context:,}, by the loop of `deltazoo.generate`. The blocks of rules are [fused for it]"
-        "(generation.md#deltazoogenerate); softmax attention is torch's `scaled_dot_product_attention` over a static "
-        "cache. Weights make no difference here, so this is measured apart from training; to measure again, delete the "
-        "lines of the kind `decoding` from the result file.",
+        "Costs": "Trainings may be done on several kinds of GPU (see [Runs](#runs)); costs are measured on one kind, "
+        f"apart from them. Training: median pace and peak memory of the first {recipe.rungs[0]:,} steps at the rate "
+        "that was found, without those in which kernels are compiled (rules with one decay per channel slow down "
+        "while their gates grow stronger). Decoding: weights in bfloat16, greedy, captured, "
+        f"{recipe.decode_tokens} tokens after {recipe.decode_context:,}, by the loop of `deltazoo.generate`. The "
+        "blocks of rules are [fused for it](generation.md#deltazoogenerate); softmax attention is torch's "
+        "`scaled_dot_product_attention` over a static cache. To measure again, delete lines of the kind `costs` from "
+        "the result file.",
         "Intervals": f"{LEVEL:.0%} of {RESAMPLES:,} bootstrap resamples of held-out files, the same ones for all "
         "models, so that differences are paired. Files of one package are alike, which resampling files leaves out.",
         "Calling a difference": "Two models differ, each by the mean of its seeds, if the interval of the paired "

@@ -157,7 +157,7 @@ def _draw_lines(
 
 def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours: dict[str, str]) -> Path:
     batch = results.recipe.decode_batches[-1]
-    training = {name: results.of_configuration(name)[0].tokens_per_second for name in ranked}
+    training = {name: result.tokens_per_second for name, result in results.costs.items()}
     subjects = (
         ("training, tokens per second", training),
         (f"decoding, {batch} rows, tokens per second", results.decoding_speeds(batch)),
@@ -183,7 +183,7 @@ def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours
         axis.locator_params(axis="x", nbins=6)
         axis.xaxis.set_major_formatter(lambda speed, _: f"{speed:,.0f}")
     axes[0].set_ylabel("bits per byte (lower is better)")
-    shown = axes[0].get_legend_handles_labels()  # the other panel may lack some
+    shown = axes[0].get_legend_handles_labels()  # the other panel may lack some, by errors
     axes[-1].legend(*shown, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return save_figure(figure, path)
 
