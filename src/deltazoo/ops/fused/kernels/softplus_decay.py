@@ -19,7 +19,7 @@ from deltazoo.ops.fused.kernels.sum_of_parts import sum_of_parts
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
-__all__ = ["softplus_decay"]
+__all__ = ["exponential_minus_1", "softplus", "softplus_decay"]
 
 _MOST_COLUMNS = 1024
 """Most columns of a program; more take several programs."""
@@ -40,7 +40,7 @@ def _quotient(x, y):
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """`log(1 + exp(x))` and its derivative, the logistic function, to a few roundings of float32.
 
     With e = exp(-|x|) it is max(x, 0) + log(1 + e), and log(1 + e) = 2 artanh(e / (2 + e)), a series in odd powers of
@@ -61,7 +61,7 @@ def _softplus(x):
 
 
 @triton.jit
-def _exponential_minus_1(x):
+def exponential_minus_1(x):
     """`exp(x) - 1`, x <= 0, to a few roundings: near 0, where the difference loses digits, by its Taylor series."""
     series = 1 / 3628800
     series = tl.fma(x, series, 1 / 362880)
@@ -99,10 +99,10 @@ def softplus_decay_forward_kernel(a, A_log, dt_bias, log_decay, R, C, D: tl.cons
         rows = block * BR + tl.arange(0, BR).to(tl.int64)
         mask = (rows < R)[:, None] & column_mask[None, :]
         offsets = rows[:, None] * C + columns[None, :]
-        softplus, _ = _softplus(tl.load(a + offsets, mask=mask, other=0.0).to(tl.float32) + bias)
-        g = -rate * softplus
+        soft, _ = softplus(tl.load(a + offsets, mask=mask, other=0.0).to(tl.float32) + bias)
+        g = -rate * soft
         if SATURATING:
-            g = 5 * _exponential_minus_1(g / 5)
+            g = 5 * exponential_minus_1(g / 5)
         tl.store(log_decay + offsets, g, mask=mask)
 
 
@@ -118,11 +118,11 @@ def softplus_decay_backward_kernel(a, A_log, dt_bias, d_log_decay, d_a, parts, R
         offsets = rows[:, None] * C + columns[None, :]
         x = tl.load(a + offsets, mask=mask, other=0.0).to(tl.float32) + bias
         d = tl.load(d_log_decay + offsets, mask=mask, other=0.0).to(tl.float32)
-        softplus, slope = _softplus(x)
+        soft, slope = softplus(x)
         if SATURATING:
-            d *= exponential(-rate * softplus / 5)
+            d *= exponential(-rate * soft / 5)
         d *= -rate
-        d_rate += d * softplus  # of A_log, for exp(A_log) is its own derivative
+        d_rate += d * soft  # of A_log, for exp(A_log) is its own derivative
         d *= slope
         d_bias += d
         tl.store(d_a + offsets, d.to(d_a.dtype.element_ty), mask=mask)

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, wait_for_inputs
-from deltazoo.ops.fused.kernels.token_rule import softplus, unit_head
+from deltazoo.ops.fused.kernels.softplus_decay import softplus
+from deltazoo.ops.fused.kernels.token_rule import unit_head
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["scaled_keys"]
@@ -47,7 +48,7 @@ def scaled_keys_kernel(
     mixed += row * M
     k = unit_head(tl.load(mixed + (H + head) * K + keys, mask=mask, other=0.0))
     b = tl.sigmoid(tl.load(mixed + STEP_AT + head))
-    A = tl.exp(-rate * softplus(tl.load(mixed + DECAY_AT + head) + bias)) * A + b * k * k
+    A = tl.exp(-rate * softplus(tl.load(mixed + DECAY_AT + head) + bias)[0]) * A + b * k * k
     r = tl.log(A + 1e-6) - target
     tl.store(moment + at, A, mask=mask)
     log_1_5 = 0.4054651081081644

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, wait_for_inputs
+from deltazoo.ops.fused.kernels.softplus_decay import exponential_minus_1, softplus
 from deltazoo.ops.triton.launch import Constants, launch
 
-__all__ = ["Columns", "RuleShape", "Tile", "choose_tile", "softplus", "token_rule", "unit_head"]
+__all__ = ["Columns", "RuleShape", "Tile", "choose_tile", "token_rule", "unit_head"]
 
 
 class Columns(NamedTuple):
@@ -124,19 +125,10 @@ def _query_and_keys(q, k, gate, p0, p1, KEYS: tl.constexpr, NORMALIZE_Q: tl.cons
 
 
 @triton.jit
-def softplus(x):
-    """`log(1 + exp(x))`, exact to a few roundings for small results too."""
-    y = tl.exp(-tl.abs(x))
-    u = 1 + y
-    log1p = tl.where(u == 1.0, y, tl.log(u) * (y / (u - 1)))
-    return tl.maximum(x, 0.0) + log1p
-
-
-@triton.jit
 def _decay(x, rate, FORM: tl.constexpr):
     """`exp(-rate softplus(x))`, or with that logarithm bounded by -5 as the saturating form bounds it."""
-    log_decay = -rate * softplus(x)
-    return tl.exp(5 * (tl.exp(log_decay / 5) - 1) if FORM == "saturating" else log_decay)
+    log_decay = -rate * softplus(x)[0]
+    return tl.exp(5 * exponential_minus_1(log_decay / 5) if FORM == "saturating" else log_decay)
 
 
 @triton.jit
