@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo import layers
-from deltazoo.layers import DeltaRuleAttention, SwiGLU
+from deltazoo import layers, list_variants
+from deltazoo.layers import DeltaRuleAttention, SwiGLU, make_layer
 from deltazoo.layers.linear_maps import linear_maps
 from deltazoo.layers.recompute import recomputing
 
@@ -122,10 +122,29 @@ def test_a_layer_saves_its_input_once(variant: str) -> None:
     assert function is not None and function.name() == "_LinearMapsBackward"
     gates = {"delta_net": 1, "gated_deltanet": 3, "kda": 3}[variant]
     assert len(function.saved_tensors) == 1 + 3 + gates
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_no_map_of_a_layers_input_is_computed_by_itself(variant: str, monkeypatch) -> None:
+    layer = make_layer(variant, 16, 2, backend="chunkwise").double()
+    x = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
+    apart: list[nn.Module] = []
+    forward = nn.Linear.forward
+
+    def watched(linear: nn.Linear, y: Tensor) -> Tensor:
+        if y is x:
+            apart.append(linear)
+        return forward(linear, y)
+
+    monkeypatch.setattr(nn.Linear, "forward", watched)
     y = layer(x)
+    assert all(linear.bias is not None for linear in apart)
     assert not hasattr(layer, "_projected")
     y.sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
+    joint = layer._project(x, shared=False)[0].grad_fn
+    maps = [module for name in layer.input_projections if (module := getattr(layer, name, None)) is not None]
+    assert len(joint.saved_tensors) == 1 + len(maps) - len(apart)
 
 
 def test_recomputation_keeps_the_weights_and_the_input_of_the_maps() -> None:

@@ -96,7 +96,8 @@ class DeltaRuleAttention(Float32Parameters):
         "a_proj",
         "b_proj",
     )
-    """Linear maps that read the layer's input. Decoding may compute them as one; short ones last, for alignment."""
+    """Linear maps that read the layer's input, by `project`. Training may compute them as one function, decoding as one
+    product; short ones last, for alignment."""
     tensor_parallel: ClassVar[Mapping[str, Literal["heads", "whole", "low_rank"]]] = {}
     """For tensor parallelism: parameters and linear maps that a subclass adds, by name. "heads": its rows belong to
     heads, in their order. "whole": all heads share it. "low_rank": two maps made by `low_rank`, whose output belongs to
@@ -292,36 +293,39 @@ class DeltaRuleAttention(Float32Parameters):
         return sequences
 
     def _project(self, x: Tensor, shared: bool) -> Sequence[Tensor]:
-        """Queries, keys and values; where gradients are recorded, with the gates' maps of x, which `_map` gives out."""
+        """Queries, keys and values; where gradients are recorded, with the other maps of x, for `project`."""
         first = (self.q_proj, self.k_proj, self.v_proj)
-        gates = self._gate_maps() if torch.is_grad_enabled() and x.requires_grad else {}
+        others = self._other_projections() if torch.is_grad_enabled() and x.requires_grad else {}
         if shared:  # it is computed while ranks exchange states
-            gates.pop("g_proj", None)
-        results = linear_maps(x, (*first, *gates.values()))
-        if gates:
-            vars(self)["_projected"] = x, dict(zip(gates, results[3:], strict=True))
+            others.pop("g_proj", None)
+        results = linear_maps(x, (*first, *others.values()))
+        if others:
+            vars(self)["_projected"] = x, dict(zip(others, results[3:], strict=True))
         return results[:3]
 
-    def _gate_maps(self) -> dict[str, nn.Module]:
-        """The plain linear maps that this class makes gates of, by name; of a low-rank one, the map that reads x."""
-        own = type(self)
-        names = [] if self.spec.output_gate == "none" else ["g_proj"]
-        if own.rule_inputs is DeltaRuleAttention.rule_inputs:
-            if self.spec.corrects and own.step_gate is DeltaRuleAttention.step_gate:
-                names.append("b_proj")
-            if self.spec.decay != "none" and own.log_decay is DeltaRuleAttention.log_decay:
-                names.append("a_proj" if self.spec.decay == "scalar" else "f_proj")
-        maps = {name: getattr(self, name) for name in names}
-        maps = {name: x[0] if is_plain_sequence(x) else x for name, x in maps.items()}
-        return {name: linear for name, linear in maps.items() if called_as_is(linear)}
+    def _other_projections(self) -> dict[str, nn.Module]:
+        """The plain ones besides those of queries, keys and values; of a low-rank one, the map that reads the input."""
+        others: dict[str, nn.Module] = {}
+        for name in self.input_projections:
+            projection = getattr(self, name, None)
+            if isinstance(projection, nn.Sequential) and is_plain_sequence(projection):
+                projection = projection[0]
+            if name not in ("q_proj", "k_proj", "v_proj") and projection is not None and called_as_is(projection):
+                others[name] = projection
+        return others
 
-    def _map(self, name: str, x: Tensor) -> Tensor:
-        """`self.name(x)`, unless `_project` has computed it already."""
+    def project(self, name: str, hidden_states: Tensor) -> Tensor:
+        """`self.name(hidden_states)` for one of `input_projections`: in training they are computed as one function.
+
+        Args:
+            name: of the linear map, or of what `low_rank` made.
+            hidden_states: what the method that a subclass overrides was called with.
+        """
         module = getattr(self, name)
         source, results = vars(self).get("_projected", (None, {}))
-        result = results.pop(name, None) if source is x else None
+        result = results.pop(name, None) if source is hidden_states else None
         if result is None:
-            return module(x)
+            return module(hidden_states)
         if isinstance(module, nn.Sequential):
             for following in list(module)[1:]:
                 result = following(result)
@@ -393,7 +397,7 @@ class DeltaRuleAttention(Float32Parameters):
             `[B, T, HV]` float32 (float64 stays), not negative; with n micro-steps n * HV, those of the first step
             first.
         """
-        return torch.sigmoid(at_least_float32(self._map("b_proj", hidden_states)))
+        return torch.sigmoid(at_least_float32(self.project("b_proj", hidden_states)))
 
     def log_decay(self, hidden_states: Tensor) -> Tensor | None:
         """The log-decay of the current tokens, None for a rule without decay. A subclass may override it.
@@ -407,8 +411,8 @@ class DeltaRuleAttention(Float32Parameters):
         if self.spec.decay == "none":
             return None
         if self.spec.decay == "scalar":  # too small to be worth recomputing
-            return self._decay(self._map("a_proj", hidden_states), self.A_log, self.dt_bias)
-        a = _per_head(self._map("f_proj", hidden_states), self.head_k_dim)
+            return self._decay(self.project("a_proj", hidden_states), self.A_log, self.dt_bias)
+        a = _per_head(self.project("f_proj", hidden_states), self.head_k_dim)
         return recomputable(self._decay, a, self.A_log, self.dt_bias)
 
     def step_form(self) -> StepForm | None:
@@ -463,11 +467,11 @@ class DeltaRuleAttention(Float32Parameters):
             return self.o_norm(output)
         gate = vars(self).pop("_output_gate", None)
         if gate is None:
-            gate = self._map("g_proj", hidden_states)
+            gate = self.project("g_proj", hidden_states)
         return self.o_norm(output, _per_head(gate, self.head_v_dim))
 
     def _compute_output_gate(self, hidden_states: Tensor) -> None:
-        vars(self)["_output_gate"] = self._map("g_proj", hidden_states)
+        vars(self)["_output_gate"] = self.project("g_proj", hidden_states)
 
     def make_parameters(self) -> None:
         """Make the parameters and modules that a subclass adds. Sizes and options are set when this is called.

@@ -36,7 +36,7 @@ class ChannelGates(DeltaRuleAttention):
 
     def channel_gates(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Both gates before their sigmoids, `[B, T, H, K]` and `[B, T, HV, V]`."""
-        keys, values = self.b_proj(hidden_states), self.w_proj(hidden_states)
+        keys, values = (self.project(name, hidden_states) for name in ("b_proj", "w_proj"))
         return keys.unflatten(-1, (-1, self.head_k_dim)), values.unflatten(-1, (-1, self.head_v_dim))
 
     def gated(self, gate: Tensor, x: Tensor, largest: float = 1.0, *, root: bool = False) -> Tensor:

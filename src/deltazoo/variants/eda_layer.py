@@ -41,9 +41,9 @@ class EraseThenDeltaAttention(DeltaRuleAttention):
     def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """Two micro-steps: erase under the address, write nothing; then KDA's."""
         inputs = super().rule_inputs(hidden_states, q, k, v)
-        address = self.erase_proj(hidden_states).unflatten(-1, (-1, self.head_k_dim))
+        address = self.project("erase_proj", hidden_states).unflatten(-1, (-1, self.head_k_dim))
         address = l2_normalize(address, fused=self.fused_kernels)
-        erase_gate = torch.sigmoid(at_least_float32(self.erase_b_proj(hidden_states)))
+        erase_gate = torch.sigmoid(at_least_float32(self.project("erase_b_proj", hidden_states)))
         assert inputs.beta is not None
         return inputs._replace(
             k=recomputable(_side_by_side, address, k),

@@ -44,7 +44,9 @@ class GatedLinearAttention(DeltaRuleAttention):
 
     def log_decay(self, hidden_states: Tensor) -> Tensor:
         """`logsigmoid(gk_proj(x)) / 16`."""
-        return recomputable(self._log_decay, self.gk_proj(hidden_states).unflatten(-1, (-1, self.head_k_dim)))
+        return recomputable(
+            self._log_decay, self.project("gk_proj", hidden_states).unflatten(-1, (-1, self.head_k_dim))
+        )
 
     def _log_decay(self, a: Tensor) -> Tensor:
         if self.runs_fused(a):  # logsigmoid(a) = -softplus(-a)

@@ -91,7 +91,7 @@ class Preconditioned(DeltaRuleAttention):
     ) -> tuple[RuleInputs, Tensor | None]:
         """Write under the scaled key, erase under the key; and the moment, which is linear attention with K = 1."""
         k = inputs.k
-        gate, step = self.get_submodule(self.moment_decay)(hidden_states), self.b_atk_proj(hidden_states)
+        gate, step = (self.project(name, hidden_states) for name in (self.moment_decay, "b_atk_proj"))
         squares = recomputable(self._weighted_squares, step, k)
         ones = torch.ones_like(squares[..., :1])
         log_decay = softplus_decay(gate, self.A_log_atk, self.dt_bias_atk)

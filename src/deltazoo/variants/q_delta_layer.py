@@ -38,7 +38,7 @@ class QDelta(DeltaRuleAttention):
     def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """As Gated DeltaNet, with the erase key `k + lambda q`."""
         inputs = super().rule_inputs(hidden_states, q, k, v)
-        erase_key = recomputable(self._erase_key, self.lamb_proj(hidden_states), q, k)
+        erase_key = recomputable(self._erase_key, self.project("lamb_proj", hidden_states), q, k)
         return inputs._replace(erase_key=erase_key).bounded()
 
     def _erase_key(self, logit: Tensor, q: Tensor, k: Tensor) -> Tensor:
