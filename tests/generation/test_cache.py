@@ -98,6 +98,16 @@ def test_reset_forgets(case, static):
     torch.testing.assert_close(next_logits(model, cache, ids), next_logits(model, None, ids))
 
 
+def test_a_fixed_count_outlives_a_reset():
+    model = tiny_model("delta_net")
+    cache = filled(model, tokens(2, 6), StaticCache(config=model.config, max_cache_len=16))
+    for layer in delta_layers(cache):
+        layer.fix_count(torch.tensor(5))
+    cache.reset()
+    next_logits(model, cache, tokens(2, 3))
+    assert {int(layer.get_seq_length()) for layer in delta_layers(cache)} == {5}
+
+
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.feature("cache reset and copied")
 def test_copies_are_independent(case):

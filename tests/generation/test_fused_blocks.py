@@ -23,6 +23,8 @@ from deltazoo.generation import fused_blocks
 from deltazoo.generation.fused_blocks import FusedBlocks, why_not_fused
 from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.layers import layer_class
+from deltazoo.layers.norm import GATE_ACTIVATIONS
+from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.spec import get_variant, register_variant
 
 SPEC_ALONE = ("delta_net", "gated_deltanet", "kda", "neg_delta_net", "neg_gated_deltanet", "linear_attention",
@@ -249,6 +251,21 @@ def test_specs_that_the_form_of_a_class_does_not_fit(variant, changes, message, 
         spec = replace(get_variant(variant), name="own", hub_model_type=None, **changes)
         own = register_variant(spec, layer=f"{own_class.__module__}.{own_class.__name__}")
         assert message in reason(tiny_model(variant, mixer=own.name))
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "message"),
+    [
+        (GATE_ACTIVATIONS, {"gate_activation": "tanh"}, "its output gate has an activation of its own"),
+        (STEP_SIZES, {"step_size": "half"}, "its step size is a function of its own"),
+    ],
+)
+def test_names_that_no_kernel_knows(table, change, message, on_any_device, monkeypatch):
+    (name,) = change.values()
+    monkeypatch.setitem(table, name, lambda x, *others: x / 2)
+    with forget_rules():
+        own = register_variant(replace(get_variant("gated_deltanet"), name="own", hub_model_type=None, **change))
+        assert message in reason(tiny_model("gated_deltanet", mixer=own.name))
 
 
 def test_keys_that_no_kernel_knows(on_any_device, monkeypatch):

@@ -65,7 +65,7 @@ def test_whole_rows() -> None:
         (2, {"attention_mask": torch.ones(2, 1, 4, 4, dtype=torch.bool)}, r"got \(2, 1, 4, 4\)"),
         (2, {"attention_mask": torch.ones(2, 4)}, "must be bool or integer.* got torch.float32"),
         (1, {"cu_seqlens": torch.tensor([0.0, 4.0])}, "int32 or int64.* got torch.float32"),
-        (1, {"cu_seqlens": torch.tensor([0])}, r"N >= 1, got torch.int64 of shape \(1,\)"),
+        (1, {"cu_seqlens": torch.tensor([0])}, r"N >= 1, got \(1,\)"),
         (2, {"cu_seqlens": torch.tensor([0, 4])}, "need batch size 1, got 2"),
         (1, {"cu_seqlens": torch.tensor([1, 4])}, "must start at 0, got 1"),
         (1, {"cu_seqlens": torch.tensor([0, 3])}, "must end at the number of tokens, 4, got 3"),

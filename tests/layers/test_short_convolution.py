@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.layers import LayerStates, MixerState, PaddedSequences, Sequences, ShortConvolution, describe_sequences
-from deltazoo.layers.short_convolution import convolve, state_after
+from deltazoo.layers.short_convolution import _can_join, convolve, state_after
 from deltazoo.layers.state import StateAccess
 
 CHANNELS = 6
@@ -119,6 +119,14 @@ def test_the_state_without_the_outputs_is_that_with_them(kind: str, after_others
     layers = (convolution(), convolution(), convolution())
     arguments = (layers, *inputs, StateAccess(states, 0), kinds[kind])
     assert torch.equal(state_after(*arguments), convolve(*arguments)[3])
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_full_backward_hook"])
+def test_convolutions_that_something_watches_are_called_apart(kind: str) -> None:
+    layers, x = [convolution() for _ in range(3)], torch.randn(1, 5, CHANNELS)
+    assert _can_join(layers, x)
+    getattr(layers[1], kind)(lambda *args: None)
+    assert not _can_join(layers, x)
 
 
 def test_half_precision_sums_in_float32() -> None:

@@ -142,6 +142,11 @@ class TestRefusals:
         model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
         self.refused(model, "lm_head has hooks")
 
+    def test_a_head_with_hooks_of_the_backward_pass(self):
+        _, model = pair("gated_deltanet")
+        model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: None)
+        self.refused(model, "lm_head has hooks")
+
     def test_a_head_with_a_forward_of_its_own(self):
         _, model = pair("gated_deltanet")
         model.lm_head.forward = lambda x: x

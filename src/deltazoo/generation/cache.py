@@ -167,7 +167,8 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.recorded = RecordedCalls()
         self.has_previous_state[0] = False
         if self.static:
-            for x in (self.conv_states[0], self.recurrent_states[0], self.auxiliary_state, self.num_tokens):
+            count = self.num_tokens if self._counts else None
+            for x in (self.conv_states[0], self.recurrent_states[0], self.auxiliary_state, count):
                 if isinstance(x, Tensor):
                     x.zero_()
             return

@@ -24,14 +24,13 @@ from transformers.cache_utils import Cache, StaticCache
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.layers.linear_maps import is_plain_sequence
+from deltazoo.layers.linear_maps import is_hooked, is_plain_sequence
 from deltazoo.layers.mlp import SwiGLU
-from deltazoo.layers.norm import GATE_ACTIVATIONS, GatedRMSNorm, RMSNorm
-from deltazoo.layers.rule import STEP_KEYS
+from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
+from deltazoo.layers.rule import FUSED_STEP_SIZES, STEP_KEYS
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import MixerState, is_decoding_step
-from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit
-from deltazoo.ops.step_size import STEP_SIZES
+from deltazoo.ops.fused import FUSED_ACTIVATIONS, MOST_NORM_COLUMNS, fused_kernels_fit
 
 __all__ = ["FusedBlocks", "why_not_fused"]
 
@@ -105,7 +104,7 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         return f"its weights are in {', '.join(sorted({f'{x.dtype} on {x.device}' for x in weights}))}"
     if not all(x.is_contiguous() and x.device == weights[0].device for x in block.parameters()):
         return "its parameters are not contiguous on one device"
-    if any(x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in block.modules()):
+    if any(map(is_hooked, block.modules())):
         return "it has hooks or a replaced forward pass"
     return None
 
@@ -114,11 +113,11 @@ def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
     spec, form = mixer.spec, mixer.step_form()
     if form is None or form.keys not in STEP_KEYS or (spec.decay == "none") != (form.decay == "none"):
         return f"the rule {spec.name!r} has a decay or keys of its own"
-    if spec.step_size not in ("none", *STEP_SIZES):
+    if spec.step_size not in FUSED_STEP_SIZES:
         return "its step size is a function of its own"
     if mixer.allow_neg_eigval and mixer.neg_eigval != "both":
         return f"its neg_eigval is {mixer.neg_eigval!r}"
-    if spec.output_gate != "none" and spec.gate_activation not in GATE_ACTIVATIONS:
+    if spec.output_gate != "none" and spec.gate_activation not in FUSED_ACTIVATIONS:
         return "its output gate has an activation of its own"
     if spec.erase_key != "tied" if form.keys == "tied" else not spec.normalize_k:
         return f"its keys are {form.keys!r}, and its spec has others"

@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from deltazoo.layers.linear_maps import is_hooked
+
 __all__ = ["JointProduct", "MergedProjections", "is_plain"]
 
 _MOST_TOKENS = 1024
@@ -146,8 +148,7 @@ def _merging_candidates(layer: nn.Module) -> list[nn.Linear]:
 
 def is_plain(linear: nn.Linear) -> bool:
     """Whether a step may read the weight itself: no hooks, no replaced forward pass, an ordinary tensor."""
-    hooks = linear._forward_pre_hooks or linear._forward_hooks or "forward" in vars(linear)
-    return not hooks and all(
+    return not is_hooked(linear) and all(
         type(p) is nn.Parameter and p.device.type != "meta" and p.is_contiguous() and not p.is_inference()
         for p in linear.parameters()
     )

@@ -40,7 +40,7 @@ __all__ = [
 PACKING_ARGUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 """The arguments of `describe_batch`, and of a model's forward pass, that say nothing but where documents begin."""
 
-_LAYER_TYPES = ("linear_attention", "full_attention")
+LAYER_TYPES = ("linear_attention", "full_attention")
 """The layer types of our models, which ready masks are named by."""
 
 _NO_CACHE = "packed documents cannot fill or continue a cache: run them without past_key_values"
@@ -240,8 +240,8 @@ def _whole_numbers(
         check_tensor("attention_mask", attention_mask)
         return _without_fractions(attention_mask)
     for layer_type, mask in attention_mask.items():
-        if layer_type not in _LAYER_TYPES:
-            raise ValueError(f"attention_mask: {unknown('layer type', layer_type, _LAYER_TYPES)}")
+        if layer_type not in LAYER_TYPES:
+            raise ValueError(f"attention_mask: {unknown('layer type', layer_type, LAYER_TYPES)}")
         check_tensor(f"attention_mask[{layer_type!r}]", mask)
     if "linear_attention" not in attention_mask:
         return attention_mask
@@ -351,11 +351,6 @@ def _readable(x: Tensor) -> bool:
 
 
 def _starts_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
-    if shape[0] != 1:
-        raise ValueError(
-            f"packed documents (cu_seqlens) need batch size 1, got {shape[0]}: flatten the batch into one row"
-        )
-    check_tensor("cu_seqlens", cu_seqlens)
     check_cu_seqlens(cu_seqlens, *shape)
     return _starts_from_seq_idx(PackedSequences.from_cu_seqlens(cu_seqlens, shape[1]).index[None], shape)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from deltazoo.layers.recompute import declare_recomputable, recomputable
 from deltazoo.layers.state import is_decoding_step
 from deltazoo.ops.fused import (
+    FUSED_ACTIVATIONS,
     MOST_NORM_COLUMNS,
     fused_add_rms_norm,
     fused_gated_rms_norm,
@@ -143,7 +144,7 @@ class RMSNorm(nn.Module):
 
 
 GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
-"""The activations of output gates that a spec can name; the fused kernel knows these."""
+"""The activations of output gates that a spec can name."""
 
 
 class GatedRMSNorm(RMSNorm):
@@ -156,11 +157,11 @@ class GatedRMSNorm(RMSNorm):
         dim: of the last axis.
         eps: added to the mean square.
         activation: of the gate: its name in `GATE_ACTIVATIONS`, or a function of each element.
-        fused: one Triton kernel each way instead of plain torch; None: wherever it runs. It knows the activations of
-            `GATE_ACTIVATIONS` alone.
+        fused: one Triton kernel each way instead of plain torch; None: wherever it runs and knows the activation
+            (`FUSED_ACTIVATIONS`).
 
     Raises:
-        ValueError: an unknown activation, or `fused=True` with a function.
+        ValueError: an unknown activation, or `fused=True` with one that the kernel does not know.
     """
 
     def __init__(
@@ -178,12 +179,13 @@ class GatedRMSNorm(RMSNorm):
 
     def set_fused(self, fused: bool | None) -> None:
         """Choose between the Triton kernel and plain torch; ValueError if the kernel lacks the activation."""
-        if fused and not isinstance(self.activation, str):
+        known = self.activation in FUSED_ACTIVATIONS
+        if fused and not known:
             raise ValueError(
-                f"the fused kernel has no activation {self.activation}, only {', '.join(GATE_ACTIVATIONS)}: leave "
+                f"the fused kernel has no activation {self.activation}, only {', '.join(FUSED_ACTIVATIONS)}: leave "
                 "fused_kernels off"
             )
-        self.fused = fused if isinstance(self.activation, str) else False
+        self.fused = fused if known else False
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """Normalise x `[..., dim]` and multiply by the activated gate of the same shape."""

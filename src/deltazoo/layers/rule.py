@@ -21,13 +21,16 @@ from deltazoo.ops import (
 from deltazoo.ops.named_choices import function_of
 from deltazoo.spec import DeltaRuleSpec
 
-__all__ = ["STEP_KEYS", "RuleInputs", "StepForm", "bounded_step", "effective_step", "run_rule"]
+__all__ = ["FUSED_STEP_SIZES", "STEP_KEYS", "RuleInputs", "StepForm", "bounded_step", "effective_step", "run_rule"]
 
 
 STEP_KEYS = (
     "tied", "gated", "gated_query", "roots", "query_share", "feedback", "unit_feedback", "erase_first", "scaled",
 )  # fmt: skip
 """What `StepForm.keys` may be."""
+
+FUSED_STEP_SIZES = ("none", "euler", "exact", "implicit", "kaczmarz")
+"""The step sizes that the kernel of a decoding step knows, by name; "none" if the rule erases nothing."""
 
 
 class StepForm(NamedTuple):

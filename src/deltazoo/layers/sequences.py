@@ -14,7 +14,7 @@ from torch import Tensor
 from deltazoo.layers.recompute import recomputable
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.context_rule import agreed_piece
-from deltazoo.ops.validation import check_tensor, check_tensor_values
+from deltazoo.ops.validation import check_boundaries, check_tensor, check_tensor_values
 
 __all__ = [
     "WHOLE_ROWS",
@@ -258,7 +258,8 @@ def describe_shared(
     """
 
     def described() -> int:
-        check_boundaries(cu_seqlens, batch_size)
+        if cu_seqlens is not None:
+            check_boundaries(cu_seqlens, batch_size)
         if fills_cache and cu_seqlens is not None:
             raise ValueError("packed sequences fill no cache: run them without past_key_values")
         if check is not None:
@@ -310,20 +311,6 @@ def check_cu_seqlens(cu_seqlens: Tensor, batch_size: int, num_tokens: int) -> No
     """Raise ValueError unless these are boundaries of sequences packed into the one row of a batch."""
     check_boundaries(cu_seqlens, batch_size)
     check_tensor_values(None, cu_seqlens, num_tokens)
-
-
-def check_boundaries(cu_seqlens: Tensor | None, batch_size: int) -> None:
-    """The same, of shape and dtype alone."""
-    check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens is None:
-        return
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            "cu_seqlens must be int32 or int64 of shape [N + 1] with N >= 1, "
-            f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-        )
-    if batch_size != 1:
-        raise ValueError(f"packed sequences (cu_seqlens) need batch size 1, got {batch_size}")
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.layers.linear_maps import PLAIN_WEIGHTS
+from deltazoo.layers.linear_maps import PLAIN_WEIGHTS, is_hooked
 from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.sequences import WHOLE_ROWS, PackedSequences, RightPaddedSequences, Sequences, SharedSequences
@@ -350,7 +350,7 @@ def _can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:
     """
     return all(
         type(convolution) is ShortConvolution
-        and not (convolution._forward_pre_hooks or convolution._forward_hooks or "forward" in vars(convolution))
+        and not is_hooked(convolution)
         and type(convolution.weight) in PLAIN_WEIGHTS
         and convolution.weight.device == x.device
         for convolution in convolutions

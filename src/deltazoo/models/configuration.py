@@ -19,6 +19,7 @@ from transformers.generation import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from deltazoo.distributed.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
+from deltazoo.layers.batch_description import LAYER_TYPES
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.auto_map import AutoMapConfig
 from deltazoo.models.fla_keys import translate_fla_config
@@ -31,7 +32,6 @@ from deltazoo.spec import DeltaRuleSpec, get_variant
 
 __all__ = ["DeltaRuleConfig"]
 
-LAYER_TYPES = ("linear_attention", "full_attention")
 _LEGACY_LAYER_TYPES = {"attention": "full_attention"}
 
 # Keys that the dataclass lacks, and that PreTrainedConfig reads or transformers writes into config.json.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.ops.fused.liger import liger_linear_cross_entropy
 from deltazoo.ops.fused.linear_cross_entropy import IGNORED, linear_cross_entropy
 from deltazoo.ops.transforms import transforming
@@ -89,7 +90,7 @@ def obstacle_to_fused_loss(model: Any) -> str | None:
         return "lm_head has a bias"
     if isinstance(head.weight, DTensor):
         return "the weight of lm_head is spread over several devices"
-    if head._forward_hooks or head._forward_pre_hooks or "forward" in head.__dict__:
+    if is_hooked(head):
         return "lm_head has hooks"
     if type(head.weight) not in (nn.Parameter, Tensor):
         return f"the weight of lm_head is of {type(head.weight)}"

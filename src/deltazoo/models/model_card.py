@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from deltazoo.layers import DeltaRuleAttention
-from deltazoo.models.auto_map import has_remote_code
+from deltazoo.models.auto_map import auto_class_name, has_remote_code
 from deltazoo.models.remote_code import INSTALL
 from deltazoo.models.softmax_attention import SoftmaxAttention
 from deltazoo.spec import DeltaRuleSpec
@@ -24,31 +24,22 @@ CARD = "README.md"
 _MARK = "<!-- Written by deltazoo, which replaces this card when it saves again and leaves an edited one alone: {} -->"
 _MARK_PATTERN = re.compile(re.escape(_MARK).replace(r"\{\}", "([0-9a-f]{16})"))
 
-# By the end of the class name: the Hub's task, the Auto class, and the model in words.
+# By the end of the class name: the Hub's task, and the model in words.
 _HEADS = {
-    "ForCausalLM": ("text-generation", "AutoModelForCausalLM", "causal language model"),
-    "ForSequenceClassification": (
-        "text-classification",
-        "AutoModelForSequenceClassification",
-        "sequence classification model",
-    ),
-    "ForTokenClassification": (
-        "token-classification",
-        "AutoModelForTokenClassification",
-        "token classification model",
-    ),
-    "ForQuestionAnswering": ("question-answering", "AutoModelForQuestionAnswering", "question answering model"),
-    "Model": ("feature-extraction", "AutoModel", "language model without a head"),
+    "ForCausalLM": ("text-generation", "causal language model"),
+    "ForSequenceClassification": ("text-classification", "sequence classification model"),
+    "ForTokenClassification": ("token-classification", "token classification model"),
+    "ForQuestionAnswering": ("question-answering", "question answering model"),
+    "Model": ("feature-extraction", "language model without a head"),
 }
 
 
-def write_model_card(model: PreTrainedModel, folder: str | Path, name: str | None = None) -> bool:
+def write_model_card(model: PreTrainedModel, folder: str | Path) -> bool:
     """Write the model's card as README.md, unless the folder has somebody else's.
 
     Args:
         model: one of our models.
         folder: where its weights are saved.
-        name: the argument of `from_pretrained`, if known: the name on the Hub.
 
     Returns:
         Whether the card was written.
@@ -56,7 +47,7 @@ def write_model_card(model: PreTrainedModel, folder: str | Path, name: str | Non
     path = Path(folder) / CARD
     if path.exists() and not is_own_card(path.read_text(encoding="utf-8")):
         return False
-    make_model_card(model, name).save(path)
+    make_model_card(model).save(path)
     return True
 
 
@@ -75,7 +66,8 @@ def make_model_card(model: PreTrainedModel, name: str | None = None, tags: list[
         tags: for the Hub, in addition to those that describe the model.
     """
     config = model.config
-    task, auto_class, words = next(facts for end, facts in _HEADS.items() if type(model).__name__.endswith(end))
+    head = next(end for end in _HEADS if type(model).__name__.endswith(end))
+    task, words = _HEADS[head]
     mixers = Counter(_mixers(model))
     hybrid = "full_attention" in config.layer_types
     data = ModelCardData(
@@ -95,7 +87,7 @@ def make_model_card(model: PreTrainedModel, name: str | None = None, tags: list[
         *([_variant_section(config.spec)] if config.mixer in mixers else []),
         _table(_sizes(model, mixers)),
         f"## Training data\n\n{config.training_data or 'Not recorded.'}",
-        _loading_section(auto_class, name or "PATH", config.mixer_module, has_remote_code(config)),
+        _loading_section(auto_class_name(head), name or "PATH", config.mixer_module, has_remote_code(config)),
     ]
     content = f"---\n{data.to_yaml()}\n---\n\n{_MARK.format('')}\n\n" + "\n\n".join(sections) + "\n"
     unsigned = content.replace(_MARK.format(""), "")

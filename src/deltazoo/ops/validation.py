@@ -15,6 +15,7 @@ from torch import Tensor
 from deltazoo.names import unknown
 
 __all__ = [
+    "check_boundaries",
     "check_shapes",
     "check_step_shapes",
     "check_tensor",
@@ -126,15 +127,7 @@ def check_shapes(
         _check_gate("log_decay", log_decay, [(B, T, HV), (B, T, HV, K)])
     N = B
     if cu_seqlens is not None:
-        check_tensor("cu_seqlens", cu_seqlens)
-        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-            raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
-        if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-        if B != 1:
-            raise ValueError(
-                f"packed sequences (cu_seqlens) need batch size 1, got {B}: flatten the batch into one row"
-            )
+        check_boundaries(cu_seqlens, B)
         N = len(cu_seqlens) - 1
     if initial_state is not None:
         _check_state(state_name, initial_state, (N, HV, K, V))
@@ -143,6 +136,18 @@ def check_shapes(
         if other is not None and other.device != device:
             tensors = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, state_name: initial_state}
             raise ValueError(_devices(**tensors, erase_key=erase_key, cu_seqlens=cu_seqlens))
+
+
+def check_boundaries(cu_seqlens: object, B: int) -> None:
+    """Raise ValueError unless these can be boundaries of sequences packed into the one row of a batch."""
+    check_tensor("cu_seqlens", cu_seqlens, required=True)
+    assert isinstance(cu_seqlens, Tensor)
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if B != 1:
+        raise ValueError(f"packed sequences (cu_seqlens) need batch size 1, got {B}: flatten the batch into one row")
 
 
 def check_step_shapes(

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from deltazoo.generation.cache import why_not_shared
-from deltazoo.layers.batch_description import PACKING_ARGUMENTS, describe_batch, describe_shared_batch
+from deltazoo.layers.batch_description import describe_batch, describe_shared_batch
+from deltazoo.models.forward_arguments import packing_arguments
 from deltazoo.ops import ContextParallel
 
 __all__ = ["describe_batches", "token_mask_for"]
@@ -49,7 +50,7 @@ def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -
         "attention_mask": _token_mask(kwargs),
         "position_ids": position_ids,
         "fills_cache": cache is not None,
-        **{key: kwargs[key] for key in PACKING_ARGUMENTS if kwargs.get(key) is not None},
+        **packing_arguments(kwargs),
     }
     batch_size, num_tokens = tokens.shape[:2]
     if context is None:

@@ -35,6 +35,7 @@ from deltazoo.layers import (
     l2_normalize,
     make_layer,
 )
+from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.layers.rotary import rotate
 from deltazoo.layers.short_convolution import convolve_token
 from deltazoo.ops.fused import (
@@ -425,12 +426,15 @@ class Loss:
     vocabulary: int = 37
     most_columns: int = 4096
     dtype: torch.dtype = torch.float32
+    impossible: int = 0
+    """Columns from the first on that no row may take."""
 
     def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
         generator = torch.Generator().manual_seed(0)
         logits = (4 * torch.randn(self.rows, self.vocabulary, generator=generator)).to(self.dtype)
         logits = logits.to(device, dtype or self.dtype)
-        labels = torch.randint(0, self.vocabulary, (self.rows,), generator=generator).to(device)
+        logits[:, : self.impossible] = -torch.inf
+        labels = torch.randint(self.impossible, self.vocabulary, (self.rows,), generator=generator).to(device)
         labels[1] = -100
         if fused:
             with mock.patch.object(cross_entropy, "_MOST_COLUMNS", self.most_columns):
@@ -564,6 +568,7 @@ CASES = [
     Loss("loss"),
     Loss("loss_in_several_blocks", vocabulary=150, most_columns=32),
     Loss("loss_half", dtype=HALF),
+    Loss("loss_without_its_first_block", vocabulary=150, most_columns=32, impossible=40),
     Layer("packed_layer", variant="delta_net", packed=True),
     Layer("gated_deltanet"),
     Layer("kda", variant="kda"),
@@ -892,6 +897,15 @@ class TestRefusals:
     def test_an_activation_it_has_not(self) -> None:
         with pytest.raises(ValueError, match="activation='identity' cannot act"):
             ShortConvolution(4, activation="identity", fused=True)
+
+    def test_an_activation_of_the_gate_that_was_added_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        x = torch.randn(2, 3, 4)
+        with pytest.raises(ValueError, match="unknown activation 'tanh'"):
+            fused_gated_rms_norm(x, x, x[0, 0], 1e-5, "tanh")
+        monkeypatch.setitem(GATE_ACTIVATIONS, "tanh", torch.tanh)
+        with pytest.raises(ValueError, match="has no activation tanh, only silu, sigmoid"):
+            GatedRMSNorm(4, activation="tanh", fused=True)
+        assert not GatedRMSNorm(4, activation="tanh", fused=None).fused
 
 
 def test_unit_heads_in_plain_torch() -> None:

@@ -368,6 +368,8 @@ def test_costs_are_measured_apart_from_training(
 
     before = path.read_bytes()
     assert run(results, corpus, report=pytest.fail) == [] and path.read_bytes() == before
+    path.with_name("cut.jsonl").write_text(path.read_text()[:50])  # killed while the first line was written
+    assert open_results(path.with_name("cut.jsonl"), RECIPE, corpus).costs == {}
     results.add(replace(results.costs["softmax"], state_bytes={"64": 1}))
     assert open_results(path, RECIPE, corpus).costs["softmax"].state_bytes == {"64": 1}
 

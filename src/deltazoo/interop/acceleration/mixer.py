@@ -28,6 +28,7 @@ from deltazoo.interop.acceleration.transformers_layers import (
     arrangement_of,
 )
 from deltazoo.layers.backend_report import RuleDescription, describe_update
+from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.layers.norm import at_least_float32, l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
 from deltazoo.layers.sequences import (
@@ -251,8 +252,7 @@ def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> R
 
 def _is_plain(norm: nn.Module, original: type[nn.Module]) -> bool:
     """Whether the norm is the original model's own class, without an adapter or a hook; FLA's norm is not."""
-    hooks = norm._forward_pre_hooks or norm._forward_hooks or "forward" in vars(norm)
-    return not hooks and type(norm).__module__ == original.__module__
+    return not is_hooked(norm) and type(norm).__module__ == original.__module__
 
 
 def _head_dims(layer: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from deltazoo.layers.norm import at_least_float32, l2_normalize
 from deltazoo.layers.state import is_decoding_step
 from deltazoo.ops import delta_rule, delta_rule_step
 from deltazoo.ops.decay import bounded_decay, softplus_decay
-from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit, fused_rms_norm, fused_softplus_decay
+from deltazoo.ops.fused import fused_kernels_fit, fused_softplus_decay
 
 __all__ = [
     "chunk_delta_rule",
@@ -36,14 +36,9 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
         eps: added to the sum of squares.
         output_dtype: of the result; None: x's.
     """
-    dim = x.shape[-1]
-    if dim <= MOST_NORM_COLUMNS and fused_kernels_fit(x):
-        # The kernel divides by the root of the mean of squares: eps and the weight turn the mean into the sum.
-        weight = x.new_full((dim,), dim**-0.5, dtype=torch.float32)
-        return fused_rms_norm(x, weight, eps / dim, output_dtype)
     if output_dtype is None:
-        return l2_normalize(x, eps)
-    return l2_normalize(at_least_float32(x), eps).to(output_dtype)
+        return l2_normalize(x, eps, fused=None)
+    return l2_normalize(at_least_float32(x), eps, fused=None).to(output_dtype)
 
 
 def chunk_delta_rule(

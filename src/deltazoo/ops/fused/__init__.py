@@ -6,6 +6,7 @@ Liger's kernels for norms, SwiGLU and the loss. `linear_cross_entropy` is the lo
 """
 
 from deltazoo.ops.fused.fused_functions import (
+    FUSED_ACTIVATIONS,
     MOST_NORM_COLUMNS,
     fused_add_rms_norm,
     fused_cross_entropy_,
@@ -27,6 +28,7 @@ from deltazoo.ops.fused.fused_functions import (
 )
 
 __all__ = [
+    "FUSED_ACTIVATIONS",
     "MOST_NORM_COLUMNS",
     "fused_add_rms_norm",
     "fused_cross_entropy_",

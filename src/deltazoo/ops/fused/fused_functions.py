@@ -9,11 +9,13 @@ import os
 import torch
 from torch import Tensor
 
+from deltazoo.names import unknown
 from deltazoo.ops.backends import triton_obstacle
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.transforms import refuse_transforms, transforming
 
 __all__ = [
+    "FUSED_ACTIVATIONS",
     "MOST_NORM_COLUMNS",
     "fused_add_rms_norm",
     "fused_cross_entropy_",
@@ -33,6 +35,9 @@ __all__ = [
     "fused_swiglu_linear",
     "fused_weighted_squares",
 ]
+
+FUSED_ACTIVATIONS = ("silu", "sigmoid")
+"""Activations of output gates that the kernels know, of the norm in training and of the rule in decoding, by name."""
 
 MOST_NORM_COLUMNS = 8192
 """The longest axis of the RMSNorm kernels: a program holds whole rows in registers."""
@@ -170,15 +175,17 @@ def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, ac
         x, gate: `[..., D]` float32, bfloat16 or float16.
         weight: `[D]`.
         eps: added to the mean square.
-        activation: "silu" or "sigmoid".
+        activation: one of `FUSED_ACTIVATIONS`.
 
     Returns:
         `[..., D]` in x's dtype, computed in float32.
 
     Raises:
         NotImplementedError: no Triton, another device than an NVIDIA GPU, or another dtype.
-        ValueError: tensors on several devices.
+        ValueError: tensors on several devices, or another activation.
     """
+    if activation not in FUSED_ACTIVATIONS:
+        raise ValueError(unknown("activation", activation, FUSED_ACTIVATIONS))
     _require_triton(x, gate, weight)
     from deltazoo.ops.fused.kernels.gated_norm import gated_rms_norm
 

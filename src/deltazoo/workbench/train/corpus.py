@@ -25,11 +25,6 @@ class Corpus:
     description: str
 
     @property
-    def train_bytes(self) -> int:
-        """Size of the training part in UTF-8 bytes."""
-        return sum(num_bytes(document) for document in self.train)
-
-    @property
     def validation_bytes(self) -> int:
         """Size of the held-out part in UTF-8 bytes."""
         return sum(num_bytes(document) for document in self.validation)

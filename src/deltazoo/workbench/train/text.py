@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from deltazoo.names import unknown
 from deltazoo.workbench.console import say
@@ -25,16 +25,6 @@ class Document(NamedTuple):
     name: str
     text: str
     split_key: str
-
-
-class TextSource(Protocol):
-    """Documents in an order that never changes."""
-
-    description: str
-
-    def documents(self) -> Iterator[Document]:
-        """All documents, always in the same order."""
-        ...
 
 
 @dataclass(frozen=True)

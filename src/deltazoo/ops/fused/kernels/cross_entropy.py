@@ -30,7 +30,8 @@ def cross_entropy_kernel(logits, labels, losses, V, IGNORED, BV: tl.constexpr):
         columns = start + tl.arange(0, BV)
         x = tl.load(logits + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, axis=0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), axis=0)
+        origin = tl.where(larger == float("-inf"), 0.0, larger)  # no difference of infinities
+        total = total * tl.exp(largest - origin) + tl.sum(tl.exp(x - origin), axis=0)
         own += tl.sum(tl.where(columns == label, x, 0.0), axis=0)
         largest = larger
     counts = label != IGNORED

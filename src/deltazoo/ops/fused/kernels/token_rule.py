@@ -136,12 +136,13 @@ def _step_size(b, squared_norm, STEP: tl.constexpr):
     if STEP == "exact":  # b (1 - exp(-x)) / x; where x is small, the rounding of e cancels between e - 1 and log(e)
         x = b * squared_norm
         e = tl.exp(-x)
-        ratio = tl.where(x > 1.0, (1 - e) / x, tl.where(e == 1.0, 1.0, (e - 1) / tl.log(e)))
-        return b * ratio
-    if STEP == "implicit":
-        return b / (1 + b * squared_norm)
-    if STEP == "kaczmarz":
-        return b / (squared_norm + 1e-6)
+        b *= tl.where(x > 1.0, (1 - e) / x, tl.where(e == 1.0, 1.0, (e - 1) / tl.log(e)))
+    elif STEP == "implicit":
+        b /= 1 + b * squared_norm
+    elif STEP == "kaczmarz":
+        b /= squared_norm + 1e-6
+    else:
+        tl.static_assert(STEP == "euler")
     return b
 
 

@@ -4,10 +4,12 @@ import fcntl
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
@@ -15,14 +17,11 @@ from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 __all__ = [
     "CostResult",
     "Job",
-    "Result",
+    "SuiteResults",
     "TextResult",
     "TextResults",
     "Trial",
-    "append_line",
-    "check_header",
-    "read_header",
-    "read_lines",
+    "now",
 ]
 
 
@@ -109,13 +108,8 @@ class CostResult:
         return self.decoding[str(batch)]["error"] if speed is None else f"{speed:,.0f}"
 
 
-Result = Trial | TextResult | CostResult
-"""What a line after the first one holds."""
-_KINDS: dict[str, type[Result]] = {"trial": Trial, "configuration": TextResult, "costs": CostResult}
-
-
-class TextResults:
-    """The results of one recipe on one corpus, to which more are added.
+class SuiteResults:
+    """The results of one recipe on one corpus, one JSON line each, to which more are added.
 
     The first line says which recipe and corpus.
 
@@ -129,58 +123,66 @@ class TextResults:
         ValueError: the file holds results of another recipe or corpus, or something else.
     """
 
-    def __init__(self, path: Path, recipe: TextRecipe, corpus_digest: str, file_bytes: list[int]) -> None:
+    suite: ClassVar[str]
+    kinds: ClassVar[Mapping[str, type[Any]]]
+    """What a line after the first one holds, by its key `kind`."""
+
+    def __init__(self, path: Path, recipe: Any, corpus_digest: str, file_bytes: list[int]) -> None:
         self.path = path
-        self.header = {
-            "suite": "text",
-            "recipe": json.loads(json.dumps(recipe.as_json())),
-            "corpus": corpus_digest,
-            "file_bytes": file_bytes,
-        }
-        self.trials: dict[tuple[str, float, int], Trial] = {}
-        self.trainings: dict[tuple[str, int, float], TextResult] = {}
-        self.measured: dict[tuple[str, str], CostResult] = {}
-        if path.exists() and path.stat().st_size:
-            self._read()
+        content = json.loads(json.dumps(recipe.as_json()))
+        self.header = {"suite": self.suite, "recipe": content, "corpus": corpus_digest, "file_bytes": file_bytes}
+        self._make_empty()
+        if path.exists() and "\n" in path.read_text(encoding="utf-8"):  # a first line that was cut is written anew
+            self.reload()
             check_header(path, self.header)
 
     @classmethod
-    def read(cls, path: Path) -> "TextResults":
-        """The results of a file, whatever their recipe.
-
-        Raises:
-            ValueError: the file holds something else.
-        """
+    def read(cls, path: Path) -> Self:
+        """The results of a file, whatever their recipe; ValueError: the file holds something else."""
         results = cls.__new__(cls)
-        results.path, results.header = path, read_header(path)
-        results.trials, results.trainings, results.measured = {}, {}, {}
-        results._read()
+        results.path, results.header = path, read_header(path, cls.suite)
+        results._make_empty()
+        results.reload()
         return results
 
-    def _read(self) -> None:
-        for number, line in read_lines(self.path):
+    def reload(self) -> None:
+        """Take in what is in the file, to which other processes may have added."""
+        for number, line in read_lines(self.path) if self.path.exists() else ():
             try:
                 content = json.loads(line)
-                kind = _KINDS[content.pop("kind")]
+                kind = self.kinds[content.pop("kind")]
                 content["environment"] = Environment(**content["environment"])
-                if kind is TextResult:
-                    content["curve"] = [tuple(point) for point in content["curve"]]
+                for name in {"curve", "points"} & content.keys():
+                    content[name] = [tuple(point) for point in content[name]]
                 self._keep(kind(**content))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{self.path}, line {number} is not a result of this suite: {error}") from error
 
-    def reload(self) -> None:
-        """Take in what other processes have added to the file."""
-        if self.path.exists():
-            self._read()
-
-    def add(self, result: Result) -> None:
+    def add(self, result: Any) -> None:
         """Keep a result; it is on disk when this returns."""
-        (kind,) = (kind for kind, made in _KINDS.items() if isinstance(result, made))
+        (kind,) = (kind for kind, made in self.kinds.items() if isinstance(result, made))
         append_line(self.path, self.header, {"kind": kind, **asdict(result)})
         self._keep(result)
 
-    def _keep(self, result: Result) -> None:
+    def _make_empty(self) -> None:
+        raise NotImplementedError
+
+    def _keep(self, result: Any) -> None:
+        raise NotImplementedError
+
+
+class TextResults(SuiteResults):
+    """The results of the suite `text`."""
+
+    suite = "text"
+    kinds: ClassVar = {"trial": Trial, "configuration": TextResult, "costs": CostResult}
+
+    def _make_empty(self) -> None:
+        self.trials: dict[tuple[str, float, int], Trial] = {}
+        self.trainings: dict[tuple[str, int, float], TextResult] = {}
+        self.measured: dict[tuple[str, str], CostResult] = {}
+
+    def _keep(self, result: Trial | TextResult | CostResult) -> None:
         if isinstance(result, Trial):
             self.trials[result.configuration, result.rate, result.rung] = result
         elif isinstance(result, TextResult):
@@ -239,6 +241,11 @@ class TextResults:
         return [self.trainings[key] for key in keys]
 
 
+def now() -> str:
+    """The time as result files have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def append_line(path: Path, header: dict[str, Any], content: dict[str, Any]) -> None:
     """Add a line to a result file, after its header where it is new; it is on disk when this returns.
 
@@ -264,7 +271,7 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
     return list(enumerate(complete.splitlines(), start=1))[1:]
 
 
-def read_header(path: Path, suite: str = "text") -> dict[str, Any]:
+def read_header(path: Path, suite: str) -> dict[str, Any]:
     """The first line of a suite's result file: suite, recipe, corpus.
 
     Raises:

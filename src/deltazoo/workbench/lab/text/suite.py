@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.runner import device_is_lost
 from deltazoo.workbench.lab.text.decoding import decoding, state_bytes
 from deltazoo.workbench.lab.text.race import train_best
-from deltazoo.workbench.lab.text.results import CostResult, Job, TextResult, TextResults, Trial
+from deltazoo.workbench.lab.text.results import CostResult, Job, TextResult, TextResults, Trial, now
 from deltazoo.workbench.lab.text.scoring import file_bytes, score
 from deltazoo.workbench.lab.text.text_comparison import bits_per_byte
 from deltazoo.workbench.lab.text.text_configurations import (
@@ -251,7 +250,7 @@ class _Worker:
                 seconds=round(training.seconds, 2),
                 tokens_per_second=round(training.tokens_per_second, 1),
                 environment=self.environment,
-                date=_now(),
+                date=now(),
             )
             results.add(trial)
             speed = f"{trial.tokens_per_second:,.0f} tokens/s"
@@ -285,7 +284,7 @@ class _Worker:
             tokens_per_second=round(training.tokens_per_second, 1),
             seconds=round(training.seconds + time.monotonic() - began, 2),
             environment=self.environment,
-            date=_now(),
+            date=now(),
         )
         results.add(result)
         speed = f"{result.tokens_per_second:,.0f} tokens/s"
@@ -312,7 +311,7 @@ class _Worker:
             state_bytes={str(tokens): state_bytes(model, tokens) for tokens in recipe.scored_lengths[:2]},
             decoding=decoding(model, recipe, prompt),
             environment=self.environment,
-            date=_now(),
+            date=now(),
         )
         self.results.add(result)
         speeds = "; ".join(f"{batch}: {result.decoding_figure(batch)}" for batch in recipe.decode_batches)
@@ -373,10 +372,6 @@ def _best_first(results: TextResults) -> list[str]:
     """Configurations by the bits per byte of their first seed."""
     first = {configuration: result for (configuration, seed), result in results.configurations.items() if seed == 0}
     return sorted(first, key=lambda configuration: bits_per_byte(first[configuration], results))
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _known_speed(configuration: str, results: TextResults) -> float | None:

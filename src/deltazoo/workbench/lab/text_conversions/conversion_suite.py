@@ -5,7 +5,6 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from deltazoo.names import unknown
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.runner import device_is_lost
 from deltazoo.workbench.lab.text.decoding import decoding, state_bytes
+from deltazoo.workbench.lab.text.results import now
 from deltazoo.workbench.lab.text.scoring import LengthScore, file_bytes, score
 from deltazoo.workbench.lab.text.suite import OutOfTime
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
@@ -171,7 +171,7 @@ def _teacher(
                 **_measured(teacher.model, corpus, recipe, recipe.decode_contexts),
                 seconds=round(time.monotonic() - began, 2),
                 environment=environment,
-                date=_now(),
+                date=now(),
             )
         )
     row_length = str(recipe.text.row_length)
@@ -223,7 +223,7 @@ def _convert(
         **_measured(converted.model, corpus, recipe, recipe.decode_contexts if converted.swapped else ()),
         seconds=round(time.monotonic() - began, 2),
         environment=environment,
-        date=_now(),
+        date=now(),
     )
 
 
@@ -256,7 +256,3 @@ def _decoding(model: Any, corpus: TextCorpus, recipe: ConversionRecipe, context:
 
 def _bits(file_nats: Sequence[float], results: ConversionResults) -> float:
     return float(np.sum(file_nats) / np.log(2) / np.sum(results.header["file_bytes"]))
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
