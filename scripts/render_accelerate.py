@@ -74,7 +74,7 @@ def answer(gpu: str, rows: list[dict[str, Any]]) -> str:
     """What a reader wants to know who wants no table."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        if (ratio := speed_up(row)) is not None and is_captured(row):
+        if (ratio := speed_up(row)) is not None and is_captured(row) and not overlaps(row):
             found.setdefault(row["phase"], []).append(ratio)
     ranges = {phase: f"{min(ratios):.1f} to {max(ratios):.1f}" for phase, ratios in found.items()}
     text = (

@@ -40,7 +40,8 @@ KINDS = {"pure": "models of linear layers alone", "hybrid": "hybrids"}
 LEGEND = """\
 {cells}
 
-A family is a rule, under its own model type (`kda`, ...) or as a mixer of `delta_rule`. A hybrid mixes linear and
+A family is a rule, under its own model type (`kda`, ...) or as a mixer of `delta_rule`. Rules without a column run the
+same code; `tests/variants` has gradients, caches, padding, packing and parameters of each. A hybrid mixes linear and
 softmax layers. [models.md](models.md), [generation.md](generation.md) and [training.md](training.md) show how each
 feature is used. `scripts/render_features.py` writes this page from runs of `tests/models`.
 """
@@ -166,9 +167,11 @@ class _Page:
         """One sentence for a reader who wants no table."""
         releases = " and ".join(self.results)
         exceptions = [feature for feature, row in cells.items() if any(not cell.startswith("yes") for cell in row)]
-        everything = f"All {len(cells)} features of the first table work for every family"
+        everything = f"All {len(cells)} features of the first table work for every family in it"
         if exceptions:
-            everything = f"{len(cells) - len(exceptions)} of the {len(cells)} features below work for every family"
+            everything = (
+                f"{len(cells) - len(exceptions)} of the {len(cells)} features below work for every family in the table"
+            )
         return f"{everything}, in models of linear layers alone and in hybrids, with transformers {releases}."
 
     def tested(self, feature: str) -> list[str]:

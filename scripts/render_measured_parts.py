@@ -104,7 +104,8 @@ def drafts(content: dict[str, Any]) -> str:
         f"A Gated DeltaNet of {target['parameters'] / 1e6:.0f} M parameters in {target['layers']} layers, and a draft "
         f"model of {draft['parameters'] / 1e6:.1f} M in {draft['layers']}, both trained for seconds on bytes of "
         "Python's standard library; one row, greedy, bfloat16 (`scripts/measure_drafts.py`). Medians over three "
-        f"prompts, with the slowest and the fastest. {machine(content['run'])}"
+        f"prompts, with the slowest and the fastest. {machine(content['run'])} Blocks did not decode in fused kernels "
+        "yet; speeds with these are on [model_speed.md](model_speed.md)."
     )
     body = [
         [

@@ -115,10 +115,6 @@ What small models of each rule learn, all of one size: [lab.md](lab.md).
 size comes from a gate, a sigmoid of the token: `euler` takes it as it is, the others make it depend on the length of
 the key ([math.md](math.md#4-step-sizes)), "doubled" reaches 2 instead of 1. `fg2_gdn`, `gated_deltanet2` and `qed` have
 gates per channel in place of one number per head. `lines` is the length of the rule's file in
-`mixer` is the name in a configuration and on the command line; `deltazoo show NAME` prints a rule in full. The step
-size comes from a gate, a sigmoid of the token: `euler` takes it as it is, the others make it depend on the length of
-the key ([math.md](math.md#4-step-sizes)), "doubled" reaches 2 instead of 1. `fg2_gdn`, `gated_deltanet2` and `qed` have
-gates per channel in place of one number per head. `lines` is the length of the rule's file in
 `src/deltazoo/variants/`, docstring included, and that of its layer's file where its spec alone does not say everything,
 with those that it builds on: some rules share them.
 

@@ -298,7 +298,7 @@ def test_warnings_are_sentences() -> None:
     beta[:51, 2] = 1.97
     beta[:3, 1] = 2.6
     decay = torch.full((128, 3), math.log(0.9999))
-    decay[:, 0] = math.log(0.25)
+    decay[:, 0] = math.log(0.05)
     layer = GatedDeltaNet(HIDDEN, 3, KEYS, use_short_conv=False, expand_v=1.0).double()
     k = torch.eye(KEYS).double()[:1].expand(1, 128, 3, KEYS)
     inputs = RuleInputs(k, k, torch.ones_like(k), beta.double()[None], decay.double()[None])
@@ -311,8 +311,8 @@ def test_warnings_are_sentences() -> None:
         "state expands. Bound the gain to [0, 2], as deltazoo.layers.bounded_step does, or normalise keys",
         "GatedDeltaNet head 2: erase gain up to 1.97, with an eigenvalue below -0.9 on 40% of tokens and a decay of "
         "0.9999 there: near expansion",
-        "GatedDeltaNet head 0: the decay halves every channel within 0.5 tokens: the head carries next to nothing from "
-        "token to token",
+        "GatedDeltaNet head 0: the decay halves every channel within 0.23 tokens: the head carries next to nothing "
+        "from token to token",
         "GatedDeltaNet head 1: the output gate is shut on 100% of tokens: the head hardly contributes",
     ]
     assert str(found).splitlines()[-4:] == found.warnings

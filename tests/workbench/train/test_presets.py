@@ -99,3 +99,17 @@ def test_a_preset_is_the_model_of_its_name(path: Path) -> None:
         assert smallest < model.num_parameters() < largest
         tokens = config.training.rows_of_a_step * config.training.row_length
         assert tokens in (2**19, 2**21), "half a million or two million tokens per step"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"intermediate_size": 48, "hidden_ratio": 9}, "hidden_ratio has no effect beside model.intermediate_size"),
+        ({"qkv_bias": True}, "keys that do not act on this model are kept: 'qkv_bias'"),
+        ({"use_short_conv": False, "conv_size": 7}, "keys that do not act on this model are kept: 'conv_size'"),
+    ],
+)
+def test_keys_without_effect_are_refused(changes: dict[str, Any], message: str) -> None:
+    section = {"mixer": "delta_net", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, **changes}
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        build_model(section, build_tokenizer(TokenizerConfig("byte"), []))

@@ -23,7 +23,8 @@ _CHUNK_EXPANDS = 1.05
 _OFTEN = 0.01
 _MOSTLY = 0.9
 _GROWS = 2.5
-_FORGETS = 1.0
+_FORGETS = 0.25
+"""Tokens. Fresh heads of the largest rate and step, 16 and 0.1, halve in 0.43."""
 
 
 @dataclass(frozen=True)

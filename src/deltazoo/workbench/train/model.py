@@ -1,5 +1,6 @@
 """Build a new model from the ``model`` section of a configuration."""
 
+import warnings
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -30,18 +31,24 @@ def build_model(
     if "architecture" in section:
         return build_native_model(section, tokenizer, runtime)
     keys = dict(section)
+    if keys.get("intermediate_size") is not None and keys.get("hidden_ratio") is not None:
+        raise ValueError("model.hidden_ratio has no effect beside model.intermediate_size: set one of them to null")
     spec = get_variant(keys.pop("mixer"))
     if spec.hub_model_type is None:
         keys["mixer"] = spec.name
     try:
-        config = AutoConfig.for_model(
-            spec.hub_model_type or "delta_rule",
-            vocab_size=len(tokenizer),
-            bos_token_id=begin_id(tokenizer),
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **keys,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*keys that do not act on this model")
+            config = AutoConfig.for_model(
+                spec.hub_model_type or "delta_rule",
+                vocab_size=len(tokenizer),
+                bos_token_id=begin_id(tokenizer),
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                **keys,
+            )
+    except UserWarning as idle:
+        raise ValueError(f"model: {idle}") from idle
     except StrictDataclassError as error:  # a value of the wrong type
         raise ValueError(f"model: {str(error).splitlines()[-1].strip()}") from error
     return AutoModelForCausalLM.from_config(config, **runtime.given())

@@ -58,7 +58,7 @@ class TextFiles:
         if left_out:
             more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
             say(
-                f"left out {len(left_out)} of {len(self.paths)} files, which are no UTF-8 text: "
+                f"left out {len(left_out)} of {len(self.paths)} files of {self.root}, which are no UTF-8 text: "
                 f"{', '.join(left_out[:5])}{more}",
             )
 

@@ -24,6 +24,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 from deltazoo.distributed import ContextParallelTrainer, fully_shard_model
 from deltazoo.interop.acceleration import has_known_layers
 from deltazoo.layers import parameter_groups
+from deltazoo.workbench.console import say
 from deltazoo.workbench.diagnose import DiagnoseCallback
 from deltazoo.workbench.train.checkpoint_files import refuse_damaged, remove_oldest, unfinished, whole_or_not_at_all
 from deltazoo.workbench.train.config import RunConfig
@@ -58,6 +59,8 @@ class PackedTrainer(ContextParallelTrainer):
         self._rows_per_step = config.training.rows_of_a_step
         self._division = divide_rows(config.training, arguments.world_size)
         self._shards = config.training.fully_shard and arguments.world_size > 1
+        if config.training.fully_shard and not self._shards:  # a divided run may go on in one process
+            say("training.fully_shard divides nothing in one process: --gpus starts several")
         self.monitor = Monitor(tokens_per_step=self._rows_per_step * config.training.row_length)
         self._stop = StopOnSignal()
         super().__init__(

@@ -27,7 +27,10 @@ def diagnose(
     ] = None,
     text_field: Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")] = "text",
     length: Annotated[int, typer.Option(min=2, help="Tokens of a document; the rest of it is left out.")] = 2048,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of all documents together.")] = 8192,
+    tokens: Annotated[
+        int,
+        typer.Option(min=2, help="No document is added beyond so many tokens in all; the first one is always there."),
+    ] = 8192,
     picture: Annotated[str | None, typer.Option(help="Also draw heat maps of all heads into this PNG.")] = None,
     json_file: Annotated[str | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
     load: LoadOption = None,

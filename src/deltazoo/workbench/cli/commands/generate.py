@@ -24,9 +24,9 @@ def generate(
     top_p: Annotated[
         float | None,
         typer.Option(
-            min=0.0,
+            min=0.001,
             max=1.0,
-            help="Sample from the likeliest tokens of this total probability [default: 0.95].",
+            help="Sample from the likeliest tokens of this total probability; 0.95 unless given.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,

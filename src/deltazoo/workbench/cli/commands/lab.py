@@ -44,7 +44,7 @@ def lab(
     ] = "",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for results and page [default: runs/lab_SUITE]; text: the result file."),
+        typer.Option(help="Folder for results and page, runs/lab_SUITE unless given; text: the result file."),
     ] = None,
     device: Annotated[
         str,

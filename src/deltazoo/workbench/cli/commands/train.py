@@ -114,6 +114,9 @@ def _configuration(name: str | None, text: str | None, output: str | None, overr
 
     if name is None and text is None:
         raise ValueError("name a configuration, or a text with --text; deltazoo train --help has examples")
+    for option, key, given in (("--text", "data.text", text), ("--output", "output", output)):
+        if given is not None and any(override.partition("=")[0].strip() == key for override in overrides):
+            raise ValueError(f"{option} {given} and --set {key} say the same thing: give one of them")
     if text is not None:
         # A data set's subset, split and streaming do not belong to another text.
         reset = [f"data.{key}={json.dumps(getattr(DataConfig, key))}" for key in ("subset", "split", "streaming")]

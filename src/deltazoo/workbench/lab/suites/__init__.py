@@ -19,5 +19,5 @@ def get_suite(name: str) -> tuple[Claim, ...]:
         ValueError: no such suite.
     """
     if name not in SUITES:
-        raise ValueError(unknown("suite", name, list(SUITES)))
+        raise ValueError(unknown("suite", name, [*SUITES, "text", "text-conversions"]))
     return SUITES[name]
