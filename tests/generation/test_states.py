@@ -299,7 +299,7 @@ class TestRefusedRollbacks:
         cache = recording_after(model, tokens(1, 5))
         run(model, cache, tokens(1, 2))
         before = snapshot(cache)
-        with pytest.raises(RuntimeError, match="cannot take back 3 tokens .* 2 were recorded"):
+        with pytest.raises(RuntimeError, match=r"take back 3 tokens .* 2 were recorded since .*\.record\(cache\)"):
             rollback(cache, 3)
         assert same(snapshot(cache), before)
         rollback(cache, 0)

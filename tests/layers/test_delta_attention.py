@@ -358,7 +358,9 @@ def test_a_shared_description_equals_its_mask() -> None:
         ({"head_dim": -8}, "head_dim must be at least 1, got -8"),
         ({"expand_v": 1.3}, r"expand_v=1.3 times head_dim=8 must be a positive whole number, got 10.4"),
         ({"expand_v": 0}, "must be a positive whole number, got 0"),
-        ({"conv_size": 0}, "kernel_size=0"),
+        ({"conv_size": 0}, "conv_size must be at least 1, got 0"),
+        ({"conv_size": 7, "use_short_conv": False}, "conv_size=7 acts only with use_short_conv=True"),
+        ({"backend": "tritn"}, "unknown backend 'tritn'; did you mean 'triton'"),
         ({"neg_eigval": "write", "allow_neg_eigval": True}, "neg_eigval must be 'both' or 'erase', got 'write'"),
         ({"neg_eigval": "erase"}, "neg_eigval='erase' acts only with allow_neg_eigval=True"),
         ({"variant": "linear_attention", "allow_neg_eigval": True}, "'linear_attention' has no correction term"),
@@ -401,6 +403,7 @@ def test_unknown_options_are_refused() -> None:
         ({"hidden_states": torch.zeros(2, 9, HIDDEN + 1)}, r"must be \[B, T, 32\], got \(2, 9, 33\)"),
         ({"hidden_states": torch.zeros(9, HIDDEN)}, r"must be \[B, T, 32\], got \(9, 32\)"),
         ({"attention_mask": torch.ones(2, 12, dtype=torch.long)}, r"must have shape \(2, 9\)"),
+        ({"attention_mask": torch.full((2, 9), 2)}, "must hold only 0 and 1, got values from 2 to 2"),
         ({"cu_seqlens": torch.tensor([0, 18])}, "need batch size 1, got 2"),
         (
             {
@@ -410,7 +413,7 @@ def test_unknown_options_are_refused() -> None:
             "sequences already says",
         ),
     ],
-    ids=["width", "rank", "mask", "packed batch", "sequences and cu_seqlens"],
+    ids=["width", "rank", "mask", "numbers in the mask", "packed batch", "sequences and cu_seqlens"],
 )
 def test_bad_inputs_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -468,11 +471,6 @@ def test_a_state_of_another_layer_is_refused(conv: tuple | None, recurrent: tupl
     states.set_state(0, MixerState(None if conv is None else torch.zeros(conv), torch.zeros(recurrent)), 1)
     with pytest.raises(ValueError, match=message):
         make("delta_net")(tokens(), past_key_values=states)
-
-
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown backend 'chunk'"):
-        make(backend="chunk")(tokens())
 
 
 def test_a_layer_beyond_the_depth_of_its_model_is_refused() -> None:

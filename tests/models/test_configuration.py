@@ -76,6 +76,9 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"num_hidden_layers": 0}, "num_hidden_layers must be positive, got 0"),
         ({"num_micro_steps": 0}, "num_micro_steps must be positive, got 0"),
         ({"expand_v": 1.3}, "whole number"),
+        ({"expand_v": 0}, "must be a positive whole number, got 0"),
+        ({"conv_size": 0}, "conv_size must be at least 1, got 0"),
+        ({"decay_lower_bound": 5.0}, "must be negative, got 5.0"),
         ({"neg_eigval": "erase"}, "only with allow_neg_eigval=True"),
         ({"neg_eigval": "none", "allow_neg_eigval": True}, "'both' or 'erase'"),
         ({"mixer": "linear_attention", "allow_neg_eigval": True}, "no correction term"),
@@ -94,7 +97,7 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
 @pytest.mark.feature("errors: configurations")
 def test_contradictions_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
-        DeltaRuleForCausalLM(DeltaRuleConfig(**{**SIZES, **overrides}))
+        DeltaRuleConfig(**{**SIZES, **overrides})
 
 
 @pytest.mark.feature("configurations survive saving")
@@ -159,7 +162,14 @@ class TestUnknownKeys:
             setattr(config, typo, 4)
 
     @pytest.mark.parametrize(
-        ("key", "value"), [("hidden_act", "relu"), ("num_v_heads", 3), ("mixer", "kda"), ("layer_types", ["none"])]
+        ("key", "value"),
+        [
+            ("hidden_act", "relu"),
+            ("num_v_heads", 3),
+            ("mixer", "kda"),
+            ("layer_types", ["none"]),
+            ("neg_eigval", "nope"),
+        ],
     )
     def test_what_would_not_load_is_not_saved(self, key, value, tmp_path):
         config = GatedDeltaNetConfig(**SIZES)
@@ -195,7 +205,8 @@ def test_size_of_convolutions_waits_for_convolutions(recwarn):
     DeltaRuleConfig(**SIZES, use_short_conv=False, conv_size=4)
     assert not recwarn.list
     with pytest.warns(UserWarning, match=r"are kept: 'conv_size' \(acts with use_short_conv=True\)"):
-        assert DeltaRuleConfig(**SIZES, use_short_conv=False, conv_size=7).conv_size == 7
+        config = DeltaRuleConfig(**SIZES, use_short_conv=False, conv_size=7)
+    assert config.conv_size == 7 and DeltaRuleForCausalLM(config).model.layers[0].attn.conv_size == 0
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -143,6 +143,17 @@ def test_unknown_names_and_values_are_refused_and_change_nothing():
     assert runtime_of(model)[0] == "reference" and model.runtime == RuntimeOptions(backend="reference")
 
 
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("use_cach", "use_cache"), ("tie_word_embedding", "tie_word_embeddings"), ("dtyp", "dtype")],
+)
+def test_a_misspelt_configuration_key_is_refused_with_the_nearest_one(misspelt, meant, tmp_path):
+    tiny_model("gated_deltanet").save_pretrained(tmp_path)
+    message = f"'{misspelt}'; known: backend, .*; did you mean the configuration key '{meant}'"
+    with pytest.raises(TypeError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **{misspelt: False})
+
+
 def test_an_option_without_anything_to_act_on_is_refused():
     bare = tiny_model("delta_net", use_short_conv=False)
     bare.model.layers[1].attn.o_norm = deltazoo.layers.GatedRMSNorm(8, activation=torch.tanh)

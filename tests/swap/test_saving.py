@@ -109,6 +109,14 @@ def test_the_configuration_records_every_layer(tmp_path):
     assert [layer.delta.conv_size for layer in swapped_layers(loaded).values()] == [3, 3]
 
 
+def test_a_saved_kernel_size_of_layers_without_convolutions_is_left_out(tmp_path):
+    model = tiny_original("llama")
+    deltazoo.swap_attention(model, "kda", [1], use_short_conv=False)
+    model.config.delta_layers["1"]["conv_size"] = 7  # as older versions took it
+    model.config.save_pretrained(tmp_path)
+    assert "conv_size" not in AutoConfig.from_pretrained(tmp_path).delta_layers["1"]
+
+
 def test_sharded_and_saved_again(tmp_path):
     model, ids = swapped("granite"), tokens(2, 6)
     model.save_pretrained(tmp_path / "a", max_shard_size="20KB")

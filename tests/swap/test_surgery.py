@@ -167,6 +167,14 @@ class TestRefusedAndUntouched:
             model = LlamaForCausalLM(tiny_original("llama").config)
         assert_untouched(model, "layer 0: the weights are not in memory")
 
+    @pytest.mark.parametrize("init", ["transfer", "random"])
+    def test_norms_over_all_heads_and_several_keys_per_token(self, init):
+        model = tiny_original("olmo2")
+        message = "num_micro_steps=2: qk_norm=False leaves the norms out"
+        assert_untouched(model, message, "gated_deltaproduct", init=init)
+        deltazoo.swap_attention(model, "gated_deltaproduct", init=init, qk_norm=False)
+        assert model(tokens(1, 5)).logits.isfinite().all()
+
     def test_class_of_the_users_own(self):
         class MyLlama(LlamaForCausalLM):
             pass
@@ -185,7 +193,9 @@ class TestRefusedAndUntouched:
             ({"layers": [NUM_LAYERS]}, "numbered 0 to 3, got 4", ValueError),
             ({"variant": "gated_delta_net"}, "did you mean 'gated_deltanet'", ValueError),
             ({"init": "zeros"}, 'init must be "transfer" or "random"', ValueError),
-            ({"convsize": 3}, "no option 'convsize'; known layer options: activation", TypeError),
+            ({"convsize": 3}, "unknown option 'convsize'; did you mean 'conv_size'", TypeError),
+            ({"rop": True}, r"'rop'; did you mean 'rope'\? known: layers, init, rope, qk_norm", TypeError),
+            ({"use_short_conv": False, "conv_size": 7}, "conv_size=7 acts only with", ValueError),
             ({"num_heads": 2}, "num_heads is decided by the weights", ValueError),
             ({"decay_lower_bound": 1.0}, "must be negative", ValueError),
             ({"variant": "delta_net", "decay_lower_bound": -1.0}, "has no decay", ValueError),

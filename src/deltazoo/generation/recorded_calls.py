@@ -49,8 +49,8 @@ class RecordedCalls:
         """RuntimeError unless `removed` tokens can be taken back."""
         if removed > self.num_tokens:
             raise RuntimeError(
-                f"cannot take back {removed} tokens of a recurrent state: {self.num_tokens} were recorded (call "
-                "activate_past_recording of the cache before the forward passes to undo)"
+                f"cannot take back {removed} tokens of a recurrent state: {self.num_tokens} were recorded since "
+                "deltazoo.generation.record(cache) or the last rollback; call record before the forward passes to undo"
             )
 
     @torch.no_grad()

@@ -21,6 +21,8 @@ from deltazoo.layers.sequences import (
     check_cu_seqlens,
     describe_sequences,
     describe_shared,
+    readable,
+    zeros_and_ones,
 )
 from deltazoo.names import unknown
 from deltazoo.ops import ContextParallel
@@ -267,7 +269,7 @@ def _current_padding(
     """`[B, T]` bool of the current tokens, or None if all are known to be real."""
     if isinstance(attention_mask, Mapping):
         mask = attention_mask.get("linear_attention")
-        return None if mask is None else _zeros_and_ones(mask[:, -shape[1] :])
+        return None if mask is None else zeros_and_ones(mask[:, -shape[1] :])
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:
@@ -281,21 +283,9 @@ def _current_padding(
             f"attention_mask must have shape {(shape[0], total)}: {past_length} tokens in the cache and {shape[1]} new "
             f"ones, got {tuple(attention_mask.shape)}"
         )
-    mask = _zeros_and_ones(attention_mask[:, -shape[1] :])
+    mask = zeros_and_ones(attention_mask[:, -shape[1] :])
     # Reading the mask costs one wait for the device per forward pass and saves every layer the work of padding.
     return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
-
-
-def _zeros_and_ones(mask: Tensor) -> Tensor:
-    """A mask of whole numbers as bool; ValueError for values other than 0 and 1, where reading them is free."""
-    if mask.dtype == torch.bool:
-        return mask
-    if _readable(mask) and mask.numel() and not 0 <= int(mask.min()) <= int(mask.max()) <= 1:
-        raise ValueError(
-            f"attention_mask must hold only 0 and 1, got values from {int(mask.min())} to {int(mask.max())}; "
-            "to number packed documents pass seq_idx"
-        )
-    return mask.bool()
 
 
 def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
@@ -304,7 +294,7 @@ def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
         check_tensor("cu_seqlens", candidate)
     given = [candidate for candidate in candidates if candidate is not None]
     for other in given[1:]:
-        if other is not given[0] and _readable(other) and not torch.equal(other, given[0]):
+        if other is not given[0] and readable(other) and not torch.equal(other, given[0]):
             raise ValueError(
                 f"cu_seqlens, cu_seq_lens_q and cu_seq_lens_k must agree, got {given[0].tolist()} and {other.tolist()}"
             )
@@ -331,7 +321,7 @@ def _all_starts(
 ) -> Tensor | None:
     """Where packed documents begin, `[B, T]` bool, by the explicit arguments and positions; None unless packed."""
     found = dict(explicit)
-    if position_ids is not None and shape[1] > 1 and (not found or _readable(position_ids)):
+    if position_ids is not None and shape[1] > 1 and (not found or readable(position_ids)):
         restarts = _starts_from_positions(position_ids.expand(shape), mask)
         if not found and fills_cache and torch.compiler.is_compiling():
             # `generate` sends positions with every prompt; a branch on them would need a graph of its own.
@@ -342,12 +332,7 @@ def _all_starts(
         return None
     if mask is not None:
         found = {name: _separate_padding(starts, mask) for name, starts in found.items()}
-    return agreeing_starts(found, check=_readable(next(iter(found.values()))))
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether reading values is free: not while tracing, and not where the CPU would wait for another device."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return agreeing_starts(found, check=readable(next(iter(found.values()))))
 
 
 def _starts_from_cu_seqlens(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:

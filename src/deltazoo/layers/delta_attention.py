@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
-from deltazoo.layers.layer_options import check_decay, check_sizes, check_steps, check_types
+from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
 from deltazoo.layers.linear_maps import called_as_is, cast_for_product, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, at_least_float32, l2_normalize, l2_normalize_both
 from deltazoo.layers.recompute import recomputable
@@ -165,6 +165,7 @@ class DeltaRuleAttention(Float32Parameters):
         self.backend = backend
         self.fused_kernels = fused_kernels
         check_sizes(self)
+        check_convolutions(use_short_conv, conv_size)
         check_steps(self, beta_bias)
         check_decay(self, of_its_own=type(self).make_decay_gate is not DeltaRuleAttention.make_decay_gate)
 

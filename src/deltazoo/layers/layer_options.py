@@ -4,14 +4,16 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from deltazoo.names import unknown
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.step_size import STEP_SIZES
+from deltazoo.runtime import BACKENDS
 from deltazoo.spec import choice_name
 
 if TYPE_CHECKING:
     from deltazoo.layers.delta_attention import DeltaRuleAttention
 
-__all__ = ["check_decay", "check_sizes", "check_steps", "check_types"]
+__all__ = ["check_convolutions", "check_decay", "check_sizes", "check_steps", "check_types"]
 
 _WHOLE_NUMBERS = {
     **dict.fromkeys(("hidden_size", "num_heads", "conv_size"), int),
@@ -41,6 +43,16 @@ def check_types(options: Mapping[str, Any]) -> None:
     for name in ("expand_v", "decay_lower_bound"):
         if options[name] is not None and not math.isfinite(options[name]):
             raise ValueError(f"{name} must be finite, got {options[name]}")
+    if options["backend"] not in (None, *BACKENDS):
+        raise ValueError(unknown("backend", options["backend"], BACKENDS))
+
+
+def check_convolutions(use_short_conv: bool, conv_size: int) -> None:
+    """The taps of the short convolutions; 4, the default, may be given to a layer without any."""
+    if use_short_conv and conv_size < 1:
+        raise ValueError(f"conv_size must be at least 1, got {conv_size}: use_short_conv=False leaves convolutions out")
+    if not use_short_conv and conv_size != 4:
+        raise ValueError(f"conv_size={conv_size} acts only with use_short_conv=True")
 
 
 def check_sizes(layer: "DeltaRuleAttention") -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from deltazoo.layers.recompute import recomputable
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.context_rule import agreed_piece
+from deltazoo.ops.transforms import transforming
 from deltazoo.ops.validation import check_boundaries, check_tensor, check_tensor_values
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "check_cu_seqlens",
     "describe_sequences",
     "describe_shared",
+    "readable",
+    "zeros_and_ones",
 ]
 
 
@@ -278,7 +281,7 @@ def describe_sequences(
 
     Args:
         batch_size, num_tokens: B and T of the current tokens.
-        attention_mask: `[B, T]` bool or integer, nonzero = real, for the current tokens only.
+        attention_mask: `[B, T]` bool or integer, 1 = real, for the current tokens only.
         cu_seqlens: `[N + 1]` int32 or int64 boundaries of packed sequences; needs B = 1.
 
     Raises:
@@ -290,7 +293,7 @@ def describe_sequences(
         raise ValueError("attention_mask and cu_seqlens both say where sequences begin: pass one of them, not both")
     if attention_mask is not None:
         _check_mask(attention_mask, batch_size, num_tokens)
-        return PaddedSequences.from_mask(attention_mask)
+        return PaddedSequences.from_mask(zeros_and_ones(attention_mask))
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch_size, num_tokens)
         return PackedSequences.from_cu_seqlens(cu_seqlens, num_tokens)
@@ -305,6 +308,23 @@ def _check_mask(mask: Tensor, batch_size: int, num_tokens: int) -> None:
         )
     if mask.is_floating_point() or mask.is_complex():
         raise ValueError(f"attention_mask must be bool or integer with 1 = real token, got {mask.dtype}")
+
+
+def zeros_and_ones(mask: Tensor) -> Tensor:
+    """A mask of whole numbers as bool; ValueError for values other than 0 and 1, where reading them is free."""
+    if mask.dtype == torch.bool:
+        return mask
+    if readable(mask) and mask.numel() and not 0 <= int(mask.min()) <= int(mask.max()) <= 1:
+        raise ValueError(
+            f"attention_mask must hold only 0 and 1, got values from {int(mask.min())} to {int(mask.max())}; "
+            "for packed documents pass cu_seqlens, or seq_idx to a model"
+        )
+    return mask.bool()
+
+
+def readable(x: Tensor) -> bool:
+    """Whether reading values is free: not while tracing or under transforms, nor where the CPU would wait for a device."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, batch_size: int, num_tokens: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Self
 
+import torch
 import transformers
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -19,6 +20,7 @@ from transformers.generation import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from deltazoo.distributed.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
+from deltazoo.layers import make_layer
 from deltazoo.layers.batch_description import LAYER_TYPES
 from deltazoo.layers.mlp import default_intermediate_size
 from deltazoo.models.auto_map import AutoMapConfig
@@ -254,7 +256,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             "num_v_heads": self.num_v_heads,
             "expand_v": self.expand_v,
             "use_short_conv": self.use_short_conv,
-            "conv_size": self.conv_size,
+            "conv_size": self.conv_size if self.use_short_conv else type(self).conv_size,  # a layer refuses idle ones
             "allow_neg_eigval": self.allow_neg_eigval,
             "neg_eigval": self.neg_eigval,
             "decay_lower_bound": self.decay_lower_bound,
@@ -288,6 +290,9 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         if "full_attention" in self.layer_types:
             self._validate_softmax_heads()
             self._validate_rope()
+        if "linear_attention" in self.layer_types:
+            with torch.device("meta"):  # the layer says which options it refuses
+                make_layer(**self.mixer_kwargs, layer_idx=0, num_layers=self.num_hidden_layers)
 
     def _validate_layer_types(self, layer_types: Sequence[str]) -> None:
         for layer_type in layer_types:

@@ -1,6 +1,7 @@
 """The base class of transformers models with delta-rule layers: our own models and swapped ones."""
 
 import re
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.layers.initialization import short_conv_
+from deltazoo.names import nearest, unknown
 from deltazoo.ops import ContextParallel
 from deltazoo.runtime import RuntimeOptions
 
@@ -80,6 +82,12 @@ class ModelWithDeltaLayers(PreTrainedModel):
             TypeError: an option that this model does not have.
             ValueError: a value that an option does not have, or that a layer cannot run with; nothing is changed then.
         """
+        keys = [field.name for field in fields(self.config)]
+        for name in options:  # from_pretrained hands over what is no key of the configuration, misspelt ones too
+            key = nearest(name, [*self.runtime_options, *keys])
+            if name not in self.runtime_options and key in keys:
+                message = unknown("runtime option", name, self.runtime_options)
+                raise TypeError(f"{message}; did you mean the configuration key {key!r}?")
         before, after = self.runtime, self.runtime.changed(options, self.runtime_options)
         layers: list[Any] = [module for module in self.modules() if hasattr(module, "use_runtime")]
         try:

@@ -85,7 +85,10 @@ class DropInDeltaAttention(DeltaRuleAttention):
         if self.qk_norm not in (None, "head", "width"):
             raise ValueError(f"qk_norm must be 'head', 'width' or None, got {self.qk_norm!r}")
         if self.qk_norm == "width" and self.projected_steps > 1:
-            raise ValueError("qk_norm='width' goes over the key heads of one step: it needs num_micro_steps=1")
+            raise ValueError(
+                "the model has norms over the queries and over the keys of all heads together. They take one key per "
+                f"token, and this layer has num_micro_steps={self.num_micro_steps}: qk_norm=False leaves the norms out"
+            )
 
     def _split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.qk_norm == "width":

@@ -75,7 +75,7 @@ def swap_attention(
     get_variant(variant)
     if init not in ("transfer", "random"):
         raise ValueError(f'init must be "transfer" or "random", got {init!r}')
-    check_layer_options(layer_options, init, variant)
+    check_layer_options(layer_options, init, variant, ("layers", "init", *switches))
     runtime = {name: layer_options.pop(name) for name in SwappedModel.runtime_options if name in layer_options}
     options = RuntimeOptions(**runtime)
     plans = plan_layers(

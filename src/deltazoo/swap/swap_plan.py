@@ -1,7 +1,7 @@
 """What each chosen layer will become, decided and checked before anything is changed."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deltazoo.layers import layer_class
+from deltazoo.names import unknown
 from deltazoo.spec import get_variant
 from deltazoo.swap.attention_weights import HeadShape, read_shape
 from deltazoo.swap.families import ModelFamily, decoder_layers_of
@@ -34,8 +35,13 @@ class LayerPlan:
     """Of the new layer, as the configuration will record them."""
 
 
-def check_layer_options(options: Mapping[str, Any], init: str, variant: str) -> None:
+def check_layer_options(options: Mapping[str, Any], init: str, variant: str, arguments: Iterable[str]) -> None:
     """Refuse layer options that the variant does not have or that copied weights decide.
+
+    Args:
+        options: of layers, by name.
+        init, variant: as given to `swap_attention`.
+        arguments: names of its own keyword arguments, one of which an unknown option may be meant to be.
 
     Raises:
         TypeError: an unknown option.
@@ -46,7 +52,7 @@ def check_layer_options(options: Mapping[str, Any], init: str, variant: str) -> 
     known -= {*_DECIDED, "args", "kwargs", "options"}
     for name in options:
         if name not in known:
-            raise TypeError(f"swap_attention has no option {name!r}; known layer options: {', '.join(sorted(known))}")
+            raise TypeError(f"swap_attention: {unknown('option', name, [*arguments, *sorted(known)])}")
         if name in _SIZES and init == "transfer":
             raise ValueError(f'{name} is decided by the weights that init="transfer" copies; pass init="random"')
 

@@ -32,6 +32,9 @@ class SwappedConfig(AutoMapConfig):
             index: {name: value for name, value in options.items() if name not in RUNTIME_OPTIONS}
             for index, options in layers.items()
         }
+        for options in cleaned.values():
+            if not options.get("use_short_conv", True):  # older versions took a conv_size beside it
+                options.pop("conv_size", None)
         return super().from_dict({**config_dict, **({"delta_layers": cleaned} if layers else {})}, **kwargs)  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:

@@ -383,8 +383,9 @@ class TestEnds:
         with pytest.raises(RequestError, match="max_tokens is needed"):
             engine.submit(Request(prompt=(1,)))
         for token in (-1, 258):
-            with pytest.raises(RequestError, match="outside the model's vocabulary of 258"):
-                engine.submit(Request(prompt=(token,), max_tokens=1))
+            with pytest.raises(RequestError, match=f"token {token}, .* vocabulary of 258") as refused:
+                engine.submit(Request(prompt=(5, token, 6), max_tokens=1))
+            assert refused.value.param == "prompt"
 
     @pytest.mark.parametrize("ahead", [0, 1])
     def test_cancelling_frees_the_place(self, ahead, engine_of):

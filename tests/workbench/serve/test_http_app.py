@@ -25,7 +25,7 @@ openai = pytest.importorskip("openai", reason=REASON)
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
-from deltazoo.workbench.serve import Piece, TokenLogprob, background_server, create_app  # noqa: E402
+from deltazoo.workbench.serve import Piece, RequestError, TokenLogprob, background_server, create_app  # noqa: E402
 from deltazoo.workbench.serve.api_responses import CompletionAnswer  # noqa: E402
 from deltazoo.workbench.serve.engine_link import EngineEnd, RemoteEngine, receive  # noqa: E402
 from deltazoo.workbench.serve.http_app import app_before  # noqa: E402
@@ -315,6 +315,16 @@ def test_a_bad_request_is_told_what_is_wrong(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
     assert says in error["message"]
+
+
+def test_the_engine_names_the_field_that_it_refuses(served: Any) -> None:
+    class Refusing(FakeEngine):
+        def enter(self, requests: Any, deliver: Any) -> None:
+            raise RequestError("the prompt has token 99999", param="prompt")
+
+    with served(Refusing(byte_tokenizer())) as url:
+        error = httpx.post(f"{url}/v1/completions", json={"prompt": [99999]}).json()["error"]
+    assert (error["param"], error["message"]) == ("prompt", "the prompt has token 99999")
 
 
 def test_errors_outside_the_body(url: str, client: Any) -> None:

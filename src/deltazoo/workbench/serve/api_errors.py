@@ -60,7 +60,7 @@ def api_error_of(error: Exception) -> ApiError:
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
     if isinstance(error, RequestError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=error.param)
     if isinstance(error, EngineStopped):
         return ApiError(503, f"the server takes no new requests: {error}", code="stopping", retry_after=1)
     return ApiError(500, f"the engine failed on this request: {error}")

@@ -234,7 +234,11 @@ class Engine:
         """The number of new tokens after which a request ends; RequestError if it does not fit."""
         length, limit = len(request.prompt), self.context_limit
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._vocabulary:
-            raise RequestError(f"the prompt has token numbers outside the model's vocabulary of {self._vocabulary}")
+            outside = next(token for token in request.prompt if not 0 <= token < self._vocabulary)
+            raise RequestError(
+                f"the prompt has token {outside}, which is outside the model's vocabulary of {self._vocabulary}",
+                param="prompt",
+            )
         if limit is None:
             if request.max_tokens is None:
                 raise RequestError("max_tokens is needed, since this model has no context limit")

@@ -30,7 +30,16 @@ the engine."""
 
 
 class RequestError(ValueError):
-    """A request that cannot be served; the message is a sentence for the client."""
+    """A request that cannot be served.
+
+    Args:
+        message: a sentence for the client.
+        param: the field of the request that is wrong.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class QueueFull(RuntimeError):
