@@ -323,7 +323,7 @@ def zeros_and_ones(mask: Tensor) -> Tensor:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether reading values is free: not while tracing or under transforms, nor where the CPU would wait for a device."""
+    """Whether reading values is free: not while tracing, under transforms, or where the CPU would wait for a device."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
 
 
