@@ -29,7 +29,7 @@ _FIXED = (
     "Fixed before the first model was trained, except for the choice of learning rates. At first it was made by trials "
     "of 128 steps with a warm-up of 10, which turned out to depend on chance: [what was found](log.md#the-text-suite-"
     "short-trials-do-not-order-learning-rates). The table of which rule to take for what came then, too, when four "
-    "models had been trained at the lowest rate."
+    "models had been trained at the lowest rate, and costs measured apart from the trainings when fifteen had been."
 )
 _AS_FAST = 0.05
 """Speeds that differ by less count as equal."""
