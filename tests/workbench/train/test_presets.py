@@ -113,3 +113,10 @@ def test_keys_without_effect_are_refused(changes: dict[str, Any], message: str) 
     section = {"mixer": "delta_net", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, **changes}
     with torch.device("meta"), pytest.raises(ValueError, match=message):
         build_model(section, build_tokenizer(TokenizerConfig("byte"), []))
+
+
+def test_a_width_may_be_set_beside_a_presets_ratio() -> None:
+    section = {"mixer": "delta_net", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "hidden_ratio": 4}
+    with torch.device("meta"):
+        model = build_model({**section, "intermediate_size": 48}, build_tokenizer(TokenizerConfig("byte"), []))
+    assert model.config.intermediate_size == 48

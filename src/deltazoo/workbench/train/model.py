@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-import deltazoo.models  # noqa: F401  (registers our model types with the Auto classes)
+from deltazoo.models import DeltaRuleConfig  # registers our model types with the Auto classes, too
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import get_variant
 from deltazoo.workbench.train.native_model import build_native_model
@@ -31,8 +31,12 @@ def build_model(
     if "architecture" in section:
         return build_native_model(section, tokenizer, runtime)
     keys = dict(section)
-    if keys.get("intermediate_size") is not None and keys.get("hidden_ratio") is not None:
-        raise ValueError("model.hidden_ratio has no effect beside model.intermediate_size: set one of them to null")
+    # A preset's default ratio may stand beside a width that is set for one run.
+    if keys.get("intermediate_size") is not None and keys.get("hidden_ratio") not in (
+        None,
+        DeltaRuleConfig.hidden_ratio,
+    ):
+        raise ValueError("model.hidden_ratio has no effect beside model.intermediate_size: leave one of them out")
     spec = get_variant(keys.pop("mixer"))
     if spec.hub_model_type is None:
         keys["mixer"] = spec.name
