@@ -5,5 +5,5 @@ The functions here check their arguments and run our Triton kernels; Triton is i
 Liger's kernels for norms, SwiGLU and the loss. `linear_cross_entropy` is the loss without the logits of all rows.
 """
 
-from deltazoo.ops.fused.fused_functions import *  # noqa: F403
+from deltazoo.ops.fused.fused_functions import *  # noqa: F403  (the names are listed there, once)
 from deltazoo.ops.fused.fused_functions import __all__ as __all__

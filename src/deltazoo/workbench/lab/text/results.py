@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -108,7 +109,7 @@ class CostResult:
         return self.decoding[str(batch)]["error"] if speed is None else f"{speed:,.0f}"
 
 
-class SuiteResults:
+class SuiteResults(ABC):
     """The results of one recipe on one corpus, one JSON line each, to which more are added.
 
     The first line says which recipe and corpus.
@@ -164,11 +165,13 @@ class SuiteResults:
         append_line(self.path, self.header, {"kind": kind, **asdict(result)})
         self._keep(result)
 
+    @abstractmethod
     def _make_empty(self) -> None:
-        raise NotImplementedError
+        """Make the tables that results go into."""
 
+    @abstractmethod
     def _keep(self, result: Any) -> None:
-        raise NotImplementedError
+        """Put a result where it belongs."""
 
 
 class TextResults(SuiteResults):
