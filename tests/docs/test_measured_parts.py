@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from script_modules import load_script
 
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("render_measured_parts", ROOT / "scripts" / "render_measured_parts.py")
-assert SPEC is not None and SPEC.loader is not None
-render = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(render)
+render = load_script("render_measured_parts")
 
 
 @pytest.mark.parametrize("name", render.PARTS)
