@@ -18,13 +18,11 @@ Writes a JSON file with the machine, the versions and the commit, after every fa
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +36,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import deltazoo
 from deltazoo.generation import Decoder
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,7 +121,6 @@ def main() -> int:
     out = args.out or ROOT / "benchmarks" / "results" / f"accelerate_{args.device}{suffix}.json"
 
     run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
-    out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for family in args.families:
         if family not in CONFIG_MAPPING:
@@ -133,7 +131,7 @@ def main() -> int:
         model = make_model(family, args.small, torch.device(args.device), dtype)
         rows += measure_family(family, model, args.batch, tokens, False if args.plain else None)
         del model
-        out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_results(out, run, rows=rows)
         print(f"{family}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
     Console(width=110).print(table(rows))
     print(out)

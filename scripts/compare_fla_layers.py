@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -36,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.interop import fla as ours
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.bench.timing import timer_for
 from deltazoo.workbench.provenance import describe_run
 
@@ -72,13 +72,12 @@ def main() -> int:
         shorten_trials()
     out = args.out or ROOT / "benchmarks" / "results" / f"fla_layers_{args.device}.json"
     run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
-    out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     problems = {name: Problem(name, args) for name in args.layers}  # while the others compile
     wait_for(compiling, args.compile_limit)
     for name in args.layers:
         rows.append(compare(name, args, problems.pop(name)))
-        out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_results(out, run, rows=rows)
         print(json.dumps(rows[-1]), flush=True)
     return 0
 

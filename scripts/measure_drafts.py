@@ -11,13 +11,11 @@ bfloat16. `tokens_per_pass` is what decides: new tokens per forward pass of the 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ import deltazoo
 from deltazoo.generation import record, rollback
 from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.provenance import describe_run
 
 PROMPT = 512
@@ -203,13 +202,13 @@ def main() -> None:
     generation.num_assistant_tokens, generation.num_assistant_tokens_schedule = 5, "constant"
     generation.assistant_confidence_threshold = 0.0
     run = describe_run(device=args.device, commit=args.commit, command=[])
-    content: dict[str, Any] = {"run": asdict(run), "training": training, "rows": []}
-    content["rollback"] = rollback_times(models["target"], prompts[0], 20)
-    print(content["rollback"], flush=True)
+    taken_back = rollback_times(models["target"], prompts[0], 20)
+    print(taken_back, flush=True)
+    rows = []
     for row in speeds(models["target"], models["draft"], prompts, args.new_tokens):
-        content["rows"].append(row)
+        rows.append(row)
         print(row, flush=True)
-        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_results(args.out, run, training=training, rows=rows, rollback=taken_back)
 
 
 if __name__ == "__main__":

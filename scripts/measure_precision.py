@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from deltazoo.workbench.bench.errors import plain_torch, relative_errors
 from deltazoo.workbench.bench.inputs import Inputs, make_inputs
 from deltazoo.workbench.bench.shapes import Shape
 from deltazoo.workbench.bench.timing import CudaTimer
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.provenance import describe_run
 
 PRECISIONS: dict[str, str | None] = {"default": None, "fast": "fast", "strict": "strict"}
@@ -236,16 +237,15 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(lambda c: subprocess.run([sys.executable, *c], check=False), commands))
     run = describe_run(device="cuda", commit=arguments.commit, command=[Path(sys.argv[0]).name, *sys.argv[1:]])
-    content: dict[str, Any] = {"run": asdict(run)}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {}
     if arguments.only != "errors":
         configurations = list(product(OPS, SHAPES.values(), (None, 1.9)))
         content["times"] = [row for c in configurations for row in measure_times(*c, arguments.rounds)]
         content["memory"] = [row for op in OPS for row in measure_memory(op, SHAPES["train"])]
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+        write_results(arguments.out, run, **content)
     if arguments.only != "times":
         content["errors"] = measure_errors()
-    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_results(arguments.out, run, **content)
 
 
 if __name__ == "__main__":
