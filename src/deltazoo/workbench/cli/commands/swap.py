@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from deltazoo.workbench.cli.options import CheckpointArgument, DeviceOption, TextFieldOption
 from deltazoo.workbench.rule_files import LoadOption
 
 _EXAMPLE = (
@@ -21,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def swap(
-    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    path: CheckpointArgument,
     variant: Annotated[str, typer.Option(help="Variant of the new layers; see deltazoo list.")],
     layers: Annotated[
         str, typer.Option(help="all, numbers (0,2,5), delta-rule to softmax layers (3:1), or best:K of a ranking.")
@@ -37,7 +38,7 @@ def swap(
     text: Annotated[
         str | None, typer.Option(help="Text to rank on (as data.text in a configuration); default: that of --train.")
     ] = None,
-    text_field: Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")] = "text",
+    text_field: TextFieldOption = "text",
     rank_tokens: Annotated[int, typer.Option(min=16, help="Upper limit of tokens to rank on.")] = 16384,
     train: Annotated[
         str | None, typer.Option(help="Train after the swap, by this recipe: a YAML file, or swap_cpu or swap_gpu.")
@@ -48,7 +49,7 @@ def swap(
     resume: Annotated[bool, typer.Option(help="Continue the conversion in --output.")] = False,
     output: Annotated[str | None, typer.Option(help="Folder for the model, the ranking and the conversion.")] = None,
     load: LoadOption = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Replace softmax attention by delta-rule layers; --rank measures layers first, --train trains the result."""
     from pathlib import Path
@@ -58,7 +59,6 @@ def swap(
     from deltazoo.workbench.cli.tables import conversion_table, facts_table, ranking_table
     from deltazoo.workbench.console import say
     from deltazoo.workbench.convert import STAGES, load_conversion
-    from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
     from deltazoo.workbench.presets import find_config
     from deltazoo.workbench.train.config import DataConfig
@@ -100,8 +100,6 @@ def swap(
     for name in written:
         if folder is not None and not resume and (folder / name).exists():
             raise ValueError(f"{folder / name} exists already: choose another --output")
-    if device is not None:
-        check_device(device)
     path = resolve_checkpoint(path)
 
     # These import torch, after the arguments are checked.
