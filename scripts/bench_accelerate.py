@@ -37,6 +37,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import deltazoo
 from deltazoo.generation import Decoder
 from deltazoo.workbench.bench.result_files import write_results
+from deltazoo.workbench.bench.timing import now
 from deltazoo.workbench.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,24 +205,20 @@ def measure(model: Any, ids: torch.Tensor, results: dict[str, dict[str, list[Any
 def measured(phase: Phase, device: torch.device) -> dict[str, Any]:
     """Tokens per second of warm calls one after another, and the most memory that a call takes."""
     (phase.warm_up or phase.call)()
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     sample: dict[str, Any] = {}
-    wait()
     if device.type == "cuda":
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
+    began = now(device)
     phase.call()
-    wait()
-    first = time.perf_counter() - began
+    first = now(device) - began
     if device.type == "cuda":
         sample["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
     count = min(max(int(BUDGET / first), 1), 50)
-    began = time.perf_counter()
+    began = now(device)
     for _ in range(count):
         phase.call()
-    wait()
-    return {"tokens_per_s": phase.tokens * count / (time.perf_counter() - began), **sample}
+    return {"tokens_per_s": phase.tokens * count / (now(device) - began), **sample}
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any] | None:

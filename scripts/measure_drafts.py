@@ -28,6 +28,7 @@ from deltazoo.generation import record, rollback
 from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.workbench.bench.result_files import write_results
+from deltazoo.workbench.bench.timing import now
 from deltazoo.workbench.provenance import describe_run
 
 PROMPT = 512
@@ -122,9 +123,9 @@ def speeds(
         for number, prompt in enumerate(prompts):
             passes = 0
             hook = target.register_forward_pre_hook(count_pass) if name in ("prompt_lookup", "draft") else None
-            began = _now(target)
+            began = now(target.device)
             made = _generate(target, prompt, new_tokens, options)
-            seconds = _now(target) - began
+            seconds = now(target.device) - began
             if hook is not None:
                 hook.remove()
             if name == "plain":
@@ -142,13 +143,6 @@ def speeds(
         }
 
 
-def _now(model: DeltaRuleForCausalLM) -> float:
-    """Seconds, once the device has done its work."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def _generate(model: DeltaRuleForCausalLM, prompt: Tensor, new_tokens: int, options: dict[str, Any] | None) -> Tensor:
     if options is None:
         return deltazoo.generate(model, prompt, max_new_tokens=new_tokens)
@@ -164,9 +158,9 @@ def rollback_times(target: DeltaRuleForCausalLM, prompt: Tensor, repeats: int) -
     times: dict[str, list[float]] = {"call_ms": [], "rollback_ms": []}
 
     def timed(name: str, function: Callable[[], Any]) -> None:
-        began = _now(target)
+        began = now(target.device)
         function()
-        times[name].append(1e3 * (_now(target) - began))
+        times[name].append(1e3 * (now(target.device) - began))
 
     for _ in range(repeats):
         timed("call_ms", lambda: target(prompt[:, :6], past_key_values=cache))

@@ -34,9 +34,9 @@ from deltazoo.layers import bounded_step
 from deltazoo.ops import delta_rule
 from deltazoo.workbench.bench.errors import plain_torch, relative_errors
 from deltazoo.workbench.bench.inputs import Inputs, make_inputs
-from deltazoo.workbench.bench.shapes import Shape
-from deltazoo.workbench.bench.timing import CudaTimer
 from deltazoo.workbench.bench.result_files import write_results
+from deltazoo.workbench.bench.shapes import Shape
+from deltazoo.workbench.bench.timing import CudaTimer, captured
 from deltazoo.workbench.provenance import describe_run
 
 PRECISIONS: dict[str, str | None] = {"default": None, "fast": "fast", "strict": "strict"}
@@ -173,7 +173,7 @@ def measure_times(op: str, shape: Shape, beta: float | None, rounds: int) -> lis
     rows = []
     for kind, way in product(("forward", "forward+backward"), ("eager", "graph")):
         calls = {name: calls_of(op, x, precision)[kind] for name, precision in PRECISIONS.items()}
-        graphs = {name: timer.capture(call) for name, call in calls.items()} if way == "graph" else {}
+        graphs = {name: captured(call) for name, call in calls.items()} if way == "graph" else {}
         calls |= {name: graph.replay for name, graph in graphs.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for i in range(rounds + 3):
