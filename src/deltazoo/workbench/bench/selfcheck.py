@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -188,17 +188,15 @@ def run_selfcheck(
     for case in cases() if selected is None else selected:
         groups.setdefault(case.group, []).append(case)
     if jobs == 0:
-        batches: Iterator[list[Verdict]] = ([judge(c, backend, device) for c in group] for group in groups.values())
-        return [verdict for batch in batches for verdict in _reported(batch, report)]
+        return [_reported(judge(case, backend, device), report) for group in groups.values() for case in group]
     with ThreadPoolExecutor(jobs) as pool:
         batches = pool.map(lambda group: _in_own_process(group, backend, device), groups.values())
-        return [verdict for batch in batches for verdict in _reported(batch, report)]
+        return [_reported(verdict, report) for batch in batches for verdict in batch]
 
 
-def _reported(batch: list[Verdict], report: Callable[[Verdict], None]) -> list[Verdict]:
-    for verdict in batch:
-        report(verdict)
-    return batch
+def _reported(verdict: Verdict, report: Callable[[Verdict], None]) -> Verdict:
+    report(verdict)
+    return verdict
 
 
 def judge(case: Case, backend: str, device: str) -> Verdict:
