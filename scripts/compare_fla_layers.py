@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.interop import fla as ours
+from deltazoo.workbench.bench.errors import relative_error
 from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.bench.timing import timer_for
 from deltazoo.workbench.provenance import describe_run
@@ -114,7 +115,7 @@ def compare(name: str, args: argparse.Namespace, problem: Problem) -> dict[str, 
     for way in ways.values():
         way.judge(x, seed, problem.wanted)
     a, b = (way.found for way in ways.values())
-    row["differences"] = {key: relative(a[key], b[key]) for key in a.keys() & b.keys()}
+    row["differences"] = {key: relative_error(a[key], b[key]) for key in a.keys() & b.keys()}
     for way in ways.values():
         way.found = {}
     timer = timer_for(args.device)
@@ -142,7 +143,7 @@ class Way:
             self._try("forward_ms", lambda: self.found.update(forward(self.layer, x)))
             self._try("training_ms", lambda: self.found.update(results(self.layer, x, seed)))
             self.facts["first_call_s"] = time.perf_counter() - started
-        self.facts["errors"] = {key: relative(value, wanted[key]) for key, value in self.found.items()}
+        self.facts["errors"] = {key: relative_error(value, wanted[key]) for key, value in self.found.items()}
 
     def measure(self, x: Tensor, seed: Tensor, timer: Any) -> None:
         """One more sample of every time, and the memory of training."""
@@ -218,11 +219,6 @@ def results(layer: nn.Module, x: Tensor, seed: Tensor) -> dict[str, Tensor]:
     y, found = gradients(layer, x, seed)
     names = ["input", *(name for name, _ in layer.named_parameters())]
     return {"output": y} | {f"gradient of {name}": g for name, g in zip(names, found, strict=True)}
-
-
-def relative(value: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the difference over that of `wanted`."""
-    return ((value.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 def start_compiling(args: argparse.Namespace) -> list[subprocess.Popen[bytes]]:

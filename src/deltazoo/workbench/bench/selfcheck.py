@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.ops import delta_rule, delta_rule_step
+from deltazoo.workbench.bench.errors import relative_error
 from deltazoo.workbench.bench.result_files import one_line
 
 __all__ = ["DTYPES", "Case", "Verdict", "case_inputs", "case_results", "cases", "check_case", "run_selfcheck"]
@@ -222,7 +223,7 @@ def check_case(case: Case, backend: str, device: str) -> dict[str, float]:
     again = case_results(inputs, d_output, d_state, backend=backend, **options, **precision)
     exact_inputs = {name: None if tensor is None else tensor.double() for name, tensor in inputs.items()}
     exact = case_results(exact_inputs, d_output.double(), d_state.double(), backend="chunkwise", **options)
-    errors = {name: _relative_error(actual[name], exact[name]) for name in exact}
+    errors = {name: relative_error(actual[name], exact[name]) for name in exact}
     same = all(torch.equal(actual[name], again[name]) for name in actual)
     return {**errors, "repeat": 0.0 if same else float("inf")}
 
@@ -301,12 +302,6 @@ def case_results(
     gradients = torch.autograd.grad([output, state], list(leaves.values()), [d_output.to(output.dtype), d_state])
     named = {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return {"output": output.detach(), "final_state": state.detach(), **named}
-
-
-def _relative_error(actual: Tensor, exact: Tensor) -> float:
-    size = exact.norm().item()
-    error = (actual.double() - exact).norm().item()
-    return error / size if size > 0 else error
 
 
 def _in_own_process(group: list[Case], backend: str, device: str) -> list[Verdict]:

@@ -58,7 +58,7 @@ def swap(
     from deltazoo.swap.layer_choice import parse_layers
     from deltazoo.workbench.cli.tables import conversion_table, facts_table, ranking_table
     from deltazoo.workbench.console import say
-    from deltazoo.workbench.convert import STAGES, load_conversion
+    from deltazoo.workbench.convert.conversion_config import STAGES, load_conversion
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
     from deltazoo.workbench.presets import find_config
     from deltazoo.workbench.train.config import DataConfig
@@ -105,15 +105,9 @@ def swap(
     # These import torch, after the arguments are checked.
     from deltazoo.swap import swap_attention
     from deltazoo.swap.families import decoder_layers_of, family_of
-    from deltazoo.workbench.convert import (
-        convert,
-        draw_conversion,
-        draw_ranking,
-        rank_layers,
-        ranking_rows,
-        save_swapped,
-    )
-    from deltazoo.workbench.convert.layer_ranking import check_best
+    from deltazoo.workbench.convert.conversion import convert, save_swapped
+    from deltazoo.workbench.convert.conversion_plots import draw_conversion, draw_ranking
+    from deltazoo.workbench.convert.layer_ranking import check_best, rank_layers, ranking_rows
     from deltazoo.workbench.evaluate.loading import load_checkpoint, load_model
 
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
