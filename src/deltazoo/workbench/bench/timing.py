@@ -172,18 +172,16 @@ class CudaTimer:
 class CpuTimer:
     """The CPU's clock; no graphs, no memory statistics."""
 
-    def __init__(self, repeats: int = 5) -> None:
-        self.repeats = repeats
+    _REPEATS = 5
 
     def wait(self) -> None:
         """Nothing to wait for."""
-        pass
 
     def milliseconds(self, call: Call) -> Spread:
         """Median of a few calls after one to warm up."""
         call()
         samples = []
-        for _ in range(self.repeats):
+        for _ in range(self._REPEATS):
             start = time.perf_counter_ns()
             call()
             samples.append((time.perf_counter_ns() - start) / 1e6)
@@ -199,7 +197,7 @@ class CpuTimer:
 
     def host_microseconds(self, call: Call) -> Spread:
         """As `milliseconds`."""
-        return _host_microseconds(call, self.wait, batches=1, calls=self.repeats)
+        return _host_microseconds(call, self.wait, batches=1, calls=self._REPEATS)
 
 
 def _host_microseconds(call: Call, wait: Callable[[], None], batches: int = 20, calls: int = 20) -> Spread:
