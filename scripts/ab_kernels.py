@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from deltazoo.ops import delta_rule
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.tiling import tiles_for
+from deltazoo.workbench.bench.errors import relative_error
 from deltazoo.workbench.bench.inputs import make_inputs
 from deltazoo.workbench.bench.operator_options import GATE_KINDS
 from deltazoo.workbench.bench.shapes import TABLE, Shape
@@ -197,12 +198,8 @@ def in_float32(launch: Launch, shape: Shape) -> dict[str, Any]:
 
 def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Relative difference of every output; infinity for NaN."""
-    errors = {}
-    for name, e in expected.items():
-        a = actual[name]
-        error = ((a.double() - e.double()).norm() / e.double().norm().clamp_min(1e-300)).item()
-        errors[name] = math.inf if math.isnan(error) else error
-    return errors
+    errors = {name: relative_error(actual[name], e) for name, e in expected.items()}
+    return {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
 
 
 def measure(launch: Launch, shape: Shape, timer: CudaTimer) -> list[dict[str, Any]]:

@@ -18,13 +18,11 @@ Writes a JSON file with the machine, the versions and the commit, after every fa
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +36,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import deltazoo
 from deltazoo.generation import Decoder
+from deltazoo.workbench.bench.result_files import write_results
+from deltazoo.workbench.bench.timing import now
 from deltazoo.workbench.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,7 +122,6 @@ def main() -> int:
     out = args.out or ROOT / "benchmarks" / "results" / f"accelerate_{args.device}{suffix}.json"
 
     run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
-    out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for family in args.families:
         if family not in CONFIG_MAPPING:
@@ -133,7 +132,7 @@ def main() -> int:
         model = make_model(family, args.small, torch.device(args.device), dtype)
         rows += measure_family(family, model, args.batch, tokens, False if args.plain else None)
         del model
-        out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_results(out, run, rows=rows)
         print(f"{family}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
     Console(width=110).print(table(rows))
     print(out)
@@ -206,24 +205,20 @@ def measure(model: Any, ids: torch.Tensor, results: dict[str, dict[str, list[Any
 def measured(phase: Phase, device: torch.device) -> dict[str, Any]:
     """Tokens per second of warm calls one after another, and the most memory that a call takes."""
     (phase.warm_up or phase.call)()
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     sample: dict[str, Any] = {}
-    wait()
     if device.type == "cuda":
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
+    began = now(device)
     phase.call()
-    wait()
-    first = time.perf_counter() - began
+    first = now(device) - began
     if device.type == "cuda":
         sample["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
     count = min(max(int(BUDGET / first), 1), 50)
-    began = time.perf_counter()
+    began = now(device)
     for _ in range(count):
         phase.call()
-    wait()
-    return {"tokens_per_s": phase.tokens * count / (time.perf_counter() - began), **sample}
+    return {"tokens_per_s": phase.tokens * count / (now(device) - began), **sample}
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -19,7 +19,6 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +67,19 @@ def main() -> int:
     if not args.fla:
         sys.modules["fla"] = None  # type: ignore[assignment]  # importing it fails, and transformers takes its own code
 
+    from deltazoo.workbench.bench.result_files import write_results
     from deltazoo.workbench.provenance import describe_run
 
     suffix = "_small" * args.small + "_fla" * args.fla
     out = args.out or RESULTS / f"native_training_{args.device}{suffix}.json"
     run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
-    out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for preset in args.presets:
         for way in args.ways:
             rows.append(measure(preset, way, torch.device(args.device), args.rows, args.steps, small=args.small))
             rows[-1]["fla"] = args.fla
             print(json.dumps(rows[-1]), flush=True)
-            out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            write_results(out, run, rows=rows)
     Console(width=120).print(table(rows))
     print(out)
     return 0

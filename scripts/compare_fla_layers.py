@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -36,6 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.interop import fla as ours
+from deltazoo.workbench.bench.errors import relative_error
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.bench.timing import timer_for
 from deltazoo.workbench.provenance import describe_run
 
@@ -72,13 +73,12 @@ def main() -> int:
         shorten_trials()
     out = args.out or ROOT / "benchmarks" / "results" / f"fla_layers_{args.device}.json"
     run = describe_run(device=args.device, commit=args.commit, command=sys.argv[1:])
-    out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     problems = {name: Problem(name, args) for name in args.layers}  # while the others compile
     wait_for(compiling, args.compile_limit)
     for name in args.layers:
         rows.append(compare(name, args, problems.pop(name)))
-        out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_results(out, run, rows=rows)
         print(json.dumps(rows[-1]), flush=True)
     return 0
 
@@ -115,7 +115,7 @@ def compare(name: str, args: argparse.Namespace, problem: Problem) -> dict[str, 
     for way in ways.values():
         way.judge(x, seed, problem.wanted)
     a, b = (way.found for way in ways.values())
-    row["differences"] = {key: relative(a[key], b[key]) for key in a.keys() & b.keys()}
+    row["differences"] = {key: relative_error(a[key], b[key]) for key in a.keys() & b.keys()}
     for way in ways.values():
         way.found = {}
     timer = timer_for(args.device)
@@ -143,7 +143,7 @@ class Way:
             self._try("forward_ms", lambda: self.found.update(forward(self.layer, x)))
             self._try("training_ms", lambda: self.found.update(results(self.layer, x, seed)))
             self.facts["first_call_s"] = time.perf_counter() - started
-        self.facts["errors"] = {key: relative(value, wanted[key]) for key, value in self.found.items()}
+        self.facts["errors"] = {key: relative_error(value, wanted[key]) for key, value in self.found.items()}
 
     def measure(self, x: Tensor, seed: Tensor, timer: Any) -> None:
         """One more sample of every time, and the memory of training."""
@@ -219,11 +219,6 @@ def results(layer: nn.Module, x: Tensor, seed: Tensor) -> dict[str, Tensor]:
     y, found = gradients(layer, x, seed)
     names = ["input", *(name for name, _ in layer.named_parameters())]
     return {"output": y} | {f"gradient of {name}": g for name, g in zip(names, found, strict=True)}
-
-
-def relative(value: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the difference over that of `wanted`."""
-    return ((value.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 def start_compiling(args: argparse.Namespace) -> list[subprocess.Popen[bytes]]:

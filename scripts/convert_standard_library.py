@@ -26,7 +26,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
 from deltazoo.swap import swap_attention
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.convert.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
 from deltazoo.workbench.convert.conversion_config import STAGES, FineTuningConfig, load_conversion
 from deltazoo.workbench.convert.layer_ranking import rank_layers
@@ -152,9 +152,7 @@ def main() -> None:
     command += [part for override in arguments.set for part in ("--set", override)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = describe_run(device=device, commit=arguments.commit, command=command)
-    record = {"run": {**asdict(about), "transformers": version("transformers")}, "preset": arguments.preset, **record}
-    result.parent.mkdir(parents=True, exist_ok=True)
-    result.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_results(result, about, preset=arguments.preset, **record)
     console.print(f"wrote {result}; next: python scripts/render_swap.py")
 
 

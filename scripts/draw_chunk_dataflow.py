@@ -8,6 +8,7 @@ Matrices are drawn to one scale (C = 64 tokens tall, K and V channels wide), so 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -156,16 +157,19 @@ def draw_step(ax: Axes) -> None:
     path(ax, [(14.75 + gap, lane), (16.7, lane)], STATE, width=2.4)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/images/chunk_dataflow.svg"), help=".svg, .png or .pdf")
+Panel = tuple[str, Callable[[Axes], None], float]
+"""Title, what draws it, and its share of the height."""
+
+
+def draw_panels(description: str | None, default: str, height: float, panels: list[Panel]) -> None:
+    """The command line of a drawing: panels one above the other, written to `--out`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(default), help=".svg, .png or .pdf")
     out = parser.parse_args().out
     plt.rcParams.update({"font.family": "DejaVu Sans", "mathtext.fontset": "dejavusans", "svg.hashsalt": "deltazoo"})
-    figure, (sequence, chunk) = plt.subplots(2, 1, figsize=(15, 10.8), height_ratios=[3.05, 9.05], facecolor=PAPER)
-    for ax, draw, title in [
-        (sequence, draw_sequence, "A sequence: preparation is parallel, the state is handed on"),
-        (chunk, draw_chunk, "One chunk of C tokens"),
-    ]:
+    shares = [share for _, _, share in panels]
+    figure, axes = plt.subplots(len(panels), 1, figsize=(15, height), height_ratios=shares, facecolor=PAPER)
+    for ax, (title, draw, _) in zip(axes, panels, strict=True):
         ax.axis("off")
         draw(ax)
         ax.set_title(title, loc="left", fontsize=15, color=INK, fontweight="bold", pad=8)
@@ -173,6 +177,14 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110, metadata={"Date": None} if out.suffix == ".svg" else None)
     print(f"drew {out}")
+
+
+def main() -> None:
+    panels: list[Panel] = [
+        ("A sequence: preparation is parallel, the state is handed on", draw_sequence, 3.05),
+        ("One chunk of C tokens", draw_chunk, 9.05),
+    ]
+    draw_panels(__doc__, "docs/images/chunk_dataflow.svg", 10.8, panels)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,6 @@ Above, boxes with round corners are kernels and the others tensors in GPU memory
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-import matplotlib.pyplot as plt
 from draw_chunk_dataflow import (
     INK,
     INPUT,
@@ -21,7 +17,9 @@ from draw_chunk_dataflow import (
     RESULT,
     SERIAL_BAND,
     STATE,
+    Panel,
     band,
+    draw_panels,
     label,
     matrix,
     path,
@@ -119,22 +117,11 @@ def draw_step(ax: Axes) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/images/kernel_pipeline.svg"), help=".svg, .png or .pdf")
-    out = parser.parse_args().out
-    plt.rcParams.update({"font.family": "DejaVu Sans", "mathtext.fontset": "dejavusans", "svg.hashsalt": "deltazoo"})
-    figure, (pipeline, step) = plt.subplots(2, 1, figsize=(15, 9.2), height_ratios=[6.7, 3.15], facecolor=PAPER)
-    for ax, draw, title in [
-        (pipeline, draw_pipeline, "Kernels (blue: all chunks in parallel; orange: one chunk after another)"),
-        (step, draw_step, "One step of the scan: the left operand (coloured) stays in registers"),
-    ]:
-        ax.axis("off")
-        draw(ax)
-        ax.set_title(title, loc="left", fontsize=15, color=INK, fontweight="bold", pad=8)
-    figure.tight_layout(h_pad=1.5)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=110, metadata={"Date": None} if out.suffix == ".svg" else None)
-    print(f"drew {out}")
+    panels: list[Panel] = [
+        ("Kernels (blue: all chunks in parallel; orange: one chunk after another)", draw_pipeline, 6.7),
+        ("One step of the scan: the left operand (coloured) stays in registers", draw_step, 3.15),
+    ]
+    draw_panels(__doc__, "docs/images/kernel_pipeline.svg", 9.2, panels)
 
 
 if __name__ == "__main__":

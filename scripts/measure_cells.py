@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from deltazoo.ops import delta_rule
 from deltazoo.workbench.bench.errors import relative_errors
-from deltazoo.workbench.bench.result_files import one_line
+from deltazoo.workbench.bench.result_files import one_line, write_results
 from deltazoo.workbench.bench.selfcheck import Case, case_inputs
 from deltazoo.workbench.bench.timing import Timer, timer_for
 from deltazoo.workbench.provenance import describe_run
@@ -164,8 +164,7 @@ def main() -> int:
         wanted = [name for name in libraries if (cell, name) not in done]
         for row in measure(cell, case, wanted, options.device, timer) if wanted else ():
             rows.append(row)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n")
+            write_results(options.out, run, rows=rows)
             errors = [9.0 if error is None else error for error in row.get("errors", {}).values()]
             shown = {
                 name: round(row[name], 3) for name in ("forward_ms", "forward_backward_ms", "peak_mib") if name in row

@@ -11,13 +11,11 @@ bfloat16. `tokens_per_pass` is what decides: new tokens per forward pass of the 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,8 @@ import deltazoo
 from deltazoo.generation import record, rollback
 from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
+from deltazoo.workbench.bench.result_files import write_results
+from deltazoo.workbench.bench.timing import now
 from deltazoo.workbench.provenance import describe_run
 
 PROMPT = 512
@@ -123,9 +123,9 @@ def speeds(
         for number, prompt in enumerate(prompts):
             passes = 0
             hook = target.register_forward_pre_hook(count_pass) if name in ("prompt_lookup", "draft") else None
-            began = _now(target)
+            began = now(target.device)
             made = _generate(target, prompt, new_tokens, options)
-            seconds = _now(target) - began
+            seconds = now(target.device) - began
             if hook is not None:
                 hook.remove()
             if name == "plain":
@@ -143,13 +143,6 @@ def speeds(
         }
 
 
-def _now(model: DeltaRuleForCausalLM) -> float:
-    """Seconds, once the device has done its work."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def _generate(model: DeltaRuleForCausalLM, prompt: Tensor, new_tokens: int, options: dict[str, Any] | None) -> Tensor:
     if options is None:
         return deltazoo.generate(model, prompt, max_new_tokens=new_tokens)
@@ -165,9 +158,9 @@ def rollback_times(target: DeltaRuleForCausalLM, prompt: Tensor, repeats: int) -
     times: dict[str, list[float]] = {"call_ms": [], "rollback_ms": []}
 
     def timed(name: str, function: Callable[[], Any]) -> None:
-        began = _now(target)
+        began = now(target.device)
         function()
-        times[name].append(1e3 * (_now(target) - began))
+        times[name].append(1e3 * (now(target.device) - began))
 
     for _ in range(repeats):
         timed("call_ms", lambda: target(prompt[:, :6], past_key_values=cache))
@@ -203,13 +196,13 @@ def main() -> None:
     generation.num_assistant_tokens, generation.num_assistant_tokens_schedule = 5, "constant"
     generation.assistant_confidence_threshold = 0.0
     run = describe_run(device=args.device, commit=args.commit, command=[])
-    content: dict[str, Any] = {"run": asdict(run), "training": training, "rows": []}
-    content["rollback"] = rollback_times(models["target"], prompts[0], 20)
-    print(content["rollback"], flush=True)
+    taken_back = rollback_times(models["target"], prompts[0], 20)
+    print(taken_back, flush=True)
+    rows = []
     for row in speeds(models["target"], models["draft"], prompts, args.new_tokens):
-        content["rows"].append(row)
+        rows.append(row)
         print(row, flush=True)
-        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_results(args.out, run, training=training, rows=rows, rollback=taken_back)
 
 
 if __name__ == "__main__":

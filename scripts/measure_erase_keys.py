@@ -10,7 +10,6 @@ chunk form in float32 on these inputs, which are what rounding the results alone
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.bench.selfcheck import Case, check_case
 from deltazoo.workbench.provenance import describe_run
 
@@ -77,7 +77,7 @@ def main() -> None:
         every = len(wanted)
         rows = list(pool.map(row, wanted, [args.backend] * every, [args.device] * every, chunksize=4))
     run = describe_run(device=args.device, commit=args.commit, command=[])
-    args.out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_results(args.out, run, rows=rows)
     for found in rows:
         errors = found.get("errors")
         worst = max(errors, key=errors.__getitem__) if errors else None

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from deltazoo.layers import bounded_step
 from deltazoo.ops import delta_rule
 from deltazoo.ops.triton import delta_rule_operator, pipeline
 from deltazoo.workbench.bench.errors import plain_torch, relative_errors
-from deltazoo.workbench.bench.result_files import one_line
+from deltazoo.workbench.bench.result_files import one_line, write_results
 from deltazoo.workbench.bench.selfcheck import DTYPES, Case, case_inputs, case_results
 from deltazoo.workbench.provenance import describe_run
 
@@ -188,11 +188,10 @@ def main() -> int:
     groups = list(product(options.decays.split(","), options.dtypes.split(","), ("others", "apart")))
     run = describe_run(device=options.device, commit=options.commit, command=[Path(sys.argv[0]).name, *sys.argv[1:]])
     rows: list[dict[str, Any]] = []
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         for group, found in zip(groups, pool.map(run_group, groups), strict=True):
             rows += found
-            options.out.write_text(json.dumps({"run": asdict(run), "rows": rows}, indent=1) + "\n")
+            write_results(options.out, run, rows=rows)
             print(*group, f"{len(found)} rows")
     failed = [row for row in rows if "error" in row]
     for row in failed:

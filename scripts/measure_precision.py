@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ from deltazoo.layers import bounded_step
 from deltazoo.ops import delta_rule
 from deltazoo.workbench.bench.errors import plain_torch, relative_errors
 from deltazoo.workbench.bench.inputs import Inputs, make_inputs
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.bench.shapes import Shape
-from deltazoo.workbench.bench.timing import CudaTimer
+from deltazoo.workbench.bench.timing import CudaTimer, captured
 from deltazoo.workbench.provenance import describe_run
 
 PRECISIONS: dict[str, str | None] = {"default": None, "fast": "fast", "strict": "strict"}
@@ -172,7 +173,7 @@ def measure_times(op: str, shape: Shape, beta: float | None, rounds: int) -> lis
     rows = []
     for kind, way in product(("forward", "forward+backward"), ("eager", "graph")):
         calls = {name: calls_of(op, x, precision)[kind] for name, precision in PRECISIONS.items()}
-        graphs = {name: timer.capture(call) for name, call in calls.items()} if way == "graph" else {}
+        graphs = {name: captured(call) for name, call in calls.items()} if way == "graph" else {}
         calls |= {name: graph.replay for name, graph in graphs.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for i in range(rounds + 3):
@@ -236,16 +237,15 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(lambda c: subprocess.run([sys.executable, *c], check=False), commands))
     run = describe_run(device="cuda", commit=arguments.commit, command=[Path(sys.argv[0]).name, *sys.argv[1:]])
-    content: dict[str, Any] = {"run": asdict(run)}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {}
     if arguments.only != "errors":
         configurations = list(product(OPS, SHAPES.values(), (None, 1.9)))
         content["times"] = [row for c in configurations for row in measure_times(*c, arguments.rounds)]
         content["memory"] = [row for op in OPS for row in measure_memory(op, SHAPES["train"])]
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+        write_results(arguments.out, run, **content)
     if arguments.only != "times":
         content["errors"] = measure_errors()
-    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_results(arguments.out, run, **content)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ in their own projections alone. bfloat16, no option set. Kernels are compiled in
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import torch
 
 from deltazoo.layers import DeltaRuleAttention, LayerStates, make_layer
 from deltazoo.spec import list_variants
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.bench.timing import timer_for
 from deltazoo.workbench.provenance import describe_run
 
@@ -92,8 +91,7 @@ def main() -> None:
             list(pool.map(lambda rule: subprocess.run([*compile_one, rule], check=True), rules))
     rows = [measure(rule, args.device) for rule in rules]
     run = describe_run(device=args.device, commit=args.commit, command=["scripts/measure_rules.py"])
-    results = {"run": asdict(run), "sizes": SIZES | {"decoded_rows": DECODED_ROWS}, "rows": rows}
-    args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_results(args.out, run, sizes=SIZES | {"decoded_rows": DECODED_ROWS}, rows=rows)
     for row in rows:
         print(row)
 

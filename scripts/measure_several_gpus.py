@@ -54,6 +54,7 @@ from deltazoo.ops import ContextParallel, delta_rule
 from deltazoo.workbench.bench.inputs import make_inputs
 from deltazoo.workbench.bench.model_candidates import SIZES, candidates
 from deltazoo.workbench.bench.shapes import Shape
+from deltazoo.workbench.bench.timing import captured, now
 from deltazoo.workbench.provenance import describe_run
 
 ON_GPU = torch.cuda.is_available()
@@ -96,11 +97,9 @@ class Ranks:
         taken = []
         for _ in range(repeats):
             self.wait()
-            began = time.perf_counter()
+            began = now(DEVICE)
             call()
-            if ON_GPU:
-                torch.cuda.synchronize()
-            taken.append((time.perf_counter() - began) * 1e3)
+            taken.append((now(DEVICE) - began) * 1e3)
         slowest = torch.tensor(taken, device=DEVICE)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.tolist()
@@ -116,29 +115,14 @@ def spread(samples: list[float]) -> Row:
     return {"value": statistics.median(samples), "low": min(samples), "high": max(samples), "samples": len(samples)}
 
 
-def peak_gib(call: Callable[[], object], ranks: Ranks, above: float = 0.0) -> float | None:
-    """Most memory held during a call on any rank, in GiB, less `above` bytes."""
+def peak_gib(call: Callable[[], object], ranks: Ranks) -> float | None:
+    """Most memory held during a call on any rank, in GiB."""
     if not ON_GPU:
         return None
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
-    return ranks.most((torch.cuda.max_memory_allocated() - above) / 2**30)
-
-
-def graphed(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    return graph.replay
+    return ranks.most(torch.cuda.max_memory_allocated() / 2**30)
 
 
 # Operators and layers.
@@ -234,7 +218,7 @@ def both_directions(
         for way, options in (("alone", alone), ("context parallel", together)):
             call = make(backward=backward, **options)
             if graph:
-                call = graphed(call)
+                call = captured(call).replay
             found = spread(ranks.milliseconds(call, repeats))
             peak = peak_gib(call, ranks) if backward else None
             yield {**row, "way": way, "graph": graph, "measure": measure, **found, "peak_gib": peak}

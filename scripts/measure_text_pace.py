@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from deltazoo.layers import parameter_groups
+from deltazoo.workbench.bench.timing import now
 from deltazoo.workbench.lab.text.text_configurations import build_model
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text.training import autocast
@@ -78,20 +79,15 @@ def measure(configuration: str, way: Way, device: torch.device, steps: int) -> s
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def wait() -> float:
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    began = wait()
+    began = now(device)
     step()
-    first = wait() - began
+    first = now(device) - began
     step()
     step()
-    began = wait()
+    began = now(device)
     for _ in range(steps):
         step()
-    launched, done = time.perf_counter() - began, wait() - began
+    launched, done = time.perf_counter() - began, now(device) - began
     gib = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else float("nan")
     speed = way.rows * way.row_length * steps / done
     return (

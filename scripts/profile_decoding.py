@@ -11,7 +11,6 @@ import argparse
 import cProfile
 import io
 import pstats
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import deltazoo
 from deltazoo.generation import Decoder
+from deltazoo.workbench.bench.timing import now
 
 STEPS = 50
 """Steps of each measurement."""
@@ -66,12 +66,10 @@ def show_captured_step(name: str, decoder: Decoder, prompt: torch.Tensor) -> Non
     """One token of the decoder's loop, sampling included."""
 
     def loop(new_tokens: int) -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
+        began = now("cuda")
         for _ in decoder.stream(prompt, max_new_tokens=new_tokens):
             pass
-        torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - began)
+        return 1e3 * (now("cuda") - began)
 
     loop(2)
     milliseconds = (loop(3 * STEPS) - loop(2 * STEPS)) / STEPS
@@ -83,12 +81,10 @@ def show_captured_step(name: str, decoder: Decoder, prompt: torch.Tensor) -> Non
 
 def repeat(step: Callable[[], object]) -> float:
     """Milliseconds per step."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
+    began = now("cuda")
     for _ in range(STEPS):
         step()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began) / STEPS
+    return 1e3 * (now("cuda") - began) / STEPS
 
 
 def kernels_of(step: Callable[[], object]) -> list[tuple[float, int, str]]:

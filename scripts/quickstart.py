@@ -10,8 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.provenance import describe_run
 from deltazoo.workbench.train.run_folder import has_saved
 
@@ -53,14 +52,14 @@ def main() -> int:
         about = describe_run(
             device="cuda" if on_gpu else "cpu", commit=arguments.commit, command=["train", config, *overrides]
         )
-        record = {
-            "run": {**asdict(about), "transformers": version("transformers")},
-            "seconds": time.perf_counter() - began,
-            "training": json.loads((run / "result.json").read_text(encoding="utf-8")),
-            "evaluation": figures,
-            "sample": sample,
-        }
-        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_results(
+            Path(arguments.json),
+            about,
+            seconds=time.perf_counter() - began,
+            training=json.loads((run / "result.json").read_text(encoding="utf-8")),
+            evaluation=figures,
+            sample=sample,
+        )
     return report(run, figures, sample["tokens_per_second"], on_gpu)
 
 

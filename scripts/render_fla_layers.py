@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.markdown import table
+from deltazoo.workbench.markdown import table, with_part
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "fla_layers_h200.json"
 PAGE = ROOT / "docs" / "coming_from_fla.md"
 BEGIN = "<!-- measured: written by scripts/render_fla_layers.py from benchmarks/results/fla_layers_h200.json -->"
-END = "<!-- end of what was measured -->"
 PHASES = {"forward_ms": "forward", "training_ms": "forward and backward"}
 
 
@@ -26,12 +25,8 @@ def main() -> None:
 
 
 def page(text: str) -> str:
-    """The page with its measured part made again; as it is without a result file."""
-    if not RESULTS.exists():
-        return text
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return before + measured(json.loads(RESULTS.read_text(encoding="utf-8"))) + after
+    """The page with its measured part made again."""
+    return with_part(text, BEGIN, measured(json.loads(RESULTS.read_text(encoding="utf-8"))))
 
 
 def measured(content: dict[str, Any]) -> str:
@@ -39,8 +34,6 @@ def measured(content: dict[str, Any]) -> str:
     run, rows = content["run"], content["rows"]
     first = rows[0]
     parts = [
-        BEGIN,
-        "",
         "## Their layers on our functions\n",
         "flash-linear-attention's own layers, with its functions and with ours in place of them "
         "(`scripts/compare_fla_layers.py`):\n",
@@ -53,13 +46,8 @@ def measured(content: dict[str, Any]) -> str:
         "Errors relative to the same layer in float32, root mean square of the difference over that of the values: of "
         'the output, and the largest of the gradients of the input and all parameters. "Between" is the difference of '
         "the two in bfloat16.\n",
-        table(
-            ["layer", "what", "theirs", "ours", "between"],
-            error_rows(rows),
-            text_columns=2,
-        ),
+        table(["layer", "what", "theirs", "ours", "between"], error_rows(rows), text_columns=2),
         *(f"{sentence}\n" for sentence in failures(rows)),
-        END,
     ]
     return "\n".join(parts)
 

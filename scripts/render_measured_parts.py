@@ -7,19 +7,17 @@ bench_native_training.py, measure_drafts.py and load_servers.sh.
 """
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.markdown import filled, table
+from deltazoo.workbench.markdown import filled, table, with_part
 from deltazoo.workbench.provenance import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 BEGIN = "<!-- measured: written by scripts/render_measured_parts.py from benchmarks/results/{name}.json -->"
-END = "<!-- end of what was measured -->"
 DECODING = {
     "plain": "`generate`, steps not captured",
     "prompt_lookup": "`generate`, prompt lookup of 8 tokens",
@@ -42,11 +40,8 @@ def main() -> None:
 
 def filled_in(name: str, text: str) -> str:
     """A page's text with the part of a result file made again."""
-    begin = BEGIN.format(name=name)
     content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    between = re.compile(re.escape(begin) + ".*?" + re.escape(END), re.DOTALL)
-    part = "\n".join([begin, "", PARTS[name][1](content), END])
-    return between.sub(lambda _: part, text)
+    return with_part(text, BEGIN.format(name=name), PARTS[name][1](content))
 
 
 def machine(content: dict[str, Any]) -> str:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from deltazoo.workbench.figures import PALETTE, new_figure, save_figure
-from deltazoo.workbench.markdown import picture, table
+from deltazoo.workbench.markdown import picture, table, with_part
 from deltazoo.workbench.provenance import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "several_gpus.md"
 IMAGES = ROOT / "docs" / "images"
-MEASURED = re.compile(r"(<!-- measured -->\n).*(<!-- end -->)", re.DOTALL)
 TIMES = {"forward_ms": "forward", "forward_backward_ms": "forward and backward"}
 Row = dict[str, Any]
 
@@ -39,7 +38,7 @@ def page() -> str:
     found = rows()
     parts = [shared_rows(found), models(found), traces(found), failures(), pictures(found), curves(), runs(found)]
     measured = "\n".join(part for part in parts if part)
-    return MEASURED.sub(lambda match: f"{match[1]}\n{measured}\n{match[2]}", PAGE.read_text(encoding="utf-8"))
+    return with_part(PAGE.read_text(encoding="utf-8"), "<!-- measured -->", measured, end="<!-- end -->")
 
 
 def lines() -> Iterator[Row]:

@@ -12,13 +12,12 @@ from typing import Any
 from deltazoo.workbench.convert.conversion_plots import draw_conversion, draw_ranking
 from deltazoo.workbench.convert.layer_ranking import LayerScore, Ranking
 from deltazoo.workbench.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, new_figure, save_figure
-from deltazoo.workbench.markdown import picture, table
+from deltazoo.workbench.markdown import picture, table, with_part
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "conversions.md"
 IMAGES = ROOT / "docs" / "images"
 BEGIN = "<!-- measured: written by scripts/render_swap.py from benchmarks/results/swap_*.json -->"
-END = "<!-- end of what was measured -->"
 STAGES = ("transfer", "align", "distill", "finetune")
 TARGETS = {"all": 0.90, "half": 0.97}
 COLOURS = {"delta_net": BLUE, "gated_deltanet": GREEN, "kda": ORANGE, "efla": PINK}
@@ -28,12 +27,9 @@ MARKERS = {"all": "o", "half": "s"}
 
 
 def main() -> None:
-    parts = [BEGIN, ""]
-    for path in sorted((ROOT / "benchmarks" / "results").glob("swap_*.json")):
-        parts.append(section(path.stem, json.loads(path.read_text(encoding="utf-8"))))
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(before + "\n".join(parts) + END + after, encoding="utf-8")
+    results = sorted((ROOT / "benchmarks" / "results").glob("swap_*.json"))
+    sections = "\n".join(section(path.stem, json.loads(path.read_text(encoding="utf-8"))) for path in results)
+    PAGE.write_text(with_part(PAGE.read_text(encoding="utf-8"), BEGIN, sections.rstrip("\n")), encoding="utf-8")
     print(PAGE)
 
 

@@ -15,11 +15,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.provenance import describe_run
 
 OPTIONS = {"": (1, False), "cp": (None, False), "fsdp": (1, True), "fsdp-cp": (2, True)}
@@ -62,8 +62,7 @@ def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for way in arguments.ways:
             curves[way] = losses(way, arguments.steps, Path(folder) / way)
-            found = {"run": asdict(run), "losses": curves}
-            arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            write_results(arguments.out, run, losses=curves)
     first = curves[arguments.ways[0]]
     for way, curve in curves.items():
         furthest = max(abs(a - b) for a, b in zip(curve, first, strict=True))

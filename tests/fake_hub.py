@@ -1,4 +1,4 @@
-"""A stand-in for the Hub, for tests of uploading without a network."""
+"""Stand-ins for the Hub: one that takes uploads, and one that cannot be reached."""
 
 from __future__ import annotations
 
@@ -40,3 +40,15 @@ class Hub:
         if "README.md" not in self.files:
             raise EntryNotFoundError("no card")
         return huggingface_hub.ModelCard(self.files["README.md"].decode())
+
+
+def names_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From here on the Hub cannot be reached; the list gets the names that it is asked for."""
+    asked: list[str] = []
+
+    def repo_info(self: object, name: str, **options: object) -> None:
+        asked.append(name)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
+    return asked

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_modules import load_script
 
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("render_accelerate", ROOT / "scripts" / "render_accelerate.py")
-assert SPEC is not None and SPEC.loader is not None
-render_accelerate = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(render_accelerate)
+render_accelerate = load_script("render_accelerate")
 
 
 def test_the_page_shows_the_committed_results() -> None:

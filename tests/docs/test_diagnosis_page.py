@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from script_modules import ROOT, load_script
 
 from deltazoo import spec
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "diagnose_diverging_run.py"
 PAGE = (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8")
 
 
 def test_the_page_quotes_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "_REGISTRY", dict(spec._REGISTRY))  # the script registers a rule
-    specification = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    assert specification is not None and specification.loader is not None
-    script = importlib.util.module_from_spec(specification)
-    monkeypatch.setitem(sys.modules, SCRIPT.stem, script)
-    specification.loader.exec_module(script)
+    script = load_script("diagnose_diverging_run")
 
     bounded, unbounded = json.loads(script.RESULT.read_text(encoding="utf-8"))["runs"]
     said = " ".join(PAGE.replace("\n> ", " ").split())

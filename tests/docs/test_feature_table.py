@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("render_features", ROOT / "scripts" / "render_features.py")
-assert SPEC is not None and SPEC.loader is not None
-render_features = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(render_features)
+from script_modules import load_script
+
+render_features = load_script("render_features")
 
 REPORT = """<testsuites><testsuite tests="4" failures="1" errors="0" skipped="1">
 <testcase name="a"><properties>

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from script_modules import load_script
 
 from deltazoo.interop import fla
 
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("render_fla_layers", ROOT / "scripts" / "render_fla_layers.py")
-assert SPEC is not None and SPEC.loader is not None
-render = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(render)
+render = load_script("render_fla_layers")
 TEXT = render.PAGE.read_text(encoding="utf-8")
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from script_modules import load_script
 
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("render_measured_parts", ROOT / "scripts" / "render_measured_parts.py")
-assert SPEC is not None and SPEC.loader is not None
-render = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(render)
+from deltazoo.workbench.markdown import END_OF_PART
+
+render = load_script("render_measured_parts")
 
 
 @pytest.mark.parametrize("name", render.PARTS)
@@ -23,6 +19,6 @@ def test_a_page_shows_the_committed_results(name: str) -> None:
 
 def test_what_stands_around_a_part_stays() -> None:
     begin = render.BEGIN.format(name="drafts_h200")
-    text = render.filled_in("drafts_h200", f"before\n{begin}\nold\n{render.END}\nafter\n")
-    assert text.startswith(f"before\n{begin}\n\n") and text.endswith(f"\n{render.END}\nafter\n")
+    text = render.filled_in("drafts_h200", f"before\n{begin}\nold\n{END_OF_PART}\nafter\n")
+    assert text.startswith(f"before\n{begin}\n\n") and text.endswith(f"\n{END_OF_PART}\nafter\n")
     assert "old" not in text and "`deltazoo.generate`, captured steps" in text

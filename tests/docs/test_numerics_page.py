@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+from script_modules import load_script
 
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("render_numerics", ROOT / "scripts" / "render_numerics.py")
-assert SPEC is not None and SPEC.loader is not None
-render = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = render
-SPEC.loader.exec_module(render)
+render = load_script("render_numerics")
 
 
 def test_the_committed_page_is_what_the_script_renders() -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
+
+from script_modules import load_script
 
 from deltazoo.spec import list_variants
 
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("render_rule_costs", ROOT / "scripts" / "render_rule_costs.py")
-assert SPEC is not None and SPEC.loader is not None
-render = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = render
-SPEC.loader.exec_module(render)
+render = load_script("render_rule_costs")
 
 
 def test_the_page_is_that_of_the_results() -> None:

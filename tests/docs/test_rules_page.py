@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
+
+from script_modules import ROOT, load_script
 
 from deltazoo.spec import list_variants
 
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("render_rules", ROOT / "scripts" / "render_rules.py")
-assert SPEC is not None and SPEC.loader is not None
-render = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = render
-SPEC.loader.exec_module(render)
+render = load_script("render_rules")
 
 
 def test_the_page_is_that_of_the_specs() -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from script_modules import load_script
 from several_processes import run_in_processes
 from tiny_models import tiny_model
 from tiny_runs import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("render_several_gpus", ROOT / "scripts" / "render_several_gpus.py")
-assert SPEC is not None and SPEC.loader is not None
-render_several_gpus = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(render_several_gpus)
+render_several_gpus = load_script("render_several_gpus")
 
 
 def test_the_page_shows_the_committed_results() -> None:

@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["filled", "picture", "table"]
+__all__ = ["END_OF_PART", "filled", "picture", "table", "with_part"]
 
+END_OF_PART = "<!-- end of what was measured -->"
 _LINE = 120
 
 
@@ -33,3 +34,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns:
 def picture(path: Path, page: Path, caption: str) -> str:
     """The picture at `path`, linked relative to the page."""
     return f"![{caption}]({path.relative_to(page.parent).as_posix()})\n"
+
+
+def with_part(page: str, begin: str, part: str, end: str = END_OF_PART) -> str:
+    """The text of a page with `part` between the comments `begin` and `end`, in place of what stands there.
+
+    Raises:
+        ValueError: the page does not have `begin` once, with `end` behind it.
+    """
+    if page.count(begin) != 1 or end not in page.partition(begin)[2]:
+        raise ValueError(f"a page has a part between {begin} and {end} once, and this one does not")
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n\n{part}\n{end}{rest.partition(end)[2]}"

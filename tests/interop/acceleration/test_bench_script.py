@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench_accelerate.py"
+from script_modules import load_script
 
 
 @pytest.fixture
 def script(monkeypatch):
-    spec = importlib.util.spec_from_file_location("bench_accelerate", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("bench_accelerate")
     monkeypatch.setattr(module, "ROUNDS", 1)
     monkeypatch.setitem(module.COMMON, "vocab_size", 64)
     monkeypatch.setattr(module, "BUDGET", 0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from command_line import call
 from outside_rule import RULES, forget_rules
 
 from deltazoo.spec import list_variants
 from deltazoo.workbench.check import CHECKS, check_rule
-from deltazoo.workbench.cli import main
 from deltazoo.workbench.rule_files import load_rule_file
 
 # File -> the checks that must fail, and words from the message of the first.
@@ -63,7 +63,7 @@ def test_a_step_size_that_is_clipped_is_mentioned() -> None:
 
 def test_a_right_rule_outside_the_package_passes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with forget_rules():
-        main_exits_with(0, "check", str(RULES / "trapezoid.py"))
+        assert call("check", str(RULES / "trapezoid.py")) == 0
     shown = capsys.readouterr().out
     assert shown.count("  ok    ") == len(CHECKS) and "WRONG" not in shown
 
@@ -74,21 +74,12 @@ def test_the_command_says_what_is_wrong_and_exits_with_one(
     first = {title: CHECKS[title] for title in list(CHECKS)[:4]}
     monkeypatch.setattr("deltazoo.workbench.check.rule_check.CHECKS", first)
     with forget_rules():
-        main_exits_with(1, "check", str(RULES / "reads_the_future.py"))
+        assert call("check", str(RULES / "reads_the_future.py")) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "WRONG no token reads the future" in shown and "1 check has found something wrong" in shown
 
     (tmp_path / "empty_rule.py").write_text("import deltazoo\n")
-    main_exits_with(1, "check", str(tmp_path / "empty_rule.py"))
+    assert call("check", str(tmp_path / "empty_rule.py")) == 1
     assert "registers no variant" in " ".join(capsys.readouterr().err.split())
-    main_exits_with(1, "check", "kad")
+    assert call("check", "kad") == 1
     assert "did you mean 'kda'" in " ".join(capsys.readouterr().err.split())
-
-
-def main_exits_with(status: int, *arguments: str) -> None:
-    try:
-        main(arguments)
-        found = 0
-    except SystemExit as stop:
-        found = int(stop.code or 0)
-    assert found == status

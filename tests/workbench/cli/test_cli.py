@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import call
+from fake_hub import names_asked
 from few_variants import FEW_VARIANTS
 from helpers import run_python
 from safetensors.torch import load_file, save_file
@@ -37,14 +39,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_config(config, folder / "config.yaml")
     call("train", str(folder / "config.yaml"))
     return folder / "run"
-
-
-def call(*arguments: str) -> int:
-    try:
-        main(arguments)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,13 +202,7 @@ def test_a_name_that_is_nowhere_is_asked_for_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """transformers asks for each file six times, for 25 seconds, before it reports that there is no network."""
-    asked = []
-
-    def repo_info(self: object, name: str, **options: object) -> None:
-        asked.append(name)
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
+    asked = names_asked(monkeypatch)
     assert call("generate", "runs/nowhere", "--prompt", "x") == 1
     shown = " ".join(capsys.readouterr().err.split())
     assert shown == "Error: there is no folder 'runs/nowhere', and the Hub cannot be asked for it: no network"

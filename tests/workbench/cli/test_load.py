@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import command_line
 import pytest
 from outside_rule import RULES, forget_rules
 from tiny_runs import run_config, write_text_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deltazoo.workbench.cli import main
 from deltazoo.workbench.lab.lab_records import read_records
 from deltazoo.workbench.rule_files import load_rule_file
 from deltazoo.workbench.train import save_config
@@ -23,11 +23,7 @@ RULE = str(RULES / "trapezoid.py")
 def call(*arguments: str) -> int:
     """A command in a process that has loaded no rule before."""
     with forget_rules():
-        try:
-            main(arguments)
-        except SystemExit as stop:
-            return int(stop.code or 0)
-    return 0
+        return command_line.call(*arguments)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import torch
 from tiny_runs import write_text_folder
@@ -43,11 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(home: Path, *arguments: str) -> int:
-    try:
-        main(["swap", str(home / "llama"), "--variant", "delta_net", "--device", "cpu", *arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return command_line.call("swap", str(home / "llama"), "--variant", "delta_net", "--device", "cpu", *arguments)
 
 
 def layers_of(path: Path) -> list[int]:

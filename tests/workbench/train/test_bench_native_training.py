@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -10,15 +9,11 @@ from pathlib import Path
 
 import pytest
 from native_runs import INSTALLED
-
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench_native_training.py"
+from script_modules import load_script
 
 
 def test_small_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("bench_native_training", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("bench_native_training")
     monkeypatch.setattr(script, "WARM_UP", 1)
     monkeypatch.setattr(script.Vocabulary, "__len__", lambda self: 64)
     out = tmp_path / "result.json"

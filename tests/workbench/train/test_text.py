@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from fake_hub import names_asked
 
 from deltazoo.workbench.train.config import DataConfig
 from deltazoo.workbench.train.corpus import num_bytes, read_corpus
@@ -198,13 +199,7 @@ def test_what_lies_beside_records_is_named(jsonl: Path, capsys: pytest.CaptureFi
 
 def test_a_name_that_is_nowhere_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """datasets would ask for each file of the data set six times, for half a minute."""
-    asked = []
-
-    def repo_info(self: object, name: str, **options: object) -> None:
-        asked.append(name)
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
+    asked = names_asked(monkeypatch)
     with pytest.raises(ValueError, match=r"there is no file or folder 'texts/mine', and the Hub cannot be asked"):
         list(open_text(DataConfig(text="texts/mine")).documents())
     assert asked == ["texts/mine"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_hub import names_asked
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deltazoo.workbench.train.config import TokenizerConfig
@@ -98,13 +99,7 @@ def test_a_missing_pretrained_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_is_nowhere_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def repo_info(self: object, name: str, **options: object) -> None:
-        asked.append(name)
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
+    asked = names_asked(monkeypatch)
     with pytest.raises(ValueError, match="there is no folder 'runs/tokenizer', and the Hub cannot be asked"):
         build_tokenizer(TokenizerConfig("pretrained", path="runs/tokenizer"), [])
     assert asked == ["runs/tokenizer"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["RoundedProducts", "plain_torch", "relative_errors"]
+__all__ = ["RoundedProducts", "plain_torch", "relative_error", "relative_errors"]
 
 
 class RoundedProducts(TorchFunctionMode):
@@ -61,6 +61,12 @@ def plain_torch(
         "final_state": state,
         **{f"d_{name}": gradient for name, gradient in zip(names, gradients, strict=True)},
     }
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """Norm of the error over the norm of the exact tensor, in float64; the absolute error where that should be zero."""
+    exact = exact.double()
+    return float((found.double() - exact).norm()) / (float(exact.norm()) or 1.0)
 
 
 def relative_errors(

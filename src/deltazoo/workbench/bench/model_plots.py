@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from deltazoo.workbench.bench.model_results import ModelRow
@@ -82,10 +81,10 @@ def draw_bars(path: Path, rows: list[ModelRow], xlabel: str) -> bool:
             bars.setdefault(f"{row.name}, {row.way}", {})[row.part] = row.value
     if not bars:
         return False
-    parts = _numbered(part for bar in bars.values() for part in sorted(bar))
+    parts = dict.fromkeys(part for bar in bars.values() for part in sorted(bar))
     figure, [axis] = new_figure(1, width=9.0, height=1.2 + 0.6 * len(bars))
     left = dict.fromkeys(bars, 0.0)
-    for part, number in parts.items():
+    for number, part in enumerate(parts):
         widths = [bar.get(part, 0.0) for bar in bars.values()]
         axis.barh(list(bars), widths, left=list(left.values()), color=PALETTE[number % len(PALETTE)], label=part,
                   hatch="//" if number >= len(PALETTE) else None)  # fmt: skip
@@ -95,7 +94,3 @@ def draw_bars(path: Path, rows: list[ModelRow], xlabel: str) -> bool:
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=4, frameon=False)
     save_figure(figure, path, dpi=120)
     return True
-
-
-def _numbered(names: Iterable[str]) -> dict[str, int]:
-    return {name: number for number, name in enumerate(dict.fromkeys(names))}

@@ -112,7 +112,7 @@ def candidates_for(op: str, *, backend: str, precisions: list[str | None], peers
     if op == "softmax":
         return [Candidate("sdpa", op, _sdpa)] if "sdpa" in peers else []
     found = [
-        Candidate(our_label(backend, precision), op, partial(_ours, op=op, options=_our_options(backend, precision)))
+        Candidate(our_label(backend, precision), op, partial(_ours, op=op, backend=backend, precision=precision))
         for precision in precisions
     ]
     for peer in peers:
@@ -142,11 +142,6 @@ def step_candidates(op: str, *, backend: str | None, peers: list[str]) -> dict[s
     return steps
 
 
-def _our_options(backend: str, precision: str | None) -> dict[str, Any]:
-    """Keyword arguments of `delta_rule` for a backend and precision."""
-    return {"backend": backend, "precision": precision}
-
-
 def _our_arguments(inputs: Inputs, op: str) -> dict[str, Any]:
     """Arguments of `delta_rule` and `delta_rule_step`."""
     operator = OPERATORS[op]
@@ -159,11 +154,10 @@ def _our_arguments(inputs: Inputs, op: str) -> dict[str, Any]:
     return arguments | dict(erase_reads=reads, num_micro_steps=operator.num_micro_steps)
 
 
-def _ours(inputs: Inputs, op: str, options: dict[str, Any]) -> Tensor:
+def _ours(inputs: Inputs, op: str, backend: str, precision: str | None) -> Tensor:
     if not OPERATORS[op].corrects:
-        backend = options["backend"]
         return linear_attention(inputs.q, inputs.k, inputs.v, inputs.log_decay, backend=backend).output
-    return delta_rule(**_our_arguments(inputs, op), **options).output
+    return delta_rule(**_our_arguments(inputs, op), backend=backend, precision=precision).output
 
 
 def _our_step(inputs: Inputs, state: Tensor, op: str, backend: str) -> Any:

@@ -1,4 +1,7 @@
-"""Result files: one number per row, and every row names the run (machine, versions, commit) that produced it."""
+"""Result files: one number per row, and every row names the run (machine, versions, commit) that produced it.
+
+The scripts' own files, of one run each, are written by `write_results`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from deltazoo.names import unknown
 from deltazoo.workbench.bench.timing import Spread
 from deltazoo.workbench.provenance import Run
+from deltazoo.workbench.train.checkpoint_files import write_whole
 
-__all__ = ["MeasuredRow", "Results", "one_line"]
+__all__ = ["MeasuredRow", "Results", "one_line", "write_results"]
 
 SCHEMA = 1
 
@@ -89,11 +93,7 @@ class Results(Generic[Row]):
     def save(self, path: Path) -> None:
         """Write the file at once or not at all, so that a run that is killed leaves the rows measured so far."""
         rows = [_own_fields_first(row) for row in self.rows.values()]
-        content = {"schema": SCHEMA, "runs": [asdict(run) for run in self.runs.values()], "rows": rows}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        draft.replace(path)
+        _write(path, {"schema": SCHEMA, "runs": [asdict(run) for run in self.runs.values()], "rows": rows})
 
     @classmethod
     def load(cls, paths: Iterable[Path]) -> Self:
@@ -115,6 +115,16 @@ class Results(Generic[Row]):
                 raise ValueError(f"{path} is not {cls.kind}: {error}") from error
             merged.merge(one)
         return merged
+
+
+def write_results(path: Path, run: Run, **content: Any) -> None:
+    """Write a result file of one run: the run, then the content; again whenever there is more of it."""
+    _write(path, {"run": asdict(run), **content})
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def _own_fields_first(row: MeasuredRow) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.ops import delta_rule, delta_rule_step
+from deltazoo.workbench.bench.errors import relative_error
 from deltazoo.workbench.bench.result_files import one_line
 
 __all__ = ["DTYPES", "Case", "Verdict", "case_inputs", "case_results", "cases", "check_case", "run_selfcheck"]
@@ -188,17 +189,15 @@ def run_selfcheck(
     for case in cases() if selected is None else selected:
         groups.setdefault(case.group, []).append(case)
     if jobs == 0:
-        batches: Iterator[list[Verdict]] = ([judge(c, backend, device) for c in group] for group in groups.values())
-        return [verdict for batch in batches for verdict in _reported(batch, report)]
+        return [_reported(judge(case, backend, device), report) for group in groups.values() for case in group]
     with ThreadPoolExecutor(jobs) as pool:
         batches = pool.map(lambda group: _in_own_process(group, backend, device), groups.values())
-        return [verdict for batch in batches for verdict in _reported(batch, report)]
+        return [_reported(verdict, report) for batch in batches for verdict in batch]
 
 
-def _reported(batch: list[Verdict], report: Callable[[Verdict], None]) -> list[Verdict]:
-    for verdict in batch:
-        report(verdict)
-    return batch
+def _reported(verdict: Verdict, report: Callable[[Verdict], None]) -> Verdict:
+    report(verdict)
+    return verdict
 
 
 def judge(case: Case, backend: str, device: str) -> Verdict:
@@ -224,7 +223,7 @@ def check_case(case: Case, backend: str, device: str) -> dict[str, float]:
     again = case_results(inputs, d_output, d_state, backend=backend, **options, **precision)
     exact_inputs = {name: None if tensor is None else tensor.double() for name, tensor in inputs.items()}
     exact = case_results(exact_inputs, d_output.double(), d_state.double(), backend="chunkwise", **options)
-    errors = {name: _relative_error(actual[name], exact[name]) for name in exact}
+    errors = {name: relative_error(actual[name], exact[name]) for name in exact}
     same = all(torch.equal(actual[name], again[name]) for name in actual)
     return {**errors, "repeat": 0.0 if same else float("inf")}
 
@@ -303,12 +302,6 @@ def case_results(
     gradients = torch.autograd.grad([output, state], list(leaves.values()), [d_output.to(output.dtype), d_state])
     named = {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return {"output": output.detach(), "final_state": state.detach(), **named}
-
-
-def _relative_error(actual: Tensor, exact: Tensor) -> float:
-    size = exact.norm().item()
-    error = (actual.double() - exact).norm().item()
-    return error / size if size > 0 else error
 
 
 def _in_own_process(group: list[Case], backend: str, device: str) -> list[Verdict]:

@@ -14,7 +14,17 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["CpuTimer", "CudaTimer", "Spread", "Timer", "clock_for", "timer_for"]
+__all__ = [
+    "CpuTimer",
+    "CudaTimer",
+    "Spread",
+    "Timer",
+    "captured",
+    "clock_for",
+    "now",
+    "peak_bytes",
+    "timer_for",
+]
 
 Call = Callable[[], object]
 
@@ -81,6 +91,39 @@ def clock_for(device: str) -> Callable[[], float]:
     return time.process_time if alone else time.perf_counter
 
 
+def now(device: torch.device | str) -> float:
+    """Seconds on a clock, read once the device has done its work."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def captured(call: Call) -> torch.cuda.CUDAGraph:
+    """The call as a CUDA graph, after warming up on the capturing stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph
+
+
+def peak_bytes(call: Call) -> int:
+    """Most memory that a call holds on a GPU, above what was held before, by the allocator, after a warm-up call."""
+    call()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - held
+
+
 class CudaTimer:
     """Events on the current stream, a flush of the L2 cache before every repeat."""
 
@@ -111,35 +154,15 @@ class CudaTimer:
 
     def graph_milliseconds(self, call: Call) -> Spread:
         """The same for replays of one captured graph."""
-        graph = self.capture(call)
+        graph = captured(call)
         try:
             return self.milliseconds(graph.replay)
         finally:
             graph.reset()
 
-    def capture(self, call: Call) -> torch.cuda.CUDAGraph:
-        """The call as a graph, after warming up on the capturing stream."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-        return graph
-
     def peak_mib(self, call: Call) -> float:
-        """From the caching allocator's own statistics, after a warm-up call."""
-        call()
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - held) / 2**20
+        """`peak_bytes` in MiB."""
+        return peak_bytes(call) / 2**20
 
     def host_microseconds(self, call: Call) -> Spread:
         """Short batches between waits, so that the launch queue never fills up."""
@@ -149,18 +172,16 @@ class CudaTimer:
 class CpuTimer:
     """The CPU's clock; no graphs, no memory statistics."""
 
-    def __init__(self, repeats: int = 5) -> None:
-        self.repeats = repeats
+    _REPEATS = 5
 
     def wait(self) -> None:
         """Nothing to wait for."""
-        pass
 
     def milliseconds(self, call: Call) -> Spread:
         """Median of a few calls after one to warm up."""
         call()
         samples = []
-        for _ in range(self.repeats):
+        for _ in range(self._REPEATS):
             start = time.perf_counter_ns()
             call()
             samples.append((time.perf_counter_ns() - start) / 1e6)
@@ -176,7 +197,7 @@ class CpuTimer:
 
     def host_microseconds(self, call: Call) -> Spread:
         """As `milliseconds`."""
-        return _host_microseconds(call, self.wait, batches=1, calls=self.repeats)
+        return _host_microseconds(call, self.wait, batches=1, calls=self._REPEATS)
 
 
 def _host_microseconds(call: Call, wait: Callable[[], None], batches: int = 20, calls: int = 20) -> Spread:

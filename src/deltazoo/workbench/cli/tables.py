@@ -8,7 +8,8 @@ from rich.table import Table
 from deltazoo.workbench.evaluate.comparison import Baseline
 
 if TYPE_CHECKING:  # these import torch, which a table of facts does not need
-    from deltazoo.workbench.convert import ConversionResult, Ranking
+    from deltazoo.workbench.convert.conversion import ConversionResult
+    from deltazoo.workbench.convert.layer_ranking import Ranking
     from deltazoo.workbench.evaluate.score import Score
 
 

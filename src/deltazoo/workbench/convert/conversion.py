@@ -23,7 +23,6 @@ from deltazoo.workbench.convert.conversion_config import (
 from deltazoo.workbench.convert.stage_trainers import (
     AlignmentTrainer,
     DistillationTrainer,
-    FineTuningTrainer,
     choose_trained_parameters,
     original_of,
 )
@@ -286,7 +285,7 @@ def _trainer(
     if isinstance(stage, DistillationConfig):
         assert original is not None
         return DistillationTrainer(**given, original=original, text_weight=stage.text_weight)
-    return FineTuningTrainer(**given)
+    return PackedTrainer(**given)
 
 
 def stage_as_run(stage: StageConfig, mixer: str, config: ConversionConfig, folder: Path) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Trainers and losses of the three stages: align each layer, distil the original model, fine-tune on text."""
+"""Trainers and losses of two stages: align each layer, distil the original model. The third, on text, has Trainer's."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -19,15 +19,10 @@ from deltazoo.workbench.train.trainer import PackedTrainer
 __all__ = [
     "AlignmentTrainer",
     "DistillationTrainer",
-    "FineTuningTrainer",
     "choose_trained_parameters",
     "original_of",
     "teacher_forced",
 ]
-
-
-class FineTuningTrainer(PackedTrainer):
-    """Cross-entropy on text, the Trainer's own loss."""
 
 
 class AlignmentTrainer(PackedTrainer):

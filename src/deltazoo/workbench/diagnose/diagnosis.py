@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from deltazoo.layers.backend_report import describe_update
 from deltazoo.workbench.diagnose.rule_calls import RuleCall, delta_rule_layers, recorded_calls
 from deltazoo.workbench.diagnose.rule_figures import CHUNK, Figures, Quantiles, measure
+from deltazoo.workbench.evaluation_mode import evaluation_mode
 
 __all__ = ["Diagnosis", "LayerDiagnosis", "diagnose"]
 
@@ -136,7 +136,12 @@ def diagnose(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Diagnosis:
         found[name] = LayerDiagnosis(name, call.spec.name, update, tuple(heads))
         counts.append((num_tokens, num_sequences))
 
-    with _evaluation(model), torch.no_grad(), torch.compiler.set_stance("force_eager"), recorded_calls(layers, receive):
+    with (
+        evaluation_mode(model),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        recorded_calls(layers, receive),
+    ):
         _call(model, batch)
     if not found:
         raise ValueError("the forward pass called no delta-rule layer")
@@ -159,18 +164,6 @@ def _call(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> None:
         if name in accepted:
             named.setdefault(name, value)
     model(*arguments, **named)
-
-
-@contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _flat(head: Figures, gates: list[str]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Tokens per second and memory of decoding after a long context."""
 
-import time
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -9,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from deltazoo.workbench.bench.timing import now
+from deltazoo.workbench.evaluation_mode import evaluation_mode
 from deltazoo.workbench.train.validation_loss import as_trained
 
 __all__ = ["Decoding", "measure_decoding"]
@@ -43,8 +44,6 @@ def measure_decoding(model: PreTrainedModel, context: int, *, decoded: int = 32,
         decoded: tokens to decode and time, after two tokens that are not timed.
         piece: tokens read in one forward pass; bounds the memory of the pass.
     """
-    was_training = model.training
-    model.eval()
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -52,18 +51,18 @@ def measure_decoding(model: PreTrainedModel, context: int, *, decoded: int = 32,
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, model.config.vocab_size, (1, context), generator=generator).to(model.device)
     cache = DynamicCache(config=model.config)
-    began = _now(on_gpu)
-    for part in ids.split(piece, dim=1):
-        token = _next_token(model, part, cache)
-    prefill = _now(on_gpu) - began
-    for _ in range(2):
-        token = _next_token(model, token, cache)
-    seconds = []
-    for _ in range(decoded):
-        began = _now(on_gpu)
-        token = _next_token(model, token, cache)
-        seconds.append(_now(on_gpu) - began)
-    model.train(was_training)
+    with evaluation_mode(model):
+        began = now(model.device)
+        for part in ids.split(piece, dim=1):
+            token = _next_token(model, part, cache)
+        prefill = now(model.device) - began
+        for _ in range(2):
+            token = _next_token(model, token, cache)
+        seconds = []
+        for _ in range(decoded):
+            began = now(model.device)
+            token = _next_token(model, token, cache)
+            seconds.append(now(model.device) - began)
     return Decoding(
         context=context,
         tokens_per_second=1 / median(seconds),
@@ -97,10 +96,3 @@ def cache_bytes(cache: Any) -> int:
 def _next_token(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
     logits = as_trained(model)(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return logits[:, -1:].argmax(-1)
-
-
-def _now(on_gpu: bool) -> float:
-    """The time in seconds, after the GPU has finished its work."""
-    if on_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from deltazoo.workbench.evaluation_mode import evaluation_mode
 from deltazoo.workbench.train.validation_loss import as_trained
 
 __all__ = ["Copying", "Recall", "cut_passages", "probe_copying", "probe_recall"]
@@ -152,11 +153,8 @@ def cut_passages(documents: Sequence[np.ndarray], length: int, count: int) -> Te
 
 def _predictions(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits ``[N, T - 1, vocabulary]``, float32, for all tokens but the first of ``ids [N, T]``."""
-    was_training = model.training
-    model.eval()
-    logits = as_trained(model)(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    model.train(was_training)
-    return logits
+    with evaluation_mode(model):
+        return as_trained(model)(input_ids=ids, use_cache=False).logits[:, :-1].float()
 
 
 def _costs(logits: Tensor, wanted: Tensor) -> Tensor:

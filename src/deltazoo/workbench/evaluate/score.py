@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltazoo.workbench.console import track
+from deltazoo.workbench.evaluation_mode import evaluation_mode
 from deltazoo.workbench.train.corpus import num_bytes
 from deltazoo.workbench.train.packed_rows import collate
 from deltazoo.workbench.train.text import Document
@@ -71,14 +72,13 @@ def score_documents(
     if not documents:
         raise ValueError("there is no document to score")
     encoded = encode_documents(tokenizer, documents, "tokenizing held-out text")
-    was_training = model.training
-    model.eval()
-    began = time.perf_counter()
+    groups = _groups(encoded, tokens_at_once if packs_documents(model) else 0)
     nats = 0.0
-    for group in track(_groups(encoded, tokens_at_once if packs_documents(model) else 0), "scoring held-out text"):
-        nats += _score_packed(model, group) if len(group) > 1 else _score_alone(model, group[0], tokens_at_once)
+    began = time.perf_counter()
+    with evaluation_mode(model):
+        for group in track(groups, "scoring held-out text"):
+            nats += _score_packed(model, group) if len(group) > 1 else _score_alone(model, group[0], tokens_at_once)
     seconds = time.perf_counter() - began
-    model.train(was_training)
     return Score(
         nats=nats,
         tokens=sum(len(ids) - 1 for ids in encoded),

@@ -76,6 +76,9 @@ class Scores:
     def __init__(self, records: Iterable[Record]) -> None:
         self.records = list(records)
 
+    def _of(self, experiment: str, configuration: str) -> list[Record]:
+        return [r for r in self.records if (r.experiment, r.configuration) == (experiment, configuration)]
+
     def all(self, experiment: str, configuration: str, condition: int | str, rate: float | None = None) -> list[float]:
         """Accuracy (bits for tasks in bits) of every seed; only at one learning rate if given.
 
@@ -84,11 +87,8 @@ class Scores:
         """
         found = [
             record
-            for record in self.records
-            if record.experiment == experiment
-            and record.configuration == configuration
-            and (rate is None or record.learning_rate == rate)
-            and str(condition) in record.scores
+            for record in self._of(experiment, configuration)
+            if (rate is None or record.learning_rate == rate) and str(condition) in record.scores
         ]
         if not found:
             at = "" if rate is None else f" at learning rate {rate:g}"
@@ -109,11 +109,7 @@ class Scores:
 
     def steps_to(self, experiment: str, configuration: str, accuracy: float) -> int | None:
         """First step at which the best seed's training accuracy reached a level, or None if none did."""
-        found = [
-            record
-            for record in self.records
-            if record.experiment == experiment and record.configuration == configuration
-        ]
+        found = self._of(experiment, configuration)
         if not found:
             raise Missing(f"{label_of(configuration)} has no result in {experiment}")
         reached = [next((step for step, _, now in record.curve if now >= accuracy), None) for record in found]
@@ -121,11 +117,7 @@ class Scores:
 
     def training_bits(self, experiment: str, configuration: str) -> float:
         """The best seed's bits per answer on training batches, at all positions: mean of the curve's last fifth."""
-        curves = [
-            record.curve
-            for record in self.records
-            if record.experiment == experiment and record.configuration == configuration and record.curve
-        ]
+        curves = [record.curve for record in self._of(experiment, configuration) if record.curve]
         if not curves:
             raise Missing(f"{label_of(configuration)} has no training curve in {experiment}")
         return min(statistics.fmean(nats for _, nats, _ in c[-max(1, len(c) // 5) :]) for c in curves) / math.log(2)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deltazoo.layers import l2_normalize
 from deltazoo.ops import delta_rule, resolve_backend
+from deltazoo.workbench.bench.timing import peak_bytes
 
 __all__ = ["FORMS", "flops", "measure_complexity", "parallel_scan"]
 
@@ -125,20 +126,12 @@ def _sweep(form: str, lengths: list[int], dim: int, device: str, seconds: float)
 @torch.no_grad()
 def _row(form: str, tokens: int, dim: int, device: str, seconds: float) -> dict[str, Any]:
     call = _call(form, tokens, dim, device)
-    memory = None
-    if torch.device(device).type == "cuda":
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        memory = torch.cuda.max_memory_allocated() - before
     return {
         "form": form,
         "tokens": tokens,
         "dim": dim,
         "seconds": _median_time(call, device, seconds),
-        "bytes": memory,
+        "bytes": peak_bytes(call) if torch.device(device).type == "cuda" else None,
         "flops": _HEADS * flops(form, tokens, dim),
     }
 

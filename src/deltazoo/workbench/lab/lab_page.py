@@ -300,33 +300,38 @@ def _experiment(suite: str, experiment: Experiment, scores: Scores, images: Path
     drawn = draw_experiment(images / f"lab_{suite}_{experiment.name}.png", experiment, scores.records)
     found = [record for record in scores.records if record.experiment == experiment.name]
     conditions = [str(condition) for condition in experiment.recipe.test]
-    task, recipe = experiment.task, experiment.recipe
-    low, high = recipe.train_lengths
-    lines = [
-        f"Task: {task.title} (`{task.name}`); {task.source}. {recipe.num_layers} layer{'s' * (recipe.num_layers > 1)}, "
-        f"width {recipe.hidden_size}, {recipe.num_heads} head{'s' * (recipe.num_heads > 1)} of {recipe.head_dim}, "
-        f"{'short convolutions' if recipe.use_short_conv else 'no convolution'}, {recipe.precision}, "
-        f"{recipe.steps:,} steps of {recipe.batch_size}, trained on "
-        f"{low if low == high else f'{low} to {high}'} {task.length_is}; "
-        f"chance {task.chance:.3f}.\n"
-        if task.metric == "accuracy"
-        else f"Task: {task.title} (`{task.name}`); {task.source}. {recipe.num_layers} layers, width "
-        f"{recipe.hidden_size}, {recipe.precision}, {recipe.steps:,} steps of {recipe.batch_size} x {high:,} "
-        f"{task.length_is}; bits per byte.\n",
-        picture(drawn, page, experiment.name) if drawn else "",
-    ]
+    lines = [_in_words(experiment), picture(drawn, page, experiment.name) if drawn else ""]
     groups = by_configuration(found)
     rows = []
     for (name, rate), members in groups.items():
         cells = [label_of(name), f"{rate:g}", str(len(members)), f"{members[0].parameters:,}"]
         for condition in conditions:
-            values = [getattr(record.scores[condition], task.metric) for record in members]
-            best = min(values) if task.metric == "bits" else max(values)
+            values = [getattr(record.scores[condition], experiment.task.metric) for record in members]
+            best = min(values) if experiment.task.metric == "bits" else max(values)
             cells.append(f"{best:.3f}" if len(values) == 1 else f"{best:.3f} ({median(values):.3f})")
         rows.append(cells)
     lines.append(table(["configuration", "lr", "seeds", "parameters", *conditions], rows))
     several = any(len(members) > 1 for members in groups.values())
     return "\n".join(lines) + ("\nBest of the seeds, median in brackets.\n" if several else "")
+
+
+def _in_words(experiment: Experiment) -> str:
+    """Task, model and training of an experiment."""
+    task, recipe = experiment.task, experiment.recipe
+    low, high = recipe.train_lengths
+    layers = f"{recipe.num_layers} layer{'s' * (recipe.num_layers > 1)}, width {recipe.hidden_size}"
+    if task.metric == "bits":
+        made = f"{recipe.precision}, {recipe.steps:,} steps of {recipe.batch_size} x {high:,} {task.length_is}"
+        wanted = "bits per byte"
+    else:
+        lengths = f"{low}" if low == high else f"{low} to {high}"
+        made = (
+            f"{recipe.num_heads} head{'s' * (recipe.num_heads > 1)} of {recipe.head_dim}, "
+            f"{'short convolutions' if recipe.use_short_conv else 'no convolution'}, {recipe.precision}, "
+            f"{recipe.steps:,} steps of {recipe.batch_size}, trained on {lengths} {task.length_is}"
+        )
+        wanted = f"chance {task.chance:.3f}"
+    return f"Task: {task.title} (`{task.name}`); {task.source}. {layers}, {made}; {wanted}.\n"
 
 
 def _scan(measured: Measured) -> str:

@@ -218,49 +218,42 @@ def _draw_repeated_keys(axis: Any, measured: dict[str, Any]) -> None:
 def draw_complexity(path: Path, measured: dict[str, Any]) -> Path:
     """Time and memory against length, with the operation counts beside; time against chunk size and head dimension."""
     has_memory = any(row["bytes"] for row in measured["length"])
-    titles = ["length", "flops", *(["bytes"] if has_memory else []), "chunk", "head_dim"]
-    figure, axes = new_figure(len(titles), width=4.6 * len(titles), height=4.2)
-    for axis, title in zip(axes, titles, strict=True):
-        if title == "chunk":
-            rows = measured["chunk"]
-            axis.plot(
-                [r["chunk"] for r in rows],
-                [1e3 * r["seconds"] for r in rows],
-                color=BLUE,
-                marker="o",
-                label="measured",
-            )
-            best = min(r["seconds"] / r["flops"] for r in rows)
-            axis.plot(
-                [r["chunk"] for r in rows],
-                [1e3 * best * r["flops"] for r in rows],
-                color=GREY,
-                linestyle=":",
-                label="operations at the best rate seen",
-            )
-            axis.set(xlabel="chunk size", ylabel="milliseconds", title="chunkwise torch, 4,096 tokens")
-        else:
-            key = "dim" if title == "head_dim" else "tokens"
-            value = {"flops": "flops", "bytes": "bytes"}.get(title, "seconds")
-            source = measured["head_dim"] if title == "head_dim" else measured["length"]
-            for form in dict.fromkeys(row["form"] for row in source):
-                colour, marker = _FORM_STYLES[form]
-                rows = [row for row in source if row["form"] == form]
-                axis.plot([r[key] for r in rows], [r[value] for r in rows], color=colour, marker=marker, label=form)
-            axis.set(
-                xlabel="head dimension (2,048 tokens)" if title == "head_dim" else "tokens (4 heads of 64)",
-                ylabel={"flops": "operations", "bytes": "peak memory, bytes"}.get(title, "seconds"),
-                title={
-                    "length": "time, forward",
-                    "flops": "operations, forward",
-                    "bytes": "memory, forward",
-                    "head_dim": "time, forward",
-                }[title],
-            )
+    panels = 5 if has_memory else 4
+    figure, axes = new_figure(panels, width=4.6 * panels, height=4.2)
+    time, operations, *memory, chunk, head_dim = axes
+    by_length, tokens = measured["length"], ("tokens", "tokens (4 heads of 64)")
+    _draw_forms(time, by_length, *tokens, "seconds", "seconds", "time, forward")
+    _draw_forms(operations, by_length, *tokens, "flops", "operations", "operations, forward")
+    for axis in memory:
+        _draw_forms(axis, by_length, *tokens, "bytes", "peak memory, bytes", "memory, forward")
+    _draw_chunk_sizes(chunk, measured["chunk"])
+    dims = ("dim", "head dimension (2,048 tokens)")
+    _draw_forms(head_dim, measured["head_dim"], *dims, "seconds", "seconds", "time, forward")
+    for axis in axes:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.legend(fontsize=8, frameon=False)
     return save_figure(figure, path)
+
+
+def _draw_forms(
+    axis: Any, rows: Sequence[dict[str, Any]], key: str, xlabel: str, value: str, ylabel: str, title: str
+) -> None:
+    """A line per form: `value` against `key`."""
+    for form in dict.fromkeys(row["form"] for row in rows):
+        colour, marker = _FORM_STYLES[form]
+        own = [row for row in rows if row["form"] == form]
+        axis.plot([r[key] for r in own], [r[value] for r in own], color=colour, marker=marker, label=form)
+    axis.set(xlabel=xlabel, ylabel=ylabel, title=title)
+
+
+def _draw_chunk_sizes(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Time against chunk size, measured and as the operations would have it."""
+    sizes, best = [r["chunk"] for r in rows], min(r["seconds"] / r["flops"] for r in rows)
+    axis.plot(sizes, [1e3 * r["seconds"] for r in rows], color=BLUE, marker="o", label="measured")
+    expected = [1e3 * best * r["flops"] for r in rows]
+    axis.plot(sizes, expected, color=GREY, linestyle=":", label="operations at the best rate seen")
+    axis.set(xlabel="chunk size", ylabel="milliseconds", title="chunkwise torch, 4,096 tokens")
 
 
 _Group = tuple[str, float]

@@ -8,6 +8,7 @@ from torch import Tensor
 from deltazoo.layers import bounded_step, l2_normalize, make_layer
 from deltazoo.ops import delta_rule, resolve_backend
 from deltazoo.spec import list_variants
+from deltazoo.workbench.bench.errors import relative_error
 from deltazoo.workbench.lab.claims import Check
 from deltazoo.workbench.lab.repeated_keys import judge_repeated_keys, measure_repeated_keys
 
@@ -74,10 +75,6 @@ def judge_numerics(measured: dict[str, Any]) -> list[Check]:
     return [*checks, *judge_repeated_keys(measured["repeated_keys"])]
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30))
-
-
 def _equivalence(variant: str, device: str) -> dict[str, Any]:
     """Relative errors of a float32 layer on its usual backend against the float64 token loop."""
     torch.manual_seed(0)
@@ -96,9 +93,9 @@ def _equivalence(variant: str, device: str) -> dict[str, Any]:
     (exact_output, exact_grad), (output, grad) = results
     return {
         "variant": variant,
-        "output": _error(output, exact_output),
-        "gradient": _error(grad, exact_grad),
-        "packing": _error(packed.detach(), output),
+        "output": relative_error(output, exact_output),
+        "gradient": relative_error(grad, exact_grad),
+        "packing": relative_error(packed.detach(), output),
     }
 
 
@@ -116,7 +113,7 @@ def _bf16(rule: str, tokens: int, device: str, generator: torch.Generator) -> di
     exact = delta_rule(*wide, backend="reference").output
     loop = delta_rule(q, k, v, beta, decay, backend="reference").output
     chunk = delta_rule(q, k, v, beta, decay).output
-    return {"rule": rule, "tokens": tokens, "loop": _error(loop, exact), "chunk": _error(chunk, exact)}
+    return {"rule": rule, "tokens": tokens, "loop": relative_error(loop, exact), "chunk": relative_error(chunk, exact)}
 
 
 def _state_norms(tokens: int, device: str, generator: torch.Generator) -> dict[str, list[Any]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltazoo.layers import bounded_step, l2_normalize
 from deltazoo.ops import delta_rule, resolve_backend
+from deltazoo.workbench.bench.errors import relative_error
 from deltazoo.workbench.bench.inputs import Inputs
 from deltazoo.workbench.bench.operator_candidates import candidates_for, installed_peers
 from deltazoo.workbench.lab.claims import Check
@@ -62,7 +63,7 @@ def measure_repeated_keys(device: str, *, tokens: int) -> dict[str, Any]:
         wide = [x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.beta)]
         exact = delta_rule(*wide, backend="chunkwise").output
         for who, run in _forms(dtype, device).items():
-            error = float((run(inputs).double() - exact).norm() / exact.norm())
+            error = relative_error(run(inputs), exact)
             rows.append(
                 {
                     "dtype": str(dtype).removeprefix("torch."),

@@ -108,7 +108,10 @@ class CompletionAnswer(Answer):
             "tokens": texts,
             "token_logprobs": [_in_json(token.logprob) for token in found],
             "top_logprobs": [
-                {self.texts.text_of(other): _in_json(value) for other, value in [*token.top, _chosen(token)]}
+                {
+                    self.texts.text_of(other): _in_json(value)
+                    for other, value in [*token.top, (token.token_id, token.logprob)]
+                }
                 for token in found
             ],
             "text_offset": offsets,
@@ -160,10 +163,6 @@ class ChatAnswer(Answer):
             "logprob": _in_json(logprob),
             "bytes": list(self.texts.bytes_of(token)),
         }
-
-
-def _chosen(token: TokenLogprob) -> tuple[int, float]:
-    return token.token_id, token.logprob
 
 
 def _in_json(logprob: float) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from deltazoo.workbench.evaluation_mode import evaluation_mode
 from deltazoo.workbench.train.packed_rows import IGNORED, collate
 
 
@@ -28,17 +29,15 @@ def score_rows(
         collate_rows: makes a batch of rows.
         empty_passes: as many forward passes as these rows in all, the further ones on these rows and not counted.
     """
-    was_training = model.training
-    model.eval()
     nats, tokens = 0.0, 0
     passes = [rows[first : first + rows_at_once] for first in range(0, len(rows), rows_at_once)]
-    for scored in passes:
-        batch = collate_rows(scored)
-        nats += packed_nats(model, batch)
-        tokens += int((_targets(batch) != IGNORED).sum())
-    for row in empty_passes[len(passes) :]:
-        packed_nats(model, collate_rows([row]))
-    model.train(was_training)
+    with evaluation_mode(model):
+        for scored in passes:
+            batch = collate_rows(scored)
+            nats += packed_nats(model, batch)
+            tokens += int((_targets(batch) != IGNORED).sum())
+        for row in empty_passes[len(passes) :]:
+            packed_nats(model, collate_rows([row]))
     return nats, tokens
 
 

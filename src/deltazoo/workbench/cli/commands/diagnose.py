@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from deltazoo.workbench.cli.options import CheckpointArgument, DeviceOption, TextFieldOption
 from deltazoo.workbench.rule_files import LoadOption
 
 _EXAMPLE = (
@@ -20,12 +21,12 @@ def register(app: typer.Typer) -> None:
 
 
 def diagnose(
-    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    path: CheckpointArgument,
     text: Annotated[
         str | None,
         typer.Option(help="This text (as data.text in a configuration), not the run's held-out part."),
     ] = None,
-    text_field: Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")] = "text",
+    text_field: TextFieldOption = "text",
     length: Annotated[int, typer.Option(min=2, help="Tokens of a document; the rest of it is left out.")] = 2048,
     tokens: Annotated[
         int,
@@ -34,16 +35,13 @@ def diagnose(
     picture: Annotated[str | None, typer.Option(help="Also draw heat maps of all heads into this PNG.")] = None,
     json_file: Annotated[str | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
     load: LoadOption = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Erase gains, half-lives of decays, norms of states and saturated gates of every layer; warnings in sentences."""
     from deltazoo.workbench.cli.output_files import check_output_file
-    from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.documents import choose_documents
     from deltazoo.workbench.train.config import DataConfig
 
-    if device is not None:
-        check_device(device)
     if text is None and text_field != DataConfig.text_field:
         raise ValueError("--text-field acts on --text only")
     check_output_file("--picture", picture)

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from deltazoo.workbench.cli.options import CheckpointArgument, DeviceOption, TextFieldOption
 from deltazoo.workbench.rule_files import LoadOption
 
 _EXAMPLE = (
@@ -19,27 +20,24 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    path: CheckpointArgument,
     text: Annotated[
         str | None,
         typer.Option(help="Score all of this text (as data.text in a configuration), not the run's held-out part."),
     ] = None,
-    text_field: Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")] = "text",
+    text_field: TextFieldOption = "text",
     max_bytes: Annotated[int | None, typer.Option(min=1, help="Stop reading --text after this many bytes.")] = None,
     primed: Annotated[bool, typer.Option(help="Also measure xz with the training text read before.")] = False,
     json_file: Annotated[str | None, typer.Option("--json", help="Also write the scores to this file.")] = None,
     load: LoadOption = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Score a model on held-out text, and compare it with gzip, xz and an order-2 byte model."""
     from deltazoo.workbench.cli.output_files import check_output_file
     from deltazoo.workbench.cli.tables import comparison_table, facts_table
-    from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.documents import choose_documents
     from deltazoo.workbench.train.config import DataConfig
 
-    if device is not None:
-        check_device(device)
     if text is None and (max_bytes is not None or text_field != DataConfig.text_field):
         raise ValueError("--max-bytes and --text-field act on --text only")
     check_output_file("--json", json_file)

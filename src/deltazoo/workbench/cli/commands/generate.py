@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from deltazoo.workbench.cli.options import CheckpointArgument, DeviceOption
 from deltazoo.workbench.rule_files import LoadOption
 
 _EXAMPLE = 'Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]'
@@ -16,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def generate(
-    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    path: CheckpointArgument,
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper limit of generated tokens.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
@@ -37,18 +38,15 @@ def generate(
         bool, typer.Option("--compile", help="Compile the decoding step: up to a minute first, then faster.")
     ] = False,
     load: LoadOption = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Continue a prompt, and print the text while it is generated."""
     import time
 
-    from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
 
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise ValueError("--top-k and --top-p act on sampling, and with --temperature 0 there is none: leave them out")
-    if device is not None:
-        check_device(device)
     path = resolve_checkpoint(path)
 
     from transformers import TextStreamer, set_seed

@@ -1,12 +1,18 @@
 """``deltazoo lab``: test the papers' claims on small models of every variant."""
 
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from deltazoo.workbench.rule_files import LoadOption, load_rule_file
+
+if TYPE_CHECKING:
+    from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 
 _EXAMPLE = (
     "Examples: [bold]deltazoo lab[/] (three minutes on two CPU cores), "
@@ -74,19 +80,16 @@ def lab(
     ] = None,
 ) -> None:
     """Train small models of every variant on tasks on which they differ, and write a page with plots."""
-    from rich.console import Console
-
     from deltazoo.workbench.device import check_device
 
     check_device(device)
     if suite in _OF_TEXT:
         if given := [f"--{name}" for name in _NOT_OF_TEXT if _is_given(context, name)]:
             raise typer.BadParameter(f"the suite {suite!r} has no {', '.join(given)}")
-        run = _text_suite if suite == "text" else _text_conversions
         path = out or Path("runs") / f"lab_{suite.replace('-', '_')}" / "results.jsonl"
         if path.is_dir():
             raise typer.BadParameter(f"the suite {suite!r} writes one file, and {path} is a folder", param_hint="--out")
-        return run(_names(only), path, device, time_limit, commit, corpus, show)
+        return _run_on_text(suite, _names(only), path, device, time_limit, commit, corpus, show)
     if corpus is not None:
         raise typer.BadParameter("--corpus belongs to the suites 'text' and 'text-conversions'")
 
@@ -113,18 +116,14 @@ def lab(
             (folder / f"{name}.json").unlink(missing_ok=True)
     results = ResultFile(path, suite, Environment.here(device, commit, load))
     plan = Plan(device=device, workers=workers, time_limit=time_limit, load=tuple(load))
-
-    def report(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-
     try:
-        missing = run_suite(selection.experiments, selection.claims, results, plan, report)
+        missing = run_suite(selection.experiments, selection.claims, results, plan, _report)
     finally:
         console.print(f"results in {path}")
     if missing:
         console.print(f"[bold]{missing} runs are missing: give the same command again to go on[/]")
         return
-    measured = run_measurements(folder, suite, results.environment, device, report) if measure else {}
+    measured = run_measurements(folder, suite, results.environment, device, _report) if measure else {}
     records = read_records(path)
     page = write_page(folder / "lab.md", {suite: (selection, records, measured)})
     console.print(verdict_table(selection, records, measured))
@@ -137,7 +136,8 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _text_suite(
+def _run_on_text(
+    suite: str,
     only: list[str],
     path: Path,
     device: str,
@@ -146,50 +146,40 @@ def _text_suite(
     corpus_path: Path | None,
     show: bool,
 ) -> None:
-    """Train the configurations that the result file lacks on real text."""
+    """Train the configurations on real text that the result file lacks, or convert the softmax model as it lacks it."""
     began = time.monotonic()
-    from rich.console import Console
-
     from deltazoo.workbench.lab.lab_records import Environment
-    from deltazoo.workbench.lab.text.suite import devices_of, missing_jobs, open_results, run_text_suite
     from deltazoo.workbench.lab.text.text_corpus import TextCorpus, default_corpus_path
-    from deltazoo.workbench.lab.text.text_recipe import TextRecipe
-
-    def report(line: str) -> None:
-        Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
     corpus = TextCorpus.load(corpus_path or default_corpus_path())
-    results = open_results(path, TextRecipe(), corpus)
+    run, missing_names = (_trainings if suite == "text" else _conversions)(path, corpus, only, device)
     if show:
-        report("\n".join(job.name for job in missing_jobs(results, only)))
+        _report("\n".join(missing_names()))
         return
-    missing = run_text_suite(
-        results,
-        corpus,
-        devices=devices_of(device),
+    missing = run(
         environment=Environment.here(device, commit),
         limit=None if limit is None else limit - (time.monotonic() - began),
         only=only,
-        report=report,
+        report=_report,
     )
-    report(f"results in {path}; {len(missing)} jobs are missing" + (": the same command goes on" * bool(missing)))
+    jobs = "jobs" if suite == "text" else "conversions"
+    _report(f"results in {path}; {len(missing)} {jobs} are missing" + (": the same command goes on" * bool(missing)))
 
 
-def _text_conversions(
-    only: list[str],
-    path: Path,
-    device: str,
-    limit: float | None,
-    commit: str | None,
-    corpus_path: Path | None,
-    show: bool,
-) -> None:
-    """Convert the softmax model of the suite on real text as the result file lacks it."""
-    began = time.monotonic()
-    from rich.console import Console
+_Run = tuple[Callable[..., Sequence[object]], Callable[[], list[str]]]
+"""What runs the jobs that a result file lacks and returns those that are left, and what names them beforehand."""
 
-    from deltazoo.workbench.lab.lab_records import Environment
-    from deltazoo.workbench.lab.text.text_corpus import TextCorpus, default_corpus_path
+
+def _trainings(path: Path, corpus: "TextCorpus", only: list[str], device: str) -> _Run:
+    from deltazoo.workbench.lab.text.suite import devices_of, missing_jobs, open_results, run_text_suite
+    from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+
+    results = open_results(path, TextRecipe(), corpus)
+    run = partial(run_text_suite, results, corpus, devices=devices_of(device))
+    return run, lambda: [job.name for job in missing_jobs(results, only)]
+
+
+def _conversions(path: Path, corpus: "TextCorpus", only: list[str], device: str) -> _Run:
     from deltazoo.workbench.lab.text_conversions.conversion_recipe import ConversionRecipe
     from deltazoo.workbench.lab.text_conversions.conversion_suite import (
         missing_conversions,
@@ -198,29 +188,14 @@ def _text_conversions(
     )
     from deltazoo.workbench.lab.text_conversions.teacher import default_teacher_path
 
-    def report(line: str) -> None:
-        Console().print(line, soft_wrap=True, markup=False, highlight=False)
-
     recipe = ConversionRecipe()
-    corpus = TextCorpus.load(corpus_path or default_corpus_path())
     results = open_conversions(path, recipe, corpus)
-    if show:
-        report("\n".join(f"{job.name}, seed {job.seed}" for job in missing_conversions(results, recipe, only)))
-        return
-    missing = run_conversions(
-        results,
-        recipe,
-        corpus,
-        device=device,
-        environment=Environment.here(device, commit),
-        teacher_path=default_teacher_path(),
-        limit=None if limit is None else limit - (time.monotonic() - began),
-        only=only,
-        report=report,
-    )
-    report(
-        f"results in {path}; {len(missing)} conversions are missing" + (": the same command goes on" * bool(missing))
-    )
+    run = partial(run_conversions, results, recipe, corpus, device=device, teacher_path=default_teacher_path())
+    return run, lambda: [f"{job.name}, seed {job.seed}" for job in missing_conversions(results, recipe, only)]
+
+
+def _report(line: str) -> None:
+    Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _names(text: str) -> list[str]:

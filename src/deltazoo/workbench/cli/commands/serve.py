@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from deltazoo.workbench.cli.options import CheckpointArgument, DeviceOption
 from deltazoo.workbench.rule_files import LoadOption
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -16,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    path: CheckpointArgument,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients; default: its folder's.")] = None,
@@ -46,7 +47,7 @@ def serve(
         str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16; default: as saved.")
     ] = None,
     load: LoadOption = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Serve a model of ours, swapped, or of transformers (accelerated) over HTTP until Ctrl-C or SIGTERM."""
     import ipaddress
@@ -55,11 +56,8 @@ def serve(
 
     from deltazoo.names import unknown
     from deltazoo.workbench.console import say
-    from deltazoo.workbench.device import check_device
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
 
-    if device is not None:
-        check_device(device)
     if dtype not in (None, *_DTYPES):
         raise ValueError(unknown("dtype", dtype, _DTYPES))
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", widths):

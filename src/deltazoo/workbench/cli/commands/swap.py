@@ -1,12 +1,18 @@
 """``deltazoo swap PATH``: replace softmax attention of a transformers model by delta-rule layers, and train it."""
 
 import re
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from deltazoo.workbench.cli.options import CheckpointArgument, DeviceOption, TextFieldOption
 from deltazoo.workbench.rule_files import LoadOption
+
+if TYPE_CHECKING:
+    from deltazoo.workbench.convert.conversion_config import ConversionConfig
+    from deltazoo.workbench.convert.layer_ranking import Ranking
 
 _EXAMPLE = (
     "Examples: [bold]deltazoo swap my_llama --variant kda --layers 3:1 --dry-run[/], "
@@ -21,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 
 def swap(
-    path: Annotated[str, typer.Argument(help="Folder of a model or of a training run, or a Hub name.")],
+    path: CheckpointArgument,
     variant: Annotated[str, typer.Option(help="Variant of the new layers; see deltazoo list.")],
     layers: Annotated[
         str, typer.Option(help="all, numbers (0,2,5), delta-rule to softmax layers (3:1), or best:K of a ranking.")
@@ -37,7 +43,7 @@ def swap(
     text: Annotated[
         str | None, typer.Option(help="Text to rank on (as data.text in a configuration); default: that of --train.")
     ] = None,
-    text_field: Annotated[str, typer.Option(help="Column of the text in JSONL, Parquet and Hub records.")] = "text",
+    text_field: TextFieldOption = "text",
     rank_tokens: Annotated[int, typer.Option(min=16, help="Upper limit of tokens to rank on.")] = 16384,
     train: Annotated[
         str | None, typer.Option(help="Train after the swap, by this recipe: a YAML file, or swap_cpu or swap_gpu.")
@@ -48,31 +54,19 @@ def swap(
     resume: Annotated[bool, typer.Option(help="Continue the conversion in --output.")] = False,
     output: Annotated[str | None, typer.Option(help="Folder for the model, the ranking and the conversion.")] = None,
     load: LoadOption = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Replace softmax attention by delta-rule layers; --rank measures layers first, --train trains the result."""
-    from pathlib import Path
-
     from deltazoo.spec import get_variant
-    from deltazoo.swap.layer_choice import parse_layers
-    from deltazoo.workbench.cli.tables import conversion_table, facts_table, ranking_table
-    from deltazoo.workbench.console import say
-    from deltazoo.workbench.convert import STAGES, load_conversion
-    from deltazoo.workbench.device import check_device
+    from deltazoo.workbench.cli.tables import facts_table
+    from deltazoo.workbench.convert.conversion_config import STAGES, load_conversion
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
     from deltazoo.workbench.presets import find_config
     from deltazoo.workbench.train.config import DataConfig
-    from deltazoo.workbench.train.run_folder import LOSS_PICTURE, check_run, has_saved
+    from deltazoo.workbench.train.run_folder import check_run
 
     get_variant(variant)
-    best = re.fullmatch(r"best:(\d+)", layers)
-    if best is None:
-        try:
-            parse_layers(layers)
-        except ValueError as error:
-            raise ValueError(
-                f"--layers takes all, numbers such as 0,2,5, a ratio such as 3:1, or best:K, got {layers!r}"
-            ) from error
+    best = _number_of_best(layers)
     ranks = rank or best is not None
     _refuse_without_effect(
         {
@@ -100,22 +94,13 @@ def swap(
     for name in written:
         if folder is not None and not resume and (folder / name).exists():
             raise ValueError(f"{folder / name} exists already: choose another --output")
-    if device is not None:
-        check_device(device)
     path = resolve_checkpoint(path)
 
     # These import torch, after the arguments are checked.
     from deltazoo.swap import swap_attention
     from deltazoo.swap.families import decoder_layers_of, family_of
-    from deltazoo.workbench.convert import (
-        convert,
-        draw_conversion,
-        draw_ranking,
-        rank_layers,
-        ranking_rows,
-        save_swapped,
-    )
-    from deltazoo.workbench.convert.layer_ranking import check_best
+    from deltazoo.workbench.convert.conversion import save_swapped
+    from deltazoo.workbench.convert.layer_ranking import check_best, rank_layers, ranking_rows
     from deltazoo.workbench.evaluate.loading import load_checkpoint, load_model
 
     options: dict[str, Any] = {"init": init, "rope": rope, "qk_norm": qk_norm, "grouped": grouped}
@@ -128,17 +113,13 @@ def swap(
     if ranks:
         assert tokenizer is not None
         if best is not None:
-            check_best(int(best[1]), len(decoder_layers_of(model, family_of(model.config))))
+            check_best(best, len(decoder_layers_of(model, family_of(model.config))))
         data = recipe.data if text is None and recipe else DataConfig(text=str(text), text_field=text_field)
         rows = ranking_rows(model, tokenizer, data, held_out=text is None, max_tokens=rank_tokens)
         ranking = rank_layers(model, variant, rows, **options)
-        console.print(ranking_table(ranking))
-        if best is not None:
-            chosen = ranking.best(int(best[1]))
-        if folder is not None:
-            ranking.save(folder / "ranking.json")
-            picture = draw_ranking(folder / "ranking.png", ranking, [] if best is None else chosen)
-            console.print(facts_table({"picture": str(picture)}))
+        named = [] if best is None else ranking.best(best)
+        chosen = named or layers
+        _show_ranking(ranking, named, folder)
     if rank:
         return
 
@@ -146,23 +127,62 @@ def swap(
     console.print(report)
     if dry_run or folder is None or tokenizer is None:
         return
-    facts: dict[str, str] = {}
     if recipe is None:
-        facts["model"] = str(save_swapped(model, tokenizer, folder))
+        facts = {"model": str(save_swapped(model, tokenizer, folder))}
     else:
-        try:
-            result = convert(model, tokenizer, recipe, resume=resume)
-        except KeyboardInterrupt as stop:
-            saved = has_saved(folder, STAGES)
-            say("stopped; the same command with --resume goes on" if saved else "stopped before anything was saved")
-            raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
-        console.print(conversion_table(result))
-        facts["model"] = str(result.model_path)
-        histories = {name: stage.history for name, stage in result.stages.items()}
         title = f"{variant} in {len(report.layers)} of {report.num_layers} attention slots of {path}"
-        facts["loss curves"] = str(draw_conversion(folder / LOSS_PICTURE, histories, result.scores, title))
-    facts["next"] = f'deltazoo generate {facts["model"]} --prompt "def "'
-    console.print(facts_table(facts))
+        facts = _convert(model, tokenizer, recipe, folder, title, resume=resume)
+    console.print(facts_table({**facts, "next": f'deltazoo generate {facts["model"]} --prompt "def "'}))
+
+
+def _number_of_best(layers: str) -> int | None:
+    """K of best:K; None for what `parse_layers` takes, ValueError for anything else."""
+    from deltazoo.swap.layer_choice import parse_layers
+
+    if best := re.fullmatch(r"best:(\d+)", layers):
+        return int(best[1])
+    try:
+        parse_layers(layers)
+    except ValueError as error:
+        raise ValueError(
+            f"--layers takes all, numbers such as 0,2,5, a ratio such as 3:1, or best:K, got {layers!r}"
+        ) from error
+    return None
+
+
+def _show_ranking(ranking: "Ranking", chosen: list[int], folder: Path | None) -> None:
+    """Print a ranking; with a folder keep it there, and draw it."""
+    from deltazoo.workbench.cli.tables import facts_table, ranking_table
+    from deltazoo.workbench.convert.conversion_plots import draw_ranking
+
+    console = Console()
+    console.print(ranking_table(ranking))
+    if folder is not None:
+        ranking.save(folder / "ranking.json")
+        console.print(facts_table({"picture": str(draw_ranking(folder / "ranking.png", ranking, chosen))}))
+
+
+def _convert(
+    model: Any, tokenizer: Any, recipe: "ConversionConfig", folder: Path, title: str, *, resume: bool
+) -> dict[str, str]:
+    """Train the swapped model, and print and draw its scores; returns where the model and the picture are."""
+    from deltazoo.workbench.cli.tables import conversion_table
+    from deltazoo.workbench.console import say
+    from deltazoo.workbench.convert.conversion import convert
+    from deltazoo.workbench.convert.conversion_config import STAGES
+    from deltazoo.workbench.convert.conversion_plots import draw_conversion
+    from deltazoo.workbench.train.run_folder import LOSS_PICTURE, has_saved
+
+    try:
+        result = convert(model, tokenizer, recipe, resume=resume)
+    except KeyboardInterrupt as stop:
+        saved = has_saved(folder, STAGES)
+        say("stopped; the same command with --resume goes on" if saved else "stopped before anything was saved")
+        raise typer.Exit(128 + getattr(stop, "signal", 2)) from stop
+    Console().print(conversion_table(result))
+    histories = {name: stage.history for name, stage in result.stages.items()}
+    picture = draw_conversion(folder / LOSS_PICTURE, histories, result.scores, title)
+    return {"model": str(result.model_path), "loss curves": str(picture)}
 
 
 def _refuse_without_effect(rules: dict[str, bool]) -> None:
