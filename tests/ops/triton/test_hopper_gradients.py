@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -21,14 +22,17 @@ from ptx.thread_block import Program  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
+from deltazoo.ops.triton.hopper import support  # noqa: E402
 from deltazoo.ops.triton.hopper.support import MISSING, available, channel_gradients_refusal  # noqa: E402
 from deltazoo.ops.triton.launch import Constants  # noqa: E402
+from deltazoo.ops.triton.plan import Plan  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Gluon has no interpreter"),
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
 ]
-NAME = "hopper_chunk_gradients_channel_kernel"
+SPILLED = {"hopper_chunk_gradients_channel_kernel": 72, "hopper_chunk_gradients_strong_kernel": 400}
+"""The kernels, and how many bytes per thread they may spill."""
 CASE = DeltaRuleCase("channel", B=1, T=100, H=1, K=128, V=128, decay="channel", log_decay=-0.05, beta=0.7)
 """Two chunks, the second one not full."""
 
@@ -45,19 +49,39 @@ def hard_inputs(case: DeltaRuleCase, **options: Any) -> Any:
     return inputs
 
 
+def strong_inputs(case: DeltaRuleCase, **options: Any) -> Any:
+    """The same, and tiles of channels that need no blocks of their own, halves, quarters, and all, with resets."""
+    inputs = hard_inputs(case, **options)
+    inputs.log_decay[..., 40::16] = -3.2
+    inputs.log_decay[..., 70::8] *= 120.0
+    inputs.log_decay[..., 100] = -40.0
+    inputs.log_decay[:, ::9, :, 110] = float("-inf")
+    inputs.log_decay[:, 7::20, :, 120:] = -70.0
+    return inputs
+
+
+def all_on_hopper(monkeypatch: pytest.MonkeyPatch, model: bool = False) -> None:
+    """Both Gluon kernels, with erase keys too; on the model of a thread block, that needs no GPU, as well."""
+    monkeypatch.setattr(pipeline, "TRIED_ON_GPU", True)
+    monkeypatch.setattr(support, "TRIED_ON_GPU", True)
+    if model:
+        monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
+
+
 def compiled_well(kernel: Any, arguments: dict[str, Any]) -> Compiled:
     """The kernel compiled: registers and products in flight as they should be."""
     compiled = compile_kernel(kernel, arguments)
     print(compiled)
-    assert compiled.spilled <= 64
+    assert compiled.spilled <= SPILLED[kernel.fn.__name__]
     assert 2 * (compiled.shared + 1024) <= SHARED_MEMORY + 1024  # two programs per multiprocessor
     assert not compiled.warnings
     return compiled
 
 
+@pytest.mark.parametrize("erase", [False, True])
 @pytest.mark.parametrize(("groups", "decays"), [(1, torch.bfloat16), (2, torch.float32)])
 def test_compiles_well_and_sums_decays_in_float32(
-    groups: int, decays: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    groups: int, decays: torch.dtype, erase: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
         launches[kernel.fn.__name__] = kernel, dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
@@ -67,39 +91,45 @@ def test_compiles_well_and_sums_decays_in_float32(
     v, log_decay = (torch.empty(1, 100, 2, 128, dtype=dtype, device="meta") for dtype in (torch.bfloat16, decays))
     beta = torch.empty(1, 100, 2, device="meta")
     monkeypatch.setattr(pipeline, "launch", record)
-    monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
-    problem = pipeline.Problem(q, k, v, beta, log_decay, 0.1, None, None, None, None, False, 1)
+    all_on_hopper(monkeypatch, model=True)
+    erase_key = torch.empty_like(k) if erase else None
+    problem = pipeline.Problem(q, k, v, beta, log_decay, 0.1, None, None, None, erase_key, False, 1)
     output, _, kept = pipeline.forward(problem)
     pipeline.backward(problem, kept, output, None)
-    assert "mul.bf16" not in compiled_well(*launches[NAME]).ptx
+    for name in SPILLED:
+        assert "mul.bf16" not in compiled_well(*launches[name]).ptx
 
 
-def test_says_why_a_call_is_left_to_the_plain_kernel() -> None:
+def test_says_why_a_call_is_left_to_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert channel_gradients_refusal(sizes(decay=2), torch.bfloat16) is None
     assert channel_gradients_refusal(sizes(decay=2), torch.float16) == "inputs are torch.float16"
-    assert (
-        channel_gradients_refusal(
-            sizes(decay=2, sequences=2, q=torch.Size([1, 256, 2, 128]), v=torch.Size([1, 256, 4, 128])), torch.bfloat16
-        )
-        == "rows are packed"
-    )
-    other_erase = "the erase reads by another key, or before the decay"
-    for change in (dict(has_erase_key=True), dict(undecayed=True)):
-        assert channel_gradients_refusal(sizes(decay=2, **change), torch.bfloat16) == other_erase
+    packed = dict(sequences=2, q=torch.Size([1, 256, 2, 128]), v=torch.Size([1, 256, 4, 128]))
+    assert channel_gradients_refusal(sizes(decay=2, **packed), torch.bfloat16) == "rows are packed"
+    undecayed, other_key = sizes(decay=2, undecayed=True), sizes(decay=2, has_erase_key=True)
+    assert channel_gradients_refusal(undecayed, torch.bfloat16) == "the erase reads before the decay"
+    assert channel_gradients_refusal(other_key, torch.bfloat16) == "the erase reads by another key"
+    all_on_hopper(monkeypatch)
+    assert channel_gradients_refusal(other_key, torch.bfloat16) is None
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("erase", ["tied", "free"])
+@pytest.mark.parametrize("make", [hard_inputs, strong_inputs])
 @pytest.mark.parametrize(("groups", "decays"), [(1, torch.float32), (2, torch.bfloat16)])
 def test_as_compiled_on_a_model_of_a_thread_block(
-    groups: int, decays: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    groups: int,
+    decays: torch.dtype,
+    make: Callable[[DeltaRuleCase], Any],
+    erase: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Results right; nothing depends on timing."""
-    inputs, hazards = hard_inputs(replace(CASE, groups=groups)), {}
+    inputs, hazards = make(replace(CASE, groups=groups, erase=erase)), {}
     inputs = replace(inputs, log_decay=inputs.log_decay.to(decays))
     ran = []
 
     def on_the_model(kernel: Any, constants: Constants, *tensors: Any) -> None:
-        if kernel.fn.__name__ != NAME:
+        if kernel.fn.__name__ not in SPILLED:
             Modelled(kernel, hazards)[constants.grid](*tensors, **constants.named)
             return
         arguments = dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
@@ -109,14 +139,16 @@ def test_as_compiled_on_a_model_of_a_thread_block(
         ran.append(kernel)
 
     monkeypatch.setattr(pipeline, "launch", on_the_model)
+    # One program looks at both chunks.
+    monkeypatch.setattr(Plan, "neighbour_grid", lambda plan: ((1,), dict(chunks=plan.slots, slots=plan.slots)))
     x = inputs
     problem = pipeline.Problem(
-        x.q, x.k, x.v, x.beta, x.log_decay, CASE.K**-0.5, x.initial_state, None, None, None, False, 1
+        x.q, x.k, x.v, x.beta, x.log_decay, CASE.K**-0.5, x.initial_state, None, None, x.erase_key, False, 1
     )
     output, final_state, kept = pipeline.forward(problem)
-    monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
+    all_on_hopper(monkeypatch, model=True)
     gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state)
-    assert ran
+    assert len(ran) == 2
     names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]
     actual = {"output": output, "final_state": final_state}
     actual |= {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
@@ -137,13 +169,20 @@ CASES = [
     replace(CASE, name="weak", T=512, H=2, log_decay=-0.001),
     replace(CASE, name="strong", T=512, H=2, log_decay=-1.0),
     replace(CASE, name="segments", T=4230, log_decay=-0.002, beta=0.5),
+    replace(CASE, name="uneven", B=3, T=1500, H=4, log_decay="uneven"),
+    replace(CASE, name="mixed", B=2, T=300, H=3, log_decay="mixed", initial_state=True),
+    replace(CASE, name="other_erase", T=300, H=2, erase="gated"),
+    replace(CASE, name="uneven_grouped_other_erase", T=300, H=2, groups=2, erase="free", beta=0.3, log_decay="uneven"),
 ]
 
 
+@pytest.mark.parametrize("make", [hard_inputs, strong_inputs])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.gpu
 @pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
-def test_agrees_with_the_reference(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agrees_with_the_reference(
+    case: DeltaRuleCase, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     names, launch = set(), pipeline.launch
 
     def record(kernel: Any, *arguments: Any) -> None:
@@ -151,9 +190,10 @@ def test_agrees_with_the_reference(case: DeltaRuleCase, monkeypatch: pytest.Monk
         launch(kernel, *arguments)
 
     monkeypatch.setattr(pipeline, "launch", record)
-    inputs = hard_inputs(case, device="cuda")
+    all_on_hopper(monkeypatch)
+    inputs = make(case, device="cuda")
     actual = results_and_gradients(delta_rule, inputs, backend="triton")
-    assert NAME in names
+    assert names.issuperset(SPILLED)
     exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
     plain = results_and_gradients(delta_rule, inputs, backend="chunkwise")
     assert_within_reference(actual, exact, plain, inputs, rounding=torch.bfloat16, floor=4.0)
@@ -162,8 +202,10 @@ def test_agrees_with_the_reference(case: DeltaRuleCase, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("beta", [0.5, 0.98, 1.9])
 @pytest.mark.gpu
 @pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
-def test_repeated_keys(beta: float) -> None:
-    case = replace(CASE, T=2048, H=4, keys="same", beta=beta)
+@pytest.mark.parametrize("log_decay", [-0.05, "uneven"])
+def test_repeated_keys(beta: float, log_decay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_on_hopper(monkeypatch)
+    case = replace(CASE, T=2048, H=4, keys="same", beta=beta, log_decay=log_decay)
     inputs = case.make(device="cuda", dtype=torch.bfloat16)
     actual = results_and_gradients(delta_rule, inputs, backend="triton")
     exact = results_and_gradients(delta_rule, inputs.double(), backend="chunkwise")
@@ -172,8 +214,10 @@ def test_repeated_keys(beta: float) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(no_kernels(), reason="needs a Hopper GPU and Gluon")
-def test_same_bits_from_run_to_run() -> None:
-    inputs = replace(CASE, B=10, T=650, H=8).make(device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("log_decay", [-0.05, "uneven"])
+def test_same_bits_from_run_to_run(log_decay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_on_hopper(monkeypatch)
+    inputs = replace(CASE, B=10, T=650, H=8, log_decay=log_decay).make(device="cuda", dtype=torch.bfloat16)
     first, *others = (results_and_gradients(delta_rule, inputs, backend="triton") for _ in range(12))
     for other, name in product(others, first):
         assert torch.equal(first[name], other[name])

@@ -32,6 +32,7 @@ from deltazoo.ops.triton.hopper.backward_rest import (
 )  # fmt: skip
 from deltazoo.ops.triton.hopper.support import (
     MISSING,
+    TRIED_ON_GPU,
     available,
     channel_gradients_refusal,
     forward_refusal,
@@ -47,6 +48,7 @@ if MISSING is None:
     from deltazoo.ops.triton.hopper.backward import backward_kernel
     from deltazoo.ops.triton.hopper.hopper_forward import hopper_forward_kernel
     from deltazoo.ops.triton.hopper.hopper_gradients_channel import hopper_chunk_gradients_channel_kernel
+    from deltazoo.ops.triton.hopper.hopper_gradients_strong import hopper_chunk_gradients_strong_kernel
     from deltazoo.ops.triton.hopper.hopper_reverse_scan import hopper_reverse_scan_kernel
     from deltazoo.ops.triton.hopper.hopper_scan import hopper_scan_kernel
 
@@ -502,22 +504,38 @@ def chunk_gradients(
             constants = plan.chunk_gradients_exact(strong)
             launch(chunk_gradients_exact_kernel, constants, *tensors, scratch(constants.grid[0]), *p.chunk_offsets)
         return
-    if gradients_on_hopper(p):
-        dq, dk, _, dv, d_beta, d_log_decay = gradients
-        launch(
-            hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel(),
-            p.q, p.k, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
-            dq, dk, dv, d_beta, d_log_decay,
-        )  # fmt: skip
+    on_hopper = gradients_on_hopper(p)
+    if on_hopper:
+        launch_hopper_gradients(p, kept, from_scans, gradients, strong=False)
     else:
         launch(chunk_gradients_channel_kernel, plan.chunk_gradients_channel(), *tensors, *p.chunk_offsets)
-    constants = plan.chunk_gradients_strong()
-    launch(chunk_gradients_strong_kernel, constants, *tensors, scratch(constants.grid[0]), *p.chunk_offsets)
+    if on_hopper and TRIED_ON_GPU:
+        launch_hopper_gradients(p, kept, from_scans, gradients, strong=True)
+    else:
+        constants = plan.chunk_gradients_strong()
+        launch(chunk_gradients_strong_kernel, constants, *tensors, scratch(constants.grid[0]), *p.chunk_offsets)
 
 
 def gradients_on_hopper(p: Problem) -> bool:
-    """Whether a Gluon kernel makes the gradients for decay per channel, but of chunks where it is too strong."""
+    """Whether Gluon kernels make the gradients for decay per channel."""
     return p.plan.hopper and channel_gradients_refusal(p.plan, p.q.dtype) is None
+
+
+def launch_hopper_gradients(
+    p: Problem, kept: Kept, from_scans: tuple[Tensor | None, ...], gradients: Gradients, strong: bool
+) -> None:
+    """The Gluon kernel of the chunks with strong decay, or of all others."""
+    plan = p.plan
+    if strong:
+        kernel, constants = hopper_chunk_gradients_strong_kernel, plan.hopper_chunk_gradients_strong()
+    else:
+        kernel, constants = hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel()
+    dq, dk, de, dv, d_beta, d_log_decay = gradients
+    launch(
+        kernel, constants,
+        p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
+        dq, dk, de, dv, d_beta, d_log_decay,
+    )  # fmt: skip
 
 
 def sum_of_group(gradient: Tensor, q: Tensor) -> Tensor:

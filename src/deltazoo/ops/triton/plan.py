@@ -364,10 +364,19 @@ class Plan:
 
     @per_plan
     def hopper_chunk_gradients_channel(self) -> Constants:
-        """The same launch on Hopper."""
-        return Constants(
-            *self.chunk_grid(), scale=self.scale, channels=self.K, nothing=0, T=self.T, NT=self.NT,
-            H=self.H, HV=self.HV, GROUPED=self.H != self.HV, num_warps=4,
+        """The launch of chunks without strong decay on Hopper."""
+        return Constants(*self.chunk_grid(), **self._hopper_gradient_arguments())
+
+    @per_plan
+    def hopper_chunk_gradients_strong(self) -> Constants:
+        """The launch of chunks with strong decay on Hopper."""
+        grid, neighbours = self.neighbour_grid()
+        return Constants(*grid, **neighbours, **self._hopper_gradient_arguments())
+
+    def _hopper_gradient_arguments(self) -> dict[str, Any]:
+        return dict(
+            scale=self.scale, channels=self.K, nothing=0, T=self.T, NT=self.NT, H=self.H, HV=self.HV,
+            GROUPED=self.H != self.HV, num_warps=4,
         )  # fmt: skip
 
 

@@ -1,12 +1,36 @@
 """The gradients of a chunk's inputs on Hopper, for one decay per key channel: `chunk.gradients_channel` with layouts,
 copies and waits of its own.
 
-Four warps own one chunk of one value head. dO, U and Z stay in shared memory, and tiles of key channels pass through a
-single buffer: it is free for the next tile as soon as the products with S and dS have read it, halfway through a tile.
-What plain Triton does otherwise is wait for every matrix product where it is issued, and move tiles through shared
-memory from layout to layout; two thirds of its barriers are gone here (docs/kernels.md).
+Tiles of key channels pass through a single buffer: it is free for the next tile as soon as the products with S and dS
+have read it, halfway through a tile. What plain Triton does otherwise is wait for every matrix product where it is
+issued, and move tiles through shared memory from layout to layout; two thirds of its barriers are gone here
+(docs/kernels.md).
 """
 
+from deltazoo.ops.triton.hopper.channel_tiles import (
+    BK,
+    CHANNELS,
+    LEFT,
+    LOG2_FLOOR,
+    LOG2E,
+    RIGHT,
+    ROWS,
+    ROWS_32,
+    SUMS,
+    SWIZZLED,
+    SWIZZLED_TILE,
+    TILE,
+    TOKENS,
+    WIDE_ROWS,
+    C,
+    D,
+    copy_tile,
+    copy_values,
+    overlap_of,
+    row_pairs,
+    score_gradients,
+    store_two_terms,
+)
 from deltazoo.ops.triton.hopper.support import (
     async_copy,
     barrier,
@@ -18,60 +42,12 @@ from deltazoo.ops.triton.hopper.support import (
     warpgroup_mma_wait,
 )
 
-C = gl.constexpr(64)  # tokens per chunk
-D = gl.constexpr(128)  # channels of a head, of keys and of values
-BK = gl.constexpr(32)  # key channels per tile
-LOG2E = gl.constexpr(1.4426950408889634)
-LOG2_FLOOR = gl.constexpr(-200.0)  # as in `chunk.decay_factors`
-
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-"""Layout of `[C, C]`, a product's accumulator."""
-TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-"""Layout of `[C, BK]`, likewise."""
-TOKENS = gl.constexpr(gl.SliceLayout(1, TILE.value))
-CHANNELS = gl.constexpr(gl.SliceLayout(0, TILE.value))
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
-"""Layout of sums over tokens `[C, BK]`, the same registers as in TILE. They are synchronous products (mma.sync): to
-products that run on, ptxas before 13.3 hands registers with constants before these are set (docs/kernels.md)."""
-LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
-# Layouts of what is loaded or stored 16 bytes at a time: all channels, a tile of 16 bits, and one of float32.
-WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-ROWS_32 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-SWIZZLED_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
-
-
-@jit
-def store_two_terms(x, hi, lo):
-    """Store float32 x as two terms of 16 bits that sum to it but for 2^-17 of it."""
-    cut = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
-    hi.store(cut.to(gl.bfloat16))
-    lo.store((x - cut).to(gl.bfloat16))
-
-
-@jit
-def row_pairs(x):
-    """Sums of rows r and r + 8 of `x [C, BK]`, which one thread holds, as `[4, 8, BK]`."""
-    return gl.sum(gl.reshape(x, [4, 2, 8, BK]), 1)
-
-
-@jit
-def copy_tile(states, d_states, k, q, o_states, o_keys, mask, buffers):
-    """Begin to copy a tile of key channels of S, dS, k and q."""
-    S, dS, key_tile, query_tile = buffers
-    async_copy.async_copy_global_to_shared(key_tile, k + o_keys, mask=mask)
-    async_copy.async_copy_global_to_shared(query_tile, q + o_keys, mask=mask)
-    async_copy.async_copy_global_to_shared(S, states + o_states)
-    async_copy.async_copy_global_to_shared(dS, d_states + o_states)
-    async_copy.commit_group()
-
 
 @jit(do_not_specialize=["channels", "nothing", "T", "NT", "H", "HV"])
 def hopper_chunk_gradients_channel_kernel(
     q,
     k,
+    erase_key,
     v,
     beta,
     log_decay,
@@ -84,6 +60,7 @@ def hopper_chunk_gradients_channel_kernel(
     d_states,
     dq,
     dk,
+    d_erase_key,
     dv,
     d_beta,
     d_log_decay,
@@ -113,6 +90,8 @@ def hopper_chunk_gradients_channel_kernel(
     q, k, log_decay, G = q + keys, k + keys, log_decay + base, G + slot * D
     dq, dk, d_log_decay, d_beta = dq + base, dk + base, d_log_decay + base, d_beta + first * HV + i_h
     states, d_states = states + slot * (D * D), d_states + slot * (D * D)
+    if erase_key is not None:
+        erase_key, d_erase_key = erase_key + keys, d_erase_key + base
 
     # Copies of dO, U and Z, then of the first tile.
     dO_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, D], SWIZZLED)
@@ -122,51 +101,34 @@ def hopper_chunk_gradients_channel_kernel(
     o_values = wide_row[:, None] * (HV * D) + gl.arange(0, D, gl.SliceLayout(0, WIDE_ROWS))[None, :]
     m_values = (wide_row < rows)[:, None]
     dO, b_U, b_Z = dO_buffer.index(0), U_buffer.index(0), Z_buffer.index(0)
-    async_copy.async_copy_global_to_shared(dO, d_output + base + o_values, mask=m_values)
-    async_copy.async_copy_global_to_shared(b_U, U + base + o_values, mask=m_values)
-    async_copy.async_copy_global_to_shared(b_Z, Z + base + o_values, mask=m_values)
-    async_copy.commit_group()
+    copy_values(d_output + base, U + base, Z + base, o_values, m_values, dO, b_U, b_Z)
     S_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, D, BK], SWIZZLED_TILE)
     dS_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, D, BK], SWIZZLED_TILE)
     key_tile = gl.allocate_shared_memory(gl.bfloat16, [C, BK], SWIZZLED_TILE)
     query_tile = gl.allocate_shared_memory(gl.bfloat16, [C, BK], SWIZZLED_TILE)
+    erase_tile = key_tile
+    if erase_key is not None:
+        erase_tile = gl.allocate_shared_memory(gl.bfloat16, [C, BK], SWIZZLED_TILE)
     row, column = gl.arange(0, C, gl.SliceLayout(1, ROWS)), gl.arange(0, BK, gl.SliceLayout(0, ROWS))
     o_states = gl.arange(0, D, gl.SliceLayout(1, ROWS))[:, None] * D + column[None, :]
     o_keys = row[:, None] * key_stride + column[None, :]
     o_gradients = row[:, None] * (HV * D) + column[None, :]
     m_rows = (row < rows)[:, None]
-    tiles = (S_buffer.index(0), dS_buffer.index(0), key_tile, query_tile)
-    copy_tile(states, d_states, k, q, o_states, o_keys, m_rows, tiles)
+    tiles = (S_buffer.index(0), dS_buffer.index(0), key_tile, query_tile, erase_tile)
+    copy_tile(states, d_states, k, q, erase_key, o_states, o_keys, m_rows, tiles)
     gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32))
     o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
     m_gates = (gate_row < rows)[:, None]
     next_g = gl.load(log_decay + o_gates, mask=m_gates, other=0.0)
 
-    # dP and Z U^T, the gradients of the scores. The diagonal of Z U^T makes d_beta: <z, u> / beta, or a sum where the
-    # step size is nearly zero (`chunk.score_gradients`).
-    b_v = gl.load(v + base + o_values, mask=m_values, other=0.0)
-    values_beta = gl.load(beta + slot * C + wide_row)
-    token = gl.arange(0, C, TOKENS)
-    b_beta, m_tokens = gl.load(beta + slot * C + token), token < rows
-    async_copy.wait_group(1)
-    fence_async_shared()
-    barrier()
-    no_scores = gl.full([C, C], 0.0, gl.float32, SCORES)
-    b_dP = warpgroup_mma(dO, b_U.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    b_ZU = warpgroup_mma(b_Z, b_U.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    z = b_Z.load(WIDE_ROWS).to(gl.float32)
-    b_dbeta = gl.convert_layout(gl.sum(z * b_v.to(gl.float32), 1), TOKENS)
-    gl.store(dv + base + o_values, (values_beta[:, None] * z).to(gl.bfloat16), mask=m_values)
-    b_dP, b_ZU = warpgroup_mma_wait(0, deps=[b_dP, b_ZU])
-    i, j = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None], gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
-    diagonal = gl.convert_layout(gl.sum(gl.where(i == j, b_dP, 0.0), 1) * scale, TOKENS)
-    zu = gl.convert_layout(gl.sum(gl.where(i == j, b_ZU, 0.0), 1), TOKENS)
-    o_beta, large = token * HV, b_beta > 0.0625
-    gl.store(d_beta + o_beta, zu / gl.where(large, b_beta, 1.0), mask=m_tokens & large)
     dP_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)
     ZU_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], SWIZZLED)
-    dP_buffer.index(0).store(gl.where(i > j, b_dP, 0.0).to(gl.bfloat16))
-    ZU_buffer.index(0).store(gl.where(i > j, b_ZU, 0.0).to(gl.bfloat16))
+    token = gl.arange(0, C, TOKENS)
+    m_tokens = token < rows
+    diagonal, b_beta, b_dbeta = score_gradients(
+        v + base, dv + base, beta + slot * C, d_beta, wide_row, o_values, m_values, token, HV, rows, scale,
+        dO, b_U, b_Z, dP_buffer.index(0), ZU_buffer.index(0),
+    )  # fmt: skip
 
     hi_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
     lo_buffer = gl.allocate_shared_memory(gl.bfloat16, [1, C, BK], SWIZZLED_TILE)
@@ -198,15 +160,14 @@ def hopper_chunk_gradients_channel_kernel(
         g_last = gl.load(G + o + gl.arange(0, BK, CHANNELS))[None, :]
         middle = gl.floor(0.5 * g_last)  # `chunk.decay_factors.middle_of`
         k_16, q_16 = key_tile.load(TILE), query_tile.load(TILE)
-        overlap = S.slice(0, C).load(TILE).to(gl.float32) * dS.slice(0, C).load(TILE).to(gl.float32)
-        overlap += S.slice(C, C).load(TILE).to(gl.float32) * dS.slice(C, C).load(TILE).to(gl.float32)
-        overlap = row_pairs(overlap)
+        e_16 = k_16 if erase_key is None else erase_tile.load(TILE)
+        overlap = overlap_of(S, dS)
         b_G = gl.convert_layout(b_G, TILE) - middle
         entry, b_k = gl.exp2(b_G), k_16.to(gl.float32)
         k_written = b_k * gl.exp2(-b_G)
         written.store(k_written.to(gl.bfloat16))
         query.store((q_16.to(gl.float32) * (entry * scale)).to(gl.bfloat16))
-        erase.store((-b_beta[:, None] * b_k * entry).to(gl.bfloat16))
+        erase.store((-b_beta[:, None] * e_16.to(gl.float32) * entry).to(gl.bfloat16))
         b_dq, b_row, b_col = warpgroup_mma_wait(0, deps=[b_dq, b_row, b_col])
         to_middle = gl.exp2(middle)
         b_dq, b_row = b_dq * to_middle, b_row * to_middle
@@ -223,18 +184,20 @@ def hopper_chunk_gradients_channel_kernel(
         b_col = warpgroup_mma(ZU.permute((1, 0)), erase, b_col, is_async=True)
         more = o + BK < channels
         if more:
-            tiles = (S, dS, key_tile, query_tile)
-            copy_tile(states, d_states, k, q, o_states + (o + BK), o_keys + (o + BK), m_rows, tiles)
+            tiles = (S, dS, key_tile, query_tile, erase_tile)
+            copy_tile(states, d_states, k, q, erase_key, o_states + (o + BK), o_keys + (o + BK), m_rows, tiles)
         b_dq, b_row = warpgroup_mma_wait(2, deps=[b_dq, b_row])
-        b_k, b_q = k_16.to(gl.float32), q_16.to(gl.float32)
+        b_k, b_q, b_e = k_16.to(gl.float32), q_16.to(gl.float32), e_16.to(gl.float32)
         b_dq = (entry * scale) * b_dq
         b_dG = b_q * b_dq
         b_dq += diagonal[:, None] * b_k
         b_row = -entry * b_row
-        b_dbeta += gl.sum(b_k * b_row, 1)
+        b_dbeta += gl.sum(b_e * b_row, 1)
         b_row *= b_beta[:, None]
-        b_dG += b_k * b_row
-        b_dk = diagonal[:, None] * b_q + b_row
+        b_dG += b_e * b_row
+        b_dk = diagonal[:, None] * b_q
+        if erase_key is None:
+            b_dk += b_row
         if more:
             next_g = gl.load(log_decay + (o_gates + (o + BK)), mask=m_gates, other=0.0)
         b_col = warpgroup_mma_wait(0, deps=[b_col])
@@ -257,8 +220,15 @@ def hopper_chunk_gradients_channel_kernel(
         if GROUPED:  # in float32, for the sum over the heads of a group
             gl.store(dq + (o_tile + o), b_dq, mask=m_tokens[:, None])
             gl.store(dk + (o_tile + o), b_dk, mask=m_tokens[:, None])
+            if erase_key is not None:
+                gl.store(d_erase_key + (o_tile + o), b_row, mask=m_tokens[:, None])
         else:
             gl.store(dq + (o_gradients + o), written.load(ROWS), mask=m_rows)
             gl.store(dk + (o_gradients + o), erase.load(ROWS), mask=m_rows)
+            if erase_key is not None:
+                barrier()
+                written.store(b_row.to(gl.bfloat16))
+                barrier()
+                gl.store(d_erase_key + (o_gradients + o), written.load(ROWS), mask=m_rows)
         gl.store(d_log_decay + (o_tile + o), gl.convert_layout(b_dg, TILE) + b_dG, mask=m_tokens[:, None])
-    gl.store(d_beta + o_beta, b_dbeta, mask=m_tokens & (b_beta <= 0.0625))
+    gl.store(d_beta + token * HV, b_dbeta, mask=m_tokens & (b_beta <= 0.0625))

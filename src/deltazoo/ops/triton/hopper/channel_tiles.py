@@ -1,0 +1,115 @@
+"""What both Gluon kernels for gradients with one decay per key channel begin with: layouts, copies, and the scores'.
+
+Four warps own one chunk of one value head. dO, U and Z stay in shared memory, and tiles of key channels pass through a
+single buffer.
+"""
+
+from deltazoo.ops.triton.hopper.support import (
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+C = gl.constexpr(64)  # tokens per chunk
+D = gl.constexpr(128)  # channels of a head, of keys and of values
+BK = gl.constexpr(32)  # key channels per tile
+LOG2E = gl.constexpr(1.4426950408889634)
+LOG2_FLOOR = gl.constexpr(-200.0)  # as in `chunk.decay_factors`
+
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Layout of `[C, C]`, a product's accumulator."""
+TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+"""Layout of `[C, BK]`, likewise."""
+TOKENS = gl.constexpr(gl.SliceLayout(1, TILE.value))
+CHANNELS = gl.constexpr(gl.SliceLayout(0, TILE.value))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+"""Layout of sums over tokens `[C, BK]`, the same registers as in TILE. They are synchronous products (mma.sync): to
+products that run on, ptxas before 13.3 hands registers with constants before these are set (docs/kernels.md)."""
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, SUMS.value, 2))
+# Layouts of what is loaded or stored 16 bytes at a time: all channels, a tile of 16 bits, and one of float32.
+WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+ROWS_32 = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SWIZZLED_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
+
+
+@jit
+def store_two_terms(x, hi, lo):
+    """Store float32 x as two terms of 16 bits that sum to it but for 2^-17 of it."""
+    cut = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+    hi.store(cut.to(gl.bfloat16))
+    lo.store((x - cut).to(gl.bfloat16))
+
+
+@jit
+def row_pairs(x):
+    """Sums of rows r and r + 8 of `x [C, BK]`, which one thread holds, as `[4, 8, BK]`."""
+    return gl.sum(gl.reshape(x, [4, 2, 8, BK]), 1)
+
+
+@jit
+def overlap_of(S, dS):
+    """The products of two buffers `[D, BK]` by element, summed over rows but for 32, as `row_pairs`."""
+    overlap = S.slice(0, C).load(TILE).to(gl.float32) * dS.slice(0, C).load(TILE).to(gl.float32)
+    overlap += S.slice(C, C).load(TILE).to(gl.float32) * dS.slice(C, C).load(TILE).to(gl.float32)
+    return row_pairs(overlap)
+
+
+@jit
+def copy_values(d_output, U, Z, o_values, mask, dO_buffer, U_buffer, Z_buffer):
+    """Begin to copy dO, U and Z of a chunk."""
+    async_copy.async_copy_global_to_shared(dO_buffer, d_output + o_values, mask=mask)
+    async_copy.async_copy_global_to_shared(U_buffer, U + o_values, mask=mask)
+    async_copy.async_copy_global_to_shared(Z_buffer, Z + o_values, mask=mask)
+    async_copy.commit_group()
+
+
+@jit
+def copy_tile(states, d_states, k, q, erase_key, o_states, o_keys, mask, buffers):
+    """Begin to copy a tile of key channels of S, dS, k, q and the erase keys, if they are others."""
+    S, dS, key_tile, query_tile, erase_tile = buffers
+    async_copy.async_copy_global_to_shared(key_tile, k + o_keys, mask=mask)
+    async_copy.async_copy_global_to_shared(query_tile, q + o_keys, mask=mask)
+    if erase_key is not None:
+        async_copy.async_copy_global_to_shared(erase_tile, erase_key + o_keys, mask=mask)
+    async_copy.async_copy_global_to_shared(S, states + o_states)
+    async_copy.async_copy_global_to_shared(dS, d_states + o_states)
+    async_copy.commit_group()
+
+
+@jit
+def score_gradients(
+    v, dv, beta, d_beta, wide_row, o_values, m_values, token, HV, rows, scale, dO, b_U, b_Z, dP, ZU,
+):  # fmt: skip
+    """Store dv, d_beta where it is <z, u> / beta, and what is below the diagonals of dP and Z U^T in shared memory.
+
+    Waits for all copies but the latest. Step sizes near zero have a sum in place of <z, u> / beta
+    (`chunk.score_gradients`). Returns the diagonal of dP, beta, and the values' part of that sum.
+    """
+    b_v = gl.load(v + o_values, mask=m_values, other=0.0)
+    values_beta = gl.load(beta + wide_row)
+    b_beta, m_tokens = gl.load(beta + token), token < rows
+    async_copy.wait_group(1)
+    fence_async_shared()
+    barrier()
+    no_scores = gl.full([C, C], 0.0, gl.float32, SCORES)
+    b_dP = warpgroup_mma(dO, b_U.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    b_ZU = warpgroup_mma(b_Z, b_U.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    z = b_Z.load(WIDE_ROWS).to(gl.float32)
+    b_dbeta = gl.convert_layout(gl.sum(z * b_v.to(gl.float32), 1), TOKENS)
+    gl.store(dv + o_values, (values_beta[:, None] * z).to(gl.bfloat16), mask=m_values)
+    b_dP, b_ZU = warpgroup_mma_wait(0, deps=[b_dP, b_ZU])
+    i, j = gl.arange(0, C, gl.SliceLayout(1, SCORES))[:, None], gl.arange(0, C, gl.SliceLayout(0, SCORES))[None, :]
+    diagonal = gl.convert_layout(gl.sum(gl.where(i == j, b_dP, 0.0), 1) * scale, TOKENS)
+    zu = gl.convert_layout(gl.sum(gl.where(i == j, b_ZU, 0.0), 1), TOKENS)
+    large = b_beta > 0.0625
+    gl.store(d_beta + token * HV, zu / gl.where(large, b_beta, 1.0), mask=m_tokens & large)
+    dP.store(gl.where(i > j, b_dP, 0.0).to(gl.bfloat16))
+    ZU.store(gl.where(i > j, b_ZU, 0.0).to(gl.bfloat16))
+    return diagonal, b_beta, b_dbeta
