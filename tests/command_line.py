@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+
 import pytest
 
 from deltazoo.workbench.cli import main
@@ -12,3 +16,17 @@ def call(*arguments: str) -> int:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     return int(stop.value.code or 0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    exit_code: int
+    output: str
+
+
+def invoke(*arguments: str) -> Outcome:
+    """The exit status of the command, and what it prints on both streams, as one line."""
+    with StringIO() as printed:
+        with redirect_stdout(printed), redirect_stderr(printed):
+            status = call(*arguments)
+        return Outcome(status, " ".join(printed.getvalue().split()))

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import invoke
 
 from deltazoo.workbench.bench import command, operator_suite
-from deltazoo.workbench.bench.command import app
 from deltazoo.workbench.bench.operator_results import OperatorResults
 from deltazoo.workbench.bench.operator_suite import DeviceLost
 from deltazoo.workbench.bench.selfcheck import Verdict
@@ -36,7 +35,7 @@ OPS = ["ops", "--device", "cpu", "--backend", "chunkwise", "--shapes", "1x32x2x8
 )
 def test_bad_input_is_one_line_and_status_1(arguments: list[str], complaint: str, tmp_path: Path) -> None:
     arguments = [str(tmp_path / "x.json") if argument == "x.json" else argument for argument in arguments]
-    outcome = CliRunner().invoke(app, arguments)
+    outcome = invoke("bench", *arguments)
     assert outcome.exit_code == 1
     assert complaint in outcome.output and "Traceback" not in outcome.output
     assert not (tmp_path / "x.json").exists()
@@ -45,13 +44,13 @@ def test_bad_input_is_one_line_and_status_1(arguments: list[str], complaint: str
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU; this one has one")
 def test_no_gpu_is_said_so(tmp_path: Path) -> None:
     for arguments in (["--check"], ["ops", "--out", str(tmp_path / "x.json")]):
-        outcome = CliRunner().invoke(app, arguments)
+        outcome = invoke("bench", *arguments)
         assert outcome.exit_code == 1 and "no NVIDIA GPU" in outcome.output
 
 
 def test_a_spoiled_result_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
-    outcome = CliRunner().invoke(app, [*OPS, "--out", str(tmp_path / "x.json")])
+    outcome = invoke("bench", *OPS, "--out", str(tmp_path / "x.json"))
     assert outcome.exit_code == 1 and "not a benchmark result" in outcome.output
     assert (tmp_path / "x.json").read_text() == "{}"
 
@@ -75,7 +74,7 @@ def test_on_a_cpu_everything_that_is_measured_works(tmp_path: Path) -> None:
     """Without further options: what needs a GPU is left out and named."""
     out = tmp_path / "run.json"
     arguments = ["ops", "--device", "cpu", "--shapes", "1x32x2x8x8", "--gates", "weak", "--peers", "fla,sdpa"]
-    outcome = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    outcome = invoke("bench", *arguments, "--out", str(out))
     assert outcome.exit_code == 0, outcome.output
     assert "not measured on a CPU: graphs, memory, cold, decode, fla" in outcome.output
     rows = OperatorResults.load([out]).rows.values()
@@ -93,9 +92,9 @@ def test_a_failure_of_this_run_is_status_1_and_an_old_one_is_not(
     arguments = [*OPS, "--measure", "forward", "--peers", "none", "--out", str(tmp_path / "run.json")]
     with monkeypatch.context() as patch:
         patch.setattr("deltazoo.workbench.bench.operator_candidates.delta_rule", failing)
-        assert CliRunner().invoke(app, [*arguments, "--ops", "delta"]).exit_code == 1
-        assert CliRunner().invoke(app, [*arguments, "--ops", "delta", "--resume"]).exit_code == 1
-    outcome = CliRunner().invoke(app, [*arguments, "--ops", "gdn", "--gates", "weak"])
+        assert invoke("bench", *arguments, "--ops", "delta").exit_code == 1
+        assert invoke("bench", *arguments, "--ops", "delta", "--resume").exit_code == 1
+    outcome = invoke("bench", *arguments, "--ops", "gdn", "--gates", "weak")
     assert outcome.exit_code == 0 and "2 of them failures" in outcome.output
 
 
@@ -111,9 +110,9 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(operator_suite, "bench_ops", lose)
     monkeypatch.setattr(command.os, "execv", execv)
-    outcome = CliRunner().invoke(app, [*OPS, "--out", str(tmp_path / "x.json")])
-    assert isinstance(outcome.exception, Replaced)
-    assert outcome.exception.args == (sys.executable, [*sys.orig_argv, "--resume"])
+    with pytest.raises(Replaced) as replaced:
+        invoke("bench", *OPS, "--out", str(tmp_path / "x.json"))
+    assert replaced.value.args == (sys.executable, [*sys.orig_argv, "--resume"])
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -125,6 +124,6 @@ def test_the_check_ends_with_a_status(monkeypatch: pytest.MonkeyPatch, right: bo
         return found
 
     monkeypatch.setattr("deltazoo.workbench.bench.selfcheck.run_selfcheck", run)
-    outcome = CliRunner().invoke(app, ["--check", "--backend", "chunkwise", "--device", "cpu"])
+    outcome = invoke("bench", "--check", "--backend", "chunkwise", "--device", "cpu")
     assert outcome.exit_code == (0 if right else 1)
     assert ("FAIL hard" in outcome.output) == (not right) and f"{1 + right} of 2 cases right" in outcome.output

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import invoke
 from liger_kernels import needs_liger
-from typer.testing import CliRunner
 
 from deltazoo.workbench.bench import model_candidates, model_page, model_suite
-from deltazoo.workbench.bench.command import app
 from deltazoo.workbench.bench.model_candidates import Size, candidates
 from deltazoo.workbench.bench.model_page import write_model_page
 from deltazoo.workbench.bench.model_results import ModelResults, ModelRow
@@ -33,7 +32,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "model_tiny.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(model_candidates.SIZES, "quickstart", TINY)
-        outcome = CliRunner().invoke(app, [*QUICK, "--out", str(path)])
+        outcome = invoke("bench", *QUICK, "--out", str(path))
     assert outcome.exit_code == 0, outcome.output
     assert "without fla: its kernels need a GPU" in outcome.output
     return path
@@ -58,7 +57,7 @@ def test_decoding_of_swapped_and_accelerated_models(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     path = tmp_path / "model_others.json"
     options = ["--models", "none", "--peers", "swapped,qwen3-next", "--measure", "decode", "--batches", "1"]
-    outcome = CliRunner().invoke(app, [*QUICK, *options, "--out", str(path)])
+    outcome = invoke("bench", *QUICK, *options, "--out", str(path))
     assert outcome.exit_code == 0, outcome.output
     rows = ModelResults.load([path]).rows.values()
     assert all(row.value is not None and row.value > 0 for row in rows)
@@ -133,7 +132,7 @@ def test_a_failure_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     monkeypatch.setattr(model_suite, "training_rows", failing)
     path = tmp_path / "model_x.json"
-    outcome = CliRunner().invoke(app, [*QUICK, "--measure", "train,decode", "--peers", "none", "--out", str(path)])
+    outcome = invoke("bench", *QUICK, "--measure", "train,decode", "--peers", "none", "--out", str(path))
     assert outcome.exit_code == 1 and "2 of them failures" in outcome.output
     results = ModelResults.load([path])
     assert [row.error for row in results.of("train_tok_s")] == ["RuntimeError: CUDA out of memory"] * 2
@@ -150,7 +149,7 @@ def test_recompute_levels_and_a_fused_loss_keep_less_and_ligers_kernels_need_a_g
     ways = "eager,recompute-elementwise,recompute-block,fused-loss,no-options,plain,fast"
     shape = ["--shapes", "4x128"]  # with fewer tokens the gradients that the fused loss keeps outweigh logits
     arguments = ["--measure", "memory", *shape, "--training", ways, "--peers", "llama", "--out", str(path)]
-    assert CliRunner().invoke(app, [*QUICK, *arguments]).exit_code == 1, "of the way fast, which needs a GPU"
+    assert invoke("bench", *QUICK, *arguments).exit_code == 1, "of the way fast, which needs a GPU"
     ours = {row.way: row for row in ModelResults.load([path]).of("kept_kib") if row.library == "deltazoo"}
     kept = [ours[way].value for way in ways.split(",")[:3]]
     assert kept[0] > kept[1] > kept[2] > 0
@@ -164,7 +163,7 @@ def test_several_dtypes_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     path, ways = tmp_path / "model_x.json", ["no-options", "eager"]
     options = ["--training", ",".join(ways), "--dtype", "float32,autocast", "--peers", "none", "--out", str(path)]
-    outcome = CliRunner().invoke(app, [*QUICK, "--measure", "train", *options])
+    outcome = invoke("bench", *QUICK, "--measure", "train", *options)
     assert outcome.exit_code == 0, outcome.output
     results = ModelResults.load([path])
     rows = {(row.way, row.dtype) for row in results.of("train_tok_s") if row.value}
@@ -187,7 +186,7 @@ def test_several_dtypes_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_bad_input_is_one_line_and_status_1(arguments: list[str], complaint: str, tmp_path: Path) -> None:
-    outcome = CliRunner().invoke(app, [*QUICK, "--out", str(tmp_path / "x.json"), *arguments])
+    outcome = invoke("bench", *QUICK, "--out", str(tmp_path / "x.json"), *arguments)
     assert outcome.exit_code == 1
     assert complaint in outcome.output and "Traceback" not in outcome.output
     assert not (tmp_path / "x.json").exists()
@@ -196,7 +195,7 @@ def test_bad_input_is_one_line_and_status_1(arguments: list[str], complaint: str
 def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("{}")
-    outcome = CliRunner().invoke(app, [*QUICK, "--out", str(path)])
+    outcome = invoke("bench", *QUICK, "--out", str(path))
     assert outcome.exit_code == 1 and "is not a result of `deltazoo bench model`" in outcome.output
     assert path.read_text() == "{}"
 
@@ -251,7 +250,7 @@ def test_on_a_gpu_memory_is_measured_too(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     path = tmp_path / "model_gpu.json"
     arguments = [*QUICK, "--device", "cuda", "--size", "quickstart", "--peers", "llama", "--out", str(path)]
-    outcome = CliRunner().invoke(app, arguments)
+    outcome = invoke("bench", *arguments)
     assert outcome.exit_code == 0, outcome.output
     results = ModelResults.load([path])
     assert all(row.value for row in [*results.of("train_peak_gib"), *results.of("context_peak_gib")])
@@ -264,7 +263,7 @@ def test_on_a_gpu_every_way_to_train_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(model_candidates.SIZES, "quickstart", TINY)
     path, ways = tmp_path / "model_gpu.json", ["eager", *OUR_WAYS]
     arguments = ["--device", "cuda", "--size", "quickstart", "--measure", "train", "--training", ",".join(ways)]
-    outcome = CliRunner().invoke(app, [*QUICK, *arguments, "--peers", "none", "--out", str(path)])
+    outcome = invoke("bench", *QUICK, *arguments, "--peers", "none", "--out", str(path))
     assert outcome.exit_code == 0, outcome.output
     rows = ModelResults.load([path]).of("train_tok_s")
     assert {row.way for row in rows} == set(ways) and not [row.error for row in rows if row.error]

@@ -1,14 +1,10 @@
-"""What the benchmark commands share: lists of names as arguments, and one-line errors."""
+"""What the benchmark commands share: lists of names as arguments."""
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-import typer
-
 from deltazoo.names import unknown
 
-__all__ = ["choices", "fail"]
+__all__ = ["choices"]
 
 
 def choices(text: str, allowed: tuple[str, ...], what: str) -> list[str]:
@@ -20,9 +16,3 @@ def choices(text: str, allowed: tuple[str, ...], what: str) -> list[str]:
     if not names:
         raise ValueError(f"no {what} given, expected a comma-separated list out of {', '.join(allowed)}")
     return names
-
-
-def fail(message: object) -> NoReturn:
-    """Print the message as an error and end the command with status 1."""
-    typer.echo(f"Error: {message}", err=True)
-    raise typer.Exit(1)

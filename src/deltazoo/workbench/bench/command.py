@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deltazoo.workbench.bench.arguments import choices, fail
+from deltazoo.workbench.bench.arguments import choices
 from deltazoo.workbench.bench.model_command import model
 from deltazoo.workbench.bench.operator_options import GATE_KINDS, GROUPS, OPERATORS, OPS, PEERS, parse_peers
 from deltazoo.workbench.bench.shapes import parse_shapes
@@ -43,15 +43,12 @@ def main(
     """
     if context.invoked_subcommand is not None:
         if check:
-            fail("--check stands alone: run `deltazoo bench --check`")
+            raise ValueError("--check stands alone: run `deltazoo bench --check`")
         return
     if not check:
-        fail("nothing to do: use --check or a subcommand; see --help")
-    try:
-        [name] = choices(backend, _BACKENDS, "backend")
-        check_device(device)
-    except ValueError as error:
-        fail(error)
+        raise ValueError("nothing to do: use --check or a subcommand; see --help")
+    [name] = choices(backend, _BACKENDS, "backend")
+    check_device(device)
 
     import torch
 
@@ -60,8 +57,8 @@ def main(
 
     try:
         resolve_backend(name, device=device, dtype=torch.bfloat16, head_k_dim=128, head_v_dim=128)
-    except (ValueError, RuntimeError) as error:
-        fail(error)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
     def report(verdict: Verdict) -> None:
         outcome = "ok  " if verdict.passed else "FAIL"
@@ -114,24 +111,21 @@ def ops(
     A GPU lost to a faulty kernel costs that measurement only: the run goes on in a new process. Exit status 1 if any
     measurement failed.
     """
-    try:
-        check_device(device)
-        precisions = choices(precision, ("default", "fast", "strict"), "precision")
-        groups, named_peers = choices(measure, GROUPS, "measure"), parse_peers(peers)
-        on_cpu = device == "cpu"
-        if on_cpu:
-            groups, named_peers = _possible_on_a_cpu(groups, named_peers, backend)
-        chosen: dict[str, Any] = {
-            "shapes": parse_shapes(shapes or (_CPU_SHAPES if on_cpu else "table")),
-            "ops": choices(operators, (*OPERATORS, "softmax"), "operator"),
-            "gates": choices(gates, GATE_KINDS, "gate strength"),
-            "groups": groups,
-            "peers": named_peers,
-            "precisions": [None if name == "default" else name for name in precisions],
-            "backend": choices(backend or ("chunkwise" if on_cpu else "triton"), _BACKENDS, "backend")[0],
-        }
-    except ValueError as error:
-        fail(error)
+    check_device(device)
+    precisions = choices(precision, ("default", "fast", "strict"), "precision")
+    groups, named_peers = choices(measure, GROUPS, "measure"), parse_peers(peers)
+    on_cpu = device == "cpu"
+    if on_cpu:
+        groups, named_peers = _possible_on_a_cpu(groups, named_peers, backend)
+    chosen: dict[str, Any] = {
+        "shapes": parse_shapes(shapes or (_CPU_SHAPES if on_cpu else "table")),
+        "ops": choices(operators, (*OPERATORS, "softmax"), "operator"),
+        "gates": choices(gates, GATE_KINDS, "gate strength"),
+        "groups": groups,
+        "peers": named_peers,
+        "precisions": [None if name == "default" else name for name in precisions],
+        "backend": choices(backend or ("chunkwise" if on_cpu else "triton"), _BACKENDS, "backend")[0],
+    }
 
     from deltazoo.workbench.bench.operator_candidates import installed_peers
     from deltazoo.workbench.bench.operator_suite import DeviceLost, Plan, bench_ops
@@ -143,12 +137,10 @@ def ops(
             commands = warm_up_commands(plan.shapes, plan.ops, installed_peers(plan.peers)[0], device)
             warm_up_peers(commands, warm_up_jobs, report=typer.echo)
         results = bench_ops(plan, out, commit=commit, command=sys.argv[1:], resume=resume, report=typer.echo)
-    except (ValueError, RuntimeError, OSError) as error:
-        if isinstance(error, DeviceLost):
-            typer.echo(f"{error}; going on in a new process", err=True)
-            sys.stdout.flush()
-            os.execv(sys.executable, [*sys.orig_argv, *([] if resume else ["--resume"])])
-        fail(error)
+    except DeviceLost as error:
+        typer.echo(f"{error}; going on in a new process", err=True)
+        sys.stdout.flush()
+        os.execv(sys.executable, [*sys.orig_argv, *([] if resume else ["--resume"])])
     failed = [row for row in results.rows.values() if row.error is not None]
     typer.echo(f"{len(results.rows)} rows, {len(failed)} of them failures" + ("" if warm_up_only else f", in {out}"))
     # With --resume this run continues an earlier one, so failures of that one count too.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.workbench.bench.arguments import choices, fail
+from deltazoo.workbench.bench.arguments import choices
 from deltazoo.workbench.rule_files import LoadOption
 
 __all__ = ["model"]
@@ -68,30 +68,27 @@ def model(
     from deltazoo.workbench.bench.model_training import AUTOCAST, TRAINING_WAYS
     from deltazoo.workbench.device import check_device
 
-    try:
-        check_device(device)
-        defaults = _GPU if torch.device(device).type == "cuda" else _CPU
-        default_dtype = "bfloat16" if defaults is _GPU else "float32"
-        if threads is not None:
-            torch.set_num_threads(threads)
-        plan = ModelPlan(
-            size=choices(size or defaults["size"], tuple(SIZES), "size")[0],
-            mixers=[] if models == "none" else models.split(","),
-            peers=[] if peers == "none" else peers.split(","),
-            groups=choices(measure, GROUPS, "measure"),
-            device=device,
-            dtypes=choices(dtype or default_dtype, ("float32", "bfloat16", AUTOCAST), "dtype"),
-            shapes=[_shape(text) for text in (shapes or defaults["shapes"]).split(",")],
-            batches=_numbers(batches or defaults["batches"], "batches"),
-            contexts=_numbers(contexts or defaults["contexts"], "contexts"),
-            training_ways=choices(training, TRAINING_WAYS, "way to train"),
-            decoding_ways=choices(decoding, DECODING_WAYS, "way to decode"),
-            training_steps=steps,
-            new_tokens=new_tokens,
-        )
-        results = bench_models(plan, out, commit=commit, command=sys.argv[1:], report=typer.echo)
-    except (ValueError, OSError) as error:
-        fail(error)
+    check_device(device)
+    defaults = _GPU if torch.device(device).type == "cuda" else _CPU
+    default_dtype = "bfloat16" if defaults is _GPU else "float32"
+    if threads is not None:
+        torch.set_num_threads(threads)
+    plan = ModelPlan(
+        size=choices(size or defaults["size"], tuple(SIZES), "size")[0],
+        mixers=[] if models == "none" else models.split(","),
+        peers=[] if peers == "none" else peers.split(","),
+        groups=choices(measure, GROUPS, "measure"),
+        device=device,
+        dtypes=choices(dtype or default_dtype, ("float32", "bfloat16", AUTOCAST), "dtype"),
+        shapes=[_shape(text) for text in (shapes or defaults["shapes"]).split(",")],
+        batches=_numbers(batches or defaults["batches"], "batches"),
+        contexts=_numbers(contexts or defaults["contexts"], "contexts"),
+        training_ways=choices(training, TRAINING_WAYS, "way to train"),
+        decoding_ways=choices(decoding, DECODING_WAYS, "way to decode"),
+        training_steps=steps,
+        new_tokens=new_tokens,
+    )
+    results = bench_models(plan, out, commit=commit, command=sys.argv[1:], report=typer.echo)
     failed = [row for row in results.rows.values() if row.error is not None]
     typer.echo(f"{len(results.rows)} rows, {len(failed)} of them failures, in {out}")
     if any(row.run == list(results.runs)[-1] for row in failed):

@@ -1,6 +1,6 @@
 """Times of every tile of the Triton decode kernel, for several batch sizes and head sizes.
 
-    python benchmarks/decode_step.py decode.json [--batches 1 8 64 256 --heads 16 --sizes 128 64 256 --seconds 50]
+    python scripts/measure_decode_step.py decode.json [--batches 1 8 64 256 --heads 16 --sizes 128 64 256 --seconds 50]
 
 Each configuration is first compared with the token loop in float64, then timed in a CUDA graph with events. `us` is one
 step in place on states that come from memory (a ring of states larger than the L2 cache), `us L2` the same on one state
