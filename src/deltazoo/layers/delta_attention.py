@@ -366,7 +366,13 @@ class DeltaRuleAttention(Float32Parameters):
         """
         beta = None
         if self.spec.corrects:
-            beta = effective_step(self.spec, self.step_gate(hidden_states), k, allow_neg_eigval=self.allow_neg_eigval)
+            beta = effective_step(
+                self.spec,
+                self.step_gate(hidden_states),
+                k,
+                allow_neg_eigval=self.allow_neg_eigval,
+                fused=self.runs_fused(k),
+            )
             if self.neg_eigval == "erase":
                 # The write is beta * v: halved values undo the doubling there, exactly.
                 v = recomputable(partial(torch.mul, other=0.5), v)

@@ -18,6 +18,7 @@ from deltazoo.ops import (
     linear_attention_step,
     step_size,
 )
+from deltazoo.ops.fused import fused_squared_norm
 from deltazoo.ops.named_choices import function_of
 from deltazoo.spec import DeltaRuleSpec
 
@@ -150,7 +151,7 @@ def run_rule(
     return delta_rule(q, k, v, beta, log_decay, **correction, **rows)
 
 
-def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool) -> Tensor:
+def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool, fused: bool = False) -> Tensor:
     """Step size of a variant from its gate b in (0, 1).
 
     Args:
@@ -158,16 +159,23 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
         b: `[B, T, HV]` float32.
         k: `[B, T, H, K]` as the operator will see it, rounding included.
         allow_neg_eigval: double the step, so that the eigenvalue along k reaches down to -1 (arXiv:2411.12537).
+        fused: a kernel computes the squared lengths of keys.
 
     Returns:
         `[B, T, HV]` float32, such that no transition expands the state.
     """
     function = function_of("step_size", spec.step_size, step_size.STEP_SIZES)
-    beta = step_size.euler(b) if function is step_size.euler else recomputable(function, b, k)
+    if function is step_size.euler:
+        beta = step_size.euler(b)
+    elif fused and function in step_size.OF_SQUARED_NORM:
+        lengths = step_size.of_value_heads(fused_squared_norm(k), b.shape[2])
+        beta = recomputable(step_size.OF_SQUARED_NORM[function], b, lengths)
+    else:
+        beta = recomputable(function, b, k)
     if allow_neg_eigval:
         beta = 2 * beta
     if allow_neg_eigval or step_size.may_expand(function, unit_keys=spec.normalize_k):
-        beta = bounded_step(beta, k)
+        beta = _bounded(beta, fused_squared_norm(k.detach()), 2.0) if fused else bounded_step(beta, k)
     return beta
 
 
@@ -188,9 +196,14 @@ def bounded_step(beta: Tensor, k: Tensor, erase_key: Tensor | None = None, *, la
             `exp(g) - beta e . k`, which 1 keeps at -1 or above.
     """
     key = at_least_float32(k.detach())
-    gain = (key * (key if erase_key is None else at_least_float32(erase_key.detach()))).sum(-1)
+    return _bounded(
+        beta, (key * (key if erase_key is None else at_least_float32(erase_key.detach()))).sum(-1), largest_gain
+    )
+
+
+def _bounded(beta: Tensor, gain: Tensor, largest_gain: float) -> Tensor:
     bound = largest_gain / gain.clamp_min(torch.finfo(gain.dtype).tiny)
-    return clip_step(beta, bound.repeat_interleave(beta.shape[2] // k.shape[2], dim=2).to(beta.dtype))
+    return clip_step(beta, step_size.of_value_heads(bound, beta.shape[2]).to(beta.dtype))
 
 
 def clip_step(beta: Tensor, bound: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "OF_SQUARED_NORM",
     "STEP_SIZES",
     "StepSize",
     "euler",
@@ -22,6 +23,7 @@ __all__ = [
     "implicit",
     "kaczmarz",
     "may_expand",
+    "of_value_heads",
 ]
 
 StepSize = Callable[[Tensor, Tensor], Tensor]
@@ -55,8 +57,7 @@ def exact(b: Tensor, k: Tensor) -> Tensor:
     Returns:
         `[B, T, HV]` float32 (float64 if either input is).
     """
-    b, lam = gate_and_squared_norm(b, k)
-    return b * _expm1_ratio(b * lam)
+    return _exact(*gate_and_squared_norm(b, k))
 
 
 def implicit(b: Tensor, k: Tensor) -> Tensor:
@@ -71,8 +72,7 @@ def implicit(b: Tensor, k: Tensor) -> Tensor:
     Returns:
         `[B, T, HV]` float32 (float64 if either input is).
     """
-    b, lam = gate_and_squared_norm(b, k)
-    return b / (1 + b * lam)
+    return _implicit(*gate_and_squared_norm(b, k))
 
 
 def kaczmarz(b: Tensor, k: Tensor) -> Tensor:
@@ -90,13 +90,32 @@ def kaczmarz(b: Tensor, k: Tensor) -> Tensor:
     Returns:
         `[B, T, HV]` float32 (float64 if either input is).
     """
-    b, lam = gate_and_squared_norm(b, k)
-    return b / (lam + 1e-6)
+    return _kaczmarz(*gate_and_squared_norm(b, k))
 
 
 STEP_SIZES: dict[str, StepSize] = {"euler": euler, "exact": exact, "implicit": implicit, "kaczmarz": kaczmarz}
 """The step sizes that a spec can name."""
-_AT_MOST_ONE_OVER_SQUARED_NORM = (exact, implicit, kaczmarz)
+
+
+def _exact(b: Tensor, lam: Tensor) -> Tensor:
+    return b * _expm1_ratio(b * lam)
+
+
+def _implicit(b: Tensor, lam: Tensor) -> Tensor:
+    return b / (1 + b * lam)
+
+
+def _kaczmarz(b: Tensor, lam: Tensor) -> Tensor:
+    return b / (lam + 1e-6)
+
+
+OF_SQUARED_NORM: dict[StepSize, Callable[[Tensor, Tensor], Tensor]] = {
+    exact: _exact,
+    implicit: _implicit,
+    kaczmarz: _kaczmarz,
+}
+"""The step sizes that are functions of the gate and the squared length of the key, both `[B, T, HV]`, as such. With
+none of them does `beta * lam` exceed 1."""
 
 
 def may_expand(step_size: StepSize, *, unit_keys: bool) -> bool:
@@ -104,7 +123,7 @@ def may_expand(step_size: StepSize, *, unit_keys: bool) -> bool:
 
     False for those known here that cannot, true for every other function.
     """
-    return step_size not in _AT_MOST_ONE_OVER_SQUARED_NORM and not (step_size is euler and unit_keys)
+    return step_size not in OF_SQUARED_NORM and not (step_size is euler and unit_keys)
 
 
 def gate_and_squared_norm(b: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,8 +146,13 @@ def gate_and_squared_norm(b: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if torch.float64 in (b.dtype, k.dtype) else torch.float32
     # The square of a key of absurd size overflows float32; cut at 1e15 before squaring, b*lam and every gradient stay
     # finite, and beta is below 1e-30 there anyway.
-    lam = k.to(dtype).clamp(-1e15, 1e15).square().sum(-1).repeat_interleave(b.shape[2] // k.shape[2], dim=2)
-    return b.to(dtype), lam
+    lam = k.to(dtype).clamp(-1e15, 1e15).square().sum(-1)
+    return b.to(dtype), of_value_heads(lam, b.shape[2])
+
+
+def of_value_heads(x: Tensor, num_heads: int) -> Tensor:
+    """`[B, T, H]` for every value head, `[B, T, num_heads]`: neighbouring ones share a key head."""
+    return x.repeat_interleave(num_heads // x.shape[2], dim=2)
 
 
 def _expm1_ratio(x: Tensor) -> Tensor:

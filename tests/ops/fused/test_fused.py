@@ -37,6 +37,7 @@ from deltazoo.layers import (
 )
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.layers.rotary import rotate
+from deltazoo.layers.rule import effective_step
 from deltazoo.layers.short_convolution import convolve_token
 from deltazoo.ops.fused import (
     fused_add_rms_norm,
@@ -53,10 +54,12 @@ from deltazoo.ops.fused import (
     fused_short_convs,
     fused_sigmoid_gate,
     fused_softplus_decay,
+    fused_squared_norm,
     fused_swiglu,
     fused_swiglu_linear,
     fused_weighted_squares,
 )
+from deltazoo.spec import get_variant
 
 pytest.importorskip("triton")
 
@@ -66,6 +69,7 @@ from deltazoo.ops.fused.kernels import softplus_decay as softplus_decay_kernels 
 from deltazoo.ops.fused.kernels.moment_keys import scaled_key, weighted_squares  # noqa: E402
 from deltazoo.ops.fused.kernels.rule_keys import rule_keys  # noqa: E402
 from deltazoo.ops.fused.kernels.sigmoid_gate import sigmoid_gate  # noqa: E402
+from deltazoo.ops.fused.kernels.squared_norm import squared_norm  # noqa: E402
 
 Results = dict[str, Tensor]
 
@@ -372,6 +376,29 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class StepSize:
+    """A step size from the gate and the key, for grouped value heads, and both gradients."""
+
+    name: str
+    variant: str
+    shape: tuple[int, ...] = (2, 9, 3, 12)
+    size: float = 1.0
+    doubled: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        B, T, H, _ = self.shape
+        k = (self.size * torch.randn(self.shape, generator=generator)).to(self.dtype).to(device, dtype or self.dtype)
+        b, d_beta = (torch.rand(B, T, 2 * H, generator=generator).to(device, dtype or torch.float32) for _ in range(2))
+        inputs = [b.requires_grad_(), k.requires_grad_()]
+        spec = get_variant(self.variant)
+        beta = effective_step(spec, *inputs, allow_neg_eigval=self.doubled, fused=fused)
+        d_b, d_k = torch.autograd.grad(beta, inputs, d_beta, allow_unused=True)
+        return {"beta": beta.detach(), "d_b": d_b} | ({} if d_k is None else {"d_k": d_k})
+
+
+@dataclass(frozen=True)
 class UnitHeads:
     """The L2 norm of heads and its gradient."""
 
@@ -556,6 +583,12 @@ CASES = [
     Moment("moment"),
     Moment("moment_of_many_rows", shape=(3, 150, 5, 7)),
     Moment("moment_half", dtype=HALF),
+    *(StepSize(f"step_size_of_{variant}", variant) for variant in ("gated_efla", "longhorn", "kaczmarz")),
+    *(StepSize(f"step_size_of_keys_of_{size:g}", "efla", size=size) for size in (1e-3, 30, 1e12, 0)),
+    StepSize("step_size_of_absurd_keys", "gated_longhorn", size=1e17),
+    StepSize("step_size_doubled", "neg_delta_net", doubled=True),
+    StepSize("step_size_of_many_rows", "efla", shape=(3, 150, 5, 7)),
+    *(StepSize(f"step_size_of_{variant}_half", variant, dtype=HALF) for variant in ("efla", "longhorn", "kaczmarz")),
     *(UnitHeads(f"unit_heads_of_size_{size:g}", size=size) for size in (1, 1e-3, 0)),
     UnitHeads("unit_heads_alone_half", shape=(3, 50, 2, 24), dtype=HALF),
     Rotation("rotary"),
@@ -572,7 +605,7 @@ CASES = [
     Layer("packed_layer", variant="delta_net", packed=True),
     Layer("gated_deltanet"),
     Layer("kda", variant="kda"),
-    Layer("longhorn", variant="longhorn"),
+    *(Layer(variant, variant=variant) for variant in ("longhorn", "efla", "gated_longhorn", "neg_delta_net")),
     *(
         Layer(variant, variant=variant, left_out=SUMS_OF_FEW)
         for variant in (
@@ -601,6 +634,7 @@ Case = (
     | Gate
     | Keys
     | Moment
+    | StepSize
     | UnitHeads
     | Rotation
     | Loss
@@ -725,6 +759,13 @@ def test_moments_that_do_not_fit() -> None:
         fused_scaled_key(k, scale[:2], k)
     with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
         fused_scaled_key(k.double(), scale, k)
+
+
+def test_keys_of_step_sizes_that_do_not_fit() -> None:
+    with pytest.raises(NotImplementedError, match=r"not torch\.float64"):
+        fused_squared_norm(torch.ones(2, 5, 3, 8, device="meta", dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match="rows of up to 8192, not 8193"):
+        fused_squared_norm(torch.ones(1, 8193, device="meta"))
 
 
 def test_gates_that_do_not_fit() -> None:
@@ -916,7 +957,7 @@ def test_unit_heads_in_plain_torch() -> None:
     torch.testing.assert_close(module(x)[0], l2_normalize(bare(x)[0].unflatten(2, (3, 4))).flatten(2))
 
 
-OWN_KEYS = ("gated_deltanet2", "fg2_gdn", "qed", "q_delta", "comba", "comba_unit_erase", "pgdn", "eda", "gla")
+OWN_KEYS = ("gated_deltanet2", "fg2_gdn", "qed", "q_delta", "comba", "comba_unit_erase", "pgdn", "eda", "gla", "efla")
 
 
 def check_operators() -> None:
@@ -930,6 +971,7 @@ def check_operators() -> None:
         (rule_keys, x, x.flip(0), None, p, p.flip(0), "unit_feedback", 1.0),
         (weighted_squares, gate, x),
         (scaled_key, x.square(), p, x),
+        (squared_norm, x),
     ):
         leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
         torch.library.opcheck(operator.overload, leaves)

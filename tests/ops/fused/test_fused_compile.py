@@ -38,6 +38,7 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     short_conv_step,
     sigmoid_gate,
     softplus_decay,
+    squared_norm,
     swiglu,
     token_convolution,
     token_gates,
@@ -145,6 +146,11 @@ def make_keys(keys: str, K: int) -> None:
 def weigh_squares() -> None:
     k, step = empty(4, 4096, 8, 128), empty(4, 4096, 8)
     moment_keys._squares_backward(step, k, moment_keys._squares_forward(step, k))
+
+
+def measure_keys() -> None:
+    k = empty(4, 4096, 8, 128)
+    squared_norm._backward(k, squared_norm._forward(k))
 
 
 def scale_key() -> None:
@@ -294,6 +300,7 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         for keys, K in (("query_share", 128), ("gated_query", 128), ("feedback", 256), ("unit_feedback", 256))
     },
     "moment_squares": (8, weigh_squares),
+    "squared_norm": (8, measure_keys),
     "moment_key": (8, scale_key),
     "gate": (8, lambda: gate(False)),
     "gate_root": (8, lambda: gate(True)),

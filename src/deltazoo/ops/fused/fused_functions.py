@@ -31,6 +31,7 @@ __all__ = [
     "fused_short_convs",
     "fused_sigmoid_gate",
     "fused_softplus_decay",
+    "fused_squared_norm",
     "fused_swiglu",
     "fused_swiglu_linear",
     "fused_weighted_squares",
@@ -392,6 +393,26 @@ def fused_scaled_key(moment: Tensor, log_scale: Tensor, k: Tensor) -> Tensor:
     from deltazoo.ops.fused.kernels.moment_keys import scaled_key
 
     return scaled_key(moment, log_scale, k)
+
+
+def fused_squared_norm(k: Tensor) -> Tensor:
+    """`|k|^2` over the last axis, in float32, of which step sizes are made; elements beyond 1e15 count as 1e15.
+
+    Args:
+        k: `[..., K]` float32, bfloat16 or float16.
+
+    Returns:
+        `[...]` float32.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, another dtype, or a longer axis than
+            `MOST_NORM_COLUMNS`.
+    """
+    _require_triton(k)
+    _require_columns(k)
+    from deltazoo.ops.fused.kernels.squared_norm import squared_norm
+
+    return squared_norm(k)
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:

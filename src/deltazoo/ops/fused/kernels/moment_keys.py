@@ -15,7 +15,7 @@ import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
-from deltazoo.ops.fused.kernels.rule_keys import keep_tile, load_tile, number_of_heads
+from deltazoo.ops.fused.kernels.rule_keys import keep_tile, key_rows, load_tile, number_of_heads
 from deltazoo.ops.fused.kernels.sigmoid import logistic
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
@@ -23,17 +23,10 @@ from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 __all__ = ["scaled_key", "weighted_squares"]
 
 
-@triton.jit
-def _rows(R, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    columns = tl.arange(0, BD)
-    return rows, columns, rows < R, (rows < R)[:, None] & (columns < K)[None, :]
-
-
 @triton.jit(do_not_specialize=["R"])
 def weighted_squares_forward_kernel(step, k, y, R, H: tl.constexpr, K: tl.constexpr, BR: tl.constexpr,
                                     BD: tl.constexpr):  # fmt: skip
-    rows, columns, row_mask, mask = _rows(R, K, BR, BD)
+    rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
     X = load_tile(k, rows, columns, mask, K)
     s, _, _ = logistic(tl.load(step + rows, mask=row_mask, other=0.0).to(tl.float32))
     keep_tile(y, s[:, None] * X * X, rows, columns, mask, K)
@@ -42,7 +35,7 @@ def weighted_squares_forward_kernel(step, k, y, R, H: tl.constexpr, K: tl.conste
 @triton.jit(do_not_specialize=["R"])
 def weighted_squares_backward_kernel(step, k, d_y, d_step, d_k, R, H: tl.constexpr, K: tl.constexpr, BR: tl.constexpr,
                                      BD: tl.constexpr):  # fmt: skip
-    rows, columns, row_mask, mask = _rows(R, K, BR, BD)
+    rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
     X, D = load_tile(k, rows, columns, mask, K), load_tile(d_y, rows, columns, mask, K)
     s, rest, _ = logistic(tl.load(step + rows, mask=row_mask, other=0.0).to(tl.float32))
     keep_tile(d_k, 2 * s[:, None] * X * D, rows, columns, mask, K)
@@ -63,7 +56,7 @@ def _factor(A, target):
 @triton.jit(do_not_specialize=["R"])
 def scaled_key_forward_kernel(moment, log_scale, k, y, R, H: tl.constexpr, K: tl.constexpr, BR: tl.constexpr,
                               BD: tl.constexpr):  # fmt: skip
-    rows, columns, _, mask = _rows(R, K, BR, BD)
+    rows, columns, _, mask = key_rows(R, K, BR, BD)
     A, X = load_tile(moment, rows, columns, mask, K), load_tile(k, rows, columns, mask, K)
     f, _ = _factor(A, number_of_heads(log_scale, rows, H))
     keep_tile(y, f * X, rows, columns, mask, K)
@@ -73,7 +66,7 @@ def scaled_key_forward_kernel(moment, log_scale, k, y, R, H: tl.constexpr, K: tl
 def scaled_key_backward_kernel(moment, log_scale, k, d_y, d_moment, d_k, terms, R, H: tl.constexpr, K: tl.constexpr,
                                BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """`terms [R]`: what each row adds to the gradient of log_scale."""
-    rows, columns, row_mask, mask = _rows(R, K, BR, BD)
+    rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
     A, X = load_tile(moment, rows, columns, mask, K), load_tile(k, rows, columns, mask, K)
     D = load_tile(d_y, rows, columns, mask, K)
     f, slope = _factor(A, number_of_heads(log_scale, rows, H))

@@ -25,6 +25,13 @@ __all__ = ["keep_tile", "load_tile", "number_of_heads", "rule_keys"]
 
 
 @triton.jit
+def key_rows(R, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Rows and columns of a program's tile, and the masks of rows and of elements."""
+    rows, columns = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
+    return rows, columns, rows < R, (rows < R)[:, None] & (columns < K)[None, :]
+
+
+@triton.jit
 def load_tile(x, rows, columns, mask, K: tl.constexpr):
     """Rows of K columns, in float32."""
     return tl.load(x + rows[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -1,0 +1,81 @@
+"""The squared length of keys in float32, in one pass over memory, forward and backward.
+
+    n = sum of min(|k|, 1e15)^2      d_k = 2 d_n k, zero where |k| > 1e15
+
+The backward pass keeps only the keys. The bound is that of `deltazoo.ops.step_size.gate_and_squared_norm`.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from deltazoo.ops.fused.kernels import REFUSAL
+from deltazoo.ops.fused.kernels.row_blocks import row_blocks
+from deltazoo.ops.fused.kernels.rule_keys import keep_tile, key_rows, load_tile
+from deltazoo.ops.triton.launch import Constants, launch
+from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
+
+__all__ = ["squared_norm"]
+
+
+@triton.jit(do_not_specialize=["R"])
+def squared_norm_forward_kernel(k, n, R, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
+    X = tl.minimum(tl.abs(load_tile(k, rows, columns, mask, K)), 1e15)
+    tl.store(n + rows, tl.sum(X * X, axis=1), mask=row_mask)
+
+
+@triton.jit(do_not_specialize=["R"])
+def squared_norm_backward_kernel(k, d_n, d_k, R, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
+    X = load_tile(k, rows, columns, mask, K)
+    d = tl.load(d_n + rows, mask=row_mask, other=0.0)
+    keep_tile(d_k, tl.where(tl.abs(X) <= 1e15, 2 * d[:, None] * X, 0.0), rows, columns, mask, K)
+
+
+@lru_cache(maxsize=1024)
+def _constants(R: int, K: int) -> Constants:
+    programs, tile = row_blocks(R, K)
+    return Constants(programs, R=R, K=K, **tile, num_warps=8)
+
+
+def _forward(k):
+    k, K = k.contiguous(), k.shape[-1]
+    n = k.new_empty(k.shape[:-1], dtype=torch.float32)
+    with torch.cuda.device_of(k):
+        launch(squared_norm_forward_kernel, _constants(n.numel(), K), k, n)
+    return n
+
+
+def _backward(k, d_n):
+    k, d_n = k.contiguous(), d_n.contiguous()
+    d_k = torch.empty_like(k)
+    with torch.cuda.device_of(k):
+        launch(squared_norm_backward_kernel, _constants(d_n.numel(), k.shape[-1]), k, d_n, d_k)
+    return d_k
+
+
+def _save(ctx, inputs, n):
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(backward, ctx, d_n):
+    return (backward(*ctx.saved_tensors, d_n),)
+
+
+squared_norm = DifferentiableOperator(
+    "squared_norm(Tensor k) -> Tensor",
+    _forward,
+    fake=lambda k: k.new_empty(k.shape[:-1], dtype=torch.float32),
+    backward=Operator(
+        "squared_norm_backward(Tensor k, Tensor d_n) -> Tensor",
+        _backward,
+        fake=lambda k, d_n: k.new_empty(k.shape),
+    ),
+    save=_save,
+    gradients=_gradients,
+    refusal=REFUSAL,
+)
+"""`squared_norm(k)`, see `deltazoo.ops.fused.fused_squared_norm`."""
