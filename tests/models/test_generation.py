@@ -126,6 +126,19 @@ def test_prefill_in_chunks(case):
     assert torch.equal(generated, greedy_loop(model, ids, 5))
 
 
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"capture_step": True}], ids=str)
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+@pytest.mark.parametrize("overrides", [{"case": "gated_deltanet"}, {"case": "hybrid", "head_dim": 6}], ids=str)
+@pytest.mark.feature("prefill in chunks")
+def test_prefill_of_padded_prompts_in_chunks(overrides, chunk, options):
+    """transformers takes a piece of one token for a decoding step, and static caches for softmax layers alone."""
+    model, ids = tiny_model(**overrides), tokens(2, 7)
+    mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
+    options = {"max_new_tokens": 5, "attention_mask": mask, "pad_token_id": 0, "disable_compile": True, **options}
+    expected = model.generate(ids, max_new_tokens=5, attention_mask=mask, pad_token_id=0, use_cache=False)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=chunk, **options), expected)
+
+
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.feature("prompt-lookup decoding")
 def test_prompt_lookup(case):

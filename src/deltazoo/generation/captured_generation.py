@@ -18,7 +18,7 @@ from deltazoo.generation.capture_conditions import why_not_these_arguments, why_
 from deltazoo.generation.captured_call import CapturedCall
 from deltazoo.generation.kept_steps import KeptSteps
 
-__all__ = ["CapturedGeneration"]
+__all__ = ["CapturedGeneration", "without_single_tokens"]
 
 
 class CapturedGeneration:
@@ -47,6 +47,9 @@ class CapturedGeneration:
         with _call_offered(self, capture_step, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    def _get_static_cache_init_shape(self) -> None:
+        """Have layers of static caches take their shapes from the first keys, as linear layers have none."""
+
     def create_masks_for_generate(self, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
         """As in transformers, but linear layers are told of the padding in every piece of a prompt.
 
@@ -54,7 +57,7 @@ class CapturedGeneration:
         """
         create = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
         masks = create(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
-        several_tokens = inputs_embeds.shape[1] > 1  # a single one is never padding
+        several_tokens = inputs_embeds.shape[1] > 1  # a single one is never padding, see `without_single_tokens`
         if several_tokens and isinstance(masks, dict) and masks.get("linear_attention", ...) is None:
             masks["linear_attention"] = create_recurrent_attention_mask(kwargs["config"], inputs_embeds, attention_mask)
         return masks
@@ -69,6 +72,7 @@ class CapturedGeneration:
     ) -> Any:
         """Prepare the cache; transformers calls this once all arguments of `generate` are known."""
         is_the_callers = model_kwargs.get("past_key_values") is not None
+        generation_config.prefill_chunk_size = without_single_tokens(generation_config.prefill_chunk_size)
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -96,6 +100,14 @@ class CapturedGeneration:
         now = "captures its step in a CUDA graph" if reason is None else f"runs the ordinary loop: {reason}"
         last = _steps_of(self).last
         return f"generate {now}" if last is None else f"generate {now} (the last call: {last})"
+
+
+def without_single_tokens(prefill_chunk: int | None) -> int | None:
+    """Tokens of a prompt per forward pass, at least 2: a single token is taken for a decoding step, never for padding.
+
+    A prompt of an odd length may still end in a single token, which is real, as padding is on the left.
+    """
+    return 2 if prefill_chunk == 1 else prefill_chunk
 
 
 def _steps_of(model: Any) -> KeptSteps:
