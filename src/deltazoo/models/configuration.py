@@ -279,9 +279,10 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             raise ValueError(
                 f"num_v_heads must be a positive multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
             )
-        for name in ("norm_eps", "initializer_range"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+        if not 0 < self.norm_eps < math.inf:  # with 0 padding, which gives zeros, makes gradients NaN
+            raise ValueError(f"norm_eps must be finite and positive, got {self.norm_eps}")
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(f"initializer_range must be finite and at least 0, got {self.initializer_range}")
         if self.classifier_dropout is not None and not 0 <= self.classifier_dropout <= 1:
             raise ValueError(f"classifier_dropout must be between 0 and 1, or None, got {self.classifier_dropout}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
