@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 from tiny_models import CASES, CONFIGS, HYBRID, SIZES, tiny_config
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from deltazoo.models import (
     DeltaNetConfig,
@@ -476,3 +476,20 @@ class TestFlaHubKeys:
     def test_use_gate(self, use_gate, has_gate):
         model = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, mixer="gated_deltanet", use_gate=use_gate))
         assert hasattr(model.model.layers[0].attn, "g_proj") == has_gate
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_hidden_layers": 3}, "layer_types must name num_hidden_layers=3 layers, got 2"),
+        ({"layer_types": HYBRID["layer_types"]}, r"softmax layers \(layer_types\) need num_attention_heads"),
+        (HYBRID, "rope_theta must be a positive, finite number, got None"),
+    ],
+    ids=str,
+)
+@pytest.mark.feature("errors: configurations")
+def test_keys_that_were_changed_later_are_checked_when_a_model_is_made(overrides, message, tmp_path):
+    """Arguments of from_pretrained are set on a configuration that has been checked."""
+    DeltaRuleForCausalLM(tiny_config("gated_deltanet")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **overrides)

@@ -110,6 +110,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         assert config.num_hidden_layers is not None and config.layer_types is not None
         if len(config.layer_types) > config.num_hidden_layers:  # from_pretrained(..., num_hidden_layers=n)
             config.layer_types = config.layer_types[: config.num_hidden_layers]
+        config.validate_architecture()  # keys may have been changed since, by arguments of from_pretrained say
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DeltaRuleBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
