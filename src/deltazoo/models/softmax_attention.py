@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.rotary import rotate
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.rotary_frequencies import default_frequencies, rotary_frequencies, with_softmax_heads
@@ -130,5 +131,6 @@ def _eager_attention(
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    # In float32 the mask of float64 would be -inf, and a padding token, which sees no other, NaN.
+    weights = at_least_float32(scores).softmax(dim=-1).to(query.dtype)
     return (weights @ value).transpose(1, 2), weights
