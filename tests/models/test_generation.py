@@ -126,6 +126,19 @@ def test_prefill_in_chunks(case):
     assert torch.equal(generated, greedy_loop(model, ids, 5))
 
 
+@pytest.mark.parametrize("held", [6, 7])
+@pytest.mark.feature("errors: caches")
+def test_a_cache_of_the_whole_prompt_is_refused(held):
+    """transformers would run the prompt once more behind itself."""
+    model, ids = tiny_model("gated_deltanet"), tokens(2, 7)
+    cache = model(ids[:, :held]).past_key_values
+    with pytest.raises(ValueError, match=f"past_key_values holds {held} tokens, and the prompt has 6"):
+        model.generate(ids[:, :6], max_new_tokens=5, past_key_values=cache)
+    cache = model(ids[:, :5]).past_key_values
+    generated = model.generate(ids[:, :6], max_new_tokens=5, do_sample=False, past_key_values=cache)
+    assert torch.equal(generated, greedy_loop(model, ids[:, :6], 5))
+
+
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"capture_step": True}], ids=str)
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 @pytest.mark.parametrize("overrides", [{"case": "gated_deltanet"}, {"case": "hybrid", "head_dim": 6}], ids=str)

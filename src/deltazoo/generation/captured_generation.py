@@ -14,6 +14,7 @@ from transformers.generation import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_masks_for_generate, create_recurrent_attention_mask
 
+from deltazoo.generation.cache import is_used
 from deltazoo.generation.capture_conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
 from deltazoo.generation.captured_call import CapturedCall
 from deltazoo.generation.kept_steps import KeptSteps
@@ -42,8 +43,11 @@ class CapturedGeneration:
                 never.
 
         Raises:
-            ValueError: with `capture_step=True`, where a step cannot be captured.
+            ValueError: with `capture_step=True`, where a step cannot be captured; a cache that holds the whole prompt.
         """
+        prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if kwargs.get("inputs_embeds") is None:
+            _check_tokens_to_run(prompt, kwargs.get("past_key_values"))
         with _call_offered(self, capture_step, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -100,6 +104,19 @@ class CapturedGeneration:
         now = "captures its step in a CUDA graph" if reason is None else f"runs the ordinary loop: {reason}"
         last = _steps_of(self).last
         return f"generate {now}" if last is None else f"generate {now} (the last call: {last})"
+
+
+def _check_tokens_to_run(prompt: Any, cache: Any) -> None:
+    """ValueError if a cache holds the whole prompt: transformers would run all of it once more, behind itself."""
+    used = any(is_used(layer) for layer in getattr(cache, "layers", ()))
+    if not (used and isinstance(prompt, Tensor) and prompt.ndim == 2):
+        return
+    held, given = int(cache.get_seq_length()), prompt.shape[1]
+    if held >= given:
+        raise ValueError(
+            f"past_key_values holds {held} tokens, and the prompt has {given}, those in the cache included: at least "
+            "one must follow them. Take the cache from before the prompt's last token, or leave past_key_values out"
+        )
 
 
 def without_single_tokens(prefill_chunk: int | None) -> int | None:
