@@ -422,6 +422,33 @@ def test_bad_inputs_are_refused(arguments: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch_size", "num_tokens", "channels"), [(2, 9, 3), (2, 9, 10), (1, 1, 4), (2, 8, 4), (3, 9, 4)]
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_rotary_embedding_that_does_not_fit_is_refused(
+    batch_size: int, num_tokens: int, channels: int, padded: bool
+) -> None:
+    """An odd number of channels would turn the wrong pairs, and one token's angles would turn all tokens."""
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5]) if padded else None
+    rotary = (torch.ones(batch_size, num_tokens, channels),) * 2
+    with pytest.raises(ValueError, match=r"cosines and sines \[2 or 1, 9, d\] with an even d of at most 8, got \("):
+        make()(tokens(), attention_mask=mask, rotary=rotary)
+
+
+def test_a_state_of_a_layer_with_convolutions_is_refused_without() -> None:
+    states = LayerStates()
+    make()(tokens(), past_key_values=states)
+    with pytest.raises(ValueError, match=r"has a convolution state of shape \(2, .* the state of another layer"):
+        make(use_short_conv=False)(tokens(), past_key_values=states)
+
+
+def test_a_variant_that_is_no_name_is_refused() -> None:
+    for make_one in (DeltaRuleAttention, layers.make_layer):
+        with pytest.raises(TypeError, match="variant must be a variant's name or a DeltaRuleSpec, got None"):
+            make_one(None, HIDDEN, HEADS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"cu_seqlens": [0, 9]}, "cu_seqlens must be a tensor, got list"),
