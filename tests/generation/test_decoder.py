@@ -44,7 +44,7 @@ def test_a_prompt_in_pieces(case, prefill_chunk, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("prefill_chunk", [None, 3])
+@pytest.mark.parametrize("prefill_chunk", [None, 1, 3])
 @pytest.mark.parametrize("case", FEW)
 def test_left_padded(case, prefill_chunk, device):
     model, ids = tiny_model(case).to(device), tokens(3, 7).to(device)

@@ -162,8 +162,9 @@ def test_caches_that_the_caller_hands_in(family, captures):
     assert torch.equal(generate(ids, past_key_values=cache, capture_step=True), first.sequences)
     assert torch.equal(generate(conversation, past_key_values=cache, capture_step=True), expected)
     assert len(captures) == 2
+    used = generate(ids, return_dict_in_generate=True).past_key_values
     with pytest.raises(ValueError, match="capture_step=True cannot act: the cache has been used"):
-        generate(conversation, past_key_values=first.past_key_values, capture_step=True)
+        generate(conversation, past_key_values=used, capture_step=True)
 
 
 @pytest.mark.parametrize("family", ACCELERATED)

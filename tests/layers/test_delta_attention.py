@@ -368,8 +368,9 @@ def test_a_shared_description_equals_its_mask() -> None:
         ({"variant": "efla", "decay_lower_bound": -5.0}, "'efla' has no decay"),
         ({"variant": "kda", "decay_lower_bound": 5.0}, "must be negative, got 5.0"),
         ({"variant": "kda", "decay_lower_bound": math.nan}, "decay_lower_bound must be finite, got nan"),
-        ({"norm_eps": math.nan}, "norm_eps must be finite and at least 0, got nan"),
-        ({"norm_eps": -1.0}, "norm_eps must be finite and at least 0, got -1.0"),
+        ({"norm_eps": math.nan}, "norm_eps must be finite and positive, got nan"),
+        ({"norm_eps": -1.0}, "norm_eps must be finite and positive, got -1.0"),
+        ({"norm_eps": 0.0}, "norm_eps must be finite and positive, got 0.0"),
         ({"initializer_range": -1.0}, "initializer_range must be finite and at least 0, got -1.0"),
         ({"expand_v": math.nan}, "expand_v must be finite, got nan"),
         ({"num_heads": 2.0}, "num_heads must be a whole number, got 2.0"),
@@ -418,6 +419,33 @@ def test_unknown_options_are_refused() -> None:
 def test_bad_inputs_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()(**{"hidden_states": tokens(), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_tokens", "channels"), [(2, 9, 3), (2, 9, 10), (1, 1, 4), (2, 8, 4), (3, 9, 4)]
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_rotary_embedding_that_does_not_fit_is_refused(
+    batch_size: int, num_tokens: int, channels: int, padded: bool
+) -> None:
+    """An odd number of channels would turn the wrong pairs, and one token's angles would turn all tokens."""
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5]) if padded else None
+    rotary = (torch.ones(batch_size, num_tokens, channels),) * 2
+    with pytest.raises(ValueError, match=r"cosines and sines \[2 or 1, 9, d\] with an even d of at most 8, got \("):
+        make()(tokens(), attention_mask=mask, rotary=rotary)
+
+
+def test_a_state_of_a_layer_with_convolutions_is_refused_without() -> None:
+    states = LayerStates()
+    make()(tokens(), past_key_values=states)
+    with pytest.raises(ValueError, match=r"has a convolution state of shape \(2, .* the state of another layer"):
+        make(use_short_conv=False)(tokens(), past_key_values=states)
+
+
+def test_a_variant_that_is_no_name_is_refused() -> None:
+    for make_one in (DeltaRuleAttention, layers.make_layer):
+        with pytest.raises(TypeError, match="variant must be a variant's name or a DeltaRuleSpec, got None"):
+            make_one(None, HIDDEN, HEADS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

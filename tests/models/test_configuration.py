@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 from tiny_models import CASES, CONFIGS, HYBRID, SIZES, tiny_config
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from deltazoo.models import (
     DeltaNetConfig,
@@ -15,6 +15,7 @@ from deltazoo.models import (
     KDAConfig,
     PrecondKDAConfig,
 )
+from deltazoo.models.softmax_attention import RotaryEmbedding
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,6 +75,8 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"num_v_heads": 3}, "multiple of num_heads = 2, got 3"),
         ({"num_heads": 3, "head_dim": None}, "num_heads must divide hidden_size = 32"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be positive, got 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings must be positive, got 0"),
+        ({"classifier_dropout": 1.5}, "classifier_dropout must be between 0 and 1, or None, got 1.5"),
         ({"num_micro_steps": 0}, "num_micro_steps must be positive, got 0"),
         ({"expand_v": 1.3}, "whole number"),
         ({"expand_v": 0}, "must be a positive whole number, got 0"),
@@ -84,12 +87,24 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"mixer": "linear_attention", "allow_neg_eigval": True}, "no correction term"),
         ({"mixer": "delta_net", "decay_lower_bound": -5.0}, "no decay"),
         ({"decay_lower_bound": math.nan}, "decay_lower_bound must be finite, got nan"),
-        ({"norm_eps": math.nan}, "norm_eps must be finite and at least 0, got nan"),
-        ({"norm_eps": -1.0}, "norm_eps must be finite and at least 0, got -1.0"),
+        ({"norm_eps": math.nan}, "norm_eps must be finite and positive, got nan"),
+        ({"norm_eps": -1.0}, "norm_eps must be finite and positive, got -1.0"),
+        ({"norm_eps": 0.0}, "norm_eps must be finite and positive, got 0.0"),
         ({"initializer_range": -1.0}, "initializer_range must be finite and at least 0, got -1.0"),
         ({"hidden_ratio": 0, "intermediate_size": None}, "hidden_ratio must be finite and positive, got 0"),
         ({**HYBRID, "rope_parameters": {"rope_thetaa": 5.0}}, "rope_parameters: unknown key 'rope_thetaa'; did you"),
         ({**HYBRID, "rope_parameters": {"rope_type": "yarnn"}}, "unknown rope_type 'yarnn'; did you mean 'yarn'"),
+        ({**HYBRID, "rope_parameters": {"rope_theta": 0.0}}, "rope_theta must be a positive, finite number, got 0.0"),
+        ({**HYBRID, "rope_parameters": {"rope_theta": "10"}}, "rope_theta must be a positive, finite number, got '10'"),
+        ({**HYBRID, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs the key 'factor'"),
+        (
+            {**HYBRID, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}},
+            "must give positive, finite frequencies and scale, got .inf, inf",
+        ),
+        (
+            {**HYBRID, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}},
+            "must turn 2 to 8 channels, the size of a softmax head, got 16",
+        ),
         ({"pad_token_id": -1}, "pad_token_id must be at least 0 and less than vocab_size = 61, or None, got -1"),
         ({"pad_token_id": 61}, "less than vocab_size = 61, or None, got 61"),
     ],
@@ -305,6 +320,24 @@ def test_rope_scaling_reads_the_longest_sequence():
     assert not torch.allclose(short(ids).logits[:, -1], long(ids).logits[:, -1])
 
 
+@pytest.mark.parametrize("head_dim", [5, 7])
+def test_rope_turns_the_heads_of_softmax_layers_whatever_the_linear_ones_have(head_dim):
+    """transformers refuses odd heads for RoPE, and reads the size that is ours for linear layers."""
+    model = DeltaRuleForCausalLM(tiny_config("hybrid", head_dim=head_dim)).eval()
+    assert model.model.rotary_emb.inv_freq.shape == (4,)
+    assert model(torch.arange(6)[None]).logits.isfinite().all()
+
+
+def test_partial_rotary_factor_acts_on_every_rope_type():
+    def rotary(**rope):
+        config = tiny_config("hybrid", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5, **rope})
+        return RotaryEmbedding(config)
+
+    default, linear = rotary(rope_type="default"), rotary(rope_type="linear", factor=1.0)
+    torch.testing.assert_close(default.inv_freq, torch.tensor([1.0, 1e-2]))
+    torch.testing.assert_close(default.inv_freq, linear.inv_freq)
+
+
 @pytest.mark.feature("fla-hub configurations")
 class TestFlaHubKeys:
     def test_kernel_choices_are_dropped(self):
@@ -443,3 +476,20 @@ class TestFlaHubKeys:
     def test_use_gate(self, use_gate, has_gate):
         model = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, mixer="gated_deltanet", use_gate=use_gate))
         assert hasattr(model.model.layers[0].attn, "g_proj") == has_gate
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_hidden_layers": 3}, "layer_types must name num_hidden_layers=3 layers, got 2"),
+        ({"layer_types": HYBRID["layer_types"]}, r"softmax layers \(layer_types\) need num_attention_heads"),
+        (HYBRID, "rope_theta must be a positive, finite number, got None"),
+    ],
+    ids=str,
+)
+@pytest.mark.feature("errors: configurations")
+def test_keys_that_were_changed_later_are_checked_when_a_model_is_made(overrides, message, tmp_path):
+    """Arguments of from_pretrained are set on a configuration that has been checked."""
+    DeltaRuleForCausalLM(tiny_config("gated_deltanet")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **overrides)

@@ -126,6 +126,32 @@ def test_prefill_in_chunks(case):
     assert torch.equal(generated, greedy_loop(model, ids, 5))
 
 
+@pytest.mark.parametrize("held", [6, 7])
+@pytest.mark.feature("errors: caches")
+def test_a_cache_of_the_whole_prompt_is_refused(held):
+    """transformers would run the prompt once more behind itself."""
+    model, ids = tiny_model("gated_deltanet"), tokens(2, 7)
+    cache = model(ids[:, :held]).past_key_values
+    with pytest.raises(ValueError, match=f"past_key_values holds {held} tokens, and the prompt has 6"):
+        model.generate(ids[:, :6], max_new_tokens=5, past_key_values=cache)
+    cache = model(ids[:, :5]).past_key_values
+    generated = model.generate(ids[:, :6], max_new_tokens=5, do_sample=False, past_key_values=cache)
+    assert torch.equal(generated, greedy_loop(model, ids[:, :6], 5))
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"capture_step": True}], ids=str)
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+@pytest.mark.parametrize("overrides", [{"case": "gated_deltanet"}, {"case": "hybrid", "head_dim": 6}], ids=str)
+@pytest.mark.feature("prefill in chunks")
+def test_prefill_of_padded_prompts_in_chunks(overrides, chunk, options):
+    """transformers takes a piece of one token for a decoding step, and static caches for softmax layers alone."""
+    model, ids = tiny_model(**overrides), tokens(2, 7)
+    mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
+    options = {"max_new_tokens": 5, "attention_mask": mask, "pad_token_id": 0, "disable_compile": True, **options}
+    expected = model.generate(ids, max_new_tokens=5, attention_mask=mask, pad_token_id=0, use_cache=False)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=chunk, **options), expected)
+
+
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.feature("prompt-lookup decoding")
 def test_prompt_lookup(case):

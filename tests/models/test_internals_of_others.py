@@ -93,6 +93,12 @@ INTERNALS = (
     Internal("create_masks_for_generate", "transformers.masking_utils", "masks that generate prepares"),
     Internal("create_recurrent_attention_mask", "transformers.masking_utils", "padding in later pieces of a prompt"),
     Internal("_get_default_generation_params", "transformers:GenerationConfig", "keys that others write"),
+    Internal(
+        "_get_static_cache_init_shape",
+        "transformers:GenerationMixin",
+        "overridden: no shapes of keys for linear layers",
+        since="5.23",
+    ),
     Internal("_optimize_model_for_decode", "transformers:GenerationMixin", "experts in decoding"),
     Internal("_prepare_cache_for_generation", "transformers:GenerationMixin", "overridden: our cache layers"),
     Internal("_supports_logits_to_keep", "transformers:GenerationMixin", "logits of the last token alone"),

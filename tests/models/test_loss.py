@@ -155,8 +155,24 @@ class TestRefusals:
 
     def test_labels_that_do_not_fit(self):
         _, model = pair("gated_deltanet")
-        with pytest.raises(ValueError, match="10 positions to predict from, but 18 labels"):
+        with pytest.raises(
+            ValueError, match=r"labels must have shape \(2, 5\), one for each position that gets logits"
+        ):
             model(tokens(2, 9), labels=tokens(2, 9), logits_to_keep=5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_of_another_shape_are_refused_though_there_are_as_many(name, training):
+    for model in pair("gated_deltanet"):
+        for labels in (tokens(2, 9).T, tokens(2, 9).flatten(), tokens(3, 6)):
+            with pytest.raises(ValueError, match=r"labels must have shape \(2, 9\), one for each .* got \("):
+                model.train(training)(tokens(2, 9), **{name: labels})
+
+
+def test_a_negative_number_of_logits_is_refused():
+    with pytest.raises(ValueError, match="logits_to_keep must be at least 0, which keeps all, or positions, got -2"):
+        pair("gated_deltanet")[0](tokens(2, 9), logits_to_keep=-2)
 
 
 def test_lora_on_the_head_is_refused_and_elsewhere_trains():

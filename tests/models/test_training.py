@@ -114,6 +114,18 @@ def test_attention_implementations_agree():
             torch.testing.assert_close(model(ids, **kwargs).logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.feature("attention implementations")
+def test_attention_implementations_agree_on_padded_rows(dtype):
+    """A padding token on the left sees no token; the mask of float64 is -inf in float32."""
+    model, ids = tiny_model("softmax_only").to(dtype), tokens(1, 12)
+    mask = torch.tensor([[0] * 4 + [1] * 8])
+    with torch.no_grad():
+        expected = model(ids[:, 4:]).logits
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(ids, attention_mask=mask).logits[:, 4:], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.feature("errors: unsupported requests")
 def test_unknown_attention_implementation_is_refused():
     with pytest.raises((ValueError, ImportError), match="attn_implementation|attention"):

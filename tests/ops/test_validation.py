@@ -329,6 +329,12 @@ def test_a_tensor_as_scale_is_refused() -> None:
         delta_rule(**arguments(), scale=torch.tensor(1.0, requires_grad=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match=f"scale must be finite, got {scale}"):
+        delta_rule(**arguments(), scale=scale)
+
+
 def test_a_context_of_another_class_is_refused() -> None:
     with pytest.raises(TypeError, match="context must be a ContextParallel, got str"):
         delta_rule(**arguments(), context="cp")  # type: ignore[arg-type]

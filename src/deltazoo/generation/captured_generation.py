@@ -14,11 +14,12 @@ from transformers.generation import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_masks_for_generate, create_recurrent_attention_mask
 
+from deltazoo.generation.cache import is_used
 from deltazoo.generation.capture_conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
 from deltazoo.generation.captured_call import CapturedCall
 from deltazoo.generation.kept_steps import KeptSteps
 
-__all__ = ["CapturedGeneration"]
+__all__ = ["CapturedGeneration", "without_single_tokens"]
 
 
 class CapturedGeneration:
@@ -42,10 +43,16 @@ class CapturedGeneration:
                 never.
 
         Raises:
-            ValueError: with `capture_step=True`, where a step cannot be captured.
+            ValueError: with `capture_step=True`, where a step cannot be captured; a cache that holds the whole prompt.
         """
+        prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if kwargs.get("inputs_embeds") is None:
+            _check_tokens_to_run(prompt, kwargs.get("past_key_values"))
         with _call_offered(self, capture_step, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_static_cache_init_shape(self) -> None:
+        """Have layers of static caches take their shapes from the first keys, as linear layers have none."""
 
     def create_masks_for_generate(self, inputs_embeds: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
         """As in transformers, but linear layers are told of the padding in every piece of a prompt.
@@ -54,7 +61,7 @@ class CapturedGeneration:
         """
         create = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
         masks = create(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
-        several_tokens = inputs_embeds.shape[1] > 1  # a single one is never padding
+        several_tokens = inputs_embeds.shape[1] > 1  # a single one is never padding, see `without_single_tokens`
         if several_tokens and isinstance(masks, dict) and masks.get("linear_attention", ...) is None:
             masks["linear_attention"] = create_recurrent_attention_mask(kwargs["config"], inputs_embeds, attention_mask)
         return masks
@@ -69,6 +76,7 @@ class CapturedGeneration:
     ) -> Any:
         """Prepare the cache; transformers calls this once all arguments of `generate` are known."""
         is_the_callers = model_kwargs.get("past_key_values") is not None
+        generation_config.prefill_chunk_size = without_single_tokens(generation_config.prefill_chunk_size)
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -96,6 +104,27 @@ class CapturedGeneration:
         now = "captures its step in a CUDA graph" if reason is None else f"runs the ordinary loop: {reason}"
         last = _steps_of(self).last
         return f"generate {now}" if last is None else f"generate {now} (the last call: {last})"
+
+
+def _check_tokens_to_run(prompt: Any, cache: Any) -> None:
+    """ValueError if a cache holds the whole prompt: transformers would run all of it once more, behind itself."""
+    used = any(is_used(layer) for layer in getattr(cache, "layers", ()))
+    if not (used and isinstance(prompt, Tensor) and prompt.ndim == 2):
+        return
+    held, given = int(cache.get_seq_length()), prompt.shape[1]
+    if held >= given:
+        raise ValueError(
+            f"past_key_values holds {held} tokens, and the prompt has {given}, those in the cache included: at least "
+            "one must follow them. Take the cache from before the prompt's last token, or leave past_key_values out"
+        )
+
+
+def without_single_tokens(prefill_chunk: int | None) -> int | None:
+    """Tokens of a prompt per forward pass, at least 2: a single token is taken for a decoding step, never for padding.
+
+    A prompt of an odd length may still end in a single token, which is real, as padding is on the left.
+    """
+    return 2 if prefill_chunk == 1 else prefill_chunk
 
 
 def _steps_of(model: Any) -> KeptSteps:

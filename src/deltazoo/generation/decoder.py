@@ -16,7 +16,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
-from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.generation.captured_generation import CapturedGeneration, without_single_tokens
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.static_cache import fixed_cache
@@ -99,7 +99,7 @@ class Decoder:
         self.model = model
         self.max_length = max_length
         self.sampling = sampling or Sampling()
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = without_single_tokens(prefill_chunk)
         self.generator = torch.Generator(model.device).manual_seed(seed)
         ends = _as_list(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
         self.ends = torch.tensor(ends, dtype=torch.long, device=model.device)

@@ -31,9 +31,11 @@ def layer_class(variant: str | DeltaRuleSpec) -> "type[DeltaRuleAttention]":
     """The class that computes a variant: the one registered with its name, or `DeltaRuleAttention`.
 
     Raises:
-        ValueError: no variant of that name; a spec need not be registered.
+        ValueError: no variant of that name; a spec need not be registered. TypeError: neither name nor spec.
     """
     spec = get_variant(variant) if isinstance(variant, str) else variant
+    if not isinstance(spec, DeltaRuleSpec):
+        raise TypeError(f"variant must be a variant's name or a DeltaRuleSpec, got {variant!r}")
     return registered_layer(spec.name) or DeltaRuleAttention
 
 
@@ -336,6 +338,11 @@ class DeltaRuleAttention(Float32Parameters):
         self, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if not self.conv_size:
+            if past.conv is not None:
+                raise ValueError(
+                    f"past_key_values has a convolution state of shape {tuple(past.conv.shape)}, and this layer has no "
+                    "short convolutions: it is the state of another layer"
+                )
             q, k, v = (recomputable(self._activate, x) for x in (q, k, v))
             return q, k, v, None
         return convolve((self.q_conv1d, self.k_conv1d, self.v_conv1d), q, k, v, past, sequences)

@@ -37,9 +37,10 @@ def check_types(options: Mapping[str, Any]) -> None:
             is_switch = isinstance(value, bool) and kinds is not _SWITCHES  # Python takes True for 1
             if is_switch or not isinstance(value, kind):
                 raise ValueError(f"{name} must be {expected}, got {value!r}")
-    for name in ("norm_eps", "initializer_range"):
-        if not 0 <= options[name] < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {options[name]}")
+    if not 0 < options["norm_eps"] < math.inf:  # with 0 the norm of a zero vector, as padding gives, has no gradient
+        raise ValueError(f"norm_eps must be finite and positive, got {options['norm_eps']}")
+    if not 0 <= options["initializer_range"] < math.inf:
+        raise ValueError(f"initializer_range must be finite and at least 0, got {options['initializer_range']}")
     for name in ("expand_v", "decay_lower_bound"):
         if options[name] is not None and not math.isfinite(options[name]):
             raise ValueError(f"{name} must be finite, got {options[name]}")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltazoo.layers.sequences import Sequences
+from deltazoo.layers.sequences import PackedSequences, Sequences
 from deltazoo.ops.fused import fused_kernels_fit, fused_rotary
 
 __all__ = ["Rotary", "rotate", "rotate_queries_and_keys"]
@@ -40,8 +40,19 @@ def rotate_queries_and_keys(
         rotary: cosines and sines in the caller's order.
         sequences: of the batch.
         fused: as of `rotate`.
+
+    Raises:
+        ValueError: cosines and sines do not fit the tokens or the heads.
     """
     if rotary is None:
         return q, k
+    rows = sequences.num_rows if isinstance(sequences, PackedSequences) else 1
+    batch_size, num_tokens, channels = q.shape[0] * rows, q.shape[1] // rows, rotary[0].shape[-1]
+    fits = channels % 2 == 0 and channels <= q.shape[-1]
+    if not fits or any(x.shape not in {(n, num_tokens, channels) for n in (1, batch_size)} for x in rotary):
+        raise ValueError(
+            f"rotary must be cosines and sines [{batch_size} or 1, {num_tokens}, d] with an even d of at most "
+            f"{q.shape[-1]}, got {' and '.join(str(tuple(x.shape)) for x in rotary)}"
+        )
     arranged = sequences.arrange(rotary[0]), sequences.arrange(rotary[1])
     return rotate(q, arranged, fused=fused), rotate(k, arranged, fused=fused)

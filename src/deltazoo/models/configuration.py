@@ -27,6 +27,7 @@ from deltazoo.models.auto_map import AutoMapConfig
 from deltazoo.models.fla_keys import translate_fla_config
 from deltazoo.models.lora_targets import offer_lora_targets
 from deltazoo.models.outside_rules import module_of_variant
+from deltazoo.models.rotary_frequencies import rotary_frequencies, with_softmax_heads
 from deltazoo.models.runtime_keys import not_a_key, without_runtime_options
 from deltazoo.names import did_you_mean, one_slip_away, unknown
 from deltazoo.runtime import RUNTIME_OPTIONS
@@ -271,16 +272,19 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         get_variant(self.mixer)
         assert self.num_v_heads is not None and self.layer_types is not None  # filled by _fill_defaults
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "intermediate_size")
-        for name in (*sizes, "num_micro_steps"):
+        for name in (*sizes, "num_micro_steps", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_v_heads < 1 or self.num_v_heads % self.num_heads:
             raise ValueError(
                 f"num_v_heads must be a positive multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
             )
-        for name in ("norm_eps", "initializer_range"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+        if not 0 < self.norm_eps < math.inf:  # with 0 padding, which gives zeros, makes gradients NaN
+            raise ValueError(f"norm_eps must be finite and positive, got {self.norm_eps}")
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(f"initializer_range must be finite and at least 0, got {self.initializer_range}")
+        if self.classifier_dropout is not None and not 0 <= self.classifier_dropout <= 1:
+            raise ValueError(f"classifier_dropout must be between 0 and 1, or None, got {self.classifier_dropout}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
                 f"pad_token_id must be at least 0 and less than vocab_size = {self.vocab_size}, or None, got "
@@ -325,6 +329,32 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         rope_types = ("default", *ROPE_INIT_FUNCTIONS)
         if rope_type not in rope_types:
             raise ValueError(f"rope_parameters: {unknown('rope_type', rope_type, rope_types)}")
+        theta = (self.rope_parameters or {}).get("rope_theta")
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+            raise ValueError(f"rope_parameters: rope_theta must be a positive, finite number, got {theta!r}")
+        try:
+            with torch.device("cpu"):
+                frequencies, scale = rotary_frequencies(with_softmax_heads(self))
+        except KeyError as error:
+            raise ValueError(f"rope_parameters: rope_type {rope_type!r} needs the key {error}") from error
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"rope_parameters {self.rope_parameters}: {error}") from error
+        head_dim = self.hidden_size // self.num_attention_heads  # type: ignore[operator]
+        if not 0 < 2 * len(frequencies) <= head_dim:
+            raise ValueError(
+                f"rope_parameters must turn 2 to {head_dim} channels, the size of a softmax head, got "
+                f"{2 * len(frequencies)} by {self.rope_parameters}"
+            )
+        if not (bool(((frequencies >= 0) & frequencies.isfinite()).all()) and 0 < scale < math.inf):
+            raise ValueError(
+                f"rope_parameters must give positive, finite frequencies and scale, got {frequencies.tolist()} and "
+                f"{scale} by {self.rope_parameters}"
+            )
+
+    def validate_rope(self) -> None:
+        """transformers' check of `rope_parameters`, for softmax heads: `head_dim` is that of the linear layers."""
+        if "full_attention" in (self.layer_types or ()):
+            PreTrainedConfig.validate_rope(with_softmax_heads(self))
 
     def _fill_defaults(self) -> None:
         spec = get_variant(self.mixer)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -109,6 +110,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         assert config.num_hidden_layers is not None and config.layer_types is not None
         if len(config.layer_types) > config.num_hidden_layers:  # from_pretrained(..., num_hidden_layers=n)
             config.layer_types = config.layer_types[: config.num_hidden_layers]
+        config.validate_architecture()  # keys may have been changed since, by arguments of from_pretrained say
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DeltaRuleBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -304,6 +306,8 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         if not fused:
             logits = self.lm_head(hidden_states)
         if labels is not None:
+            if self.loss_function is ForCausalLMLoss:  # another one may take labels of another kind
+                _check_labels(labels if shift_labels is None else shift_labels, hidden_states)
             if batch is not None and batch.packed:
                 first = batch.sequences.positions == 0
                 left_out = first if shift_labels is None else F.pad(first[:, 1:], (0, 1))
@@ -329,6 +333,15 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         )
 
 
+def _check_labels(labels: Tensor, hidden_states: Tensor) -> None:
+    """Raise ValueError unless there is one label per position; the loss itself counts them and ignores their shape."""
+    if labels.shape != hidden_states.shape[:-1]:
+        raise ValueError(
+            f"labels must have shape {tuple(hidden_states.shape[:-1])}, one for each position that gets logits, got "
+            f"{tuple(labels.shape)}"
+        )
+
+
 def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """Hidden states at some positions.
 
@@ -338,6 +351,8 @@ def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Te
             `[number of True, hidden_size]`.
     """
     if isinstance(logits_to_keep, int):
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be at least 0, which keeps all, or positions, got {logits_to_keep}")
         return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
     if logits_to_keep.dtype == torch.bool and logits_to_keep.ndim == 2:
         return hidden_states[logits_to_keep]

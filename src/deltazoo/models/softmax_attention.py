@@ -1,18 +1,18 @@
 """Softmax attention for the full-attention layers of hybrid models: RoPE, grouped heads, transformers' kernels."""
 
-import copy
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.rotary import rotate
 from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.models.rotary_frequencies import default_frequencies, rotary_frequencies, with_softmax_heads
 from deltazoo.runtime import RuntimeOptions
 
 __all__ = ["RotaryEmbedding", "SoftmaxAttention"]
@@ -30,29 +30,22 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: DeltaRuleConfig) -> None:
         super().__init__()
         assert config.rope_parameters is not None and config.num_attention_heads is not None
-        # transformers' RoPE functions read head_dim, which is that of the linear layers in our configuration.
-        self.config = copy.copy(config)
-        self.config.head_dim = config.hidden_size // config.num_attention_heads
+        self.config = with_softmax_heads(config)
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = config.rope_parameters["rope_type"]
-        frequencies: Callable[..., tuple[Tensor, float]] = self.compute_default_rope_parameters
-        if self.rope_type != "default":
-            frequencies = ROPE_INIT_FUNCTIONS[self.rope_type]
-        inv_freq, self.attention_scaling = frequencies(self.config)
+        inv_freq, self.attention_scaling = rotary_frequencies(self.config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
     @staticmethod
     def compute_default_rope_parameters(config: DeltaRuleConfig, **kwargs: Any) -> tuple[Tensor, float]:
-        """Frequencies `theta^(-2i/d)` in radians per position, and the scale of cosines and sines."""
-        assert config.rope_parameters is not None and config.head_dim is not None
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
+        """`default_frequencies`, under the name by which transformers' weight initialisation asks for them."""
+        return default_frequencies(config)
 
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine `[B, T, head_dim]` in x's dtype, for positions `[B, T]`."""
+        """Cosine and sine `[B, T, d]` of the d channels that turn, in x's dtype, for positions `[B, T]`."""
         angles = position_ids[..., None].float() * self.inv_freq.to(x.device, torch.float32)
         angles = torch.cat([angles, angles], dim=-1)
         return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
@@ -138,5 +131,6 @@ def _eager_attention(
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    # In float32 the mask of float64 would be -inf, and a padding token, which sees no other, NaN.
+    weights = at_least_float32(scores).softmax(dim=-1).to(query.dtype)
     return (weights @ value).transpose(1, 2), weights

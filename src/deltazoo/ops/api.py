@@ -1,5 +1,6 @@
 """The public operators: check the arguments, choose a backend, call it. The contract is written here once."""
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -199,6 +200,8 @@ def _prepare(
     check_tensor("erase_key", erase_key)
     if isinstance(scale, Tensor):
         raise TypeError("scale must be a number, got a tensor, which would get no gradient: multiply q by it instead")
+    if scale is not None and not torch.compiler.is_compiling() and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     device = v.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)

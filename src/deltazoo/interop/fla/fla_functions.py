@@ -212,6 +212,7 @@ def fused_recurrent_gated_delta_rule(
             raise ValueError(f"{name} with use_gate_in_kernel=True needs g, which the gate reads")
         g = _log_decay(g, A_log, dt_bias)
     if gk is not None:
+        _require_gate(name, "gk", gk, v, per_channel=True)
         g = gk if g is None else at_least_float32(g)[..., None] + gk
     return _apply(
         q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first
