@@ -107,7 +107,8 @@ means in use.
 * **Keys whose length means something**: `efla`, `longhorn`, `kaczmarz` and their gated forms take keys of any length.
 * **A baseline without an erase**: `gla`, `lightning_attention`, `mamba2_style`, `linear_attention`.
 
-What small models of each rule learn, all of one size: [lab.md](lab.md).
+Every rule as a language model of one size on the same text, and what it costs: [text.md](text.md). What small models of
+each learn on tasks: [lab.md](lab.md).
 
 ## All of them
 

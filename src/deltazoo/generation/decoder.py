@@ -64,8 +64,8 @@ class Decoder:
         sampling: how tokens are drawn; default: the likeliest each time.
         eos_token_id: tokens that end a row; default: the model's own. An empty sequence: none.
         pad_token_id: what follows an end while other rows go on; default: the model's own, else the first end.
-        prefill_chunk: tokens of the prompt per forward pass; default: all at once. The state is handed over, so the
-            result is the same, and a long prompt needs the memory of one piece.
+        prefill_chunk: tokens of the prompt per forward pass, 1 counts as 2; default: all at once. The state is handed
+            over, so the result is the same, and a long prompt needs the memory of one piece.
         seed: of the sampling.
         compile: run the step through `torch.compile`: fewer, larger kernels for a wait at the first token.
 

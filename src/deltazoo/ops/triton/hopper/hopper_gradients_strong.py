@@ -56,9 +56,44 @@ def sums_over_tokens(mask, hi, lo):
 
 
 @jit
-def product_of_pairs(W, pairs, tile, accumulator):
-    """The accumulator plus the product of W, of these pairs of tokens alone, and a tile; both in shared memory."""
-    return mma_v2(gl.where(pairs, W.load(LEFT), 0.0), tile.load(RIGHT), accumulator)
+def product_of_pairs(W, pairs, tile, accumulator, ALL: gl.constexpr):
+    """The accumulator plus the product of W, of these pairs of tokens or ALL, and a tile; both in shared memory."""
+    weights = W.load(LEFT)
+    if not ALL:
+        weights = gl.where(pairs, weights, 0.0)
+    return mma_v2(weights, tile.load(RIGHT), accumulator)
+
+
+@jit
+def add_pairs(b_dq, b_row, b_col, level, operands, buffers, WHOLE: gl.constexpr):
+    """Add the pairs of tokens within blocks of `2 << level`, or, if these are too long, those between their halves.
+
+    WHOLE: one block is the chunk, so that no pairs need to be masked. Returns also whether the blocks were in range.
+    """
+    k_16, q_16, e_16, b_beta, token, reader, scale = operands
+    dP, ZU, hi, lo, written, query, erase = buffers
+    i, j = reader[:, None], gl.arange(0, C, gl.SliceLayout(0, LEFT))[None, :]
+    middle = (reader >> (level + 1) << (level + 1)) + (1 << level) - 1
+    decay = sums_over_tokens((j <= i) ^ (j <= middle[:, None]), hi, lo)  # from it to the last token of the left half
+    within = gl.min(gl.min(decay, 1), 0) >= -HALF_RANGE
+    right = (token >> level & 1)[:, None] == 1
+    entry = gl.exp2(gl.where(right | (not within), decay, -decay))
+    undone = gl.exp2(gl.where(right & within, -decay, decay))
+    if WHOLE:
+        entry, undone = gl.where(right | within, entry, 0.0), gl.where(right & (not within), 0.0, undone)
+    written.store((k_16.to(gl.float32) * undone).to(gl.bfloat16))
+    query.store((q_16.to(gl.float32) * (entry * scale)).to(gl.bfloat16))
+    erase.store((-b_beta[:, None] * e_16.to(gl.float32) * entry).to(gl.bfloat16))
+    shift = level + within.to(gl.int32)
+    pairs = i >> shift == (j >> shift) ^ (1 - within.to(gl.int32))
+    barrier()
+    no_sums = gl.full([C, BK], 0.0, gl.float32, SUMS)
+    b_dq += entry * gl.convert_layout(product_of_pairs(dP, pairs, written, no_sums, WHOLE), TILE)
+    b_row += entry * gl.convert_layout(product_of_pairs(ZU, pairs, written, no_sums, WHOLE), TILE)
+    b_pairs = product_of_pairs(dP.permute((1, 0)), pairs, query, no_sums, WHOLE)
+    b_pairs = product_of_pairs(ZU.permute((1, 0)), pairs, erase, b_pairs, WHOLE)
+    b_col += undone * gl.convert_layout(b_pairs, TILE)
+    return b_dq, b_row, b_col, within
 
 
 @jit(do_not_specialize=["channels", "nothing", "chunks", "slots", "T", "NT", "H", "HV"])
@@ -199,26 +234,12 @@ def hopper_chunk_gradients_strong_kernel(
                         o_states + (o + BK), o_keys + (o + BK), m_rows, (S, dS, key_tile, query_tile, erase_tile),
                     )  # fmt: skip
 
-                # Blocks of `2 << level` tokens; `decay` is that between a token and the last one of the left half.
-                level = 5
+                operands = (k_16, q_16, e_16, b_beta, token, reader, scale)
+                buffers = (dP, ZU, hi, lo, written, query, erase)
+                b_dq, b_row, b_col, within = add_pairs(b_dq, b_row, b_col, 5, operands, buffers, WHOLE=True)
+                level = gl.where(within, -1, 4)
                 while level >= 0:
-                    middle = (reader >> (level + 1) << (level + 1)) + (1 << level) - 1
-                    decay = sums_over_tokens((j <= i) ^ (j <= middle[:, None]), hi, lo)
-                    within = gl.min(gl.min(decay, 1), 0) >= -HALF_RANGE
-                    right = (token >> level & 1)[:, None] == 1
-                    entry = gl.exp2(gl.where(right | (not within), decay, -decay))
-                    undone = gl.exp2(gl.where(right & within, -decay, decay))
-                    written.store((k_16.to(gl.float32) * undone).to(gl.bfloat16))
-                    query.store((q_16.to(gl.float32) * (entry * scale)).to(gl.bfloat16))
-                    erase.store((-b_beta[:, None] * e_16.to(gl.float32) * entry).to(gl.bfloat16))
-                    shift = level + within.to(gl.int32)
-                    pairs = i >> shift == (j >> shift) ^ (1 - within.to(gl.int32))
-                    barrier()
-                    b_dq += entry * gl.convert_layout(product_of_pairs(dP, pairs, written, no_sums), TILE)
-                    b_row += entry * gl.convert_layout(product_of_pairs(ZU, pairs, written, no_sums), TILE)
-                    b_pairs = product_of_pairs(dP.permute((1, 0)), pairs, query, no_sums)
-                    b_pairs = product_of_pairs(ZU.permute((1, 0)), pairs, erase, b_pairs)
-                    b_col += undone * gl.convert_layout(b_pairs, TILE)
+                    b_dq, b_row, b_col, within = add_pairs(b_dq, b_row, b_col, level, operands, buffers, WHOLE=False)
                     level = gl.where(within, -1, level - 1)
 
                 b_k, b_q, b_e = k_16.to(gl.float32), q_16.to(gl.float32), e_16.to(gl.float32)
