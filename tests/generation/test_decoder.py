@@ -208,6 +208,12 @@ class TestErrors:
         [
             ("hybrid", {}, "max_length is needed"),
             ("kda", {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+            (
+                "kda",
+                {"eos_token_id": [3, 61]},
+                r"of the 61 tokens of the vocabulary, got \[3, 61\]",
+            ),
+            ("kda", {"pad_token_id": -1}, "pad_token_id must be of the 61 tokens of the vocabulary, got -1"),
         ],
     )
     def test_options(self, case, options, message):

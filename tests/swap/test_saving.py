@@ -141,8 +141,10 @@ def test_base_model_and_heads(family, auto_class, tmp_path):
         expected, actual = model(ids), loaded(ids)
     assert torch.equal(expected[0], actual[0])
     deltazoo.swap_attention(copied := tiny_original(family, auto_class), "delta_net", keep_teacher=True)
+    copied.save_pretrained(tmp_path / "copied")
     deltazoo.unswap_attention(copied)
     assert type(copied) is type(tiny_original(family, auto_class))
+    assert copied.config.architectures == [type(copied).__name__]
 
 
 def test_base_model_loads_from_a_causal_lm(tmp_path):

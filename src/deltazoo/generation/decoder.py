@@ -101,6 +101,10 @@ class Decoder:
         self.sampling = sampling or Sampling()
         self.prefill_chunk = without_single_tokens(prefill_chunk)
         self.generator = torch.Generator(model.device).manual_seed(seed)
+        vocab_size = model.config.get_text_config().vocab_size
+        for name, given in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
+            if any(not 0 <= token < vocab_size for token in _as_list(given)):
+                raise ValueError(f"{name} must be of the {vocab_size} tokens of the vocabulary, got {given}")
         ends = _as_list(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
         self.ends = torch.tensor(ends, dtype=torch.long, device=model.device)
         pad = model.generation_config.pad_token_id if pad_token_id is None else pad_token_id

@@ -141,6 +141,7 @@ def turn_into_swapped(model: PreTrainedModel, delta_layers: dict[str, dict[str, 
 
 def turn_back(model: PreTrainedModel) -> None:
     """Undo `turn_into_swapped`, once the slots hold the original attention again."""
+    swapped_name = type(model).__name__
     model.base_model._delta_hook.remove()  # type: ignore[operator, union-attr]
     del model.base_model._delta_hook, model.config.delta_layers, model.config.mixer_module
     for part in _parts(model):
@@ -150,6 +151,8 @@ def turn_back(model: PreTrainedModel) -> None:
         del part._original_properties
         part.__class__ = part.original_class  # type: ignore[assignment]
     model.config.__class__ = model.config_class  # type: ignore[assignment]
+    if model.config.architectures == [swapped_name]:  # by a save in between
+        model.config.architectures = [type(model).__name__]
 
 
 def _adapt(model: PreTrainedModel) -> None:
