@@ -154,7 +154,7 @@ def test_a_layer_fed_one_token_for_ever_stays_bounded_thanks_to_the_guard(
     guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not guarded:
-        monkeypatch.setattr(rule, "bounded_step", lambda beta, k: beta)
+        monkeypatch.setattr(rule, "bounded_step", lambda beta, k, **options: beta)
     layer, states = constant_input_layer(), LayerStates()
     with torch.no_grad():
         layer(torch.randn(1, 1, 16, dtype=torch.bfloat16).expand(1, 4096, 16), past_key_values=states)

@@ -18,7 +18,7 @@ from deltazoo.ops import (
     linear_attention_step,
     step_size,
 )
-from deltazoo.ops.fused import fused_squared_norm
+from deltazoo.ops.fused import fused_erase_gain, fused_squared_norm
 from deltazoo.ops.named_choices import function_of
 from deltazoo.spec import DeltaRuleSpec
 
@@ -79,11 +79,12 @@ class RuleInputs(NamedTuple):
             k=spread(self.k), v=spread(self.v), beta=spread(self.beta), erase_key=spread(self.erase_key)
         )
 
-    def bounded(self, largest_gain: float = 2.0) -> "RuleInputs":
+    def bounded(self, largest_gain: float = 2.0, *, fused: bool = False) -> "RuleInputs":
         """With step sizes that keep the erase gain `beta e . k` at `largest_gain` or below (`bounded_step`)."""
         if self.beta is None:
             return self
-        return self._replace(beta=bounded_step(self.beta, self.k, self.erase_key, largest_gain=largest_gain))
+        beta = bounded_step(self.beta, self.k, self.erase_key, largest_gain=largest_gain, fused=fused)
+        return self._replace(beta=beta)
 
     def first(self, count: int) -> "RuleInputs":
         """Of the first `count` tokens."""
@@ -159,7 +160,7 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
         b: `[B, T, HV]` float32.
         k: `[B, T, H, K]` as the operator will see it, rounding included.
         allow_neg_eigval: double the step, so that the eigenvalue along k reaches down to -1 (arXiv:2411.12537).
-        fused: a kernel computes the squared lengths of keys.
+        fused: kernels compute what is made of keys.
 
     Returns:
         `[B, T, HV]` float32, such that no transition expands the state.
@@ -175,11 +176,13 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
     if allow_neg_eigval:
         beta = 2 * beta
     if allow_neg_eigval or step_size.may_expand(function, unit_keys=spec.normalize_k):
-        beta = _bounded(beta, fused_squared_norm(k.detach()), 2.0) if fused else bounded_step(beta, k)
+        beta = bounded_step(beta, k, fused=fused)
     return beta
 
 
-def bounded_step(beta: Tensor, k: Tensor, erase_key: Tensor | None = None, *, largest_gain: float = 2.0) -> Tensor:
+def bounded_step(
+    beta: Tensor, k: Tensor, erase_key: Tensor | None = None, *, largest_gain: float = 2.0, fused: bool = False
+) -> Tensor:
     """`min(beta, 2 / (e . k))`: keeps the eigenvalue `1 - beta e . k` of the transition at -1 or above.
 
     A unit key rounded to bfloat16 has `|k|^2` up to 1.002. With beta = 2 its eigenvalue is then -1.004, and a token
@@ -194,14 +197,13 @@ def bounded_step(beta: Tensor, k: Tensor, erase_key: Tensor | None = None, *, la
         erase_key: the same for e; None: e = k.
         largest_gain: in place of 2. A rule that reads the state before its decay has the eigenvalue
             `exp(g) - beta e . k`, which 1 keeps at -1 or above.
+        fused: a kernel computes `e . k`.
     """
-    key = at_least_float32(k.detach())
-    return _bounded(
-        beta, (key * (key if erase_key is None else at_least_float32(erase_key.detach()))).sum(-1), largest_gain
-    )
-
-
-def _bounded(beta: Tensor, gain: Tensor, largest_gain: float) -> Tensor:
+    e = k if erase_key is None else erase_key
+    if fused:
+        gain = fused_erase_gain(k, e)
+    else:
+        gain = (at_least_float32(k.detach()) * at_least_float32(e.detach())).sum(-1)
     bound = largest_gain / gain.clamp_min(torch.finfo(gain.dtype).tiny)
     return clip_step(beta, step_size.of_value_heads(bound, beta.shape[2]).to(beta.dtype))
 

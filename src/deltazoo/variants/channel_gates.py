@@ -53,4 +53,4 @@ class ChannelGates(DeltaRuleAttention):
 
     def whole_step(self, v: Tensor) -> Tensor:
         """A step size of one, `[B, T, HV]`."""
-        return torch.ones(v.shape[:3], dtype=at_least_float32(v).dtype, device=v.device)
+        return torch.ones(v.shape[:3], dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)

@@ -22,7 +22,7 @@ class FG2GatedDeltaNet(ChannelGates):
         v = self.gated(value_gate, v, largest_write, root=True)
         beta = self.whole_step(v)
         if self.allow_neg_eigval:
-            beta = bounded_step(beta, k)
+            beta = bounded_step(beta, k, fused=self.runs_fused(k))
         return RuleInputs(q, k, v, beta, self.log_decay(hidden_states))
 
     def step_form(self) -> StepForm | None:

@@ -27,7 +27,7 @@ class GatedDeltaNet2(ChannelGates):
         erase_key = self.erase_key(erase_gate, q, k)
         beta = self.whole_step(v)
         if self.allow_neg_eigval:
-            beta = bounded_step(beta, k, erase_key)
+            beta = bounded_step(beta, k, erase_key, fused=self.runs_fused(k))
         return RuleInputs(q, k, self.gated(write_gate, v), beta, self.log_decay(hidden_states), erase_key)
 
     def step_form(self) -> StepForm | None:

@@ -105,7 +105,7 @@ class Preconditioned(DeltaRuleAttention):
         write_key = recomputable(self._scaled_key, moment, self.log_atk_scale, k)
         inputs = inputs._replace(k=write_key, erase_key=k)
         may_expand = self.allow_neg_eigval or not self.spec.normalize_k
-        return (inputs.bounded() if may_expand else inputs), state
+        return (inputs.bounded(fused=self.runs_fused(k)) if may_expand else inputs), state
 
     def _weighted_squares(self, step: Tensor, k: Tensor) -> Tensor:
         return (fused_weighted_squares if self.runs_fused(k) else _weighted_squares)(step, k)

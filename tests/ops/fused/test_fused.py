@@ -37,11 +37,12 @@ from deltazoo.layers import (
 )
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.layers.rotary import rotate
-from deltazoo.layers.rule import effective_step
+from deltazoo.layers.rule import bounded_step, effective_step
 from deltazoo.layers.short_convolution import convolve_token
 from deltazoo.ops.fused import (
     fused_add_rms_norm,
     fused_cross_entropy_,
+    fused_erase_gain,
     fused_gated_rms_norm,
     fused_kernels_fit,
     fused_rms_norm,
@@ -66,10 +67,10 @@ pytest.importorskip("triton")
 from deltazoo.ops.decay import saturating_decay, softplus_decay  # noqa: E402
 from deltazoo.ops.fused.kernels import cross_entropy, gated_norm, rms_norm, short_conv_operator  # noqa: E402
 from deltazoo.ops.fused.kernels import softplus_decay as softplus_decay_kernels  # noqa: E402
+from deltazoo.ops.fused.kernels.key_products import erase_gain, squared_norm  # noqa: E402
 from deltazoo.ops.fused.kernels.moment_keys import scaled_key, weighted_squares  # noqa: E402
 from deltazoo.ops.fused.kernels.rule_keys import rule_keys  # noqa: E402
 from deltazoo.ops.fused.kernels.sigmoid_gate import sigmoid_gate  # noqa: E402
-from deltazoo.ops.fused.kernels.squared_norm import squared_norm  # noqa: E402
 
 Results = dict[str, Tensor]
 
@@ -399,6 +400,27 @@ class StepSize:
 
 
 @dataclass(frozen=True)
+class Bound:
+    """Step sizes bounded by the erase gain, and the gradient, which the bound lets through where it does not bind."""
+
+    name: str
+    shape: tuple[int, ...] = (2, 9, 3, 12)
+    other_key: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+        k, e = (torch.randn(self.shape, generator=generator) / self.shape[-1] ** 0.5 for _ in range(2))
+        k, e = (x.to(self.dtype).to(device, dtype or self.dtype) for x in (k, k + 0.5 * e))
+        wide = dtype or torch.float32
+        beta, d_beta = (2 * torch.rand(*self.shape[:2], 2 * self.shape[2], generator=generator) for _ in range(2))
+        beta = beta.to(device, wide).requires_grad_()
+        found = bounded_step(beta, k, e if self.other_key else None, largest_gain=1.0, fused=fused)
+        assert (found < beta).any() and (found == beta).any()
+        return {"beta": found.detach(), "d_beta": torch.autograd.grad(found, beta, d_beta.to(device, wide))[0]}
+
+
+@dataclass(frozen=True)
 class UnitHeads:
     """The L2 norm of heads and its gradient."""
 
@@ -587,6 +609,10 @@ CASES = [
     *(StepSize(f"step_size_of_keys_of_{size:g}", "efla", size=size) for size in (1e-3, 30, 1e12, 0)),
     StepSize("step_size_of_absurd_keys", "gated_longhorn", size=1e17),
     StepSize("step_size_doubled", "neg_delta_net", doubled=True),
+    Bound("bounded_step"),
+    Bound("bounded_step_of_another_key", other_key=True),
+    Bound("bounded_step_of_many_rows", shape=(3, 150, 5, 7), other_key=True),
+    Bound("bounded_step_half", other_key=True, dtype=HALF),
     StepSize("step_size_of_many_rows", "efla", shape=(3, 150, 5, 7)),
     *(StepSize(f"step_size_of_{variant}_half", variant, dtype=HALF) for variant in ("efla", "longhorn", "kaczmarz")),
     *(UnitHeads(f"unit_heads_of_size_{size:g}", size=size) for size in (1, 1e-3, 0)),
@@ -635,6 +661,7 @@ Case = (
     | Keys
     | Moment
     | StepSize
+    | Bound
     | UnitHeads
     | Rotation
     | Loss
@@ -766,6 +793,9 @@ def test_keys_of_step_sizes_that_do_not_fit() -> None:
         fused_squared_norm(torch.ones(2, 5, 3, 8, device="meta", dtype=torch.float64))
     with pytest.raises(NotImplementedError, match="rows of up to 8192, not 8193"):
         fused_squared_norm(torch.ones(1, 8193, device="meta"))
+    k = torch.ones(2, 5, 3, 8, device="meta")
+    with pytest.raises(ValueError, match=r"alike, got torch.float32 \(2, 5, 3, 8\) and torch.float32 \(2, 5, 3, 4\)"):
+        fused_erase_gain(k, k[..., :4])
 
 
 def test_gates_that_do_not_fit() -> None:
@@ -972,6 +1002,7 @@ def check_operators() -> None:
         (weighted_squares, gate, x),
         (scaled_key, x.square(), p, x),
         (squared_norm, x),
+        (erase_gain, x.detach(), x.detach().flip(0)),
     ):
         leaves = [y.detach().requires_grad_() if isinstance(y, Tensor) else y for y in arguments]
         torch.library.opcheck(operator.overload, leaves)

@@ -29,6 +29,7 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     cross_entropy,
     gated_norm,
     greedy_token,
+    key_products,
     moment_keys,
     rms_norm,
     rotary_embedding,
@@ -38,7 +39,6 @@ from deltazoo.ops.fused.kernels import (  # noqa: E402
     short_conv_step,
     sigmoid_gate,
     softplus_decay,
-    squared_norm,
     swiglu,
     token_convolution,
     token_gates,
@@ -150,7 +150,8 @@ def weigh_squares() -> None:
 
 def measure_keys() -> None:
     k = empty(4, 4096, 8, 128)
-    squared_norm._backward(k, squared_norm._forward(k))
+    key_products._backward(k, key_products._forward(k))
+    key_products._gain(k, k)
 
 
 def scale_key() -> None:
@@ -300,7 +301,7 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         for keys, K in (("query_share", 128), ("gated_query", 128), ("feedback", 256), ("unit_feedback", 256))
     },
     "moment_squares": (8, weigh_squares),
-    "squared_norm": (8, measure_keys),
+    "key_products": (8, measure_keys),
     "moment_key": (8, scale_key),
     "gate": (8, lambda: gate(False)),
     "gate_root": (8, lambda: gate(True)),
@@ -361,12 +362,12 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 def launches_of(name: str) -> int:
-    """Forward and backward, and the sum of parts of a weight's gradient."""
+    """Forward and backward, and the sum of parts of a weight's gradient, or the erase gain."""
     if name.startswith("step_rule_channel"):
         return 2  # its gates first
     if name.startswith(("step", "loss")):
         return 1
-    return 3 if name.startswith(("conv", "plain_norm", "decay")) else 2
+    return 3 if name.startswith(("conv", "plain_norm", "decay", "key_products")) else 2
 
 
 def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledKernel]:

@@ -19,6 +19,7 @@ __all__ = [
     "MOST_NORM_COLUMNS",
     "fused_add_rms_norm",
     "fused_cross_entropy_",
+    "fused_erase_gain",
     "fused_gated_rms_norm",
     "fused_kernels_fit",
     "fused_rms_norm",
@@ -410,9 +411,34 @@ def fused_squared_norm(k: Tensor) -> Tensor:
     """
     _require_triton(k)
     _require_columns(k)
-    from deltazoo.ops.fused.kernels.squared_norm import squared_norm
+    from deltazoo.ops.fused.kernels.key_products import squared_norm
 
     return squared_norm(k)
+
+
+def fused_erase_gain(k: Tensor, erase_key: Tensor) -> Tensor:
+    """`e . k` over the last axis, in float32, by which step sizes are bounded. It has no gradient.
+
+    Args:
+        k, erase_key: alike, `[..., K]` float32, bfloat16 or float16; they may be one tensor.
+
+    Returns:
+        `[...]` float32.
+
+    Raises:
+        NotImplementedError: as `fused_squared_norm`.
+        ValueError: tensors of two dtypes or shapes, or on two devices.
+    """
+    _require_triton(k, erase_key)
+    _require_columns(k)
+    if (k.dtype, k.shape) != (erase_key.dtype, erase_key.shape):
+        raise ValueError(
+            f"k and erase_key must be alike, got {k.dtype} {tuple(k.shape)} and {erase_key.dtype} "
+            f"{tuple(erase_key.shape)}"
+        )
+    from deltazoo.ops.fused.kernels.key_products import erase_gain
+
+    return erase_gain(k.detach(), erase_key.detach())
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:

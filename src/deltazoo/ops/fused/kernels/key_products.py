@@ -1,6 +1,7 @@
-"""The squared length of keys in float32, in one pass over memory, forward and backward.
+"""Products of keys in float32, in one pass over memory: their squared length, and the erase gain without its step size.
 
     n = sum of min(|k|, 1e15)^2      d_k = 2 d_n k, zero where |k| > 1e15
+    g = e . k, which has no gradient
 
 The backward pass keeps only the keys. The bound is that of `deltazoo.ops.step_size.gate_and_squared_norm`.
 """
@@ -17,7 +18,7 @@ from deltazoo.ops.fused.kernels.rule_keys import keep_tile, key_rows, load_tile
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
-__all__ = ["squared_norm"]
+__all__ = ["erase_gain", "squared_norm"]
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -33,6 +34,13 @@ def squared_norm_backward_kernel(k, d_n, d_k, R, K: tl.constexpr, BR: tl.constex
     X = load_tile(k, rows, columns, mask, K)
     d = tl.load(d_n + rows, mask=row_mask, other=0.0)
     keep_tile(d_k, tl.where(tl.abs(X) <= 1e15, 2 * d[:, None] * X, 0.0), rows, columns, mask, K)
+
+
+@triton.jit(do_not_specialize=["R"])
+def erase_gain_kernel(k, erase_key, gain, R, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
+    products = load_tile(k, rows, columns, mask, K) * load_tile(erase_key, rows, columns, mask, K)
+    tl.store(gain + rows, tl.sum(products, axis=1), mask=row_mask)
 
 
 @lru_cache(maxsize=1024)
@@ -57,6 +65,14 @@ def _backward(k, d_n):
     return d_k
 
 
+def _gain(k, erase_key):
+    k, erase_key = k.contiguous(), erase_key.contiguous()
+    gain = k.new_empty(k.shape[:-1], dtype=torch.float32)
+    with torch.cuda.device_of(k):
+        launch(erase_gain_kernel, _constants(gain.numel(), k.shape[-1]), k, erase_key, gain)
+    return gain
+
+
 def _save(ctx, inputs, n):
     ctx.save_for_backward(*inputs)
 
@@ -79,3 +95,10 @@ squared_norm = DifferentiableOperator(
     refusal=REFUSAL,
 )
 """`squared_norm(k)`, see `deltazoo.ops.fused.fused_squared_norm`."""
+
+erase_gain = Operator(
+    "erase_gain(Tensor k, Tensor erase_key) -> Tensor",
+    _gain,
+    fake=lambda k, erase_key: k.new_empty(k.shape[:-1], dtype=torch.float32),
+)
+"""`erase_gain(k, erase_key)`, see `deltazoo.ops.fused.fused_erase_gain`."""
