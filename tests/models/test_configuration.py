@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 from tiny_models import CASES, CONFIGS, HYBRID, SIZES, tiny_config
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deltazoo.models import (
@@ -483,7 +484,7 @@ class TestFlaHubKeys:
     [
         ({"num_hidden_layers": 3}, "layer_types must name num_hidden_layers=3 layers, got 2"),
         ({"layer_types": HYBRID["layer_types"]}, r"softmax layers \(layer_types\) need num_attention_heads"),
-        (HYBRID, "rope_theta must be a positive, finite number, got None"),
+        (HYBRID, "softmax layers need rope_parameters, such as"),
     ],
     ids=str,
 )
@@ -493,3 +494,16 @@ def test_keys_that_were_changed_later_are_checked_when_a_model_is_made(overrides
     DeltaRuleForCausalLM(tiny_config("gated_deltanet")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path, **overrides)
+
+
+def test_a_hybrid_is_built_of_fake_tensors():
+    with FakeTensorMode():
+        model = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, **HYBRID))
+    assert all(isinstance(parameter, FakeTensor) for parameter in model.parameters())
+
+
+def test_a_partial_rotary_factor_of_none_turns_whole_heads():
+    whole = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, **HYBRID))
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": None}
+    named = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, **HYBRID, rope_parameters=rope))
+    assert torch.equal(named.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)

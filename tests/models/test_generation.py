@@ -139,6 +139,16 @@ def test_a_cache_of_the_whole_prompt_is_refused(held):
     assert torch.equal(generated, greedy_loop(model, ids[:, :6], 5))
 
 
+@pytest.mark.parametrize("case", FEW)
+@pytest.mark.feature("second turn on a returned cache")
+def test_new_tokens_alone_beside_a_cache_of_those_before(case):
+    """As transformers has it: the mask is that of all tokens."""
+    model, ids = tiny_model(case), tokens(2, 10)
+    options = {"past_key_values": model(ids[:, :7]).past_key_values, "attention_mask": torch.ones(2, 10)}
+    generated = model.generate(ids[:, 7:], max_new_tokens=5, do_sample=False, **options)
+    assert torch.equal(generated[:, 3:], greedy_loop(model, ids, 5)[:, 10:])
+
+
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"capture_step": True}], ids=str)
 @pytest.mark.parametrize("chunk", [1, 2, 4])
 @pytest.mark.parametrize("overrides", [{"case": "gated_deltanet"}, {"case": "hybrid", "head_dim": 6}], ids=str)

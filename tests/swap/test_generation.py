@@ -143,3 +143,12 @@ def test_early_exit(layers):
 def test_continuous_batching_is_refused(layers):
     with pytest.raises(NotImplementedError, match="state transformers' continuous batching"):
         swapped("llama", layers).generate_batch([[1, 2, 3], [4, 5]])
+
+
+def test_a_swapped_model_is_exported_for_any_size():
+    model = swapped("llama")
+    model.config.use_cache = False
+    sizes = {"input_ids": {0: torch.export.Dim("B", min=2, max=100), 1: torch.export.Dim("T", min=2, max=1000)}}
+    program = torch.export.export(model, (), {"input_ids": tokens(3, 9)}, dynamic_shapes=sizes, strict=False)
+    ids = tokens(2, 14)
+    torch.testing.assert_close(program.module()(input_ids=ids).logits, model(ids).logits)

@@ -19,15 +19,15 @@ from deltazoo.layers import make_layer  # noqa: E402
 from deltazoo.spec import list_variants  # noqa: E402
 
 PRODUCTS = {"mm", "addmm"}
-SUMS = {"add", "sum"}
-"""Of gradients: where a tensor is read twice, and for a bias."""
-MEMORY = {"empty", "empty_like", "new_empty", "zeros"}
-"""Zeros are gradients of results that operators keep to themselves; only observed calls make them."""
+MEMORY = {"empty", "empty_like", "new_empty"}
+SUMS = {"add", "sum", "zeros"}
+"""Of gradients: where a tensor is read twice, and for a bias. Zeros are those of results that operators keep to
+themselves; only calls that are watched make them."""
 LEFT = {
-    "gla": {"neg"},  # its gate's sign
-    "eda": {"zeros_like", "cat"},  # two micro-steps placed side by side
+    "gla": ({"neg"}, {"neg"}),  # its gate's sign
+    "eda": ({"zeros_like", "cat"}, set()),  # two micro-steps placed side by side
 }
-"""What is left of some rules."""
+"""What is left of some rules, forward and backward."""
 
 
 class LargeOperations(TorchDispatchMode):
@@ -41,7 +41,7 @@ class LargeOperations(TorchDispatchMode):
         results = function(*args, **(kwargs or {}))
         read, made = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), results))
         storages = {x.untyped_storage()._cdata for x in read}
-        is_view = all(x.untyped_storage()._cdata in storages for x in made)
+        is_view = all(x.untyped_storage()._cdata in storages for x in made) and not function._schema.is_mutable
         name = function.overloadpacket.__name__
         moved = made if name.startswith("new_") else read + made  # what is new has the device of what is read
         if function.namespace == "aten" and not is_view and any(x.numel() >= self.size for x in moved):
@@ -54,8 +54,12 @@ def test_nothing_of_the_inputs_size_is_plain(variant: str) -> None:
     B, T, H, K = 2, 64, 2, 32
     layer = make_layer(variant, H * K, H, K, expand_v=1, fused_kernels=True, layer_idx=0).to("meta", torch.bfloat16)
     x = torch.empty(B, T, H * K, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    with LargeOperations(x.numel() // 2) as found:
+    with LargeOperations(x.numel() // 2) as forward:
         y = layer(x)
+    with LargeOperations(x.numel() // 2) as backward:
         y.backward(torch.empty_like(y))
     assert layer.q_proj.weight.grad is not None
-    assert found.names - PRODUCTS - SUMS - MEMORY - LEFT.get(variant, set()) == set()
+    left_forward, left_backward = LEFT.get(variant, (set(), set()))
+    assert forward.names - PRODUCTS - MEMORY == left_forward
+    assert backward.names - PRODUCTS - MEMORY - SUMS == left_backward
+    assert forward.names & PRODUCTS and backward.names & PRODUCTS

@@ -47,7 +47,7 @@ class CapturedGeneration:
         """
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if kwargs.get("inputs_embeds") is None:
-            _check_tokens_to_run(prompt, kwargs.get("past_key_values"))
+            _check_tokens_to_run(prompt, kwargs.get("attention_mask"), kwargs.get("past_key_values"))
         with _call_offered(self, capture_step, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -106,16 +106,22 @@ class CapturedGeneration:
         return f"generate {now}" if last is None else f"generate {now} (the last call: {last})"
 
 
-def _check_tokens_to_run(prompt: Any, cache: Any) -> None:
-    """ValueError if a cache holds the whole prompt: transformers would run all of it once more, behind itself."""
+def _check_tokens_to_run(prompt: Any, mask: Any, cache: Any) -> None:
+    """ValueError if a cache holds the whole prompt: transformers would run all of it once more, behind itself.
+
+    A prompt of what is new alone has a mask of all tokens, as transformers wants it.
+    """
     used = any(is_used(layer) for layer in getattr(cache, "layers", ()))
     if not (used and isinstance(prompt, Tensor) and prompt.ndim == 2):
+        return
+    if isinstance(mask, Tensor) and mask.shape[-1] != prompt.shape[1]:
         return
     held, given = int(cache.get_seq_length()), prompt.shape[1]
     if held >= given:
         raise ValueError(
             f"past_key_values holds {held} tokens, and the prompt has {given}, those in the cache included: at least "
-            "one must follow them. Take the cache from before the prompt's last token, or leave past_key_values out"
+            "one must follow them. Take the cache from before the prompt's last token, leave past_key_values out, or "
+            "give new tokens alone and an attention_mask of all"
         )
 
 

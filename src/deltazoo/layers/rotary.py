@@ -49,7 +49,10 @@ def rotate_queries_and_keys(
     rows = sequences.num_rows if isinstance(sequences, PackedSequences) else 1
     batch_size, num_tokens, channels = q.shape[0] * rows, q.shape[1] // rows, rotary[0].shape[-1]
     fits = channels % 2 == 0 and channels <= q.shape[-1]
-    if not fits or any(x.shape not in {(n, num_tokens, channels) for n in (1, batch_size)} for x in rotary):
+    for x in rotary:  # sizes may be symbolic
+        fits = fits and x.ndim == 3 and (x.shape[0] == 1 or x.shape[0] == batch_size)
+        fits = fits and x.shape[1] == num_tokens and x.shape[2] == channels
+    if not fits:
         raise ValueError(
             f"rotary must be cosines and sines [{batch_size} or 1, {num_tokens}, d] with an even d of at most "
             f"{q.shape[-1]}, got {' and '.join(str(tuple(x.shape)) for x in rotary)}"

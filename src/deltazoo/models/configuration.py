@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 import transformers
 from huggingface_hub.dataclasses import strict
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
@@ -321,34 +322,38 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             )
 
     def _validate_rope(self) -> None:
-        for key in self.rope_parameters or ():
+        if not self.rope_parameters:  # a configuration that is made with such layers fills it in
+            raise ValueError("softmax layers need rope_parameters, such as {'rope_theta': 10000.0}")
+        for key in self.rope_parameters:
             misspelt = self.transformers_version is None or one_slip_away(key, _ROPE_KEYS)
             if key not in _ROPE_KEYS and misspelt:
                 raise ValueError(f"rope_parameters: {unknown('key', key, _ROPE_KEYS)}")
-        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        rope_type = self.rope_parameters.get("rope_type", "default")
         rope_types = ("default", *ROPE_INIT_FUNCTIONS)
         if rope_type not in rope_types:
             raise ValueError(f"rope_parameters: {unknown('rope_type', rope_type, rope_types)}")
-        theta = (self.rope_parameters or {}).get("rope_theta")
+        theta = self.rope_parameters.get("rope_theta")
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
             raise ValueError(f"rope_parameters: rope_theta must be a positive, finite number, got {theta!r}")
         try:
-            with torch.device("cpu"):
+            with unset_fake_temporarily(), torch.device("cpu"):  # their values are looked at
                 frequencies, scale = rotary_frequencies(with_softmax_heads(self))
+                in_range = bool(((frequencies >= 0) & frequencies.isfinite()).all()) and 0 < scale < math.inf
+                found = frequencies.tolist()
         except KeyError as error:
             raise ValueError(f"rope_parameters: rope_type {rope_type!r} needs the key {error}") from error
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"rope_parameters {self.rope_parameters}: {error}") from error
         head_dim = self.hidden_size // self.num_attention_heads  # type: ignore[operator]
-        if not 0 < 2 * len(frequencies) <= head_dim:
+        if not 0 < 2 * len(found) <= head_dim:
             raise ValueError(
                 f"rope_parameters must turn 2 to {head_dim} channels, the size of a softmax head, got "
-                f"{2 * len(frequencies)} by {self.rope_parameters}"
+                f"{2 * len(found)} by {self.rope_parameters}"
             )
-        if not (bool(((frequencies >= 0) & frequencies.isfinite()).all()) and 0 < scale < math.inf):
+        if not in_range:
             raise ValueError(
-                f"rope_parameters must give positive, finite frequencies and scale, got {frequencies.tolist()} and "
-                f"{scale} by {self.rope_parameters}"
+                f"rope_parameters must give positive, finite frequencies and scale, got {found} and {scale} by "
+                f"{self.rope_parameters}"
             )
 
     def validate_rope(self) -> None:

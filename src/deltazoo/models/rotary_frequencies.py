@@ -24,7 +24,7 @@ def with_softmax_heads(config: "DeltaRuleConfig") -> "DeltaRuleConfig":
 def default_frequencies(config: "DeltaRuleConfig") -> tuple[Tensor, float]:
     """`theta^(-2i/d)` in radians per position, and the scale of cosines and sines; d channels of a head turn."""
     assert config.rope_parameters is not None and config.head_dim is not None
-    channels = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    channels = int(config.head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
     return config.rope_parameters["rope_theta"] ** -exponents, 1.0
 

@@ -91,7 +91,7 @@ class SoftmaxAttention(nn.Module):
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            position_embeddings: cosine and sine `[B or 1, T, head_dim]`.
+            position_embeddings: cosine and sine `[B or 1, T, d]`.
             attention_mask: as `create_causal_mask` makes it for the chosen implementation.
             past_key_values: the cache that holds this layer's keys and values.
             kwargs: for the implementation, such as the boundaries of packed sequences.

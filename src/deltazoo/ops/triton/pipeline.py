@@ -32,12 +32,12 @@ from deltazoo.ops.triton.hopper.backward_rest import (
 )  # fmt: skip
 from deltazoo.ops.triton.hopper.support import (
     MISSING,
-    TRIED_ON_GPU,
     available,
     channel_gradients_refusal,
     forward_refusal,
     matrix_tiles,
     multiprocessors,
+    strong_gradients_refusal,
     token_tiles,
 )  # fmt: skip
 from deltazoo.ops.triton.launch import Tile, launch
@@ -504,21 +504,21 @@ def chunk_gradients(
             constants = plan.chunk_gradients_exact(strong)
             launch(chunk_gradients_exact_kernel, constants, *tensors, scratch(constants.grid[0]), *p.chunk_offsets)
         return
-    on_hopper = gradients_on_hopper(p)
-    if on_hopper:
+    if gradients_on_hopper(p, strong=False):
         launch_hopper_gradients(p, kept, from_scans, gradients, strong=False)
     else:
         launch(chunk_gradients_channel_kernel, plan.chunk_gradients_channel(), *tensors, *p.chunk_offsets)
-    if on_hopper and TRIED_ON_GPU:
+    if gradients_on_hopper(p, strong=True):
         launch_hopper_gradients(p, kept, from_scans, gradients, strong=True)
     else:
         constants = plan.chunk_gradients_strong()
         launch(chunk_gradients_strong_kernel, constants, *tensors, scratch(constants.grid[0]), *p.chunk_offsets)
 
 
-def gradients_on_hopper(p: Problem) -> bool:
-    """Whether Gluon kernels make the gradients for decay per channel."""
-    return p.plan.hopper and channel_gradients_refusal(p.plan, p.q.dtype) is None
+def gradients_on_hopper(p: Problem, *, strong: bool) -> bool:
+    """Whether a Gluon kernel makes the gradients for decay per channel, of chunks where it is strong, or others."""
+    refusal = strong_gradients_refusal if strong else channel_gradients_refusal
+    return p.plan.hopper and refusal(p.plan, p.q.dtype) is None
 
 
 def launch_hopper_gradients(

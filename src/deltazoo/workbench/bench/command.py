@@ -141,6 +141,8 @@ def ops(
         typer.echo(f"{error}; going on in a new process", err=True)
         sys.stdout.flush()
         os.execv(sys.executable, [*sys.orig_argv, *([] if resume else ["--resume"])])
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
     failed = [row for row in results.rows.values() if row.error is not None]
     typer.echo(f"{len(results.rows)} rows, {len(failed)} of them failures" + ("" if warm_up_only else f", in {out}"))
     # With --resume this run continues an earlier one, so failures of that one count too.

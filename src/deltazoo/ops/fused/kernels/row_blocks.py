@@ -1,6 +1,7 @@
 """How the norms cut rows into programs.
 
-The kernels share no device functions: moving their address arithmetic or their sums into one changes the PTX.
+The kernels of the norms share no device functions: moving their address arithmetic or their sums into one changes the
+PTX.
 """
 
 __all__ = ["row_blocks"]

@@ -62,10 +62,7 @@ def _inverse_norm(x):
 @triton.jit(do_not_specialize=["R"])
 def rule_keys_forward_kernel(q, k, gate, p0, p1, new_q, new_k, e, R, KEYS: tl.constexpr, LARGEST: tl.constexpr,
                              H: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    columns = tl.arange(0, BD)
-    row_mask = rows < R
-    mask = row_mask[:, None] & (columns < K)[None, :]
+    rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
     Q, X = load_tile(q, rows, columns, mask, K), load_tile(k, rows, columns, mask, K)
     if KEYS == "query_share":
         s, _, _ = logistic(tl.load(gate + rows, mask=row_mask, other=0.0).to(tl.float32) - 0.9)
@@ -99,10 +96,7 @@ def rule_keys_backward_kernel(q, k, gate, p0, p1, d_new_q, d_new_k, d_e, d_q, d_
                               KEYS: tl.constexpr, LARGEST: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
                               BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """`terms [2, R]`: what each row adds to the gradients of p0 and p1."""
-    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    columns = tl.arange(0, BD)
-    row_mask = rows < R
-    mask = row_mask[:, None] & (columns < K)[None, :]
+    rows, columns, row_mask, mask = key_rows(R, K, BR, BD)
     Q, X, D = (
         load_tile(q, rows, columns, mask, K),
         load_tile(k, rows, columns, mask, K),

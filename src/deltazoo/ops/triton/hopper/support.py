@@ -46,7 +46,6 @@ __all__ = [
     "BACKWARD",
     "FUSED_FORWARD",
     "MISSING",
-    "TRIED_ON_GPU",
     "async_copy",
     "available",
     "backward_refusal",
@@ -64,6 +63,7 @@ __all__ = [
     "refusal",
     "reverse_scan_options",
     "scan_options",
+    "strong_gradients_refusal",
     "tma",
     "token_tiles",
     "warpgroup_mma",
@@ -222,6 +222,11 @@ def forward_refusal(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> str
 TRIED_ON_GPU = False
 """Whether `hopper_chunk_gradients_strong_kernel`, and erase keys in both kernels for decay per channel, serve calls.
 They are right on the model of a thread block; until a GPU has confirmed it the plain kernels take their place."""
+
+
+def strong_gradients_refusal(plan: Plan, dtype: torch.dtype) -> str | None:
+    """Why `hopper_chunk_gradients_strong_kernel` does not serve a call with decay per channel; None if it does."""
+    return channel_gradients_refusal(plan, dtype) if TRIED_ON_GPU else "no GPU has run it yet"
 
 
 def channel_gradients_refusal(plan: Plan, dtype: torch.dtype) -> str | None:
