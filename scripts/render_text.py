@@ -13,7 +13,7 @@ from deltazoo.workbench.lab.text_conversions.conversion_results import Conversio
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "text.jsonl"
-CONVERSIONS = ROOT / "benchmarks" / "results" / "text_conversions_h100.jsonl"
+CONVERSIONS = ROOT / "benchmarks" / "results" / "text_conversions.jsonl"
 MANIFEST = ROOT / "benchmarks" / "results" / "text_corpus.json"
 DOCS = ROOT / "docs"
 

@@ -73,7 +73,7 @@ def _introduction(recipe: ConversionRecipe) -> str:
         )
         + "\n\n"
         "    python scripts/build_python_text.py\n"
-        "    deltazoo lab --suite text-conversions --device cuda --out benchmarks/results/text_conversions_h100.jsonl "
+        "    deltazoo lab --suite text-conversions --device cuda --out benchmarks/results/text_conversions.jsonl "
         "--limit 900\n"
         "    python scripts/render_text.py\n\n"
         + filled(
