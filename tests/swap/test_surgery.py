@@ -214,3 +214,19 @@ class TestRefusedAndUntouched:
     def test_arguments(self, arguments, message, error, dry_run):
         arguments = {"variant": "gated_deltanet", "dry_run": dry_run, **arguments}
         assert_untouched(tiny_original("llama"), message, arguments.pop("variant"), error=error, **arguments)
+
+
+@pytest.mark.parametrize(("family", "has_experts"), [("mixtral", True), ("llama", False)])
+def test_what_can_be_set_is_what_the_original_can(family, has_experts, monkeypatch):
+    """transformers finds it out from the source of a class's module, once."""
+    model = tiny_original(family)
+    deltazoo.swap_attention(model, "gated_deltanet", [0])
+    for cls in type(model).__mro__:
+        for name in ("_can_set_experts_implementation_cached_value", "_can_set_attn_implementation_cached_value"):
+            if name in vars(cls):
+                monkeypatch.delattr(cls, name)
+    assert type(model)._can_set_attn_implementation()
+    assert type(model)._can_set_experts_implementation() == has_experts
+    if has_experts:
+        model.set_experts_implementation("eager")
+        assert model.config._experts_implementation == "eager"

@@ -6,7 +6,7 @@ transformers alone refuses it, so nobody loads it with softmax attention and ran
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -63,6 +63,8 @@ _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan",
 class SwappedModel(ModelWithDeltaLayers):
     """What a swapped model adds to the original, whatever its head."""
 
+    original_class: ClassVar[type[PreTrainedModel]]
+
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         runtime = {name: kwargs.pop(name) for name in RUNTIME_OPTIONS if name in kwargs}
         super().__init__(config, *args, **kwargs)
@@ -74,6 +76,16 @@ class SwappedModel(ModelWithDeltaLayers):
             setattr(decoder_layers[index], family.attention, attention)
         _adapt(self)
         self.set_runtime(**runtime)
+
+    # transformers reads these off the source of a class's module, and remembers them.
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.original_class._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.original_class._can_set_experts_implementation()
 
     def prepare_cache(self, cache: Cache) -> None:
         """Make a fresh cache fit this model's swapped layers, in place; ValueError if it cannot."""
