@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -443,9 +444,10 @@ def test_a_state_of_a_layer_with_convolutions_is_refused_without() -> None:
 
 
 def test_a_variant_that_is_no_name_is_refused() -> None:
+    nothing: Any = None
     for make_one in (DeltaRuleAttention, layers.make_layer):
         with pytest.raises(TypeError, match="variant must be a variant's name or a DeltaRuleSpec, got None"):
-            make_one(None, HIDDEN, HEADS)  # type: ignore[arg-type]
+            make_one(nothing, HIDDEN, HEADS)
 
 
 @pytest.mark.parametrize(

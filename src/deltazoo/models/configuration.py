@@ -335,19 +335,20 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         theta = self.rope_parameters.get("rope_theta")
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
             raise ValueError(f"rope_parameters: rope_theta must be a positive, finite number, got {theta!r}")
+        with_heads = with_softmax_heads(self)
+        assert with_heads.head_dim is not None  # a softmax layer has heads
         try:
             with unset_fake_temporarily(), torch.device("cpu"):  # their values are looked at
-                frequencies, scale = rotary_frequencies(with_softmax_heads(self))
+                frequencies, scale = rotary_frequencies(with_heads)
                 in_range = bool(((frequencies >= 0) & frequencies.isfinite()).all()) and 0 < scale < math.inf
                 found = frequencies.tolist()
         except KeyError as error:
             raise ValueError(f"rope_parameters: rope_type {rope_type!r} needs the key {error}") from error
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"rope_parameters {self.rope_parameters}: {error}") from error
-        head_dim = self.hidden_size // self.num_attention_heads  # type: ignore[operator]
-        if not 0 < 2 * len(found) <= head_dim:
+        if not 0 < 2 * len(found) <= with_heads.head_dim:
             raise ValueError(
-                f"rope_parameters must turn 2 to {head_dim} channels, the size of a softmax head, got "
+                f"rope_parameters must turn 2 to {with_heads.head_dim} channels, the size of a softmax head, got "
                 f"{2 * len(found)} by {self.rope_parameters}"
             )
         if not in_range:
