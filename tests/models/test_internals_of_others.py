@@ -156,7 +156,8 @@ INTERNALS = (
     Internal("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "transformers.models.auto.modeling_auto", "which have a model"),
     Internal("_load_from_checkpoint", "transformers:Trainer", "overridden: renamed weights are loaded too"),
     Internal("_experts_implementation", "transformers.configuration_utils", "set back after serving's steps"),
-    Internal("_can_set_experts_implementation", MODEL, "whether a model has experts"),
+    Internal("_can_set_attn_implementation", MODEL, "overridden: a swapped class answers as its original"),
+    Internal("_can_set_experts_implementation", MODEL, "whether a model has experts; overridden as the one above"),
 )
 
 # Public by their documentation, or set by us on objects of others.
