@@ -243,6 +243,9 @@ class ThreadBlock:
         with np.errstate(over="ignore"):  # a GPU gives inf without a word
             self.put(a[0], np.exp2(self.get(a[1], "f32")))
 
+    def op_rcp(self, rest: list[str], a: list[str]) -> None:
+        self.put(a[0], np.float32(1) / self.get(a[1], "f32"))
+
     def op_add(self, rest: list[str], a: list[str]) -> None:
         self.sum_or_difference("add", rest, a)
 

@@ -11,8 +11,8 @@ Matrix products are nearly all of the work and elementwise results most of the m
 at little cost in time. Gradients are the same at every level.
 
 At these levels the layers say what is computed again, through `recomputable` in `deltazoo.layers.recompute`. A compiler
-sees single operators, so `torch.compile` decides by their names, and keeps the states. Only where the fused backward
-pass serves (`deltazoo.ops.triton`) are they kept at all, so elsewhere `states` is `elementwise`.
+sees single operators, so `torch.compile` decides by their names, and keeps the states. Only on Hopper, in heads of 128
+channels and 16 bits, are they kept at all, so elsewhere `states` is `elementwise`.
 """
 
 from collections.abc import Callable

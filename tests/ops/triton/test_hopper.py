@@ -85,6 +85,8 @@ CALLS = [
 MORE_CALLS = [
     Call(decay=0, strict=False),
     Call(decay=2, dtype=torch.float16),
+    Call(decay=2, few=True, keep=False),
+    Call(decay=1, erase_key=True, keep=False),
     Call(decay=0, segmented=True, dtype=torch.float16),
 ]
 

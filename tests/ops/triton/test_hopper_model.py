@@ -124,7 +124,7 @@ def results(
         patch.setattr(support, "MIN_HEADS", 1)
         patch.setattr(support, "MIN_BUSY", 0.0)
         patch.setattr(Tensor, "new_empty", uninitialised)
-        inputs = (x.q, x.k, x.v, x.beta, x.log_decay, scale, x.initial_state, None, None, None, False, 1)
+        inputs = (x.q, x.k, x.v, x.beta, x.log_decay, scale, x.initial_state, None, None, x.erase_key, False, 1)
         problem = pipeline.Problem(*inputs)
         if not recorded:
             return dict(zip(("output", "final_state"), pipeline.infer(problem), strict=True))
@@ -189,6 +189,8 @@ def some_zero_and_large(x: DeltaRuleInputs) -> None:
     [
         SHORT,
         replace(SHORT, name="whole_chunks", T=128, decay="none", initial_state=False),
+        pytest.param(replace(SHORT, name="channel", decay="channel"), marks=pytest.mark.sweep),
+        pytest.param(replace(SHORT, name="erase_key", T=100, erase="gated"), marks=pytest.mark.sweep),
         pytest.param(SEGMENTS, marks=pytest.mark.sweep),
     ],
     ids=str,
@@ -201,7 +203,7 @@ def test_gradients_with_a_second_scan_are_the_same(case: DeltaRuleCase, monkeypa
     for keep in (True, False):
         model = Model()
         found.append(results(x, 0.1, model, monkeypatch, keep=keep))
-        assert "backward_kernel" in model.names
+        assert {"backward_kernel", "hopper_reverse_scan_kernel"} & set(model.names)
         scans.append(model.names.count("hopper_scan_kernel"))
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
     assert scans[1] == scans[0] + 2  # one launch for chunks with large gains

@@ -2,7 +2,8 @@
 
 Forward: prepare (chunk-parallel) -> scan (serial over chunks). Backward: scan again for the states, reverse scan, chunk
 gradients (chunk-parallel). Many heads on Hopper take one kernel for the whole forward pass if no gradients are recorded
-(`infer`), and one for all gradients (`fused_gradients`), for which the forward pass keeps the states if it may.
+(`infer`), and one for all gradients (`fused_gradients`). Where Gluon kernels scan, the forward pass keeps the states,
+unless it is told not to.
 
 Few heads and long rows leave most of the GPU idle in the serial scans. Rows are then cut into segments: one scan finds
 each segment's final state X from a zero state, another its transition M (the final state from the identity, without
@@ -123,10 +124,10 @@ class Kept(NamedTuple):
     transitions: Tensor | None = None
     """Of rows cut into segments: the transition of each segment `[N * segments, HV, K, K]`."""
     U: Tensor | None = None
-    """Where the fused backward serves a call, and is not to scan again: the corrections `[B, T, HV, V]`."""
+    """Where Gluon kernels scan, and the backward pass is not to scan again: the corrections `[B, T, HV, V]`."""
     states: Tensor | None = None
-    """The states that enter the chunks, likewise: `[2, B, NT * C, HV, K]`, half of their value channels in place of the
-    tokens of a chunk, so that dq and dk can lie there."""
+    """The states that enter the chunks, likewise: `[slots, V, K]`, or, where the fused backward serves, `[2, B, NT * C,
+    HV, K]`, half of their value channels in place of the tokens of a chunk, so that dq and dk can lie there."""
 
     @classmethod
     def empty(cls, plan: Plan, q: Tensor, keep: bool) -> "Kept":
@@ -145,7 +146,7 @@ class Kept(NamedTuple):
         if plan.segments > 1:
             starts, transitions = (new(plan.scans, plan.HV, plan.K, x, dtype=float32) for x in (plan.V, plan.K))
         U = states = None
-        if keep and plan.fused_backward:
+        if keep and plan.keeps_states:
             U, states = new_states(plan, q)
         return cls(AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, starts, transitions, U, states)
 
@@ -153,7 +154,7 @@ class Kept(NamedTuple):
         """The same with None for absent tensors, in place of the empty ones that an operator returns for them."""
         if self.q_in is None or self.starts is None:  # an eager call: it has no such placeholders
             return self
-        channel, cut, scanned = plan.decay == 2, plan.segments > 1, keep and plan.fused_backward
+        channel, cut, scanned = plan.decay == 2, plan.segments > 1, keep and plan.keeps_states
         present = (True, plan.has_beta, plan.decay > 0, plan.by_gain, *[channel] * 4, *[cut] * 2, *[scanned] * 2)
         return Kept(*(x if here else None for x, here in zip(self, present, strict=True)))  # type: ignore[arg-type]
 

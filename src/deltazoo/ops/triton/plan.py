@@ -113,6 +113,11 @@ class Plan:
         return self.hopper and backward_refusal(self) is None
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether a recorded forward pass keeps U and the states, unless the backward pass is to scan again."""
+        return self.hopper
+
+    @property
     def separate(self) -> bool:
         """Whether the scans read other keys than they write."""
         return self.has_beta and (self.decay == 2 or self.has_erase_key)

@@ -71,7 +71,7 @@ def _outputs(*arguments):
     with torch.cuda.device_of(inputs[0]):
         p = _problem(inputs)
         plan = p.plan
-        U, states = pipeline.new_states(plan, p.v) if keep and plan.fused_backward else (None, None)
+        U, states = pipeline.new_states(plan, p.v) if keep and plan.keeps_states else (None, None)
         output, ends = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(p.q, plan, plan.V)
         pipeline.scan(p, _kept(plan, prepared), p.v, p.initial_state, ends, output, U, states)
     return output, ends, U, states
@@ -80,7 +80,7 @@ def _outputs(*arguments):
 def _fake_outputs(*arguments):
     inputs, _, (keep,) = _parts(arguments)
     v, plan = inputs[2], _fake_plan(*inputs)
-    U, states = pipeline.new_states(plan, v) if keep and plan.fused_backward else (None, None)
+    U, states = pipeline.new_states(plan, v) if keep and plan.keeps_states else (None, None)
     return v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(v, plan, plan.V), U, states
 
 

@@ -48,6 +48,12 @@ def store_two_terms(x, hi, lo):
 
 
 @jit
+def reciprocal(x):
+    """`1 / x` but for its last bit, for normal float32 x. A division takes ten instructions, to allow for others."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@jit
 def row_pairs(x):
     """Sums of rows r and r + 8 of `x [C, BK]`, which one thread holds, as `[4, 8, BK]`."""
     return gl.sum(gl.reshape(x, [4, 2, 8, BK]), 1)

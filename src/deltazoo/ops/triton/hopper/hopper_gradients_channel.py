@@ -27,6 +27,7 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     copy_tile,
     copy_values,
     overlap_of,
+    reciprocal,
     row_pairs,
     score_gradients,
     store_two_terms,
@@ -201,7 +202,7 @@ def hopper_chunk_gradients_channel_kernel(
         if more:
             next_g = gl.load(log_decay + (o_gates + (o + BK)), mask=m_gates, other=0.0)
         b_col = warpgroup_mma_wait(0, deps=[b_col])
-        b_col = b_col * (1.0 / entry)
+        b_col = b_col * reciprocal(entry)
         b_dG -= b_k * b_col
         b_dk += b_col
 
