@@ -180,7 +180,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
     if "strong" in name or launch.arguments.get("PART") == 2:  # the way for strong decay
         return 4096
     if launch.arguments.get("PART") == 0 and call.undecayed:  # that way is in this launch, too
-        return 640
+        return 900
     if call.arch != HOPPER and name.startswith(
         ("prepare", "chunk_gradients")
     ):  # operands of products are registers there
