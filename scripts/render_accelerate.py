@@ -22,8 +22,8 @@ METHOD = """\
 Each model has four layers (three of delta rule and one of softmax attention) with the widths of its configuration's
 defaults, random weights, dense MLPs in place of experts, and a vocabulary of 32,768. Eager mode, before and after in
 turns; numbers are medians of three rounds, with the least and the most in brackets. "Overlap" marks rows whose two
-ranges overlap: there the host varied as much as the two ways differ, and the row shows no difference. transformers' code
-launches more kernels than ours and depends more on the host, so what one model gains differs between runs.
+ranges overlap: there the host varied as much as the two ways differ, and the row shows no difference. transformers'
+code launches more kernels than ours and depends more on the host, so what one model gains differs between runs.
 """
 EXPERTS = """
 Qwen3.5 MoE and Qwen4-Exp, which have no dense MLPs, have 16 experts per layer.

@@ -173,8 +173,8 @@ def traces(found: list[Row]) -> str:
     columns = ["what", "tokens", "way", "GPUs", *TRACED.values(), *SHARES.values()]
     return (
         "**Traces** of forward and backward of a layer, and of a training step of a model. The time of NCCL's kernels "
-        "includes waiting for the other rank; it is hidden while other kernels run. While no kernel runs, the GPU waits "
-        "for the host, which the tracer slows down. The time of the call was taken without the tracer.\n\n"
+        "includes waiting for the other rank; it is hidden while other kernels run. While no kernel runs, the GPU "
+        "waits for the host, which the tracer slows down. The time of the call was taken without the tracer.\n\n"
         + table(columns, cells, text_columns=4)
     )
 
