@@ -66,8 +66,8 @@ def native_training(content: dict[str, Any]) -> str:
     first = rows[0]
     text = (
         f"The two presets train {min(gains):.1f} to {max(gains):.1f} times as fast as on transformers' own code, in "
-        f"{min(shares):.0f}% to {max(shares):.0f}% of its memory. That code is plain torch, which runs where "
-        "flash-linear-attention and causal-conv1d are not installed; it does not keep packed documents apart."
+        f"{min(shares):.0f}% to {max(shares):.0f}% of its memory. That code is plain torch: transformers runs it where "
+        "flash-linear-attention and causal-conv1d are not installed. It does not keep packed documents apart."
     )
     how = (
         "Steps are forward, backward, clipping and AdamW on "
@@ -87,20 +87,21 @@ def drafts(content: dict[str, Any]) -> str:
     target, draft = content["training"]["target"], content["training"]["draft"]
     call, back = content["rollback"]["call_ms"], content["rollback"]["rollback_ms"]
     text = (
-        "Drafts help only where steps are not captured. Here a draft model makes `generate` "
-        f"{speed['draft'] / speed['plain']:.1f} times as fast as such steps, prompt lookup "
-        f"{speed['prompt_lookup'] / speed['plain']:.1f} times, and [captured steps](#one-cuda-graph-per-step) "
-        f"{speed['captured'] / speed['plain']:.0f} times, which is {speed['captured'] / best:.0f} times the better of "
-        "the two. So leave drafts out for one row of a model of this size: assisted decoding launches every pass from "
-        f"the host, which takes longer than the GPU needs. A call of 6 tokens takes {call:.1f} ms, taking 3 of them "
-        f"back another {back:.1f} ms."
+        "**Speed.** For one row of a model of this size use [captured steps](#one-cuda-graph-per-step), without "
+        "drafts. Beside `generate` with steps that are not captured, a draft model is "
+        f"{speed['draft'] / speed['plain']:.1f} times as fast, prompt lookup "
+        f"{speed['prompt_lookup'] / speed['plain']:.1f} times, and captured steps are "
+        f"{speed['captured'] / speed['plain']:.0f} times as fast, {speed['captured'] / best:.0f} times the better of "
+        "the two. The reason: in assisted decoding the host launches the kernels of every pass, which takes longer "
+        f"than the GPU needs for them. A call of 6 tokens takes {call:.1f} ms, and taking 3 of them back another "
+        f"{back:.1f} ms."
     )
     how = (
         f"A Gated DeltaNet of {target['parameters'] / 1e6:.0f} M parameters in {target['layers']} layers, and a draft "
         f"model of {draft['parameters'] / 1e6:.1f} M in {draft['layers']}, both trained for seconds on bytes of "
         "Python's standard library; one row, greedy, bfloat16 (`scripts/measure_drafts.py`). Medians over three "
-        f"prompts, with the slowest and the fastest. {machine(content['run'])} Blocks did not decode in fused kernels "
-        "yet; speeds with these are on [model_speed.md](model_speed.md)."
+        f"prompts, with the slowest and the fastest. {machine(content['run'])} This was before blocks decoded in fused "
+        "kernels; [model_speed.md](model_speed.md) has speeds with these."
     )
     body = [
         [
@@ -151,10 +152,10 @@ def serving(content: dict[str, Any]) -> str:
     )
     how = (
         "The Gated DeltaNet of [model_speed.md](model_speed.md), and a Qwen3-Next of these sizes, with random weights, "
-        f"bfloat16. Each client streams {rounds} completions of {new_tokens:.0f} tokens, one after the other, greedy, "
-        f"after prompts of {prompts:,} without a common beginning (`scripts/load_servers.sh`); those of `transformers "
-        "serve` one. Tokens per second are new tokens alone; the time includes the prompts, as that of `generate` "
-        "does. "
+        f"bfloat16. Each client streams {rounds} greedy completions of {new_tokens:.0f} tokens, one after the other, "
+        f"after prompts of {prompts:,} tokens without a common beginning (`scripts/load_servers.sh`); clients of "
+        "`transformers serve` stream one. Tokens/s count new tokens only; the time includes reading the prompts, also "
+        "for `generate`. "
         f"All in one run: {machine(asked[-1][0]['run'])}"
     )
     header = ["model, server", "clients", "tokens/s", "`generate`", "share", "first token, s, p50", "p99", "failed"]
@@ -168,10 +169,9 @@ def _hybrid(asked: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
         for server in ("deltazoo serve", "transformers serve")
     )
     return (
-        f"The hybrid gets {ours['tokens_per_second']:,.0f} tokens/s at {ours['clients']} clients; behind "
-        "`transformers serve`, which answers one request after the other and, without flash-linear-attention "
-        "installed, runs linear layers in plain torch, "
-        f"{theirs['tokens_per_second']:,.0f} at {theirs['clients']}."
+        f"A hybrid, Qwen3-Next, gets {ours['tokens_per_second']:,.0f} tokens/s at {ours['clients']} clients. "
+        f"`transformers serve` gets {theirs['tokens_per_second']:,.0f} at {theirs['clients']}: it answers one request "
+        "after the other and, without flash-linear-attention installed, runs linear layers in plain torch."
     )
 
 

@@ -36,7 +36,7 @@ def main() -> None:
 def page() -> str:
     """The page with the measured part made anew."""
     found = rows()
-    parts = [shared_rows(found), models(found), traces(found), failures(), pictures(found), curves(), runs(found)]
+    parts = [models(found), shared_rows(found), traces(found), failures(), pictures(found), curves(), runs(found)]
     measured = "\n".join(part for part in parts if part)
     return with_part(PAGE.read_text(encoding="utf-8"), "<!-- measured -->", measured, end="<!-- end -->")
 
@@ -138,7 +138,8 @@ def models(found: list[Row]) -> str:
         return ""
     columns = ["model", "way", "GPUs", "rows x tokens", "tokens/s", "efficiency", "peak GiB per GPU"]
     return (
-        "**Training.** Rows are those of one GPU under DDP and FSDP2, and those that all share otherwise.\n\n"
+        "**Training.** Under DDP and FSDP2 every GPU has so many rows, under CP (context parallelism) and TP (tensor "
+        "parallelism) the GPUs share them. Efficiency is the speed over that of one GPU times the number of GPUs.\n\n"
         + table(columns, cells, text_columns=3)
     )
 
@@ -171,9 +172,9 @@ def traces(found: list[Row]) -> str:
         return ""
     columns = ["what", "tokens", "way", "GPUs", *TRACED.values(), *SHARES.values()]
     return (
-        "**Traces** of forward and backward of a layer, and of a training step of a model. NCCL's kernels include "
-        "waiting for the other rank; they are hidden while other kernels run. Where no kernel runs, the GPU waits for "
-        "the host, which the tracer slows down; the call's time is that without it.\n\n"
+        "**Traces** of forward and backward of a layer, and of a training step of a model. The time of NCCL's kernels "
+        "includes waiting for the other rank; it is hidden while other kernels run. While no kernel runs, the GPU "
+        "waits for the host, which the tracer slows down. The time of the call was taken without the tracer.\n\n"
         + table(columns, cells, text_columns=4)
     )
 
@@ -220,8 +221,8 @@ def curves() -> str:
         last = max(abs(losses[way][-1] - losses[first][-1]) for way in others)
         parts.append(
             f"The same model trained for {len(losses[first])} steps in float32 on {run.machine}, by "
-            f"{'; '.join(label(way) for way in losses)}: no loss of any step is further than {furthest:.1e} from that "
-            f"of one process, and the last ones differ by at most {last:.1e} "
+            f"{'; '.join(label(way) for way in losses)}. Losses differ from those of one process by at most "
+            f"{furthest:.1e} at any step, and by at most {last:.1e} at the last "
             f"([losses](../{path.relative_to(ROOT).as_posix()})).\n"
         )
         parts.append(

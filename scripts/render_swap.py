@@ -58,10 +58,17 @@ def section(name: str, record: dict[str, Any]) -> str:
         *further_part(teacher),
         "Share of the gap between transfer and teacher that the conversion recovered, "
         "`(transfer - converted) / (transfer - teacher)`"
-        + (", and the same with the teacher trained on in its place" if further else "")
+        + (", and the same with the teacher trained further in its place" if further else "")
         + ":\n",
         table(
-            ["variant", "layers swapped", "recovered", "target", "verdict", *["teacher trained on"] * bool(further)],
+            [
+                "variant",
+                "layers swapped",
+                "recovered",
+                "target",
+                "verdict",
+                *["teacher trained further"] * bool(further),
+            ],
             (gap_cells(conversion, further) for conversion in conversions),
             text_columns=2,
         ),
@@ -99,9 +106,9 @@ def further_part(teacher: dict[str, Any]) -> list[str]:
     if teacher.get("further") is None:
         return []
     return [
-        "The teacher trained on, through the same distillation and fine-tuning with nothing swapped, scores "
-        f"{teacher['further']:.3f}. So the teacher had not learned all it could, and a conversion recovers more than "
-        "100% because it reads more text. The last column of the next table measures against this teacher.\n"
+        "The teacher trained further, by the same distillation and fine-tuning with nothing swapped, scores "
+        f"{teacher['further']:.3f}. So the teacher had not learned all it could, and a conversion can recover more "
+        "than 100% because it reads more text. The last column of the next table compares with this teacher.\n"
     ]
 
 
@@ -146,11 +153,11 @@ def recall_part(record: dict[str, Any]) -> str:
     near_chance = all(probe["among_shown"] * probe["num_pairs"] < 1.5 for probe in teacher["pairs"])
     verdict = " Even the teacher is near chance, so the pairs show nothing at this size." if near_chance else ""
     return (
-        "Recall within the context. Copying: a held-out passage is shown twice in a row; the table has the bits per "
-        "token that it costs less the second time. Pairs: random tokens are shown in pairs, twice in two orders; the "
-        "table has the share of second tokens that are likelier at the second showing than those of all other pairs. "
-        f"(At best {named:.1%} are likelier than every token of the vocabulary, for the teacher.){verdict}\n\n"
-        + table(header, rows, text_columns=2)
+        "Recall within the context. **Copied**: a held-out passage is shown twice in a row; the table says how many "
+        "bits per token the second showing costs less. **Pairs**: pairs of random tokens are shown twice, in two "
+        "orders; the table says in how many pairs the second token is, at the second showing, likelier than those of "
+        f"all other pairs. (For the teacher, at best {named:.1%} are likelier than every token of the vocabulary.)"
+        f"{verdict}\n\n" + table(header, rows, text_columns=2)
     )
 
 
@@ -194,7 +201,7 @@ def draw_stages(path: Path, record: dict[str, Any]) -> Path:
         axis.plot(len(STAGES), conversion["scores"]["scratch"], MARKERS[share], fillstyle="none", color=colour)
     axis.axhline(conversions[0]["scores"]["original"], color="black", linestyle=":", label="teacher")
     if record["teacher"].get("further") is not None:
-        axis.axhline(record["teacher"]["further"], color="black", linestyle="-.", label="teacher trained on")
+        axis.axhline(record["teacher"]["further"], color="black", linestyle="-.", label="teacher trained further")
     axis.set_xticks(
         [*positions, len(STAGES)],
         ["after\ntransfer", "aligned", "distilled", "fine-tuned", "from scratch\n(same tokens)"],

@@ -1,10 +1,11 @@
 """deltazoo: the model zoo for delta-rule linear attention.
 
-    S_t = (I - beta_t k_t k_t^T) D_t S_{t-1} + beta_t k_t v_t^T,     o_t = S_t^T q_t
+    S_t = (I - beta_t k_t e_t^T) D_t S_{t-1} + beta_t k_t v_t^T,     o_t = scale * S_t^T q_t
 
-One recurrence gives DeltaNet, Gated DeltaNet, EFLA, Longhorn, Kimi Delta Attention and their negative-eigenvalue forms.
-Importing the package makes their models known to transformers' Auto classes. It imports neither torch nor transformers:
-every public name is imported from its module on first access.
+This recurrence (`delta_rule`) gives all rules of the zoo (`list_variants()`): DeltaNet, Gated DeltaNet, Kimi Delta
+Attention and many others. Layers, transformers models, generation, swapping and acceleration are built on it. Importing
+the package makes our models known to transformers' Auto classes. It imports neither torch nor transformers: every
+public name is imported from its module on first access.
 """
 
 from typing import TYPE_CHECKING

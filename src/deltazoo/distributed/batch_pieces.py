@@ -15,18 +15,26 @@ _IGNORED = -100
 
 
 def local_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """`piece_of_batch` of this rank, of the mesh of one dimension that shares the batch, such as `mesh["cp"]`."""
-    return piece_of_batch(batch, mesh.get_local_rank(), mesh.size())
-
-
-def piece_of_batch(batch: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """A rank's contiguous piece of a batch that all ranks hold.
+    """This rank's contiguous piece of a batch that all ranks of a mesh hold.
 
     Labels are shifted before the cut, so that the last token of a piece predicts the first of the next.
 
     Args:
         batch: `input_ids`, `position_ids`, `labels`, `shift_labels`, `attention_mask` `[B, T]`, whichever are there,
             are cut; everything else, such as global `cu_seqlens`, stays as it is.
+        mesh: of one dimension, such as `mesh["cp"]`.
+
+    Raises:
+        ValueError: fewer tokens than ranks.
+    """
+    return piece_of_batch(batch, mesh.get_local_rank(), mesh.size())
+
+
+def piece_of_batch(batch: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """`local_batch` of a given rank.
+
+    Args:
+        batch: as there.
         rank: the number of the piece.
         ranks: the number of pieces.
 

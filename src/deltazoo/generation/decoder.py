@@ -71,7 +71,8 @@ class Decoder:
 
     Raises:
         ValueError: a model that the loop cannot run, rules in its generation config that the loop does not compute, or
-            an option out of its range. TypeError: `sampling` of another class.
+            an option out of its range.
+        TypeError: `sampling` of another class.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class Decoder:
             max_new_tokens: the most to add.
 
         Raises:
-            ValueError: a prompt that does not fit the decoder. RuntimeError, from the iterator: another stream of this
-                decoder has begun.
+            ValueError: a prompt that does not fit the decoder.
+            RuntimeError: from the iterator; another stream of this decoder has begun.
         """
         self._check(input_ids, attention_mask, max_new_tokens)
         mask = None if attention_mask is None else attention_mask.long()

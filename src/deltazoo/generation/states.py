@@ -120,7 +120,7 @@ class Snapshot:
         return replace(self, layers=layers, num_tokens=num_tokens)
 
     def to(self, device: torch.device | str) -> "Snapshot":
-        """The same on another device, as "cpu" for states that wait."""
+        """The same on another device, for instance "cpu" for states that are not needed now."""
         return self.with_tensors(lambda x: x.to(device))
 
     def with_tensors(self, function: Callable[[Tensor], Tensor]) -> "Snapshot":
@@ -300,11 +300,11 @@ def record(cache: Cache) -> None:
 def rollback(cache: Cache, n: int) -> None:
     """Take back the last n tokens, as if they had never run, in place; after `record`.
 
-    A decay has no inverse. So every linear layer keeps its state before the recorded tokens, and for each of them the
-    operator's inputs: key, value, step size, decay. The tokens that stay run through the operator again, without the
-    projections around it. The state is that of never having run the others, bit for bit, where calls of the model stay
-    whole or go whole. Where a call is cut, the tokens that stay keep the keys and values that they had in it, which a
-    call of them alone may round differently in its matrix products.
+    A recurrence with decay cannot be run backwards. So every linear layer keeps its state before the recorded tokens,
+    and for each of them the operator's inputs: key, value, step size, decay. The operator runs again over the tokens
+    that stay, without the projections around it. If whole calls of the model are taken back, the state is, bit for bit,
+    that of never having run them. If a call is cut, the tokens that stay keep the keys and values that they had in it;
+    a call with them alone might round its matrix products differently.
 
     What stays cannot be taken back later: recording begins anew from there, and `rollback(cache, 0)` forgets what was
     recorded. transformers' assisted decoding does this through the cache's own `crop`.
@@ -314,7 +314,8 @@ def rollback(cache: Cache, n: int) -> None:
         n: tokens, of all rows.
 
     Raises:
-        RuntimeError: fewer were recorded. ValueError: n is negative. Nothing has changed then.
+        RuntimeError: fewer were recorded; nothing has changed then.
+        ValueError: n is negative.
     """
     if n < 0:
         raise ValueError(f"n must be at least 0, got {n}")

@@ -31,7 +31,8 @@ def layer_class(variant: str | DeltaRuleSpec) -> "type[DeltaRuleAttention]":
     """The class that computes a variant: the one registered with its name, or `DeltaRuleAttention`.
 
     Raises:
-        ValueError: no variant of that name; a spec need not be registered. TypeError: neither name nor spec.
+        ValueError: no variant of that name; a spec need not be registered.
+        TypeError: neither name nor spec.
     """
     spec = get_variant(variant) if isinstance(variant, str) else variant
     if not isinstance(spec, DeltaRuleSpec):
@@ -42,7 +43,10 @@ def layer_class(variant: str | DeltaRuleSpec) -> "type[DeltaRuleAttention]":
 def make_layer(
     variant: str | DeltaRuleSpec, hidden_size: int, num_heads: int, head_dim: int | None = None, **options: Any
 ) -> "DeltaRuleAttention":
-    """A layer of any variant, of the class registered with it; arguments as for `DeltaRuleAttention`."""
+    """A layer of any variant, of the class registered with it.
+
+    Arguments and errors as for `DeltaRuleAttention`; `options` are its keyword arguments.
+    """
     return layer_class(variant)(variant, hidden_size, num_heads, head_dim, **options)
 
 
@@ -218,8 +222,8 @@ class DeltaRuleAttention(Float32Parameters):
             `[B, T, hidden_size]`.
 
         Raises:
-            ValueError: arguments that do not fit each other or the layer. TypeError: a list in place of a tensor, or
-                `past_key_values` of another kind.
+            ValueError: arguments that do not fit each other or the layer.
+            TypeError: a list in place of a tensor, or `past_key_values` of another kind.
         """
         past = StateAccess(past_key_values, self.layer_idx)
         sequences = self._describe(hidden_states, attention_mask, cu_seqlens, sequences, past)

@@ -127,6 +127,9 @@ def run_rule(
 
     Returns:
         `[B, T, HV, V]` in v's dtype, and the state after the last token.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `deltazoo.delta_rule`.
     """
     several = isinstance(sequences, (PackedSequences, SharedSequences))
     one_token = state is not None and is_decoding_step(inputs.v) and not several
@@ -198,6 +201,9 @@ def bounded_step(
         largest_gain: in place of 2. A rule that reads the state before its decay has the eigenvalue
             `exp(g) - beta e . k`, which 1 keeps at -1 or above.
         fused: a kernel computes `e . k`.
+
+    Returns:
+        `[B, T, HV]`, in beta's dtype.
     """
     e = k if erase_key is None else erase_key
     if fused:

@@ -285,7 +285,8 @@ def describe_sequences(
         cu_seqlens: `[N + 1]` int32 or int64 boundaries of packed sequences; needs B = 1.
 
     Raises:
-        ValueError: both are given, or one does not fit the batch. TypeError: one is no tensor.
+        ValueError: both are given, or one does not fit the batch.
+        TypeError: one is no tensor.
     """
     check_tensor("attention_mask", attention_mask)
     check_tensor("cu_seqlens", cu_seqlens)

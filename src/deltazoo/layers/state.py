@@ -87,7 +87,8 @@ class StateAccess:
         layer_idx: which layer asks.
 
     Raises:
-        TypeError: `store` is of another kind. ValueError: there is a store, and the layer has no number.
+        TypeError: `store` is of another kind.
+        ValueError: there is a store, and the layer has no number.
     """
 
     def __init__(self, store: StateStore | None, layer_idx: int | None) -> None:

@@ -36,8 +36,12 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for an optimizer: parameters that decay, and parameters that do not. Frozen ones are in neither.
 
-    Where parameters lie on several device meshes, or some on none, as under tensor parallelism, each of the two is
-    several groups, since the fused and foreach forms of optimizers take no mixture.
+    If parameters are on several device meshes, or some on none, as under tensor parallelism, each of the two is divided
+    into several groups, since the fused and foreach forms of optimizers take no mixture.
+
+    Args:
+        model: with or without delta-rule layers.
+        weight_decay: of the first group.
     """
     without = parameters_without_decay(model)
     by_mesh: dict[bool, dict[Any, list[nn.Parameter]]] = {True: {}, False: {}}

@@ -93,10 +93,11 @@ def delta_rule(
         precision: of the triton backend for half-precision inputs. None decides on the device: a sequence is computed
             fast up to the first chunk of 64 tokens (or micro-steps) in which some erase gain `beta * |k|^2` exceeds 1
             (1.005, to be exact: keys are rounded), and strictly from there on. With an erase key the size of `beta *
-            (e . k)` of any two tokens of the chunk counts. Above 1 a repeated key turns the state over again and
-            again, and the rounding of single half-precision terms would grow, so the products that carry the state
-            take two or three terms (docs/precision.md). "fast" and "strict" force one for all tokens; "fast" is wrong
-            for repeated keys with a gain near 2. The torch backends, and triton in float32, are strict always.
+            (e . k)` of any two tokens of the chunk counts. Above 1 a repeated key changes the sign of the state along
+            it at every token, and the rounding of half-precision numbers would grow, so strict products that carry
+            the state take two half-precision numbers per factor (docs/precision.md). "fast" and "strict" force one
+            for all tokens; "fast" is wrong for repeated keys with a gain near 2. The torch backends, and triton in
+            float32, are always strict.
         context: the ranks that share the sequences. Tensors then hold this rank's piece of the tokens, `cu_seqlens` the
             boundaries in the whole row. `initial_state` and the final state have an entry for every sequence: a rank
             reads those of the sequences that begin in its piece, and returns those of the sequences that end there,
@@ -106,12 +107,14 @@ def delta_rule(
         `DeltaRuleOutput(output, final_state)`.
 
     Raises:
-        ValueError: arguments that break the contract; TypeError: another class where a tensor is wanted, or a tensor as
-            `scale`; NotImplementedError: a named backend that cannot do the job.
+        ValueError: shapes, dtypes or values that the arguments above do not have, or that do not fit each other.
+        TypeError: another class where a tensor is wanted, or a tensor as `scale`.
+        NotImplementedError: a named backend that cannot run the call.
 
-    Forward mode, the transforms of torch.func (grad, vjp, jvp, vmap, ...) and second derivatives are right on the torch
-    backends; chunkwise then runs in operations that torch can differentiate in every mode, which takes longer and keeps
-    more. Triton has none of these: asked for by name it refuses, otherwise chunkwise takes a transformed call.
+    Forward-mode differentiation, the transforms of torch.func (grad, vjp, jvp, vmap, ...) and second derivatives are
+    right on the torch backends; chunkwise then runs in operations that torch can differentiate in every mode, which
+    takes more time and memory. The triton backend has none of these: asked for by name it raises, otherwise a call
+    under a transform runs chunkwise.
 
     Source: arXiv:2406.06484 (delta rule), arXiv:2412.06464 (scalar decay), arXiv:2510.26692 (decay per channel),
     arXiv:2605.22791 (erase key), arXiv:2506.02475 (undecayed read), arXiv:2502.10297 (micro-steps).
@@ -134,7 +137,9 @@ def linear_attention(
 ) -> DeltaRuleOutput:
     """Linear attention, the baseline without the correction term: `S_t = D_t S_{t-1} + k_t v_t^T`.
 
-    Arguments, results and errors as in `delta_rule`. Source: arXiv:2006.16236; with scalar decay arXiv:2405.21060.
+    Arguments with their shapes, results and errors as in `delta_rule`.
+
+    Source: arXiv:2006.16236; with scalar decay arXiv:2405.21060; with decay per channel arXiv:2312.06635.
     """
     arguments = (q, k, v, None, log_decay, scale, initial_state, cu_seqlens, backend, None, context)
     return _whole_sequences(*arguments, corrected=False)
@@ -188,7 +193,7 @@ def linear_attention_step(
     inplace: bool = False,
     backend: str | None = None,
 ) -> DeltaRuleOutput:
-    """One token of linear attention, for decoding; see `delta_rule_step`."""
+    """One token of linear attention, for decoding; arguments, results and errors as in `delta_rule_step`."""
     return _one_token(q, k, v, None, log_decay, state, scale, inplace, backend)
 
 

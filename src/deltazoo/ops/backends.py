@@ -31,7 +31,8 @@ def resolve_backend(
         `(name, reason)`.
 
     Raises:
-        ValueError: an unknown name. NotImplementedError: a named backend that cannot run such a call.
+        ValueError: an unknown name.
+        NotImplementedError: a named backend that cannot run such a call.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(unknown("backend", backend, BACKENDS))

@@ -40,6 +40,9 @@ def bounded_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float 
 
     Returns:
         log-decay in a's shape, float32 (float64 stays), in (lower_bound, 0).
+
+    Raises:
+        ValueError: a `lower_bound` that is not negative, or shapes that do not fit each other.
     """
     if not lower_bound < 0:
         raise ValueError(f"lower_bound is a log-decay and must be negative, got {lower_bound}")

@@ -149,7 +149,8 @@ def chunk_gated_delta_rule(
         `[B, T, HV, V]` in q's dtype, and the final state float32 or None. A state with V first is a transposed view.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together, or are unknown. NotImplementedError: a `cp_context`.
+        ValueError, TypeError: arguments that do not fit together, or are unknown.
+        NotImplementedError: a `cp_context`.
     """
     name = "chunk_gated_delta_rule"
     gate = {key: kwargs.pop(key, None) for key in ("use_gate_in_kernel", "A_log", "dt_bias")}
@@ -198,7 +199,8 @@ def fused_recurrent_gated_delta_rule(
         beta: `[B, T, HV]`; ones unless given.
 
     Raises:
-        NotImplementedError: `gv`, or a step size per value channel. ValueError, TypeError: as `chunk_gated_delta_rule`.
+        NotImplementedError: `gv`, or a step size per value channel.
+        ValueError, TypeError: as `chunk_gated_delta_rule`.
     """
     name = "fused_recurrent_gated_delta_rule"
     state_v_first = take_state_layout(name, state_v_first, kwargs)
@@ -259,8 +261,8 @@ def chunk_kda(
         max_num_seqs: read with `use_graph` alone.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together, or are unknown. NotImplementedError: `cp_context`,
-            `return_intermediate_states` or `use_graph`.
+        ValueError, TypeError: arguments that do not fit together, or are unknown.
+        NotImplementedError: `cp_context`, `return_intermediate_states` or `use_graph`.
     """
     A_log, dt_bias = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None)
     state_v_first = take_state_layout("chunk_kda", state_v_first, kwargs)
@@ -313,7 +315,8 @@ def fused_recurrent_kda(
     Arguments as there; `A_log` and `dt_bias` are read with `use_gate_in_kernel` alone.
 
     Raises:
-        NotImplementedError: a step size per value channel. ValueError, TypeError: as `chunk_kda`.
+        NotImplementedError: a step size per value channel.
+        ValueError, TypeError: as `chunk_kda`.
     """
     name = "fused_recurrent_kda"
     state_v_first = take_state_layout(name, state_v_first, kwargs)

@@ -59,7 +59,8 @@ def causal_conv1d(
         The output in x's shape and dtype, and the state `[N, D, W]` in x's dtype or None.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit together, or are unknown. NotImplementedError: a `cp_context`.
+        ValueError, TypeError: arguments that do not fit together, or are unknown.
+        NotImplementedError: a `cp_context`.
     """
     refuse_context_parallelism("causal_conv1d", cp_context)
     require_boundaries(cu_seqlens, cu_seqlens_cpu)

@@ -37,8 +37,9 @@ class ContextParallel:
             computed while the ranks exchange gradients. Not called by compiled code, which orders operations itself.
 
     Raises:
-        TypeError: another kind of group. ValueError: a mesh of several dimensions, lengths that are not positive or are
-            for another number of ranks, a segment length that is no multiple of 64.
+        TypeError: another kind of group.
+        ValueError: a mesh of several dimensions, lengths that are not positive or are for another number of ranks, a
+            segment length that is no multiple of 64.
     """
 
     group: ProcessGroup | DeviceMesh | None = None

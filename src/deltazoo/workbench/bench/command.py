@@ -36,7 +36,7 @@ def main(
     device: Annotated[str, typer.Option(help="Device to check it on.")] = "cuda",
     jobs: Annotated[int, typer.Option(min=0, help="Processes at a time; 0: all in this one.")] = 8,
 ) -> None:
-    """Time the operators (`bench ops`), or check the kernels on this machine (`bench --check`).
+    """Time operators (`bench ops`) or models (`bench model`), or check the kernels on this machine (`bench --check`).
 
     The check compares outputs and every gradient with float64, on easy and hard inputs, in about a minute; exit status
     1 if anything is off.

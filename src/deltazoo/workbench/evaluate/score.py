@@ -65,6 +65,12 @@ def score_documents(
     If the model supports packed sequences, documents are packed to ``tokens_at_once`` tokens; otherwise they are scored
     one by one. A longer document is read in pieces, with the model's cache carried from piece to piece.
 
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        documents: the texts.
+        tokens_at_once: tokens of a forward pass.
+
     Raises:
         ValueError: nothing to score, or the tokenizer has more entries than the model.
     """

@@ -62,9 +62,14 @@ def _bound(family: int, address: tuple[Any, ...], option: int = socket.SO_REUSEA
 
 @contextmanager
 def background_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Inside, a thread serves the application, in a notebook or a test; gives the server's URL.
+    """Context in which a thread serves an application, for notebooks and tests; gives the server's URL.
 
-    The engine is the caller's to start and stop. At the end requests that run are cut off.
+    The caller starts and stops the engine. At the end running requests are cut off.
+
+    Args:
+        app: from `create_app`.
+        host: address to listen at.
+        port: 0: any free one.
     """
     (address,) = bind(host, port)
     server = uvicorn.Server(uvicorn_config(app, 1))

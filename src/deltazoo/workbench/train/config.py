@@ -287,7 +287,16 @@ class RunConfig:
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a YAML file into a `RunConfig`; see `load_as`."""
+    """Read a YAML file into a `RunConfig`.
+
+    Args:
+        path: the YAML file.
+        overrides: ``section.key=value`` strings that replace values of the file; a value is read as YAML, or as a
+            string if it is not YAML.
+
+    Raises:
+        ValueError: no such file, not YAML, an unknown or repeated key, or a value out of range.
+    """
     return load_as(RunConfig, path, overrides)
 
 
