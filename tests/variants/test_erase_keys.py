@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_layer
-from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.rule import run_rule
+from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.spec import get_variant, list_variants
 from deltazoo.variants import comba_layer, preconditioned_layer, q_delta_layer, qed_layer
 

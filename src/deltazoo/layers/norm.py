@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.recompute import declare_recomputable, recomputable
 from deltazoo.layers.state import is_decoding_step
+from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import (
     FUSED_ACTIVATIONS,
     MOST_NORM_COLUMNS,
@@ -22,12 +23,7 @@ from deltazoo.ops.fused.liger import liger_add_rms_norm, liger_rms_norm
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.transforms import transforming
 
-__all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "at_least_float32", "l2_normalize", "l2_normalize_both"]
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """`x` in float32; float64 stays."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+__all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "l2_normalize", "l2_normalize_both"]
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6, *, fused: bool | None = False) -> Tensor:

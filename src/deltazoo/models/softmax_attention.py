@@ -9,10 +9,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.rotary import rotate
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.rotary_frequencies import default_frequencies, rotary_frequencies, with_softmax_heads
+from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.runtime import RuntimeOptions
 
 __all__ = ["RotaryEmbedding", "SoftmaxAttention"]

@@ -11,6 +11,7 @@ from deltazoo.names import unknown
 from deltazoo.ops.backends import resolve_backend
 from deltazoo.ops.chunkwise import chunkwise
 from deltazoo.ops.context.context_group import ContextParallel
+from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
 from deltazoo.ops.transforms import refuse_transforms, transforming
 from deltazoo.ops.validation import (
@@ -319,7 +320,7 @@ def _one_token(
     recording = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, beta, log_decay, erase_key, state)
     )
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(v)
     if inplace and (recording or state.dtype != dtype or not state.is_contiguous()):
         raise ValueError(
             f"a step in place needs a contiguous state in {dtype} and records no gradient, got {state.dtype} with "

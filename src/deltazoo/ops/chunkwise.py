@@ -22,6 +22,7 @@ from torch import Tensor
 
 from deltazoo.ops.chunk_decay import chunk_decay, later, sooner
 from deltazoo.ops.chunk_tokens import ChunkTokens, most_chunks
+from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.functional_chunks import functional_chunkwise
 from deltazoo.ops.transforms import transforming
 from deltazoo.ops.validation import check_tensor_values
@@ -70,7 +71,7 @@ class _Chunks:
         undecayed: bool,
         num_micro_steps: int,
     ) -> None:
-        dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+        dtype = wide_dtype(v)
         B, T = q.shape[:2]
         self.tokens = tokens = ChunkTokens.of(B, T, cu_seqlens, v.device, CHUNK_SIZE, num_micro_steps)
         self.group = v.shape[2] // k.shape[2]
@@ -171,7 +172,7 @@ def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, und
     (B, T, _, K), (HV, V), C = q.shape, v.shape[2:], CHUNK_SIZE
     packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     M = most_chunks(B, T * num_micro_steps, packed, C)
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(v)
     sizes = [
         (B if packed is None else packed, HV, K, V),
         (0,) if beta is None else (M, HV, C, C),

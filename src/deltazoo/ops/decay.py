@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from deltazoo.ops.dtypes import wide_dtype
+
 __all__ = ["DECAY_GATES", "DecayGate", "bounded_decay", "saturating_decay", "softplus_decay"]
 
 DecayGate = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -76,7 +78,7 @@ def _rate_and_logit(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, 
             "expected a [B, T, HV] with A_log [HV] and dt_bias [HV], or a [B, T, HV, K] with A_log [HV] and "
             f"dt_bias [HV*K], got {tuple(a.shape)}, {tuple(A_log.shape)}, {tuple(dt_bias.shape)}"
         )
-    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(a)
     rate, bias = A_log.to(dtype).exp(), dt_bias.to(dtype)
     if a.ndim == 4:
         rate, bias = rearrange(rate, "h -> h 1"), rearrange(bias, "(h k) -> h k", h=heads)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltazoo.ops.chunk_decay import later, sooner
 from deltazoo.ops.chunk_tokens import ChunkTokens
+from deltazoo.ops.dtypes import wide_dtype
 
 __all__ = ["functional_chunkwise"]
 
@@ -31,7 +32,7 @@ def functional_chunkwise(
 ) -> tuple[Tensor, Tensor]:
     """Whole sequences by the chunk form; arguments and results as in `deltazoo.ops.delta_rule`."""
     with torch.autocast(v.device.type, enabled=False):
-        dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+        dtype = wide_dtype(v)
         B, T = q.shape[:2]
         tokens = ChunkTokens.of(B, T, cu_seqlens, v.device, _CHUNK_SIZE, num_micro_steps)
         group = v.shape[2] // k.shape[2]

@@ -12,6 +12,8 @@ state before the decay. Without `beta` there is no correction term: `S_t = S~ + 
 import torch
 from torch import Tensor
 
+from deltazoo.ops.dtypes import wide_dtype
+
 __all__ = ["recurrent_loop", "recurrent_step"]
 
 
@@ -77,7 +79,7 @@ def recurrent_loop(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence over whole sequences; arguments and results as in `deltazoo.ops.delta_rule`."""
     (B, T), (HV, V) = q.shape[:2], v.shape[2:]
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(v)
     num_sequences = B if cu_seqlens is None else len(cu_seqlens) - 1
     shape = (num_sequences, HV, k.shape[-1], V)
     state = v.new_zeros(shape, dtype=dtype) if initial_state is None else initial_state.to(dtype)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from deltazoo.ops.dtypes import at_least_float32, wide_dtype
+
 __all__ = [
     "OF_SQUARED_NORM",
     "STEP_SIZES",
@@ -40,7 +42,7 @@ def euler(b: Tensor, k: Tensor | None = None) -> Tensor:
     Returns:
         `b` in float32 (float64 stays float64).
     """
-    return b if b.dtype == torch.float64 else b.float()
+    return at_least_float32(b)
 
 
 def exact(b: Tensor, k: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ def gate_and_squared_norm(b: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"expected b [B, T, HV] and k [B, T, H, K], HV a multiple of H, got {tuple(b.shape)} and {tuple(k.shape)}"
         )
-    dtype = torch.float64 if torch.float64 in (b.dtype, k.dtype) else torch.float32
+    dtype = wide_dtype(b, k)
     # The square of a key of absurd size overflows float32; cut at 1e15 before squaring, b*lam and every gradient stay
     # finite, and beta is below 1e-30 there anyway.
     lam = k.to(dtype).clamp(-1e15, 1e15).square().sum(-1)

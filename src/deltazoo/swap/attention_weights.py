@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from deltazoo.layers.norm import at_least_float32
+from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.swap.families import ModelFamily
 
 __all__ = ["AttentionWeights", "HeadShape", "read_attention", "read_shape"]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
-from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
+from deltazoo.ops.dtypes import at_least_float32, wide_dtype
 from deltazoo.ops.fused import fused_sigmoid_gate
 
 __all__ = ["ChannelGates"]
@@ -53,4 +53,4 @@ class ChannelGates(DeltaRuleAttention):
 
     def whole_step(self, v: Tensor) -> Tensor:
         """A step size of one, `[B, T, HV]`."""
-        return torch.ones(v.shape[:3], dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+        return torch.ones(v.shape[:3], dtype=wide_dtype(v), device=v.device)

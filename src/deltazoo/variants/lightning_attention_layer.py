@@ -5,6 +5,7 @@ from torch import Tensor
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.rule import StepForm
+from deltazoo.ops.dtypes import wide_dtype
 
 __all__ = ["LightningAttention"]
 
@@ -19,9 +20,7 @@ class LightningAttention(DeltaRuleAttention):
         """The same for every token, `[B, T, HV]`."""
         share, shares = self.head_share
         heads = torch.arange(1, self.num_v_heads + 1, device=hidden_states.device) + share * self.num_v_heads
-        rates = torch.exp2(
-            heads.to(torch.promote_types(hidden_states.dtype, torch.float32)) * (-8 / (shares * self.num_v_heads))
-        )
+        rates = torch.exp2(heads.to(wide_dtype(hidden_states)) * (-8 / (shares * self.num_v_heads)))
         return (-self._depth_factor() * rates).expand(*hidden_states.shape[:2], -1)
 
     def step_form(self) -> StepForm:

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention, RuleInputs
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
-from deltazoo.layers.norm import at_least_float32
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rule import StepForm
+from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_rule_keys
 
 __all__ = ["QDelta"]

@@ -29,7 +29,7 @@ from deltazoo.interop.acceleration.transformers_layers import (
 )
 from deltazoo.layers.backend_report import RuleDescription, describe_update
 from deltazoo.layers.linear_maps import is_hooked
-from deltazoo.layers.norm import at_least_float32, l2_normalize_both
+from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
 from deltazoo.layers.sequences import (
     WHOLE_ROWS,
@@ -42,6 +42,7 @@ from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
 from deltazoo.layers.state import MixerState, is_decoding_step
 from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.context.token_exchange import tokens_before
+from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv, fused_short_conv_step
 from deltazoo.spec import get_variant
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from deltazoo.interop.fla.fla_arguments import refuse_context_parallelism, require_boundaries, take_state_layout
-from deltazoo.layers.norm import at_least_float32, l2_normalize
+from deltazoo.layers.norm import l2_normalize
 from deltazoo.layers.state import is_decoding_step
 from deltazoo.ops import delta_rule, delta_rule_step
 from deltazoo.ops.decay import bounded_decay, softplus_decay
+from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import fused_kernels_fit, fused_softplus_decay
 
 __all__ = [

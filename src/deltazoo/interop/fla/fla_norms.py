@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.layers.norm import GATE_ACTIVATIONS, at_least_float32
+from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.names import unknown
+from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_gated_rms_norm, fused_kernels_fit, fused_rms_norm
 
 __all__ = ["FusedRMSNormGated", "RMSNorm"]

@@ -11,6 +11,7 @@ from deltazoo.ops.context.context_group import ContextParallel, agreed_lengths, 
 from deltazoo.ops.context.segment_backends import Kept, SegmentBackend, SegmentInputs, backend_for
 from deltazoo.ops.context.segment_fold import Fold
 from deltazoo.ops.context.token_pieces import Cells, Pieces, cells_of, make_cells, pieces_of, segment_length
+from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.second_scan import scans_again
 from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms, transforming
 from deltazoo.ops.validation import check_tensor_values
@@ -59,7 +60,7 @@ def rule_on_piece(
         context.lengths, context.segment_length or segment_length(total, rows, HV, V)
     )
     if initial_state is not None:
-        initial_state = initial_state.to(torch.float64 if v.dtype == torch.float64 else torch.float32)
+        initial_state = initial_state.to(wide_dtype(v))
     tensors = (q, k, v, beta, log_decay, erase_key, initial_state)
     call = _Call(
         scale,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops import chunkwise, reference
+from deltazoo.ops.dtypes import wide_dtype
 
 __all__ = ["SegmentBackend", "SegmentGradients", "SegmentInputs", "backend_for"]
 
@@ -85,9 +86,8 @@ class SegmentBackend(ABC):
 def identities(x: SegmentInputs) -> Tensor:
     """The identity for every segment and value head `[S, HV, K, K]`."""
     segments = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-    dtype = torch.float64 if x.v.dtype == torch.float64 else torch.float32
     K = x.k.shape[3]
-    return torch.eye(K, dtype=dtype, device=x.v.device).expand(segments, x.v.shape[2], K, K)
+    return torch.eye(K, dtype=wide_dtype(x.v), device=x.v.device).expand(segments, x.v.shape[2], K, K)
 
 
 class ReferenceBackend(SegmentBackend):

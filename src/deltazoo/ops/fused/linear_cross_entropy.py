@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from deltazoo.ops.dtypes import at_least_float32, wide_dtype
 from deltazoo.ops.fused import fused_cross_entropy_, fused_kernels_fit
 from deltazoo.ops.transforms import transforming
 
@@ -91,7 +92,7 @@ def _loss_and_gradients(
     x: Tensor, weight: Tensor, labels: Tensor, x_wanted: bool, weight_wanted: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The loss, its gradient for x in x's dtype and for the weight in float32 at least; None what is not wanted."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = wide_dtype(weight)
     loss = x.new_zeros((), dtype=wide)
     d_x = torch.empty_like(x) if x_wanted else None
     d_weight = torch.zeros_like(weight, dtype=wide) if weight_wanted else None
@@ -132,13 +133,12 @@ def _cross_entropy(logits: Tensor, labels: Tensor, wide: torch.dtype) -> tuple[T
 
 def _by_autograd(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     # A view: of a leaf, autocast caches one cast for all pieces, and their gradients would be summed in half precision.
-    wide_weight = weight.to(torch.promote_types(weight.dtype, torch.float32)).view_as(weight)
+    wide_weight = at_least_float32(weight).view_as(weight)
     rows = max(1, _LOGITS_AT_ONCE // weight.shape[0])
 
     def sum_of(x: Tensor, wide_weight: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(x, wide_weight.to(weight.dtype))
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(at_least_float32(logits), labels, ignore_index=IGNORED, reduction="sum")
 
     again = partial(checkpoint, sum_of, use_reentrant=False, preserve_rng_state=False)
     loss_of = sum_of if transforming() else again  # torch.func allows no checkpoints

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from deltazoo.interop.acceleration.mixer import AcceleratedMixer
 from deltazoo.layers import DeltaRuleAttention, GatedRMSNorm, RuleInputs, Sequences
-from deltazoo.layers.norm import GATE_ACTIVATIONS, at_least_float32
+from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.layers.sequences import WHOLE_ROWS, SharedSequences
+from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.spec import DeltaRuleSpec, get_variant
 from deltazoo.variants.channel_gates import ChannelGates
 

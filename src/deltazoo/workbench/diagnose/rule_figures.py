@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from deltazoo.layers import PackedSequences, RightPaddedSequences, RuleInputs, run_rule
-from deltazoo.layers.norm import at_least_float32
+from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.workbench.diagnose.rule_calls import RuleCall
 
 __all__ = ["CHUNK", "NEAR_EXPANSION", "Figures", "GateShares", "Quantiles", "measure"]
