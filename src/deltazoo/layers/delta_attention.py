@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
 from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
-from deltazoo.layers.linear_maps import called_as_is, cast_for_product, is_hooked, is_plain_sequence, linear_maps
+from deltazoo.layers.linear_maps import called_as_is, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
@@ -19,6 +19,7 @@ from deltazoo.layers.sequences import Sequences, SharedSequences, describe_seque
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve, state_after
 from deltazoo.layers.state import LayerStates, MixerState, StateAccess, StateStore
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
+from deltazoo.ops.autocast import cast_for_product
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit, fused_softplus_decay
 from deltazoo.ops.named_choices import function_of

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from deltazoo.ops.autocast import cast_for_product
 from deltazoo.ops.transforms import transforming
 
-__all__ = ["PLAIN_WEIGHTS", "called_as_is", "cast_for_product", "is_hooked", "is_plain_sequence", "linear_maps"]
+__all__ = ["PLAIN_WEIGHTS", "called_as_is", "is_hooked", "is_plain_sequence", "linear_maps"]
 
 
 _FEW = 64
@@ -68,17 +69,6 @@ def is_hooked(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or "forward" in vars(module)
     )
-
-
-def cast_for_product(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype in which autocast, if it is on, would multiply them."""
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):  # none on "meta"
-        return tensors
-    if any(x.dtype == torch.float64 for x in tensors):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple([x.to(dtype) for x in tensors])
 
 
 class _LinearMaps(torch.autograd.Function):

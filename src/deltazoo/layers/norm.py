@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers.recompute import declare_recomputable, recomputable
 from deltazoo.layers.state import is_decoding_step
+from deltazoo.ops.autocast import autocast_dtype
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import (
     FUSED_ACTIVATIONS,
@@ -96,7 +97,7 @@ class RMSNorm(nn.Module):
         if residual is None:
             return recomputable(self._normalize_once, x, self.weight)
         if self.takes_kernel(x) and (self.fused or fused_kernels_fit(residual)):
-            y, total = fused_add_rms_norm(x, residual, self.weight, self.eps, self._autocast_dtype(x))
+            y, total = fused_add_rms_norm(x, residual, self.weight, self.eps, self._kernel_dtype(x))
             declare_recomputable(y, self._normalize_once, total, self.weight)  # the sum is kept in place of x
             return y, total
         return recomputable(self._add_and_normalize, x, residual, self.weight)
@@ -120,15 +121,14 @@ class RMSNorm(nn.Module):
         if self.liger:
             return liger_rms_norm(x, weight, self.eps)
         if self.takes_kernel(x):
-            return fused_rms_norm(x, weight, self.eps, self._autocast_dtype(x))
+            return fused_rms_norm(x, weight, self.eps, self._kernel_dtype(x))
         if x.is_cuda and x.dtype == weight.dtype:
             return F.rms_norm(x, (self.dim,), weight, self.eps)
         return self._normalize(x, weight).to(x.dtype)
 
-    def _autocast_dtype(self, x: Tensor) -> torch.dtype | None:
-        if not self.feeds_linear or x.is_meta or not torch.is_autocast_enabled(x.device.type):
-            return None
-        return torch.get_autocast_dtype(x.device.type)
+    def _kernel_dtype(self, x: Tensor) -> torch.dtype | None:
+        """`dtype` of `fused_rms_norm`: under autocast, what the linear maps that read the result would cast it to."""
+        return autocast_dtype(x.device) if self.feeds_linear else None
 
     def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = at_least_float32(x)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from deltazoo.ops.autocast import autocast_dtype
+
 __all__ = ["declare_recomputable", "recomputable", "recomputing"]
 
 T = TypeVar("T", bound=Tensor | tuple[Tensor, ...])
@@ -154,9 +156,9 @@ class _Call:
 
     def _run(self) -> _Rerun:
         inputs = [saved.value() for saved, _ in self.inputs]
-        device = inputs[0].device.type
-        same = _autocast_dtype(device) == self.autocast
-        with nullcontext() if same else torch.autocast(device, self.autocast, enabled=self.autocast is not None):
+        device = inputs[0].device
+        same = autocast_dtype(device) == self.autocast
+        with nullcontext() if same else torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
             if self.needs_intermediates:
                 return self._record(inputs)
             with torch.no_grad():
@@ -245,7 +247,7 @@ class _Recording:
             self._add_source(self._call(function, tensors), 0, result)
 
     def _call(self, function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> _Call:
-        autocast = _autocast_dtype(tensors[0].device.type)
+        autocast = autocast_dtype(tensors[0].device)
         return _Call(function, [(self._save(x), x.requires_grad) for x in tensors], autocast)
 
     def _add_source(self, call: _Call, number: int, y: Tensor) -> None:
@@ -294,11 +296,6 @@ _ACTIVE: ContextVar[_Recording | None] = ContextVar("recording", default=None)
 def _storage(x: Tensor) -> int:
     """A number that identifies a storage while it exists, also one of size 0."""
     return x.untyped_storage()._cdata
-
-
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if enabled else None
 
 
 def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from deltazoo.ops.autocast import autocast_dtype
+
 __all__ = ["LateLogits", "OutputWithLateLogits"]
 
 
@@ -29,9 +31,7 @@ class LateLogits:
     """
 
     def __init__(self, hidden_states: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> None:
-        device = hidden_states.device.type
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        self._autocast = torch.get_autocast_dtype(device) if autocast else None
+        self._autocast = autocast_dtype(hidden_states.device)
         self.dtype = dtype or self._autocast or weight.dtype
         self._hidden_states, self._weight = hidden_states, weight
         self._memory_of_weight, self._sample_of_weight = _memory(weight), _sample(weight)

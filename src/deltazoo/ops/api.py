@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.names import unknown
+from deltazoo.ops.autocast import autocast_dtype
 from deltazoo.ops.backends import resolve_backend
 from deltazoo.ops.chunkwise import chunkwise
 from deltazoo.ops.context.context_group import ContextParallel
@@ -208,9 +209,8 @@ def _prepare(
         raise TypeError("scale must be a number, got a tensor, which would get no gradient: multiply q by it instead")
     if scale is not None and not torch.compiler.is_compiling() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
-    device = v.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(v.device)
+    if dtype is not None and v.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         erase_key = None if erase_key is None else erase_key.to(dtype)
     return q, k, v, erase_key, float(k.shape[-1]) ** -0.5 if scale is None else float(scale)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from deltazoo.ops.autocast import autocast_dtype, cast_for_product
 from deltazoo.ops.dtypes import at_least_float32, wide_dtype
 from deltazoo.ops.fused import fused_cross_entropy_, fused_kernels_fit
 from deltazoo.ops.transforms import transforming
@@ -64,13 +65,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, x_wanted: bool, weight_wanted: bool) -> Tensor:
         ctx.dtypes = x.dtype, weight.dtype
         ctx.save_for_backward(x, weight, labels)
-        device = x.device.type
-        has_autocast = torch.amp.is_autocast_available(device)  # "meta" has none
-        if has_autocast and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            if torch.float64 not in ctx.dtypes:
-                x, weight = x.to(dtype), weight.to(dtype)
-        with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
+        x, weight = cast_for_product(x, weight)
+        with nullcontext() if autocast_dtype(x.device) is None else torch.autocast(x.device.type, enabled=False):
             loss, ctx.d_x, ctx.d_weight = _loss_and_gradients(x, weight, labels, x_wanted, weight_wanted)
         return loss
 
