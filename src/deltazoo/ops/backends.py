@@ -7,9 +7,10 @@ from functools import lru_cache
 import torch
 
 from deltazoo.names import unknown
+from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.runtime import BACKENDS
 
-__all__ = ["describe_kernels", "resolve_backend", "triton_obstacle"]
+__all__ = ["describe_kernels", "resolve_backend", "triton_interprets", "triton_obstacle"]
 
 
 def resolve_backend(
@@ -74,18 +75,22 @@ def describe_kernels(device: torch.device, dtype: torch.dtype, K: int, V: int) -
 
 @lru_cache
 def _obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not (interpreted and device.type == "cpu"):
+    if device.type != "cuda" and not (triton_interprets() and device.type == "cpu"):
         return f"its kernels run on NVIDIA GPUs, not on {device.type}"
     if not _is_installed("triton"):
         return "triton is not installed"
     if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
         return f"its kernels need compute capability 8.0 or newer, which {torch.cuda.get_device_name(device)} has not"
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in KERNEL_DTYPES:
         return f"its kernels take float32, bfloat16 and float16, not {dtype}"
     if K > 256 or V > 512:
         return f"its kernels take head dimensions up to K = 256 and V = 512, not K = {K} and V = {V}"
     return None
+
+
+def triton_interprets() -> bool:
+    """Whether Triton runs kernels in its interpreter, on a CPU, as tests do."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _is_installed(module: str) -> bool:

@@ -4,13 +4,12 @@ Each is one pass over memory where plain torch takes several. They run where Tri
 NotImplementedError, as the operators do for a named backend that cannot run a call.
 """
 
-import os
-
 import torch
 from torch import Tensor
 
 from deltazoo.names import unknown
-from deltazoo.ops.backends import triton_obstacle
+from deltazoo.ops.backends import triton_interprets, triton_obstacle
+from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.transforms import refuse_transforms, transforming
 
@@ -575,7 +574,7 @@ def _require_columns(x: Tensor) -> None:
 
 
 def _require_triton(x: Tensor, *others: Tensor | None) -> None:
-    if x.device.type not in ("cuda", "meta") and os.environ.get("TRITON_INTERPRET") != "1":
+    if x.device.type not in ("cuda", "meta") and not triton_interprets():
         raise NotImplementedError(f"fused kernels run on NVIDIA GPUs, not on {x.device.type}: leave fused_kernels off")
     _require_float(x)
     refuse_transforms(*REFUSAL)
@@ -585,5 +584,5 @@ def _require_triton(x: Tensor, *others: Tensor | None) -> None:
 
 
 def _require_float(x: Tensor) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x.dtype not in KERNEL_DTYPES:
         raise NotImplementedError(f"fused kernels take float32, bfloat16 and float16, not {x.dtype}")

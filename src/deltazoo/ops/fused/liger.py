@@ -5,13 +5,14 @@ elsewhere is refused.
 """
 
 import importlib
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from deltazoo.ops.backends import triton_interprets
+from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.ops.fused.linear_cross_entropy import IGNORED, require_label_per_row
 from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms
 
@@ -97,9 +98,9 @@ class _SwiGLU(torch.autograd.Function):
 
 def _function(module: str, name: str, x: Tensor) -> Any:
     """The function or autograd function `name` of `liger_kernel.ops.MODULE`, if it can run on `x`."""
-    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if x.device.type != "cuda" and not triton_interprets():
         raise NotImplementedError(f"Liger's kernels run on GPUs, not on {x.device.type}: leave liger off")
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x.dtype not in KERNEL_DTYPES:
         raise NotImplementedError(f"Liger's kernels take float32, bfloat16 and float16, not {x.dtype}: leave liger off")
     refuse_transforms("a kernel of Liger's", "leave liger off")
     try:

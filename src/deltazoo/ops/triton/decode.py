@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.ops.triton.launch import Constants
 from deltazoo.ops.triton.launch import launch as launch_kernel
 from deltazoo.ops.triton.operator import Operator
@@ -29,8 +30,6 @@ __all__ = ["MAX_KEY_DIM", "Tile", "choose_tile", "launch", "recurrent_step", "re
 
 MAX_KEY_DIM = 256
 """All keys of a head are in one program's registers."""
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tile(NamedTuple):
@@ -352,7 +351,7 @@ def _run(
     num_micro_steps: int,
 ) -> Tensor:
     K, V = state.shape[2:]
-    if v.dtype not in _DTYPES:
+    if v.dtype not in KERNEL_DTYPES:
         raise NotImplementedError(f"the recurrent kernel takes float32, bfloat16 or float16, got {v.dtype}")
     if K > MAX_KEY_DIM:
         raise NotImplementedError(f"the recurrent kernel takes K <= {MAX_KEY_DIM}, got {K}")
