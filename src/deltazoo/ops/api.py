@@ -14,7 +14,7 @@ from deltazoo.ops.chunkwise import chunkwise
 from deltazoo.ops.context.context_group import ContextParallel
 from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.reference import recurrent_loop, recurrent_step
-from deltazoo.ops.transforms import refuse_transforms, transforming
+from deltazoo.ops.transforms import records_gradients, refuse_transforms, transforming
 from deltazoo.ops.validation import (
     check_shapes,
     check_step_shapes,
@@ -317,9 +317,7 @@ def _one_token(
     undecayed = undecayed and log_decay is not None
     check_tensor_values(log_decay, None, 1)
     name = _backend_of_call(backend, k, v)
-    recording = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, beta, log_decay, erase_key, state)
-    )
+    recording = records_gradients(q, k, v, beta, log_decay, erase_key, state)
     dtype = wide_dtype(v)
     if inplace and (recording or state.dtype != dtype or not state.is_contiguous()):
         raise ValueError(

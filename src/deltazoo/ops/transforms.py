@@ -1,9 +1,15 @@
-"""Forward mode, transforms of torch.func and second derivatives: whether they are active, and their refusal."""
+"""Gradients, forward mode, transforms of torch.func and second derivatives: whether they are active; their refusal."""
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["refuse_second_derivative", "refuse_transforms", "transforming"]
+__all__ = ["records_gradients", "refuse_second_derivative", "refuse_transforms", "transforming"]
+
+
+def records_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed of these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def transforming() -> bool:

@@ -13,7 +13,7 @@ from deltazoo.ops.context.segment_fold import Fold
 from deltazoo.ops.context.token_pieces import Cells, Pieces, cells_of, make_cells, pieces_of, segment_length
 from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.second_scan import scans_again
-from deltazoo.ops.transforms import refuse_second_derivative, refuse_transforms, transforming
+from deltazoo.ops.transforms import records_gradients, refuse_second_derivative, refuse_transforms, transforming
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["agreed_piece", "rule_on_piece"]
@@ -49,7 +49,7 @@ def rule_on_piece(
         check_tensor_values(log_decay, None, 0)
         tensors = (q, k, v, beta, log_decay, erase_key, initial_state)
         shapes = [None if x is None else (x.dtype, len(x), *x.shape[2:]) for x in tensors]
-        return [*shapes, *options, undecayed, num_micro_steps, f"gradients recorded: {_recording(tensors)}"]
+        return [*shapes, *options, undecayed, num_micro_steps, f"gradients recorded: {records_gradients(*tensors)}"]
 
     context = agreed_piece(context, num_tokens, cu_seqlens, described)
     q, k, v, erase_key, scale, name, strict = checked()
@@ -70,7 +70,7 @@ def rule_on_piece(
         backend_for(name, strict, rows * (len(cells.bounds) - 1)),
         context,
         cells,
-        _recording(tensors) and not scans_again(),
+        records_gradients(*tensors) and not scans_again(),
     )
     if torch.compiler.is_compiling():  # views, since compilers want no tensor twice
         return _Rule.apply(call, *(None if x is None else x.view_as(x) for x in tensors))
@@ -78,10 +78,6 @@ def rule_on_piece(
     if context.meanwhile is not None:
         context.meanwhile()
     return _Finish.apply(call, started)
-
-
-def _recording(tensors: tuple[Tensor | None, ...]) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def agreed_piece(

@@ -11,7 +11,7 @@ from deltazoo.names import unknown
 from deltazoo.ops.backends import triton_interprets, triton_obstacle
 from deltazoo.ops.dtypes import KERNEL_DTYPES
 from deltazoo.ops.fused.kernels import REFUSAL
-from deltazoo.ops.transforms import refuse_transforms, transforming
+from deltazoo.ops.transforms import records_gradients, refuse_transforms, transforming
 
 __all__ = [
     "FUSED_ACTIVATIONS",
@@ -52,7 +52,7 @@ def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
     """
     return (
         x.is_cuda
-        and not _needs_gradient(past)
+        and not records_gradients(past)
         and not transforming()
         and triton_obstacle(x.device, x.dtype, 1, 1) is None
     )
@@ -88,7 +88,7 @@ def fused_short_conv(
         ValueError: `past` needs a gradient, or tensors on several devices.
     """
     _require_triton(x, weight, past, sequence, cu_seqlens)
-    if _needs_gradient(past):
+    if records_gradients(past):
         raise ValueError("the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off")
     from deltazoo.ops.fused.kernels.short_conv_operator import short_conv
 
@@ -292,7 +292,7 @@ def fused_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         raise ValueError(f"expected x [B, T, H, K] with cos and sin [B or 1, T, d], got {shapes}")
     if cos.shape[-1] % 2 or not 0 < cos.shape[-1] <= x.shape[-1]:
         raise ValueError(f"the angles must be of an even number of the {x.shape[-1]} channels, got {cos.shape[-1]}")
-    if _needs_gradient(cos) or _needs_gradient(sin):
+    if records_gradients(cos, sin):
         raise ValueError("the fused rotary embedding gives no gradient to its angles: detach them")
     from deltazoo.ops.fused.kernels.rotary_embedding import rotary
 
@@ -560,10 +560,6 @@ def fused_cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor
 def _is_absent(result: Tensor | None) -> bool:
     """Whether an operator has no such result: None from a plain call, empty from `torch.ops`."""
     return result is None or result.ndim == 1
-
-
-def _needs_gradient(x: Tensor | None) -> bool:
-    return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
 def _require_columns(x: Tensor) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops.second_scan import scans_again
+from deltazoo.ops.transforms import records_gradients
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.hopper.support import available
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
@@ -25,10 +26,7 @@ def triton_delta_rule(
     `strict` is its precision: True, False for fast, or None for as each chunk's erase gain needs. With `undecayed` the
     erase reads the state before the decay.
     """
-    recorded = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, beta, log_decay, initial_state, erase_key)
-    )
-    keep = recorded and not scans_again()
+    keep = records_gradients(q, k, v, beta, log_decay, initial_state, erase_key) and not scans_again()
     return _operator(
         q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, keep
     )
