@@ -42,11 +42,6 @@ class Tile(NamedTuple):
     """Triton's eviction policy for the state: "" or "evict_first"."""
 
 
-# Plain integers here and below: triton.next_power_of_2 and triton.cdiv take microseconds per call.
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 @functools.cache
 def choose_tile(K: int, V: int) -> Tile:
     """The tile for heads of size `[K, V]`: 32 value channels, so rows of 128 bytes, and 64 elements per thread.
@@ -54,7 +49,7 @@ def choose_tile(K: int, V: int) -> Tile:
     It depends only on K and V, so a new batch size compiles nothing new. Measured on an H200 beside eight other tiles:
     benchmarks/results/decode_step_h200.json.
     """
-    rows, columns = _next_power_of_2(K), min(32, _next_power_of_2(V))
+    rows, columns = triton.next_power_of_2(K), min(32, triton.next_power_of_2(V))
     return Tile(columns, warps=max(1, rows * columns // 2048))
 
 
@@ -235,7 +230,7 @@ def _constants(
         **dict(zip(_STRIDES, strides, strict=True)),
         K=K,
         V=V,
-        BK=_next_power_of_2(K),
+        BK=triton.next_power_of_2(K),
         BV=tile.columns,
         DECAY_PER_CHANNEL=per_channel,
         EVICTION=tile.eviction,

@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from deltazoo.ops.triton.hopper.support import (
@@ -331,7 +332,7 @@ class Plan:
     def log_decay_gradient(self) -> Constants:
         """The launch that ends the gradient of log-decay on Hopper."""
         HV, NT, B = self.chunk_grid()
-        heads = min(16, 1 << (HV - 1).bit_length())
+        heads = min(16, triton.next_power_of_2(HV))
         return Constants(-(-HV // heads), NT, B, T=self.T, HV=HV, C=CHUNK, D=self.V, HEADS=heads, num_warps=4)
 
     @per_plan

@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import triton
 
 __all__ = ["CHUNK", "HOPPER", "Tiles", "shared_memory", "tiles_for"]
 
@@ -74,8 +75,8 @@ def tiles_for(
         shared: the card's shared memory per thread block, in bytes (`shared_memory`).
         many_scans: there are enough independent scans that wide tiles fill the card too.
     """
-    BK = max(16, 1 << (K - 1).bit_length())
-    BV = min(64, max(16, 1 << (V - 1).bit_length()))
+    BK = max(16, triton.next_power_of_2(K))
+    BV = min(64, max(16, triton.next_power_of_2(V)))
     # Tiles of 64 key channels spill, except where the products read them from shared memory.
     tile = dict(BK=min(BK, 64 if half and decay < 2 and shared >= HOPPER else 32))
     prepare, invert = _options(4, 1), _options(2, 1)
@@ -99,7 +100,7 @@ def tiles_for(
         gradients = _options(4, 3, BV) | tile
         if V <= 128:  # dO, U and Z stay in shared memory
             # Without decay, at 128 value channels, only two stages leave shared memory for two programs.
-            gradients = _options(4, 3 if decay or V <= 64 else 2, max(16, 1 << (V - 1).bit_length())) | dict(
+            gradients = _options(4, 3 if decay or V <= 64 else 2, max(16, triton.next_power_of_2(V))) | dict(
                 BK=min(BK, 32)
             )
     # In 16 bits ptxas 12.8 loses a descriptor of shared memory in tiles of 16 key channels.

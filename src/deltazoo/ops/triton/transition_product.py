@@ -3,6 +3,7 @@
 from functools import lru_cache
 
 import torch
+import triton
 
 from deltazoo.ops.triton.chunk.transition_products import transition_product_kernel
 from deltazoo.ops.triton.launch import Constants, launch
@@ -13,7 +14,7 @@ __all__ = ["transition_product"]
 
 @lru_cache(maxsize=1024)
 def _constants(n: int, K: int, X: int, transposed: bool) -> Constants:
-    BK, BX = min(64, max(16, 1 << (K - 1).bit_length())), min(32, max(16, 1 << (X - 1).bit_length()))
+    BK, BX = min(64, max(16, triton.next_power_of_2(K))), min(32, max(16, triton.next_power_of_2(X)))
     return Constants(
         n, -(-X // BX), -(-K // BK), X=X, K=K, BK=BK, BX=BX, TRANSPOSED=transposed, num_warps=4, num_stages=2
     )  # fmt: skip

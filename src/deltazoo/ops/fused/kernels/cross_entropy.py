@@ -47,7 +47,7 @@ def cross_entropy_kernel(logits, labels, losses, V, IGNORED, BV: tl.constexpr):
 
 @lru_cache(maxsize=64)
 def _constants(rows: int, V: int, ignored: int) -> Constants:
-    block = min(_MOST_COLUMNS, 1 << (V - 1).bit_length())
+    block = min(_MOST_COLUMNS, triton.next_power_of_2(V))
     return Constants(rows, V=V, IGNORED=ignored, BV=block, num_warps=8 if block > 1024 else 4)
 
 

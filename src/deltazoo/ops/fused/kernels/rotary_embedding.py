@@ -52,7 +52,7 @@ def rotary_kernel(x, cos, sin, y, R, angle_rows, H: tl.constexpr, K: tl.constexp
 
 @lru_cache(maxsize=1024)
 def _constants(R: int, angle_rows: int, H: int, K: int, D: int, backward: bool) -> Constants:
-    heads, pairs, rest = (1 << max(0, size - 1).bit_length() for size in (H, D // 2, K - D))
+    heads, pairs, rest = (triton.next_power_of_2(max(1, size)) for size in (H, D // 2, K - D))
     rows = max(1, _ELEMENTS // (heads * max(2 * pairs, rest)))
     return Constants(
         max(1, -(-R // rows)), R=R, angle_rows=angle_rows, H=H, K=K, D=D, BACKWARD=backward,

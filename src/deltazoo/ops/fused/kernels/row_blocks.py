@@ -4,6 +4,8 @@ The kernels of the norms share no device functions: moving their address arithme
 PTX.
 """
 
+import triton
+
 __all__ = ["row_blocks"]
 
 _ELEMENTS = 2048
@@ -12,7 +14,7 @@ _ELEMENTS = 2048
 
 def row_blocks(R: int, D: int, most: int | None = None) -> tuple[int, dict[str, int]]:
     """Number of programs for R rows of D elements, at most `most`, and the tile of each: BR rows of BD columns."""
-    columns = 1 << (D - 1).bit_length()
+    columns = triton.next_power_of_2(D)
     rows = max(1, _ELEMENTS // columns)
     programs = max(1, -(-R // rows))
     return programs if most is None else min(programs, most), dict(BR=rows, BD=columns)

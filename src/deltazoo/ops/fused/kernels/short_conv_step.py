@@ -117,7 +117,7 @@ def _constants(
 ) -> Constants:
     (CQ, CK, CV), (q_row, k_row, v_row) = channels, rows
     width = q_head or k_head or min(_CHANNELS, CQ + CK + CV)
-    block = 1 << (width - 1).bit_length()
+    block = triton.next_power_of_2(width)
     return Constants(
         B * sum(-(-x // width) for x in channels), q_row=q_row, k_row=k_row, v_row=v_row, eps=eps, CQ=CQ, CK=CK, CV=CV,
         W=W, KEPT=kept, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block, num_warps=max(1, block // 128),
