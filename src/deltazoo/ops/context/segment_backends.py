@@ -90,21 +90,33 @@ def identities(x: SegmentInputs) -> Tensor:
     return torch.eye(K, dtype=wide_dtype(x.v), device=x.v.device).expand(segments, x.v.shape[2], K, K)
 
 
-class ReferenceBackend(SegmentBackend):
-    """The token loop; autograd derives its gradients."""
+class TorchBackend(SegmentBackend):
+    """A backend in plain torch, whose functions take whole sequences: here segments."""
+
+    @abstractmethod
+    def run(self, x: SegmentInputs, initial: Tensor | None) -> tuple[Tensor, ...]:
+        """The output, the segments' last states, and what is kept for the gradients, from states or zero (None)."""
 
     def pairs(self, x: SegmentInputs) -> tuple[Tensor, Tensor, Kept]:
         """See `SegmentBackend`."""
-        M = reference.recurrent_loop(*x.without_values().arguments(identities(x)))[1]
-        return M, reference.recurrent_loop(*x.arguments(None))[1], ()
+        return self.run(x.without_values(), identities(x))[1], self.run(x, None)[1], ()
 
     def outputs(self, x: SegmentInputs, kept: Kept, starts: Tensor, keep: bool) -> tuple[Tensor, Tensor, Kept]:
         """See `SegmentBackend`."""
-        return *reference.recurrent_loop(*x.arguments(starts)), ()
+        output, ends, *kept_here = self.run(x, starts)
+        return output, ends, tuple(kept_here)
 
     def start_gradients(self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor) -> Tensor:
         """See `SegmentBackend`."""
         return self.gradients(x, kept, starts, d_output, d_end).start
+
+
+class ReferenceBackend(TorchBackend):
+    """The token loop; autograd derives its gradients."""
+
+    def run(self, x: SegmentInputs, initial: Tensor | None) -> tuple[Tensor, ...]:
+        """See `TorchBackend`."""
+        return reference.recurrent_loop(*x.arguments(initial))
 
     def gradients(
         self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor
@@ -112,28 +124,18 @@ class ReferenceBackend(SegmentBackend):
         """See `SegmentBackend`."""
         with torch.enable_grad():
             leaves = [None if t is None else t.detach().requires_grad_() for t in (*x.tensors, starts)]
-            results = reference.recurrent_loop(*SegmentInputs._make([*leaves[:6], *x[6:]]).arguments(leaves[6]))
+            results = self.run(SegmentInputs._make([*leaves[:6], *x[6:]]), leaves[6])
             wanted = [leaf for leaf in leaves if leaf is not None]
             found = iter(torch.autograd.grad(results, wanted, (d_output, d_end), materialize_grads=True))
         return SegmentGradients._make(None if leaf is None else next(found) for leaf in leaves)
 
 
-class ChunkwiseBackend(SegmentBackend):
+class ChunkwiseBackend(TorchBackend):
     """The chunk form in plain torch."""
 
-    def pairs(self, x: SegmentInputs) -> tuple[Tensor, Tensor, Kept]:
-        """See `SegmentBackend`."""
-        M = chunkwise.forward(*x.without_values().arguments(identities(x)))[1]
-        return M, chunkwise.forward(*x.arguments(None))[1], ()
-
-    def outputs(self, x: SegmentInputs, kept: Kept, starts: Tensor, keep: bool) -> tuple[Tensor, Tensor, Kept]:
-        """See `SegmentBackend`."""
-        output, ends, *kept_here = chunkwise.forward(*x.arguments(starts))
-        return output, ends, tuple(kept_here)
-
-    def start_gradients(self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor) -> Tensor:
-        """See `SegmentBackend`."""
-        return self.gradients(x, kept, starts, d_output, d_end).start
+    def run(self, x: SegmentInputs, initial: Tensor | None) -> tuple[Tensor, ...]:
+        """See `TorchBackend`."""
+        return chunkwise.forward(*x.arguments(initial))
 
     def gradients(
         self, x: SegmentInputs, kept: Kept, starts: Tensor, d_output: Tensor, d_end: Tensor
