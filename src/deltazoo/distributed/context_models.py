@@ -133,8 +133,8 @@ def _next_begins_document(
 ) -> Tensor | None:
     """`[B or 1, T]` bool: whether the next token begins a packed sequence, which is not predicted; None: unknown."""
     if cu_seqlens is not None:
-        lengths = agreed_lengths(context, num_tokens, "labels").lengths
-        begin = sum((lengths or ())[: context.rank])
+        lengths = agreed_lengths(context, num_tokens, "labels").known_lengths
+        begin = sum(lengths[: context.rank])
         following = torch.arange(begin + 1, begin + num_tokens + 1, device=cu_seqlens.device)
         return torch.isin(following, cu_seqlens)[None]
     if position_ids is not None:

@@ -203,20 +203,17 @@ class SharedSequences(Sequences):
     @property
     def begin(self) -> int:
         """Where the piece begins in the whole row."""
-        assert self.context.lengths is not None
-        return sum(self.context.lengths[: self.context.rank])
+        return sum(self.context.known_lengths[: self.context.rank])
 
     @property
     def num_tokens(self) -> int:
         """T, of the piece."""
-        assert self.context.lengths is not None
-        return self.context.lengths[self.context.rank]
+        return self.context.known_lengths[self.context.rank]
 
     @property
     def num_tokens_of_all(self) -> int:
         """Tokens of the whole row."""
-        assert self.context.lengths is not None
-        return sum(self.context.lengths)
+        return sum(self.context.known_lengths)
 
     @property
     def positions(self) -> Tensor | None:

@@ -81,6 +81,12 @@ class ContextParallel:
         """Itself: a copy of a model belongs to the same ranks."""
         return self
 
+    @property
+    def known_lengths(self) -> tuple[int, ...]:
+        """`lengths`, of a context that has them: given, or by `agreed_lengths`."""
+        assert self.lengths is not None
+        return self.lengths
+
     def with_lengths(self, lengths: Sequence[int]) -> "ContextParallel":
         """The same with lengths."""
         return replace(self, lengths=tuple(lengths))

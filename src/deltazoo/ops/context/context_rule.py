@@ -54,10 +54,9 @@ def rule_on_piece(
     context = agreed_piece(context, num_tokens, cu_seqlens, described)
     q, k, v, erase_key, scale, name, strict = checked()
     check_tensor_values(log_decay, None, 0)
-    assert context.lengths is not None
-    total, rows, (HV, V) = sum(context.lengths), len(q), v.shape[2:]
+    total, rows, (HV, V) = sum(context.known_lengths), len(q), v.shape[2:]
     cells = (make_cells if torch.compiler.is_compiling() else cells_of)(
-        context.lengths, context.segment_length or segment_length(total, rows, HV, V)
+        context.known_lengths, context.segment_length or segment_length(total, rows, HV, V)
     )
     if initial_state is not None:
         initial_state = initial_state.to(wide_dtype(v))
@@ -100,10 +99,10 @@ def agreed_piece(
         except (NotImplementedError, TypeError, ValueError) as raised:
             error = raised
         context = agreed_lengths(context, num_tokens, call, error)
-    assert context.lengths is not None
-    if num_tokens != context.lengths[context.rank]:
-        raise ValueError(f"rank {context.rank} has a piece of {num_tokens} tokens, and lengths say {context.lengths}")
-    check_tensor_values(None, cu_seqlens, sum(context.lengths))
+    lengths = context.known_lengths
+    if num_tokens != lengths[context.rank]:
+        raise ValueError(f"rank {context.rank} has a piece of {num_tokens} tokens, and lengths say {lengths}")
+    check_tensor_values(None, cu_seqlens, sum(lengths))
     return context
 
 

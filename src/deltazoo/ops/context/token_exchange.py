@@ -25,7 +25,7 @@ def next_tokens(x: Tensor, context: ContextParallel, after_last: int) -> Tensor:
         context: the ranks.
         after_last: the entry of the last token of all.
     """
-    firsts = finished(started_gather(x[:, :1], context), context).unflatten(0, (context.size, -1))
+    firsts = _gathered(x[:, :1], context)
     last = context.rank == context.size - 1
     following = torch.full_like(x[:, :1], after_last) if last else firsts[context.rank + 1]
     return torch.cat([x[:, 1:], following], 1)
@@ -94,39 +94,37 @@ def _tail(x: Tensor, width: int) -> Tensor:
 
 
 def _gathered(x: Tensor, context: ContextParallel) -> Tensor:
+    """`[size, n, ...]` from every rank's `[n, ...]`."""
     return finished(started_gather(x, context), context).unflatten(0, (context.size, -1))
 
 
 def _sources(context: ContextParallel, rank: int, width: int) -> dict[int, tuple[int, int]]:
     """Of each of the places before a rank's piece that has a token: the token's rank, and its place in the tail."""
-    assert context.lengths is not None
-    tokens = [
-        (source, slot) for source in range(rank) for slot in range(max(0, width - context.lengths[source]), width)
-    ][-width:]
+    lengths = context.known_lengths
+    tokens = [(source, slot) for source in range(rank) for slot in range(max(0, width - lengths[source]), width)]
+    tokens = tokens[-width:]
     return {width - len(tokens) + i: token for i, token in enumerate(tokens)}
 
 
 class _AllTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
-        assert context.lengths is not None
         ctx.context = context
-        pieces = finished(started_gather(_padded(x.transpose(0, 1), context), context), context)
-        pieces = pieces.unflatten(0, (context.size, -1))
-        whole = torch.cat([piece[:length] for piece, length in zip(pieces, context.lengths, strict=True)])
+        pieces = _gathered(_padded(x.transpose(0, 1), context), context)
+        whole = torch.cat([piece[:length] for piece, length in zip(pieces, context.known_lengths, strict=True)])
         return whole.transpose(0, 1).contiguous()
 
     @staticmethod
     def backward(ctx: Any, d_whole: Tensor) -> Any:
         context = ctx.context
-        pieces = d_whole.transpose(0, 1).split(context.lengths)
+        pieces = d_whole.transpose(0, 1).split(context.known_lengths)
         if context.size == 1:
             return d_whole, None
         sent = torch.cat([_padded(piece, context) for piece in pieces])
         summed = torch.ops._c10d_functional.reduce_scatter_tensor(sent, "sum", context.size, context.group_name)
-        return finished(summed, context)[: context.lengths[context.rank]].transpose(0, 1), None
+        return finished(summed, context)[: context.known_lengths[context.rank]].transpose(0, 1), None
 
 
 def _padded(x: Tensor, context: ContextParallel) -> Tensor:
     """`[T, ...]` with zeros behind, as long as the longest piece."""
-    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, max(context.lengths or ()) - len(x)))
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, max(context.known_lengths) - len(x)))
