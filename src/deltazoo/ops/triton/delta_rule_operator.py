@@ -6,11 +6,8 @@ from torch import Tensor
 from deltazoo.ops.second_scan import scans_again
 from deltazoo.ops.transforms import records_gradients
 from deltazoo.ops.triton import pipeline
-from deltazoo.ops.triton.hopper.support import available
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
-from deltazoo.ops.triton.pipeline import Kept, Problem
-from deltazoo.ops.triton.plan import Plan, sizes_of
-from deltazoo.ops.triton.tiling import HOPPER
+from deltazoo.ops.triton.pipeline import Kept, Problem, fake_plan
 from deltazoo.ops.validation import check_tensor_values
 
 __all__ = ["triton_delta_rule"]
@@ -49,12 +46,9 @@ def _infer(*arguments):
         return pipeline.infer(Problem(*arguments[:-1]))
 
 
-def _fake_forward(
-    q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps, keep
-):
-    # Nothing is launched here, so the card's shared memory does not matter.
-    sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict, erase_key, undecayed, num_micro_steps)
-    plan = Plan(*sizes, scale, HOPPER, available(q.device))
+def _fake_forward(*arguments):
+    q, _, v, *_, keep = arguments
+    plan = fake_plan(*arguments[:-1])
     final = q.new_empty((plan.N, plan.HV, plan.K, plan.V), dtype=torch.float32)
     return v.new_empty((plan.B, plan.tokens, plan.HV, plan.V)), final, *Kept.empty(plan, q, keep)
 

@@ -43,7 +43,7 @@ from deltazoo.ops.triton.hopper.support import (
 )  # fmt: skip
 from deltazoo.ops.triton.launch import Tile, launch
 from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
-from deltazoo.ops.triton.tiling import CHUNK, shared_memory
+from deltazoo.ops.triton.tiling import CHUNK, HOPPER, shared_memory
 
 if MISSING is None:
     from deltazoo.ops.triton.hopper.backward import backward_kernel
@@ -53,7 +53,7 @@ if MISSING is None:
     from deltazoo.ops.triton.hopper.hopper_reverse_scan import hopper_reverse_scan_kernel
     from deltazoo.ops.triton.hopper.hopper_scan import hopper_scan_kernel
 
-__all__ = ["Kept", "Problem", "backward", "forward", "infer"]
+__all__ = ["Kept", "Problem", "backward", "fake_plan", "forward", "infer"]
 
 
 class Problem:
@@ -87,6 +87,16 @@ class Problem:
     def float32(self, *shape: int) -> Tensor:
         """An uninitialised float32 tensor of this shape."""
         return self.q.new_empty(*shape, dtype=torch.float32)
+
+
+def fake_plan(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, log_decay: Tensor | None, scale: float,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, strict: bool | None, erase_key: Tensor | None,
+    undecayed: bool, num_micro_steps: int, whole_segments: int | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of a call with tensors without data. It launches nothing, so the shared memory does not matter."""
+    sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict, erase_key, undecayed, num_micro_steps)
+    return Plan(*sizes, scale, HOPPER, available(q.device), whole_segments)
 
 
 def new_states(plan: Plan, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,9 +164,14 @@ class Kept(NamedTuple):
         """The same with None for absent tensors, in place of the empty ones that an operator returns for them."""
         if self.q_in is None or self.starts is None:  # an eager call: it has no such placeholders
             return self
-        channel, cut, scanned = plan.decay == 2, plan.segments > 1, keep and plan.keeps_states
-        present = (True, plan.has_beta, plan.decay > 0, plan.by_gain, *[channel] * 4, *[cut] * 2, *[scanned] * 2)
+        cut, scanned = plan.segments > 1, keep and plan.keeps_states
+        present = (*prepared_fields(plan), *[cut] * 2, *[scanned] * 2)
         return Kept(*(x if here else None for x, here in zip(self, present, strict=True)))  # type: ignore[arg-type]
+
+
+def prepared_fields(plan: Plan) -> tuple[bool, ...]:
+    """Which of the first fields of `Kept`, those that `prepare` fills, calls of a plan have."""
+    return True, plan.has_beta, plan.decay > 0, plan.by_gain, *[plan.decay == 2] * 4
 
 
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
@@ -531,11 +546,9 @@ def launch_hopper_gradients(
         kernel, constants = hopper_chunk_gradients_strong_kernel, plan.hopper_chunk_gradients_strong()
     else:
         kernel, constants = hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel()
-    dq, dk, de, dv, d_beta, d_log_decay = gradients
     launch(
         kernel, constants,
-        p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
-        dq, dk, de, dv, d_beta, d_log_decay,
+        p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans, *gradients,
     )  # fmt: skip
 
 

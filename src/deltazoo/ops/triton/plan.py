@@ -175,9 +175,14 @@ class Plan:
             )
         return self.HV, self.NT, self.B
 
+    @property
+    def neighbours(self) -> int:
+        """Neighbouring chunks, up to 16, that a program of a kernel for few of the chunks looks at."""
+        return min(max(self.slots // 512, 1), 16)
+
     def neighbour_grid(self) -> tuple[tuple[int], dict[str, int]]:
-        """Grid and arguments of a kernel for few of the chunks: each program looks at up to 16 neighbouring ones."""
-        chunks = min(max(self.slots // 512, 1), 16)
+        """Grid and arguments of a kernel for few of the chunks."""
+        chunks = self.neighbours
         return (-(-self.slots // chunks),), dict(chunks=chunks, slots=self.slots)
 
     def scan_grid(self, V: int, BV: int) -> tuple[int]:
@@ -206,7 +211,7 @@ class Plan:
     @per_plan
     def prepare_rest(self) -> Constants:
         """The launch that prepares the chunks which the fused forward pass left."""
-        chunks = min(max(self.slots // 512, 1), 16)
+        chunks = self.neighbours
         HV, NT, B = self.chunk_grid()
         return Constants(
             HV, -(-NT // chunks), B, chunks=chunks, scale=self.scale, T=self.T, NT=self.NT, H=self.H,

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops.triton import pipeline
-from deltazoo.ops.triton.hopper.support import available
 from deltazoo.ops.triton.operator import Operator
-from deltazoo.ops.triton.pipeline import Kept, Problem
-from deltazoo.ops.triton.plan import Plan, sizes_of
-from deltazoo.ops.triton.tiling import HOPPER
+from deltazoo.ops.triton.pipeline import Kept, Problem, fake_plan
+from deltazoo.ops.triton.plan import Plan
 
 __all__ = ["segment_gradients", "segment_outputs", "segment_pairs", "segment_start_gradients", "segment_states"]
 
@@ -30,19 +28,9 @@ def _parts(arguments):
     return arguments[:13], arguments[13 : 13 + _PREPARED], arguments[13 + _PREPARED :]
 
 
-def _problem(inputs):
-    return Problem(*inputs)
-
-
-def _fake_plan(q, k, v, beta, log_decay, scale, starts, cu_seqlens, strict, erase_key, undecayed, steps, segments):
-    sizes = sizes_of(q, v, beta, log_decay, cu_seqlens, strict, erase_key, undecayed, steps)
-    return Plan(*sizes, scale, HOPPER, available(q.device), segments)
-
-
 def _kept(plan: Plan, prepared: tuple[Tensor, ...], U: Tensor | None = None, states: Tensor | None = None) -> Kept:
     """With None for what the plan does not have, in place of the empty tensors that an operator returns for it."""
-    present = (True, plan.has_beta, plan.decay > 0, plan.by_gain, *[plan.decay == 2] * 4)
-    fields = [x if here else None for x, here in zip(prepared, present, strict=True)]
+    fields = [x if here else None for x, here in zip(prepared, pipeline.prepared_fields(plan), strict=True)]
     return Kept._make([*fields, None, None, U, states])
 
 
@@ -52,7 +40,7 @@ def _new_state(q: Tensor, plan: Plan, columns: int) -> Tensor:
 
 def _pairs(*inputs):
     with torch.cuda.device_of(inputs[0]):
-        p = _problem(inputs)
+        p = Problem(*inputs)
         kept = Kept.empty(p.plan, p.q, keep=False)
         pipeline.prepare(p, kept)
         M, X = _new_state(p.q, p.plan, p.plan.K), _new_state(p.q, p.plan, p.plan.V)
@@ -62,14 +50,14 @@ def _pairs(*inputs):
 
 
 def _fake_pairs(*inputs):
-    q, plan = inputs[0], _fake_plan(*inputs)
+    q, plan = inputs[0], fake_plan(*inputs)
     return _new_state(q, plan, plan.K), _new_state(q, plan, plan.V), *Kept.empty(plan, q, keep=False)[:_PREPARED]
 
 
 def _outputs(*arguments):
     inputs, prepared, (keep,) = _parts(arguments)
     with torch.cuda.device_of(inputs[0]):
-        p = _problem(inputs)
+        p = Problem(*inputs)
         plan = p.plan
         U, states = pipeline.new_states(plan, p.v) if keep and plan.keeps_states else (None, None)
         output, ends = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(p.q, plan, plan.V)
@@ -79,7 +67,7 @@ def _outputs(*arguments):
 
 def _fake_outputs(*arguments):
     inputs, _, (keep,) = _parts(arguments)
-    v, plan = inputs[2], _fake_plan(*inputs)
+    v, plan = inputs[2], fake_plan(*inputs)
     U, states = pipeline.new_states(plan, v) if keep and plan.keeps_states else (None, None)
     return v.new_empty(plan.B, plan.tokens, plan.HV, plan.V), _new_state(v, plan, plan.V), U, states
 
@@ -87,31 +75,31 @@ def _fake_outputs(*arguments):
 def _start_gradients(*arguments):
     inputs, prepared, (d_output, d_end) = _parts(arguments)
     with torch.cuda.device_of(inputs[0]):
-        p = _problem(inputs)
+        p = Problem(*inputs)
         d_output, d_end = pipeline.contiguous(d_output, p.alignment), d_end.contiguous()
         return pipeline.reverse_scan(p, _kept(p.plan, prepared), d_output, d_end, keep=False, initial=True)[2]
 
 
 def _fake_start_gradients(*arguments):
-    plan = _fake_plan(*arguments[:13])
+    plan = fake_plan(*arguments[:13])
     return _new_state(arguments[0], plan, plan.V)
 
 
 def _states(*arguments):
     inputs, prepared, _ = _parts(arguments)
     with torch.cuda.device_of(inputs[0]):
-        p = _problem(inputs)
+        p = Problem(*inputs)
         return pipeline.scan_for_states(p, _kept(p.plan, prepared), p.initial_state)
 
 
 def _fake_states(*arguments):
-    return pipeline.new_states(_fake_plan(*arguments[:13]), arguments[2])
+    return pipeline.new_states(fake_plan(*arguments[:13]), arguments[2])
 
 
 def _gradients(*arguments):
     inputs, prepared, (U, states, d_output, d_end) = _parts(arguments)
     with torch.cuda.device_of(inputs[0]):
-        p = _problem(inputs)
+        p = Problem(*inputs)
         found = pipeline.backward(p, _kept(p.plan, prepared, U, states), d_output, d_end)
     dq, dk, de, dv, d_beta, d_log_decay, d_start = found
     d_beta, d_log_decay = (
