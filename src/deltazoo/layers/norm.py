@@ -13,6 +13,7 @@ from deltazoo.ops.autocast import autocast_dtype
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.ops.fused import (
     FUSED_ACTIVATIONS,
+    L2_NORM_EPS,
     MOST_NORM_COLUMNS,
     fused_add_rms_norm,
     fused_gated_rms_norm,
@@ -27,7 +28,7 @@ from deltazoo.ops.transforms import transforming
 __all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "l2_normalize", "l2_normalize_both"]
 
 
-def l2_normalize(x: Tensor, eps: float = 1e-6, *, fused: bool | None = False) -> Tensor:
+def l2_normalize(x: Tensor, eps: float = L2_NORM_EPS, *, fused: bool | None = False) -> Tensor:
     """`x * rsqrt(sum x^2 + eps)` over the last axis, in x's dtype.
 
     The epsilon is inside the root, as in the released checkpoints: it bounds the gradient at the zero vector. With

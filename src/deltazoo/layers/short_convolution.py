@@ -25,6 +25,7 @@ __all__ = [
     "convolve_token",
     "depthwise_sum",
     "last_inputs",
+    "packing_of",
     "state_after",
 ]
 
@@ -125,6 +126,13 @@ def last_inputs(inputs: Sequence[Tensor], past: Tensor, sequences: Sequences) ->
     return torch.where((last < width)[..., None], before, recent).transpose(1, 2).contiguous()
 
 
+def packing_of(sequences: Sequences) -> dict[str, Tensor]:
+    """The arguments that tell `fused_short_conv` where packed sequences are; none for others."""
+    if not isinstance(sequences, PackedSequences):
+        return {}
+    return {"sequence": sequences.index, "cu_seqlens": sequences.cu_seqlens}
+
+
 class ShortConvolution(nn.Module):
     """Each channel mixes its last `kernel_size` tokens, then SiLU: `y_t = silu(sum_j w_j x_{t-j})`, without a bias.
 
@@ -202,15 +210,8 @@ class ShortConvolution(nn.Module):
         return fused_kernels_fit(x, state) if self.fused is None else self.fused
 
     def _convolve_fused(self, x: Tensor, weight: Tensor, *, state: Tensor | None, sequences: Sequences) -> Tensor:
-        packed = sequences if isinstance(sequences, PackedSequences) else None
-        return fused_short_conv(
-            x,
-            weight.squeeze(1),
-            None if state is None else self._past(x, state, sequences).transpose(1, 2),
-            sequence=None if packed is None else packed.index,
-            cu_seqlens=None if packed is None else packed.cu_seqlens,
-            head_dim=self.unit_heads,
-        )
+        past = None if state is None else self._past(x, state, sequences).transpose(1, 2)
+        return fused_short_conv(x, weight.squeeze(1), past, head_dim=self.unit_heads, **packing_of(sequences))
 
     def _convolve_plainly(self, x: Tensor, weight: Tensor, *, state: Tensor | None, sequences: Sequences) -> Tensor:
         total = causal_sum(x, weight, self._past(x, state, sequences), sequences)
@@ -333,14 +334,8 @@ def _convolve_together(
     heads: tuple[int, int, int],
     sequences: Sequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    packed = sequences if isinstance(sequences, PackedSequences) else None
-    return fused_short_convs(
-        (q, k, v),
-        (q_weight.squeeze(1), k_weight.squeeze(1), v_weight.squeeze(1)),
-        sequence=None if packed is None else packed.index,
-        cu_seqlens=None if packed is None else packed.cu_seqlens,
-        head_dims=heads,
-    )
+    weights = (q_weight.squeeze(1), k_weight.squeeze(1), v_weight.squeeze(1))
+    return fused_short_convs((q, k, v), weights, head_dims=heads, **packing_of(sequences))
 
 
 def _can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:

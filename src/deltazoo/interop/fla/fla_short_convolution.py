@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.interop.fla.fla_arguments import refuse_context_parallelism, require_boundaries
 from deltazoo.layers.sequences import PackedSequences, Sequences, describe_sequences
-from deltazoo.layers.short_convolution import causal_sum, last_inputs
+from deltazoo.layers.short_convolution import causal_sum, last_inputs, packing_of
 from deltazoo.names import unknown
 from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv
 
@@ -102,14 +102,8 @@ def _convolve(
 ) -> Tensor:
     """`[B, T, D]` in x's dtype from the kernel, else in float32 (float64 stays); `past` None means zeros."""
     if activation is not None and bias is None and x.numel() and fused_kernels_fit(x, past):
-        packed = sequences if isinstance(sequences, PackedSequences) else None
-        return fused_short_conv(
-            x,
-            weight,
-            None if past is None else past[:, 1:].transpose(1, 2),
-            sequence=None if packed is None else packed.index,
-            cu_seqlens=None if packed is None else packed.cu_seqlens,
-        )
+        before = None if past is None else past[:, 1:].transpose(1, 2)
+        return fused_short_conv(x, weight, before, **packing_of(sequences))
     if past is None:
         past = _past(x, None, weight.shape[1], sequences)
     total = causal_sum(x, weight[:, None], past[:, 1:], sequences)

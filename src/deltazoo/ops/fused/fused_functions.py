@@ -10,11 +10,12 @@ from torch import Tensor
 from deltazoo.names import unknown
 from deltazoo.ops.backends import triton_interprets, triton_obstacle
 from deltazoo.ops.dtypes import KERNEL_DTYPES
-from deltazoo.ops.fused.kernels import REFUSAL
+from deltazoo.ops.fused.kernels import L2_NORM_EPS, REFUSAL
 from deltazoo.ops.transforms import records_gradients, refuse_transforms, transforming
 
 __all__ = [
     "FUSED_ACTIVATIONS",
+    "L2_NORM_EPS",
     "MOST_NORM_COLUMNS",
     "fused_add_rms_norm",
     "fused_cross_entropy_",
@@ -66,7 +67,6 @@ def fused_short_conv(
     sequence: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     head_dim: int = 0,
-    eps: float = 1e-6,
 ) -> Tensor:
     """Causal depthwise convolution, SiLU, and the L2 norm of heads: `y = silu(sum_i w_i x_{t-i})`, then per head.
 
@@ -77,8 +77,7 @@ def fused_short_conv(
             differentiable.
         sequence: `[T]` int64, which packed sequence each token belongs to, with B = 1.
         cu_seqlens: `[N + 1]`, their boundaries.
-        head_dim: channels per head, each head divided by `sqrt(|y|^2 + eps)`; 0: no norm.
-        eps: see `head_dim`.
+        head_dim: channels per head, each head divided by `sqrt(|y|^2 + L2_NORM_EPS)`; 0: no norm.
 
     Returns:
         `[B, T, C]` in x's dtype, computed in float32.
@@ -92,7 +91,7 @@ def fused_short_conv(
         raise ValueError("the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off")
     from deltazoo.ops.fused.kernels.short_conv_operator import short_conv
 
-    return short_conv(x, weight, past, sequence, cu_seqlens, head_dim, eps)
+    return short_conv(x, weight, past, sequence, cu_seqlens, head_dim)
 
 
 def fused_short_convs(
@@ -102,7 +101,6 @@ def fused_short_convs(
     sequence: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     head_dims: tuple[int, int, int] = (0, 0, 0),
-    eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fused_short_conv` of queries, keys and values, one function for autograd: the host has a third of the work.
 
@@ -111,7 +109,6 @@ def fused_short_convs(
         weights: three `[C_i, W]`.
         sequence, cu_seqlens: as of `fused_short_conv`.
         head_dims: `head_dim` of each.
-        eps: see `fused_short_conv`.
 
     Raises:
         NotImplementedError, ValueError: as `fused_short_conv`.
@@ -119,7 +116,7 @@ def fused_short_convs(
     _require_triton(*inputs, *weights, sequence, cu_seqlens)
     from deltazoo.ops.fused.kernels.short_conv_operator import short_convs
 
-    return short_convs(*inputs, *weights, sequence, cu_seqlens, *head_dims, eps)
+    return short_convs(*inputs, *weights, sequence, cu_seqlens, *head_dims)
 
 
 def fused_short_conv_step(
@@ -128,7 +125,6 @@ def fused_short_conv_step(
     window: Tensor,
     *,
     head_dims: tuple[int, int] = (0, 0),
-    eps: float = 1e-6,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`fused_short_conv` for one token of queries, keys and values at once. No gradients: for inference.
@@ -138,9 +134,8 @@ def fused_short_conv_step(
         weights: three `[C_i, W]`.
         window: `[B, C, S]`, the last S inputs before the token, S at least W - 1; concatenated, C the sum of the C_i;
             oldest first.
-        head_dims: channels per head of the first and of the second input, each head divided by `sqrt(|y|^2 + eps)`; 0:
-            no norm. Heads of both have one size.
-        eps: see `head_dims`.
+        head_dims: `head_dim` of the first and of the second input, as of `fused_short_conv`; heads of both have one
+            size.
         inplace: write the new window over `window`, which must be contiguous and in the inputs' dtype.
 
     Returns:
@@ -166,7 +161,7 @@ def fused_short_conv_step(
         raise ValueError(f"heads of queries and keys must have one size, got head_dims={head_dims}")
     from deltazoo.ops.fused.kernels.short_conv_step import short_conv_step
 
-    return short_conv_step(inputs, weights, window, q_head=head_dims[0], k_head=head_dims[1], eps=eps, inplace=inplace)
+    return short_conv_step(inputs, weights, window, q_head=head_dims[0], k_head=head_dims[1], inplace=inplace)
 
 
 def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:

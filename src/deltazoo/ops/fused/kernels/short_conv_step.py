@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltazoo.ops.fused.kernels import L2_NORM_EPS
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import Operator
@@ -93,11 +94,11 @@ def short_conv_step_kernel(
     tl.store(y + row * (CQ + CK + CV) + before + columns, s.to(y.dtype.element_ty), mask=mask)
 
 
-def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head, eps):
+def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head):
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     q_weight, k_weight, v_weight = (x.contiguous() for x in (q_weight, k_weight, v_weight))
     B, channels, rows = q.shape[0], (q.shape[-1], k.shape[-1], v.shape[-1]), (q.stride(0), k.stride(0), v.stride(0))
-    constants = _constants(B, channels, rows, q_weight.shape[-1], window.shape[-1], q_head, k_head, eps)
+    constants = _constants(B, channels, rows, q_weight.shape[-1], window.shape[-1], q_head, k_head)
     y = q.new_empty(B, 1, sum(channels))
     with torch.cuda.device_of(q):
         launch(short_conv_step_kernel, constants, q, k, v, q_weight, k_weight, v_weight, window, new_window, y)
@@ -113,33 +114,33 @@ def _constants(
     kept: int,
     q_head: int,
     k_head: int,
-    eps: float,
 ) -> Constants:
     (CQ, CK, CV), (q_row, k_row, v_row) = channels, rows
     width = q_head or k_head or min(_CHANNELS, CQ + CK + CV)
     block = triton.next_power_of_2(width)
     return Constants(
-        B * sum(-(-x // width) for x in channels), q_row=q_row, k_row=k_row, v_row=v_row, eps=eps, CQ=CQ, CK=CK, CV=CV,
-        W=W, KEPT=kept, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block, num_warps=max(1, block // 128),
+        B * sum(-(-x // width) for x in channels), q_row=q_row, k_row=k_row, v_row=v_row, eps=L2_NORM_EPS, CQ=CQ, CK=CK,
+        CV=CV, W=W, KEPT=kept, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block,
+        num_warps=max(1, block // 128),
     )  # fmt: skip
 
 
-def _functional(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):
+def _functional(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head):
     window = window.to(q.dtype).contiguous()
     new_window = torch.empty_like(window)
-    return _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head, eps), new_window
+    return _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head), new_window
 
 
-def _in_place(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head, eps):
+def _in_place(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head):
     if not window.is_inference():  # autograd does not see that the kernel writes
         torch.autograd.graph.increment_version(window)
-    return _run(q, k, v, q_weight, k_weight, v_weight, window, window, q_head, k_head, eps)
+    return _run(q, k, v, q_weight, k_weight, v_weight, window, window, q_head, k_head)
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, Tensor v_weight"
 
 _into_new = Operator(
-    f"short_conv_step({_INPUTS}, Tensor window, int q_head, int k_head, float eps) -> (Tensor, Tensor)",
+    f"short_conv_step({_INPUTS}, Tensor window, int q_head, int k_head) -> (Tensor, Tensor)",
     _functional,
     fake=lambda q, k, v, q_weight, k_weight, v_weight, window, *others: (
         q.new_empty(q.shape[0], 1, window.shape[1]),
@@ -147,7 +148,7 @@ _into_new = Operator(
     ),
 )
 _into_window = Operator(
-    f"short_conv_step_({_INPUTS}, Tensor(a!) window, int q_head, int k_head, float eps) -> Tensor",
+    f"short_conv_step_({_INPUTS}, Tensor(a!) window, int q_head, int k_head) -> Tensor",
     _in_place,
     fake=lambda q, k, v, q_weight, k_weight, v_weight, window, *others: q.new_empty(q.shape[0], 1, window.shape[1]),
 )
@@ -160,10 +161,9 @@ def short_conv_step(
     *,
     q_head: int,
     k_head: int,
-    eps: float,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `deltazoo.ops.fused.fused_short_conv_step`."""
     if inplace:
-        return _into_window.overload(*inputs, *weights, window, q_head, k_head, eps), window
-    return _into_new.overload(*inputs, *weights, window, q_head, k_head, eps)
+        return _into_window.overload(*inputs, *weights, window, q_head, k_head), window
+    return _into_new.overload(*inputs, *weights, window, q_head, k_head)
