@@ -77,26 +77,27 @@ class RightPaddedSequences(Sequences):
     """`[B, 1]` int64: real tokens per row."""
     padding: Tensor
     """`[B, T]` bool: which positions hold no real tokens, after `arrange`."""
-    _tails: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    _found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    """Results of `last_inputs`, by width: all layers of a model ask for the same."""
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, num_tokens: int) -> "RightPaddedSequences":
         """From `[B, 1]` int64, at most T = `num_tokens` each."""
         return RightPaddedSequences(lengths, torch.arange(num_tokens, device=lengths.device) >= lengths)
 
-    def tail(self, width: int) -> tuple[Tensor, Tensor]:
-        """Where the last `width` tokens of each row are, if so many others are before it; found once for all layers.
+    def last_inputs(self, width: int) -> tuple[Tensor, Tensor]:
+        """Where to find the last `width` of each sequence's inputs, of which `width` come before the sequence itself.
 
         Returns:
-            `[B, width]` int64, oldest first: how many tokens from the beginning of those others; and the position in
-            the joined rows, of some real or other token where it is one of the others.
+            `[N, width]` int64 each, oldest first: the number of each among these inputs, below `width` if it comes
+            before the sequence; and its number among the tokens of all rows, any token's for those before.
         """
-        if width not in self._tails:
+        if width not in self._found:
             rows, num_tokens = self.padding.shape
-            last = self.lengths + torch.arange(width, device=self.lengths.device)
+            number = self.lengths + torch.arange(width, device=self.lengths.device)
             begins = num_tokens * torch.arange(rows, device=self.lengths.device)[:, None]
-            self._tails[width] = last, (begins + last - width).clamp(min=0)
-        return self._tails[width]
+            self._found[width] = number, (begins + number - width).clamp(min=0)
+        return self._found[width]
 
     def first(self, count: int) -> "RightPaddedSequences":
         """Of the first `count` tokens of every row."""
@@ -180,6 +181,12 @@ class PackedSequences(Sequences):
         """`[B, T]` int64: position of each token in its sequence, from 0."""
         tokens = torch.arange(len(self.index), device=self.index.device)
         return (tokens - self.cu_seqlens[self.index]).view(self.num_rows, -1)
+
+    def last_inputs(self, width: int) -> tuple[Tensor, Tensor]:
+        """As of `RightPaddedSequences`."""
+        number = (self.cu_seqlens.diff()[:, None] + torch.arange(width, device=self.cu_seqlens.device)).long()
+        token = (self.cu_seqlens[:-1, None].long() + number - width).clamp(0, len(self.index) - 1)
+        return number, token
 
     def arrange(self, x: Tensor) -> Tensor:
         """`[B or 1, T, D]` as `[1, B * T, D]`."""

@@ -115,15 +115,11 @@ def last_inputs(inputs: Sequence[Tensor], past: Tensor, sequences: Sequences) ->
         if num_tokens < width:
             recent = torch.cat([past[:, num_tokens:], recent], dim=1)
         return recent.transpose(1, 2).contiguous()
-    if isinstance(sequences, RightPaddedSequences):
-        last, tokens = sequences.tail(width)
-    else:
-        assert isinstance(sequences, PackedSequences)
-        last = (sequences.cu_seqlens.diff()[:, None] + torch.arange(width, device=past.device)).long()
-        tokens = (sequences.cu_seqlens[:-1, None].long() + last - width).clamp(0, num_tokens - 1)
-    recent = torch.cat([x.flatten(0, 1).index_select(0, tokens.flatten()) for x in inputs], dim=-1).view_as(past)
-    before = past.gather(1, last.clamp(max=max(0, width - 1))[..., None].expand_as(past))
-    return torch.where((last < width)[..., None], before, recent).transpose(1, 2).contiguous()
+    assert isinstance(sequences, (RightPaddedSequences, PackedSequences))
+    number, token = sequences.last_inputs(width)
+    recent = torch.cat([x.flatten(0, 1).index_select(0, token.flatten()) for x in inputs], dim=-1).view_as(past)
+    before = past.gather(1, number.clamp(max=max(0, width - 1))[..., None].expand_as(past))
+    return torch.where((number < width)[..., None], before, recent).transpose(1, 2).contiguous()
 
 
 def packing_of(sequences: Sequences) -> dict[str, Tensor]:
