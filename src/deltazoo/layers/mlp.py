@@ -56,17 +56,17 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden_size]` to the same shape."""
         gate, up = linear_maps(x, (self.gate_proj, self.up_proj))
-        if torch.is_grad_enabled() and not transforming() and called_as_is(self.down_proj):
-            return self._recorded(gate, up)
-        return self.down_proj(recomputable(self._product, gate, up))
-
-    def _recorded(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The rest of a training step, with the product of gate and up made again in the backward pass."""
-        if self.down_proj.weight.requires_grad and self._takes_kernel(gate, up):
+        if self._takes_linear(gate, up):
             gate, up, weight = cast_for_product(gate, up, self.down_proj.weight)
             if weight.dtype == gate.dtype:
                 return fused_swiglu_linear(gate, up, weight)
         return self.down_proj(recomputable(self._product, gate, up))
+
+    def _takes_linear(self, gate: Tensor, up: Tensor) -> bool:
+        """Whether a training step's product and `down_proj` may be one function, which keeps gate and up alone."""
+        if not torch.is_grad_enabled() or transforming() or not called_as_is(self.down_proj):
+            return False
+        return self.down_proj.weight.requires_grad and self._takes_kernel(gate, up)
 
     def _product(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.liger:

@@ -180,7 +180,7 @@ def delta_rule_step(
         ValueError, TypeError, NotImplementedError: as `delta_rule`.
     """
     _require_beta(beta)
-    update = (erase_key, reads_undecayed(erase_reads), num_micro_steps)
+    update = (erase_key, reads_undecayed(erase_reads) and log_decay is not None, num_micro_steps)
     return _one_token(q, k, v, beta, log_decay, state, scale, inplace, backend, *update)
 
 
@@ -314,7 +314,6 @@ def _one_token(
 ) -> DeltaRuleOutput:
     q, k, v, erase_key, scale = _prepare(q, k, v, erase_key, scale)
     check_step_shapes(q, k, v, beta, log_decay, state, erase_key, num_micro_steps)
-    undecayed = undecayed and log_decay is not None
     check_tensor_values(log_decay, None, 1)
     name = _backend_of_call(backend, k, v)
     recording = records_gradients(q, k, v, beta, log_decay, erase_key, state)

@@ -41,13 +41,16 @@ def chunkwise(
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    erase_key: Tensor | None = None,
-    undecayed: bool = False,
-    num_micro_steps: int = 1,
+    erase_key: Tensor | None,
+    undecayed: bool,
+    num_micro_steps: int,
 ) -> tuple[Tensor, Tensor]:
-    """Whole sequences by the chunk form; arguments and results as in `deltazoo.ops.delta_rule`."""
+    """Whole sequences by the chunk form; arguments and results as in `deltazoo.ops.delta_rule`.
+
+    With `undecayed` the erase reads the state before the decay; there is one.
+    """
     inputs = (q, k, v, beta, log_decay, scale, initial_state, cu_seqlens)
-    update = (erase_key, undecayed and log_decay is not None, num_micro_steps)
+    update = (erase_key, undecayed, num_micro_steps)
     if transforming():
         check_tensor_values(log_decay, cu_seqlens, q.shape[1])
         return functional_chunkwise(*inputs, *update)

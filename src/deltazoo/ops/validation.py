@@ -81,8 +81,8 @@ def check_shapes(
     log_decay: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    erase_key: Tensor | None = None,
-    num_micro_steps: int = 1,
+    erase_key: Tensor | None,
+    num_micro_steps: int,
     state_name: str = "initial_state",
 ) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit the contract of `delta_rule`; TypeError for a list."""
@@ -157,8 +157,8 @@ def check_step_shapes(
     beta: Tensor | None,
     log_decay: Tensor | None,
     state: Tensor,
-    erase_key: Tensor | None = None,
-    num_micro_steps: int = 1,
+    erase_key: Tensor | None,
+    num_micro_steps: int,
 ) -> None:
     """Raise ValueError unless the arguments fit the contract of `delta_rule_step`: exactly one token."""
     check_tensor("state", state, required=True)
