@@ -19,6 +19,7 @@ from torch import Tensor
 __all__ = ["ChunkDecay", "chunk_decay", "later", "sooner"]
 
 _BLOCK = 16
+"""Tokens of a block, which chunks are multiples of."""
 
 
 class ChunkDecay(ABC):
@@ -73,14 +74,14 @@ def later(x: Tensor, first: float = 0.0) -> Tensor:
     return F.pad(x[..., :-1, :], (0, 0, 1, 0), value=first)
 
 
-def _after(g: Tensor, dim: int) -> Tensor:
-    """Sum of everything after each entry along `dim` (exclusive suffix sum), without subtraction."""
-    shifted = torch.cat([g.narrow(dim, 1, g.shape[dim] - 1), torch.zeros_like(g.narrow(dim, 0, 1))], dim)
-    return shifted.flip(dim).cumsum(dim).flip(dim)
-
-
 def _reverse_cumsum(x: Tensor, dim: int) -> Tensor:
+    """Sum of each entry along `dim` and all after it."""
     return x.flip(dim).cumsum(dim).flip(dim)
+
+
+def _after(g: Tensor) -> Tensor:
+    """Sum of all rows of `[..., C, K]` after each, without subtraction."""
+    return _reverse_cumsum(sooner(g), -2)
 
 
 class _NoDecay(ChunkDecay):
@@ -135,23 +136,20 @@ class _ChannelDecay(ChunkDecay):
     """
 
     def __init__(self, log_decay: Tensor) -> None:
-        C = log_decay.shape[-2]
-        if C % _BLOCK:
-            raise ValueError(f"the chunk size must be a multiple of {_BLOCK}, got {C}")
         self.entry = log_decay.cumsum(-2).exp()
-        self.exit = _after(log_decay, -2).exp()
+        self.exit = _after(log_decay).exp()
         self.total = self.entry[..., -1, :, None]
         self.keeps = log_decay > -torch.inf
         blocks = self._split(log_decay)
         self.step = blocks.exp()
         self.from_block_start = blocks.cumsum(-2).exp()
-        to_block_end, block_total = _after(blocks, -2), blocks.sum(-2, keepdim=True)
+        to_block_end, block_total = _after(blocks), blocks.sum(-2, keepdim=True)
         # before[I]: decay of every token of blocks 0..I-1 up to the start of block I, [..., 16 I, K]
-        tail = to_block_end[..., 0, :, :]
-        self.before = [tail[..., :0, :]]
-        for I in range(1, C // _BLOCK):
-            self.before.append(tail.exp())
-            tail = torch.cat([tail + block_total[..., I, :, :], to_block_end[..., I, :, :]], -2)
+        log_before = to_block_end[..., 0, :, :]
+        self.before = [log_before[..., :0, :]]
+        for I in range(1, blocks.shape[-3]):
+            self.before.append(log_before.exp())
+            log_before = torch.cat([log_before + block_total[..., I, :, :], to_block_end[..., I, :, :]], -2)
 
     @staticmethod
     def _split(x: Tensor) -> Tensor:
