@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers import DeltaRuleAttention, bounded_step
 from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.recompute import recomputable
 from deltazoo.ops.dtypes import at_least_float32, wide_dtype
@@ -51,6 +51,12 @@ class ChannelGates(DeltaRuleAttention):
             return (math.sqrt(largest) * torch.exp(F.logsigmoid(gate) / 2) * x).to(x.dtype)
         return (largest * torch.sigmoid(gate) * x).to(x.dtype)
 
-    def whole_step(self, v: Tensor) -> Tensor:
-        """A step size of one, `[B, T, HV]`."""
-        return torch.ones(v.shape[:3], dtype=wide_dtype(v), device=v.device)
+    @property
+    def largest_key_gate(self) -> float:
+        """The upper end of the range of the gate of keys."""
+        return 2.0 if self.allow_neg_eigval else 1.0
+
+    def whole_step(self, k: Tensor, v: Tensor, erase_key: Tensor | None = None) -> Tensor:
+        """A step size of one, `[B, T, HV]`, or less where doubled gates let the erase gain exceed 2."""
+        step = torch.ones(v.shape[:3], dtype=wide_dtype(v), device=v.device)
+        return bounded_step(step, k, erase_key, fused=self.runs_fused(k)) if self.allow_neg_eigval else step

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from deltazoo.layers import RuleInputs, bounded_step
+from deltazoo.layers import RuleInputs
 from deltazoo.layers.rule import StepForm
 from deltazoo.variants.channel_gates import ChannelGates
 
@@ -15,15 +15,12 @@ class FG2GatedDeltaNet(ChannelGates):
     def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """Gated keys and values, with a step size of one."""
         key_gate, value_gate = self.channel_gates(hidden_states)
-        largest = 2.0 if self.allow_neg_eigval else 1.0
+        largest = self.largest_key_gate
         # The write is the product of both roots: halved values undo the doubling there.
         largest_write = largest if self.neg_eigval == "both" else 1 / largest
         k = self.gated(key_gate, k, largest, root=True)
         v = self.gated(value_gate, v, largest_write, root=True)
-        beta = self.whole_step(v)
-        if self.allow_neg_eigval:
-            beta = bounded_step(beta, k, fused=self.runs_fused(k))
-        return RuleInputs(q, k, v, beta, self.log_decay(hidden_states))
+        return RuleInputs(q, k, v, self.whole_step(k, v), self.log_decay(hidden_states))
 
     def step_form(self) -> StepForm | None:
         """As `rule_inputs`."""

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from deltazoo.layers import RuleInputs, bounded_step
+from deltazoo.layers import RuleInputs
 from deltazoo.layers.rule import StepForm
 from deltazoo.variants.channel_gates import ChannelGates
 
@@ -25,9 +25,7 @@ class GatedDeltaNet2(ChannelGates):
         """Erase under the gated key, write the gated value, with a step size of one."""
         erase_gate, write_gate = self.channel_gates(hidden_states)
         erase_key = self.erase_key(erase_gate, q, k)
-        beta = self.whole_step(v)
-        if self.allow_neg_eigval:
-            beta = bounded_step(beta, k, erase_key, fused=self.runs_fused(k))
+        beta = self.whole_step(k, v, erase_key)
         return RuleInputs(q, k, self.gated(write_gate, v), beta, self.log_decay(hidden_states), erase_key)
 
     def step_form(self) -> StepForm | None:
@@ -37,9 +35,4 @@ class GatedDeltaNet2(ChannelGates):
 
     def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """The erase key `b * k`, from the gate before its sigmoid; both `[B, T, H, K]`, the key's dtype."""
-        return self.gated(erase_gate, k, self.largest_erase_gate)
-
-    @property
-    def largest_erase_gate(self) -> float:
-        """The upper end of b's range."""
-        return 2.0 if self.allow_neg_eigval else 1.0
+        return self.gated(erase_gate, k, self.largest_key_gate)

@@ -41,7 +41,7 @@ class QED(GatedDeltaNet2):
         return recomputable(self._erase_key, erase_gate, q, k, self.theta)
 
     def _erase_key(self, gate: Tensor, q: Tensor, k: Tensor, theta: Tensor) -> Tensor:
-        largest = self.largest_erase_gate
+        largest = self.largest_key_gate
         if self.runs_fused(k):
             return fused_rule_keys(q, k, "gated_query", gate=gate, parameters=(theta,), largest=largest)[2]
         return _erase_key(gate, q, k, theta, largest)
