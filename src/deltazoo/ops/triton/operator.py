@@ -5,6 +5,7 @@ eager calls go around torch's dispatcher, which costs the host more than the lau
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,20 @@ __all__ = ["DifferentiableOperator", "Operator"]
 _library = torch.library.Library("deltazoo", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NO_TENSORS = frozenset((type(None), bool, int, float))  # asking for a subclass takes longer
+
+
+def _save_arguments(number: int, ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
+    """Keep all arguments, of which the first `number` are tensors or None."""
+    ctx.save_for_backward(*arguments[:number])
+    ctx.options = arguments[number:]
+
+
+def _gradients_of_first_arguments(backward: Callable[..., Any], ctx: Any, *d_results: Tensor | None) -> Any:
+    """The gradients that `backward` returns, and None for all further arguments."""
+    tensors = ctx.saved_tensors  # read once, as activation checkpointing demands
+    found = backward(*tensors, *ctx.options, *d_results)
+    found = found if isinstance(found, tuple) else (found,)
+    return *found, *[None] * (len(tensors) + len(ctx.options) - len(found))
 
 
 class Operator:
@@ -51,10 +66,13 @@ class DifferentiableOperator(Operator):
     Args:
         schema, launch, fake: as in `Operator`.
         backward: the operator that launches the kernels of the backward pass.
-        save: `(ctx, arguments, results)`, keeps in `ctx` what the backward pass needs.
-        gradients: `(backward, ctx, *gradients of the results)` -> a gradient or None for each argument. `backward` is
-            the function or the overload of the operator `backward`: the function may return None for a Tensor.
         refusal: arguments of `refuse_second_derivative`.
+        save: `(ctx, arguments, results)`, keeps in `ctx` what the backward pass needs. By default all arguments: the
+            tensors, which must come first, as `ctx.saved_tensors`, and the others as `ctx.options`.
+        gradients: `(backward, ctx, *gradients of the results)` -> a gradient or None for each argument. `backward` is
+            the function or the overload of the operator `backward`: the function may return None for a Tensor. By
+            default `backward` takes all arguments and the gradients of the results, and returns those of the first
+            arguments; the others have none.
         shown: how many of the results a call gives. The others are kept for the backward pass alone.
         infer: launched in place of `launch` by plain eager calls that autograd does not record. It gives the shown
             results alone, so it may take kernels that keep nothing. The operator itself always runs `launch`: a
@@ -68,20 +86,21 @@ class DifferentiableOperator(Operator):
         fake: Callable[..., Any],
         *,
         backward: Operator,
-        save: Callable[..., None],
-        gradients: Callable[..., Any],
         refusal: tuple[str, str],
+        save: Callable[..., None] | None = None,
+        gradients: Callable[..., Any] = _gradients_of_first_arguments,
         shown: int | None = None,
         infer: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(schema, launch, fake)
         self.shown = shown
         self.infer = infer or launch
+        keep = save or partial(_save_arguments, schema.partition("->")[0].count("Tensor"))
 
         def save_from_operator(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             if shown is not None:
                 ctx.mark_non_differentiable(*output[shown:])
-            save(ctx, inputs, output)
+            keep(ctx, inputs, output)
 
         def gradients_from_operator(ctx: Any, *d_results: Tensor | None) -> Any:
             refuse_second_derivative(*refusal)
@@ -97,7 +116,7 @@ class DifferentiableOperator(Operator):
             @staticmethod
             def forward(ctx: Any, *arguments: Any) -> Any:
                 results = launch(*arguments)
-                save(ctx, arguments, results)
+                keep(ctx, arguments, results)
                 return results if shown is None else results[:shown]
 
             @staticmethod

@@ -97,15 +97,6 @@ def _backward(x, gate, weight, eps, silu, d_y):
     return d_x, d_gate, parts.sum(0).to(weight.dtype)
 
 
-def _save(ctx, inputs, y):
-    x, gate, weight, ctx.eps, ctx.silu = inputs
-    ctx.save_for_backward(x, gate, weight)
-
-
-def _gradients(backward, ctx, d_y):
-    return *backward(*ctx.saved_tensors, ctx.eps, ctx.silu, d_y), None, None
-
-
 _ARGUMENTS = "Tensor x, Tensor gate, Tensor weight, float eps, bool silu"
 
 gated_rms_norm = DifferentiableOperator(
@@ -117,8 +108,6 @@ gated_rms_norm = DifferentiableOperator(
         _backward,
         fake=lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
     ),
-    save=_save,
-    gradients=_gradients,
     refusal=REFUSAL,
 )
 """`gated_rms_norm(x, gate, weight, eps, silu)`, see `deltazoo.ops.fused.fused_gated_rms_norm`."""

@@ -73,14 +73,6 @@ def _gain(k, erase_key):
     return gain
 
 
-def _save(ctx, inputs, n):
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(backward, ctx, d_n):
-    return (backward(*ctx.saved_tensors, d_n),)
-
-
 squared_norm = DifferentiableOperator(
     "squared_norm(Tensor k) -> Tensor",
     _forward,
@@ -90,8 +82,6 @@ squared_norm = DifferentiableOperator(
         _backward,
         fake=lambda k, d_n: k.new_empty(k.shape),
     ),
-    save=_save,
-    gradients=_gradients,
     refusal=REFUSAL,
 )
 """`squared_norm(k)`, see `deltazoo.ops.fused.fused_squared_norm`."""

@@ -120,14 +120,6 @@ def _scaled_backward(moment, log_scale, k, d_y):
     return d_moment, terms.flatten(0, -2).sum(0).to(log_scale.dtype), d_k
 
 
-def _save(ctx, inputs, y):
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(backward, ctx, d_y):
-    return backward(*ctx.saved_tensors, d_y)
-
-
 def _like(*inputs):
     return tuple(x.new_empty(x.shape) for x in inputs[:-1])
 
@@ -141,8 +133,6 @@ weighted_squares = DifferentiableOperator(
         _squares_backward,
         fake=_like,
     ),
-    save=_save,
-    gradients=_gradients,
     refusal=REFUSAL,
 )
 """`weighted_squares(step, k)`, see `deltazoo.ops.fused.fused_weighted_squares`."""
@@ -156,8 +146,6 @@ scaled_key = DifferentiableOperator(
         _scaled_backward,
         fake=_like,
     ),
-    save=_save,
-    gradients=_gradients,
     refusal=REFUSAL,
 )
 """`scaled_key(moment, log_scale, k)`, see `deltazoo.ops.fused.fused_scaled_key`."""

@@ -130,15 +130,6 @@ def _linear_backward(x, weight, linear, eps, d_z):
     return d_x, d_weight, d_z.t() @ y
 
 
-def _linear_save(ctx, inputs, z):
-    *tensors, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _linear_gradients(backward, ctx, d_z):
-    return *backward(*ctx.saved_tensors, ctx.eps, d_z), None
-
-
 def _save(ctx, inputs, y):
     x, weight, ctx.eps, _ = inputs
     ctx.save_for_backward(x, weight)
@@ -217,8 +208,6 @@ rms_norm_linear = DifferentiableOperator(
         _linear_backward,
         fake=lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
     ),
-    save=_linear_save,
-    gradients=_linear_gradients,
     refusal=REFUSAL,
 )
 """`rms_norm_linear(x, weight, linear, eps)`, see `deltazoo.ops.fused.fused_rms_norm_linear`."""

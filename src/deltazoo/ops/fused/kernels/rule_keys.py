@@ -170,16 +170,11 @@ def _backward(q, k, gate, p0, p1, keys, largest, d_new_q, d_new_k, d_e):
     return d_q, d_k, d_gate, *d_p, *[None] * (2 - len(d_p))
 
 
-def _save(ctx, inputs, results):
-    *tensors, ctx.keys, ctx.largest = inputs
-    ctx.save_for_backward(*tensors)
-
-
 def _gradients(backward, ctx, d_new_q, d_new_k, d_e):
     tensors = ctx.saved_tensors  # read once, as activation checkpointing demands
     # A result that there is not has no gradient, or an empty one of one axis.
     given = [None if d is None or d.ndim == 1 else d for d in (d_new_q, d_new_k)]
-    gradients = backward(*tensors, ctx.keys, ctx.largest, *given, d_e)
+    gradients = backward(*tensors, *ctx.options, *given, d_e)
     return *(None if x is None else d for x, d in zip(tensors, gradients, strict=True)), None, None
 
 
@@ -201,7 +196,6 @@ rule_keys = DifferentiableOperator(
         _backward,
         fake=lambda *inputs: tuple(None if x is None else x.new_empty(x.shape) for x in inputs[:5]),
     ),
-    save=_save,
     gradients=_gradients,
     refusal=REFUSAL,
 )

@@ -77,16 +77,6 @@ def _backward(x, weight, past, sequence, cu_seqlens, head_dim, d_y):
     return d_x, d_weight
 
 
-def _save(ctx, inputs, y):
-    *tensors, ctx.head_dim = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(backward, ctx, d_y):
-    d_x, d_weight = backward(*ctx.saved_tensors, ctx.head_dim, d_y)
-    return d_x, d_weight, None, None, None, None
-
-
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor? past, Tensor? sequence, Tensor? cu_seqlens, int head_dim"
 
 short_conv = DifferentiableOperator(
@@ -98,8 +88,6 @@ short_conv = DifferentiableOperator(
         _backward,
         fake=lambda x, weight, *others: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
     ),
-    save=_save,
-    gradients=_gradients,
     refusal=REFUSAL,
 )
 """`short_conv(x, weight, past, sequence, cu_seqlens, head_dim)`, see `deltazoo.ops.fused.fused_short_conv`."""
@@ -117,16 +105,6 @@ def _backward_three(q, k, v, q_weight, k_weight, v_weight, sequence, cu_seqlens,
     return *(d_x for d_x, _ in gradients), *(d_weight for _, d_weight in gradients)
 
 
-def _save_three(ctx, inputs, results):
-    *tensors, ctx.q_head, ctx.k_head, ctx.v_head = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients_of_three(backward, ctx, *d_results):
-    gradients = backward(*ctx.saved_tensors, ctx.q_head, ctx.k_head, ctx.v_head, *d_results)
-    return *gradients, None, None, None, None, None
-
-
 _THREE = (
     "Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, Tensor v_weight, Tensor? sequence, "
     "Tensor? cu_seqlens, int q_head, int k_head, int v_head"
@@ -142,8 +120,6 @@ short_convs = DifferentiableOperator(
         _backward_three,
         fake=lambda *inputs: tuple([x.new_empty(x.shape) for x in inputs[:6]]),
     ),
-    save=_save_three,
-    gradients=_gradients_of_three,
     refusal=REFUSAL,
 )
 """`short_convs(...)`, see `deltazoo.ops.fused.fused_short_convs`."""

@@ -77,15 +77,6 @@ def _backward(gate, x, largest, root, d_y):
     return d_gate, d_x
 
 
-def _save(ctx, inputs, y):
-    gate, x, ctx.largest, ctx.root = inputs
-    ctx.save_for_backward(gate, x)
-
-
-def _gradients(backward, ctx, d_y):
-    return *backward(*ctx.saved_tensors, ctx.largest, ctx.root, d_y), None, None
-
-
 _ARGUMENTS = "Tensor gate, Tensor x, float largest, bool root"
 
 sigmoid_gate = DifferentiableOperator(
@@ -97,8 +88,6 @@ sigmoid_gate = DifferentiableOperator(
         _backward,
         fake=lambda gate, x, largest, root, d_y: (gate.new_empty(gate.shape), x.new_empty(x.shape)),
     ),
-    save=_save,
-    gradients=_gradients,
     refusal=REFUSAL,
 )
 """`sigmoid_gate(gate, x, largest, root)`, see `deltazoo.ops.fused.fused_sigmoid_gate`."""

@@ -163,15 +163,6 @@ def _backward(a, A_log, dt_bias, saturating, d_log_decay):
     return d_a, d_rate.view(A_log.numel(), -1).sum(1).to(A_log.dtype), d_bias.to(dt_bias.dtype)
 
 
-def _save(ctx, inputs, log_decay):
-    *tensors, ctx.saturating = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(backward, ctx, d_log_decay):
-    return *backward(*ctx.saved_tensors, ctx.saturating, d_log_decay), None
-
-
 _ARGUMENTS = "Tensor a, Tensor A_log, Tensor dt_bias, bool saturating"
 
 softplus_decay = DifferentiableOperator(
@@ -183,8 +174,6 @@ softplus_decay = DifferentiableOperator(
         _backward,
         fake=lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
     ),
-    save=_save,
-    gradients=_gradients,
     refusal=REFUSAL,
 )  # fmt: skip
 """`softplus_decay(a, A_log, dt_bias, saturating)`, see `deltazoo.ops.fused.fused_softplus_decay`."""

@@ -84,14 +84,6 @@ def _linear_backward(gate, up, weight, d_z):
     return d_gate, d_up, d_z.t() @ product
 
 
-def _save(ctx, inputs, y):
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(backward, ctx, d_y):
-    return backward(*ctx.saved_tensors, d_y)
-
-
 swiglu = DifferentiableOperator(
     "swiglu(Tensor gate, Tensor up) -> Tensor",
     _forward,
@@ -101,8 +93,6 @@ swiglu = DifferentiableOperator(
         _backward,
         fake=lambda gate, up, d_y: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
     ),
-    save=_save,
-    gradients=_gradients,
     refusal=REFUSAL,
 )
 """`swiglu(gate, up)`, see `deltazoo.ops.fused.fused_swiglu`."""
@@ -116,8 +106,6 @@ swiglu_linear = DifferentiableOperator(
         _linear_backward,
         fake=lambda gate, up, weight, d_z: tuple(x.new_empty(x.shape) for x in (gate, up, weight)),
     ),
-    save=_save,
-    gradients=_gradients,
     refusal=REFUSAL,
 )
 """`swiglu_linear(gate, up, weight)`, see `deltazoo.ops.fused.fused_swiglu_linear`."""
