@@ -22,6 +22,12 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _NO_TENSORS = frozenset((type(None), bool, int, float))  # asking for a subclass takes longer
 
 
+def _like_first_arguments(number: int, *arguments: Any) -> Any:
+    """Uninitialised tensors like the first `number` arguments, None where one is None."""
+    like = tuple([None if x is None else x.new_empty(x.shape) for x in arguments[:number]])
+    return like if number > 1 else like[0]
+
+
 def _save_arguments(number: int, ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
     """Keep all arguments, of which the first `number` are tensors or None."""
     ctx.save_for_backward(*arguments[:number])
@@ -43,11 +49,13 @@ class Operator:
         schema: as for `torch.library.define`, for example `"swiglu(Tensor gate, Tensor up) -> Tensor"`.
         launch: takes the arguments of the schema and returns its results. It may return None for a Tensor; the operator
             then returns an empty tensor, because operators cannot return None.
-        fake: the same for tensors without data: results of the right shapes and dtypes.
+        fake: the same for tensors without data: results of the right shapes and dtypes. By default those of the first
+            arguments, as gradients have them.
     """
 
-    def __init__(self, schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    def __init__(self, schema: str, launch: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
         name = schema.partition("(")[0]
+        fake = fake or partial(_like_first_arguments, schema.partition("->")[2].count("Tensor"))
         _library.define(schema)
         _library.impl(name, _without_none(launch), "CompositeExplicitAutograd")
         torch.library.register_fake(f"deltazoo::{name}", _without_none(fake), lib=_library)

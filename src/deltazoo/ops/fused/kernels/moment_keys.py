@@ -120,10 +120,6 @@ def _scaled_backward(moment, log_scale, k, d_y):
     return d_moment, terms.flatten(0, -2).sum(0).to(log_scale.dtype), d_k
 
 
-def _like(*inputs):
-    return tuple(x.new_empty(x.shape) for x in inputs[:-1])
-
-
 weighted_squares = DifferentiableOperator(
     "weighted_squares(Tensor step, Tensor k) -> Tensor",
     _squares_forward,
@@ -131,7 +127,6 @@ weighted_squares = DifferentiableOperator(
     backward=Operator(
         "weighted_squares_backward(Tensor step, Tensor k, Tensor d_y) -> (Tensor, Tensor)",
         _squares_backward,
-        fake=_like,
     ),
     refusal=REFUSAL,
 )
@@ -144,7 +139,6 @@ scaled_key = DifferentiableOperator(
     backward=Operator(
         "scaled_key_backward(Tensor moment, Tensor log_scale, Tensor k, Tensor d_y) -> (Tensor, Tensor, Tensor)",
         _scaled_backward,
-        fake=_like,
     ),
     refusal=REFUSAL,
 )

@@ -85,7 +85,6 @@ rotary = DifferentiableOperator(
     backward=Operator(
         "rotary_backward(Tensor d_y, Tensor cos, Tensor sin) -> Tensor",
         lambda d_y, cos, sin: _turn(d_y, cos, sin, True),
-        fake=lambda d_y, cos, sin: d_y.new_empty(d_y.shape),
     ),
     save=_save,
     gradients=_gradients,

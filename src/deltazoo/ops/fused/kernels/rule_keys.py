@@ -194,7 +194,6 @@ rule_keys = DifferentiableOperator(
         f"rule_keys_backward({_ARGUMENTS}, Tensor? d_new_q, Tensor? d_new_k, Tensor d_e) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)",
         _backward,
-        fake=lambda *inputs: tuple(None if x is None else x.new_empty(x.shape) for x in inputs[:5]),
     ),
     gradients=_gradients,
     refusal=REFUSAL,

@@ -172,7 +172,6 @@ softplus_decay = DifferentiableOperator(
     backward=Operator(
         f"softplus_decay_backward({_ARGUMENTS}, Tensor d_log_decay) -> (Tensor, Tensor, Tensor)",
         _backward,
-        fake=lambda *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]),
     ),
     refusal=REFUSAL,
 )  # fmt: skip

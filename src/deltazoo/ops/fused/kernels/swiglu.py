@@ -91,7 +91,6 @@ swiglu = DifferentiableOperator(
     backward=Operator(
         "swiglu_backward(Tensor gate, Tensor up, Tensor d_y) -> (Tensor, Tensor)",
         _backward,
-        fake=lambda gate, up, d_y: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
     ),
     refusal=REFUSAL,
 )
@@ -104,7 +103,6 @@ swiglu_linear = DifferentiableOperator(
     backward=Operator(
         "swiglu_linear_backward(Tensor gate, Tensor up, Tensor weight, Tensor d_z) -> (Tensor, Tensor, Tensor)",
         _linear_backward,
-        fake=lambda gate, up, weight, d_z: tuple(x.new_empty(x.shape) for x in (gate, up, weight)),
     ),
     refusal=REFUSAL,
 )
