@@ -87,7 +87,7 @@ class RuleInputs(NamedTuple):
         return self._replace(beta=beta)
 
     def first(self, count: int) -> "RuleInputs":
-        """Of the first `count` tokens."""
+        """The arguments for the first `count` tokens."""
         return RuleInputs(*(None if x is None else x[:, :count] for x in self))  # type: ignore[arg-type]
 
     def mask_padding(self, sequences: Sequences) -> "RuleInputs":

@@ -53,7 +53,7 @@ class Sequences:
         return None
 
     def first(self, count: int) -> "Sequences":
-        """Of the first `count` tokens of every row. Arranged tensors are cut the same way, `x[:, :count]`."""
+        """The description of the first `count` tokens of every row; of arranged tensors these are `x[:, :count]`."""
         return self
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
@@ -70,7 +70,7 @@ WHOLE_ROWS = Sequences()
 
 @dataclass(frozen=True)
 class RightPaddedSequences(Sequences):
-    """Rows that begin with their real tokens. What a layer gives for the padding behind them means nothing."""
+    """Rows that begin with their real tokens. What a layer gives for the padding after them means nothing."""
 
     whole_rows = False
     lengths: Tensor
@@ -100,7 +100,7 @@ class RightPaddedSequences(Sequences):
         return self._found[width]
 
     def first(self, count: int) -> "RightPaddedSequences":
-        """Of the first `count` tokens of every row."""
+        """The description of the first `count` tokens of every row."""
         return self.from_lengths(self.lengths.clamp(max=count), count)
 
 
@@ -130,7 +130,10 @@ class PaddedSequences(RightPaddedSequences):
         return cls(lengths, positions >= lengths, mask, order, inverse)
 
     def first(self, count: int) -> "PaddedSequences":
-        """Of the first `count` columns of the mask; real tokens of later ones that remain are padding then."""
+        """The description of the first `count` columns of the mask.
+
+        Arranged tensors may then hold real tokens of later columns among their first `count`: these count as padding.
+        """
         return PaddedSequences.from_mask(self.mask[:, :count])
 
     def arrange(self, x: Tensor) -> Tensor:
@@ -235,7 +238,7 @@ class SharedSequences(Sequences):
         return replace(self, context=replace(self.context, meanwhile=work))
 
     def with_tokens_before(self, width: int) -> Sequences:
-        """The description of the piece's tokens behind the `width` tokens before them, as if nothing else existed."""
+        """The description of the piece's tokens and the `width` tokens before them, as if there were no others."""
         if self.cu_seqlens is None:
             return WHOLE_ROWS
         bounds = (self.cu_seqlens - (self.begin - width)).clamp(0, self.num_tokens + width)

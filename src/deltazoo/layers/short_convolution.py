@@ -294,7 +294,7 @@ def state_after(
 def _convolve_piece(
     convolutions: Convolutions, inputs: tuple[Tensor, Tensor, Tensor], past: StateAccess, sequences: SharedSequences
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Convolve a piece of rows that several ranks share, behind the inputs before it, which other ranks have."""
+    """Convolve a piece of rows that several ranks share, together with the inputs before it, from other ranks."""
     width = convolutions[0].kernel_size - 1
     before = tokens_before(inputs, width, sequences.context)
     q, k, v = (torch.cat(parts, 1) for parts in zip(before, inputs, strict=True))

@@ -118,14 +118,14 @@ class _Call:
     context: ContextParallel
     cells: Cells
     keep: bool
-    underway: tuple[Any, ...] | None = None
+    handed_over: tuple[Any, ...] | None = None
     """What `_Start` and `_Finish` hand to each other."""
 
-    def taken(self) -> tuple[Any, ...]:
-        """What is under way, which is then forgotten."""
-        assert self.underway is not None
-        underway, self.underway = self.underway, None
-        return underway
+    def take_over(self) -> tuple[Any, ...]:
+        """What the other of the two has handed over, which the call then forgets."""
+        assert self.handed_over is not None
+        handed_over, self.handed_over = self.handed_over, None
+        return handed_over
 
     def inputs(self, tensors: tuple[Tensor | None, ...]) -> SegmentInputs:
         """The first six tensors of a call, as segments."""
@@ -220,12 +220,12 @@ class _Rule(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> Any:
         refuse_second_derivative(*_INSTEAD)
         call: _Call = ctx.call
-        x, starts, M, transitions, kept = _taken_apart(call, ctx.saved_tensors)
+        x, starts, M, transitions, kept = _saved_parts(call, ctx.saved_tensors)
         exchange = call.start_backward(x, starts, M, kept, d_output, d_final)
         return None, *call.finish_backward(x, starts, transitions, kept, exchange, ctx.has_initial)
 
 
-def _taken_apart(call: _Call, saved: tuple[Any, ...]) -> tuple[SegmentInputs, Tensor, Tensor, Tensor, Kept]:
+def _saved_parts(call: _Call, saved: tuple[Any, ...]) -> tuple[SegmentInputs, Tensor, Tensor, Tensor, Kept]:
     """What the forward pass has saved: the inputs, arranged already, first states, two M's, and what is kept."""
     options = (call.scale, call.pieces.cu_seqlens, call.undecayed, call.num_micro_steps)
     starts, M, transitions, *kept = saved[6:]
@@ -244,12 +244,12 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> Tensor:
         x, initial = call.inputs(tensors[:6]), tensors[6]
         ctx.call, ctx.has_initial = call, initial is not None
-        call.underway = (x, initial, call.start(x, initial))
+        call.handed_over = (x, initial, call.start(x, initial))
         return x.q.new_empty(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, d_started: Tensor) -> Any:
-        return None, *ctx.call.finish_backward(*ctx.call.taken(), ctx.has_initial)
+        return None, *ctx.call.finish_backward(*ctx.call.take_over(), ctx.has_initial)
 
 
 class _Finish(torch.autograd.Function):
@@ -257,7 +257,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, started: Tensor) -> tuple[Tensor, Tensor]:
-        x, initial, exchange = call.taken()
+        x, initial, exchange = call.take_over()
         output, final, *kept = call.finish(x, initial, exchange)
         ctx.call = call
         ctx.save_for_backward(*x.tensors, *kept)
@@ -267,7 +267,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> Any:
         refuse_second_derivative(*_INSTEAD)
         call: _Call = ctx.call
-        x, starts, M, transitions, kept = _taken_apart(call, ctx.saved_tensors)
+        x, starts, M, transitions, kept = _saved_parts(call, ctx.saved_tensors)
         exchange = call.start_backward(x, starts, M, kept, d_output, d_final)
-        call.underway = (x, starts, transitions, kept, exchange)
+        call.handed_over = (x, starts, transitions, kept, exchange)
         return None, d_output.new_zeros(0, dtype=torch.float32)

@@ -48,8 +48,9 @@ def tokens_before(inputs: Sequence[Tensor], width: int, context: ContextParallel
 
 @torch.no_grad()
 def last_tokens(inputs: Sequence[Tensor], width: int, context: ContextParallel) -> Tensor:
-    """The last `width` tokens of the whole sequences, on every rank: `[B, width, C]`; as `tokens_before`, for a rank
-    behind the last one, with the channels of all inputs side by side and without gradients.
+    """The last `width` tokens of the whole sequences, on every rank: `[B, width, C]`.
+
+    As `tokens_before` for a rank after the last one, but the channels of all inputs side by side, without gradients.
     """
     return _gathered_tokens(inputs, width, context, context.size)
 
@@ -64,14 +65,14 @@ class _TokensBefore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_before: Tensor) -> Any:
         width, context = ctx.width, ctx.context
-        d_after = _gathered(d_before, context)
-        d_tail = torch.zeros_like(d_before)
+        d_befores = _gathered(d_before, context)
+        d_last = torch.zeros_like(d_before)
         for rank in range(context.rank + 1, context.size):
-            for place, (source, slot) in _sources(context, rank, width).items():
+            for index, (source, index_there) in _sources(context, rank, width).items():
                 if source == context.rank:
-                    d_tail[:, slot] += d_after[rank, :, place]
+                    d_last[:, index_there] += d_befores[rank, :, index]
         gradients = []
-        for shape, d in zip(ctx.shapes, d_tail.split([shape[2] for shape in ctx.shapes], 2), strict=True):
+        for shape, d in zip(ctx.shapes, d_last.split([shape[2] for shape in ctx.shapes], 2), strict=True):
             here = min(width, shape[1])
             gradients.append(F.pad(d[:, width - here :], (0, 0, shape[1] - here, 0)))
         return None, None, *gradients
@@ -79,18 +80,18 @@ class _TokensBefore(torch.autograd.Function):
 
 def _gathered_tokens(inputs: Sequence[Tensor], width: int, context: ContextParallel, rank: int) -> Tensor:
     """The `width` tokens before the piece of a rank."""
-    tail = torch.cat([_tail(x, width) for x in inputs], 2)
-    tails = _gathered(tail, context)
-    before = torch.zeros_like(tail)
-    for place, (source, slot) in _sources(context, rank, width).items():
-        before[:, place] = tails[source, :, slot]
+    last = torch.cat([_last(x, width) for x in inputs], 2)
+    last_of_ranks = _gathered(last, context)
+    before = torch.zeros_like(last)
+    for index, (source, index_there) in _sources(context, rank, width).items():
+        before[:, index] = last_of_ranks[source, :, index_there]
     return before
 
 
-def _tail(x: Tensor, width: int) -> Tensor:
-    """The last `width` tokens, behind zeros if there are fewer."""
-    tail = x[:, max(0, x.shape[1] - width) :]
-    return F.pad(tail, (0, 0, width - tail.shape[1], 0))
+def _last(x: Tensor, width: int) -> Tensor:
+    """The last `width` tokens, after zeros if there are fewer."""
+    last = x[:, max(0, x.shape[1] - width) :]
+    return F.pad(last, (0, 0, width - last.shape[1], 0))
 
 
 def _gathered(x: Tensor, context: ContextParallel) -> Tensor:
@@ -99,9 +100,14 @@ def _gathered(x: Tensor, context: ContextParallel) -> Tensor:
 
 
 def _sources(context: ContextParallel, rank: int, width: int) -> dict[int, tuple[int, int]]:
-    """Of each of the places before a rank's piece that has a token: the token's rank, and its place in the tail."""
+    """Where the `width` tokens before a rank's piece come from, by their index among them.
+
+    Returns:
+        the rank that has the token, and its index among that rank's last `width` tokens; nothing for indices before the
+        first token of all.
+    """
     lengths = context.known_lengths
-    tokens = [(source, slot) for source in range(rank) for slot in range(max(0, width - lengths[source]), width)]
+    tokens = [(source, index) for source in range(rank) for index in range(max(0, width - lengths[source]), width)]
     tokens = tokens[-width:]
     return {width - len(tokens) + i: token for i, token in enumerate(tokens)}
 
@@ -126,5 +132,5 @@ class _AllTokens(torch.autograd.Function):
 
 
 def _padded(x: Tensor, context: ContextParallel) -> Tensor:
-    """`[T, ...]` with zeros behind, as long as the longest piece."""
+    """`[T, ...]`, followed by zeros up to the length of the longest piece."""
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, max(context.known_lengths) - len(x)))

@@ -97,6 +97,7 @@ class Plan:
         self.NT = -(-self.T // CHUNK) if sequences is None else self.T // CHUNK + self.N
         """Chunks per row of the batch; of packed rows an upper bound: every sequence may end in a partial chunk."""
         self.slots = self.B * self.NT * self.HV
+        """Chunks of all rows and value heads: the first dimension of what is kept per chunk."""
         self.segments, self.segment_chunks = 1, self.NT
         if sequences is None and whole_segments is None:
             self.segments, self.segment_chunks = segments_of(self.NT, self.B * self.HV * -(-self.V // 64))

@@ -245,7 +245,7 @@ def channel_gradients_refusal(plan: Plan, dtype: torch.dtype) -> str | None:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a thread block of the fused kernels has one to itself."""
+    """How many multiprocessors a GPU has; a thread block of the fused kernels has one to itself."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
