@@ -146,10 +146,10 @@ class Kept(NamedTuple):
         new, slots, float32, int32 = q.new_empty, plan.slots, torch.float32, torch.int32
         AP = new(slots, plan.matrices, CHUNK, CHUNK)
         beta = new(slots, CHUNK, dtype=float32) if plan.has_beta else None
-        G = new(slots, plan.K if plan.decay == 2 else CHUNK, dtype=float32) if plan.decay else None
+        G = new(slots, plan.K if plan.per_channel else CHUNK, dtype=float32) if plan.decay else None
         large_gain = new(slots, dtype=int32) if plan.by_gain else None
         q_in = k_in = k_out = strong_decay = starts = transitions = None
-        if plan.decay == 2:
+        if plan.per_channel:
             q_in = new(plan.B, plan.tokens, plan.HV, plan.K)
             k_in, k_out = (new(plan.B, plan.T, plan.HV, plan.K) for _ in range(2))
             strong_decay = new(slots, dtype=int32)
@@ -171,7 +171,7 @@ class Kept(NamedTuple):
 
 def prepared_fields(plan: Plan) -> tuple[bool, ...]:
     """Which of the first fields of `Kept`, those that `prepare` fills, calls of a plan have."""
-    return True, plan.has_beta, plan.decay > 0, plan.by_gain, *[plan.decay == 2] * 4
+    return True, plan.has_beta, plan.decay > 0, plan.by_gain, *[plan.per_channel] * 4
 
 
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
@@ -251,7 +251,7 @@ def backward(
         )  # fmt: skip
         gradients = empty_gradients(p, kept if in_place else None)
         chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients)
-        if plan.H != plan.HV:
+        if plan.grouped:
             dq, dk, de, dv, d_beta, d_log_decay = gradients
             dq, dk = (sum_of_group(x, p.q) for x in (dq, dk))
             gradients = dq, dk, None if de is None else sum_of_group(de, p.q), dv, d_beta, d_log_decay
@@ -266,18 +266,18 @@ def prepare(p: Problem, kept: Kept) -> None:
     AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, *_ = kept
     # L of strict chunks, from which the last launch makes their inverse. The memory is free again after that.
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if True in plan.scan_modes else None
-    if plan.decay < 2:
-        launch(
-            prepare_kernel, plan.prepare(),
-            p.q, p.k, p.erase_key, p.beta, p.log_decay, AP, beta, G, large_gain, strict_L, *p.chunk_offsets,
-        )  # fmt: skip
-    else:
+    if plan.per_channel:
         for constants in plan.prepare_channel():
             launch(
                 prepare_channel_kernel, constants,
                 p.q, p.k, p.erase_key, p.beta, p.log_decay, AP, beta, G, strong_decay, large_gain, strict_L,
                 q_in, k_in, k_out, *p.chunk_offsets,
             )  # fmt: skip
+    else:
+        launch(
+            prepare_kernel, plan.prepare(),
+            p.q, p.k, p.erase_key, p.beta, p.log_decay, AP, beta, G, large_gain, strict_L, *p.chunk_offsets,
+        )  # fmt: skip
     if strict_L is not None:
         launch(invert_kernel, plan.invert(), large_gain, strict_L, AP)
 
@@ -433,7 +433,7 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor |
 def empty_gradients(p: Problem, kept: Kept | None) -> Gradients:
     """Uninitialised; in the memory of what is `kept` for the scans alone, if that is given."""
     plan, dv = p.plan, None
-    if plan.H != plan.HV:  # value heads that share a key head sum their gradients outside, in float32
+    if plan.grouped:  # value heads that share a key head sum their gradients outside, in float32
         dq, dk = (p.float32(plan.B, x, plan.HV, plan.K) for x in (plan.tokens, plan.T))
     elif kept is not None and kept.q_in is not None and kept.k_in is not None and kept.k_out is not None:
         dq, dk = kept.q_in, kept.k_in
@@ -487,7 +487,7 @@ def fused_gradients(
         launch(tiny_steps_kernel, plan.tiny_steps(), p.k, p.v, kept.beta, kept.G, kept.AP, starts, dv, d_beta)
     if d_log_decay is not None:
         launch(log_decay_gradient_kernel, plan.log_decay_gradient(), d_G, overlap, p.log_decay, d_log_decay)
-    if plan.H != plan.HV:
+    if plan.grouped:
         heads, (dq, dk) = (dq, dk), (torch.empty_like(p.q) for _ in range(2))
         launch(sum_of_groups_kernel, plan.sum_of_groups(), *heads, dq, dk)
     return (dq, dk, None, dv, d_beta, d_log_decay), d_initial
@@ -500,7 +500,7 @@ def chunk_gradients(
     """Fill the gradients."""
     plan = p.plan
     from_scans = (U, Z, d_output, states, d_states)
-    if plan.decay < 2:
+    if not plan.per_channel:
         launch(
             chunk_gradients_kernel, plan.chunk_gradients(),
             p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.large_gain,

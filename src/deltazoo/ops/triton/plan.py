@@ -110,6 +110,21 @@ class Plan:
         """Whether Gluon kernels take the serial scans, but for strict reverse ones."""
 
     @property
+    def per_channel(self) -> bool:
+        """Whether there is one decay per key channel."""
+        return self.decay == 2
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several value heads share a key head."""
+        return self.H != self.HV
+
+    @property
+    def scanned_key_heads(self) -> int:
+        """Heads of the keys that the scans read: with decay per channel every value head has keys of its own."""
+        return self.HV if self.per_channel else self.H
+
+    @property
     def fused_backward(self) -> bool:
         """Whether one Gluon kernel makes all gradients, of heads without a chunk that has a large gain."""
         return self.hopper and backward_refusal(self) is None
@@ -122,7 +137,7 @@ class Plan:
     @property
     def separate(self) -> bool:
         """Whether the scans read other keys than they write."""
-        return self.has_beta and (self.decay == 2 or self.has_erase_key)
+        return self.has_beta and (self.per_channel or self.has_erase_key)
 
     @property
     def scan_tiles(self) -> dict[bool, Tiles]:
@@ -152,13 +167,13 @@ class Plan:
     @property
     def per_chunk(self) -> dict[str, Any]:
         """Arguments of the kernels that run one program per chunk and value head, and read keys."""
-        return self.common | dict(H=self.H, GROUPED=self.H != self.HV)
+        return self.common | dict(H=self.H, GROUPED=self.grouped)
 
     @property
     def per_sequence(self) -> dict[str, Any]:
         """Arguments of the serial scans."""
         return self.common | dict(
-            HK=self.HV if self.decay == 2 else self.H, DECAY=self.decay, SEPARATE=self.separate, BY_GAIN=self.by_gain,
+            HK=self.scanned_key_heads, DECAY=self.decay, SEPARATE=self.separate, BY_GAIN=self.by_gain,
             V=self.V, segments=self.segments, chunks=self.segment_chunks,
         )  # fmt: skip
 
@@ -216,7 +231,7 @@ class Plan:
         HV, NT, B = self.chunk_grid()
         return Constants(
             HV, -(-NT // chunks), B, chunks=chunks, scale=self.scale, T=self.T, NT=self.NT, H=self.H,
-            HV=self.HV, K=self.K, BK=self.tiles.BK, C=CHUNK, DECAY=self.decay, GROUPED=self.H != self.HV,
+            HV=self.HV, K=self.K, BK=self.tiles.BK, C=CHUNK, DECAY=self.decay, GROUPED=self.grouped,
             PRECISION="tf32", maxnreg=168, **self.tiles.prepare,
         )  # fmt: skip
 
@@ -279,7 +294,7 @@ class Plan:
     def _hopper_constants(self, options: dict[str, int], **named: Any) -> Constants:
         return Constants(
             2 // options["PARTS"] * self.HV * self.scans, UNDECAYED=self.undecayed, scale=self.scale, T=self.T,
-            NT=self.NT, HV=self.HV, HK=self.HV if self.decay == 2 else self.H, DECAY=self.decay,
+            NT=self.NT, HV=self.HV, HK=self.scanned_key_heads, DECAY=self.decay,
             SEPARATE=self.separate, BY_GAIN=self.by_gain, segments=self.segments, chunks=self.segment_chunks,
             **named, **options,
         )  # fmt: skip
@@ -388,7 +403,7 @@ class Plan:
     def _hopper_gradient_arguments(self) -> dict[str, Any]:
         return dict(
             scale=self.scale, channels=self.K, nothing=0, T=self.T, NT=self.NT, H=self.H, HV=self.HV,
-            GROUPED=self.H != self.HV, num_warps=4,
+            GROUPED=self.grouped, num_warps=4,
         )  # fmt: skip
 
 

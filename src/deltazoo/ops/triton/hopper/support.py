@@ -140,7 +140,7 @@ def backward_refusal(plan: Plan) -> str | None:
     reason = refusal(plan)
     if reason is not None:
         return reason
-    if plan.decay == 2:
+    if plan.per_channel:
         return "decay is per channel"
     if plan.has_erase_key or plan.undecayed:
         return "the erase reads by another key, or before the decay"
@@ -205,7 +205,7 @@ def forward_refusal(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> str
         return reason
     if dtype != torch.bfloat16:
         return f"inputs are {dtype}"
-    if plan.decay == 2:
+    if plan.per_channel:
         return "the decay is one per channel"
     if plan.strict:
         return "precision is strict"
