@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +123,7 @@ def last_inputs(inputs: Sequence[Tensor], past: Tensor, sequences: Sequences) ->
     return torch.where((number < width)[..., None], before, recent).transpose(1, 2).contiguous()
 
 
-def packing_of(sequences: Sequences) -> dict[str, Tensor]:
+def packing_of(sequences: Sequences) -> dict[str, Any]:
     """The arguments that tell `fused_short_conv` where packed sequences are; none for others."""
     if not isinstance(sequences, PackedSequences):
         return {}
