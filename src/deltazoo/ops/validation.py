@@ -122,15 +122,15 @@ def check_shapes(
             f"{tuple(erase_key.shape)} and {erase_key.dtype}"
         )
     if beta is not None:
-        _check_gate("beta", beta, [(B, S, HV)])
+        _check_float("beta", beta, [(B, S, HV)], "to match k and v")
     if log_decay is not None:
-        _check_gate("log_decay", log_decay, [(B, T, HV), (B, T, HV, K)])
+        _check_float("log_decay", log_decay, [(B, T, HV), (B, T, HV, K)], "to match k and v")
     N = B
     if cu_seqlens is not None:
         check_boundaries(cu_seqlens, B)
         N = len(cu_seqlens) - 1
     if initial_state is not None:
-        _check_state(state_name, initial_state, (N, HV, K, V))
+        _check_float(state_name, initial_state, [(N, HV, K, V)], "[sequences, HV, K, V]")
     device = v.device
     for other in (q, k, erase_key, beta, log_decay, initial_state, cu_seqlens):
         if other is not None and other.device != device:
@@ -200,18 +200,10 @@ def _value(x: Tensor) -> Tensor:
     return x
 
 
-def _check_gate(name: str, x: Tensor, shapes: list[tuple[int, ...]]) -> None:
+def _check_float(name: str, x: Tensor, shapes: list[tuple[int, ...]], explanation: str) -> None:
+    """Raise ValueError unless x has one of the shapes and a dtype that is computed in float32 or float64."""
     if tuple(x.shape) not in shapes:
-        raise ValueError(
-            f"{name} must have shape {' or '.join(map(str, shapes))} to match k and v, got {tuple(x.shape)}"
-        )
-    if x.dtype not in _FLOATS:
-        raise ValueError(f"{name} must be a floating-point tensor, float32 wanted, got {x.dtype}")
-
-
-def _check_state(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape} [sequences, HV, K, V], got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))} {explanation}, got {tuple(x.shape)}")
     if x.dtype not in _FLOATS:
         raise ValueError(f"{name} must be a floating-point tensor, float32 wanted, got {x.dtype}")
 
