@@ -11,7 +11,7 @@ from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
 from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
 from deltazoo.layers.linear_maps import called_as_is, is_hooked, is_plain_sequence, linear_maps
-from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, l2_normalize, l2_normalize_both
+from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, fuses_rows, l2_normalize, l2_normalize_both
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, run_rule
@@ -21,7 +21,7 @@ from deltazoo.layers.state import LayerStates, MixerState, StateAccess, StateSto
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.autocast import cast_for_product
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit, fused_softplus_decay
+from deltazoo.ops.fused import fused_softplus_decay
 from deltazoo.ops.named_choices import function_of
 from deltazoo.runtime import RuntimeOptions
 from deltazoo.spec import DeltaRuleSpec, get_variant, registered_layer
@@ -457,9 +457,7 @@ class DeltaRuleAttention(Float32Parameters):
 
     def runs_fused(self, x: Tensor) -> bool:
         """Whether a kernel of `deltazoo.ops.fused` is to compute what is made of x, `[..., K]`."""
-        if self.fused_kernels is None:
-            return x.shape[-1] <= MOST_NORM_COLUMNS and fused_kernels_fit(x)
-        return self.fused_kernels
+        return fuses_rows(x, self.fused_kernels)
 
     def apply_rule(self, inputs: RuleInputs, past: StateAccess, sequences: Sequences) -> DeltaRuleOutput:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""

@@ -74,6 +74,6 @@ class SwiGLU(nn.Module):
         return fused_swiglu(gate, up) if self._takes_kernel(gate, up) else F.silu(gate) * up
 
     def _takes_kernel(self, gate: Tensor, up: Tensor) -> bool:
-        if self.fused is None:
-            return not self.liger and fused_kernels_fit(gate) and gate.dtype == up.dtype
-        return self.fused and not self.liger
+        if self.liger:
+            return False
+        return fused_kernels_fit(gate) and gate.dtype == up.dtype if self.fused is None else self.fused

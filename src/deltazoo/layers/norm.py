@@ -25,7 +25,7 @@ from deltazoo.ops.fused.liger import liger_add_rms_norm, liger_rms_norm
 from deltazoo.ops.named_choices import function_of
 from deltazoo.ops.transforms import transforming
 
-__all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "l2_normalize", "l2_normalize_both"]
+__all__ = ["GATE_ACTIVATIONS", "GatedRMSNorm", "RMSNorm", "fuses_rows", "l2_normalize", "l2_normalize_both"]
 
 
 def l2_normalize(x: Tensor, eps: float = L2_NORM_EPS, *, fused: bool | None = False) -> Tensor:
@@ -37,9 +37,14 @@ def l2_normalize(x: Tensor, eps: float = L2_NORM_EPS, *, fused: bool | None = Fa
     return recomputable(partial(_unit_length, eps=eps, fused=fused), x)
 
 
+def fuses_rows(x: Tensor, fused: bool | None) -> bool:
+    """Whether a kernel that holds whole rows of x is to compute: `fused`, or, where that is None, whether one can."""
+    return (x.shape[-1] <= MOST_NORM_COLUMNS and fused_kernels_fit(x)) if fused is None else fused
+
+
 def _unit_length(x: Tensor, eps: float, fused: bool | None) -> Tensor:
     D = x.shape[-1]
-    if (D <= MOST_NORM_COLUMNS and fused_kernels_fit(x)) if fused is None else fused:
+    if fuses_rows(x, fused):
         return fused_rms_norm(x, x.new_full((D,), D**-0.5, dtype=torch.float32), eps / D)
     wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
@@ -89,9 +94,7 @@ class RMSNorm(nn.Module):
 
     def takes_kernel(self, x: Tensor) -> bool:
         """Whether our Triton kernel is to normalise x."""
-        if self.fused is None:
-            return not self.liger and self.dim <= MOST_NORM_COLUMNS and fused_kernels_fit(x)
-        return self.fused and not self.liger
+        return not self.liger and fuses_rows(x, self.fused)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalise x `[..., dim]`; with a residual, its sum with x, and return that sum as well."""

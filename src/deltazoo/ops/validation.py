@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.names import unknown
+from deltazoo.ops.dtypes import KERNEL_DTYPES
 
 __all__ = [
     "check_boundaries",
@@ -29,7 +30,7 @@ _check_gpu_values = False
 _warned_of_heads_first = False
 _MANY_HEADS = 128
 _ERASE_READS = ("decayed", "undecayed")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATS = (*KERNEL_DTYPES, torch.float64)
 
 
 @contextlib.contextmanager
