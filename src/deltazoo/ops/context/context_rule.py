@@ -127,15 +127,14 @@ class _Call:
         handed_over, self.handed_over = self.handed_over, None
         return handed_over
 
-    def inputs(self, tensors: tuple[Tensor | None, ...]) -> SegmentInputs:
-        """The first six tensors of a call, as segments."""
-        q, k, v, *others = (None if x is None else self.pieces.arrange(x) for x in tensors)
-        assert q is not None and k is not None and v is not None
-        beta, log_decay, erase_key = others
-        cu_seqlens = self.pieces.cu_seqlens
-        return SegmentInputs(
-            q, k, v, beta, log_decay, erase_key, self.scale, cu_seqlens, self.undecayed, self.num_micro_steps
-        )
+    def inputs(self, *tensors: Tensor | None) -> SegmentInputs:
+        """The tensors of a call but the initial state, as segments."""
+        return self.with_options(*(None if x is None else self.pieces.arrange(x) for x in tensors))
+
+    def with_options(self, *tensors: Tensor | None) -> SegmentInputs:
+        """Tensors that are arranged already, and the call's options."""
+        options = (self.scale, self.pieces.cu_seqlens, self.undecayed, self.num_micro_steps)
+        return SegmentInputs._make([*tensors, *options])
 
     def start(self, x: SegmentInputs, initial: Tensor | None) -> "_Exchange":
         """Fold this rank's segments, and start to gather the pairs of all ranks."""
@@ -181,7 +180,7 @@ class _Call:
         d_end = self.pieces.leaving_gradients(exchange.d_end, d_leaving)
         found = self.backend.gradients(x, kept, starts, exchange.d_output, d_end)
         d_initial = self.pieces.initial_gradients(found.start, exchange.d_final) if has_initial else None
-        return *(None if d is None else self.pieces.restore(d) for d in found[:6]), d_initial
+        return *(None if d is None else self.pieces.restore(d) for d in found[:-1]), d_initial
 
 
 @dataclass
@@ -210,7 +209,8 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, initial = call.inputs(tensors[:6]), tensors[6]
+        *inputs, initial = tensors
+        x = call.inputs(*inputs)
         output, final, *kept = call.finish(x, initial, call.start(x, initial))
         ctx.call, ctx.has_initial = call, initial is not None
         ctx.save_for_backward(*x.tensors, *kept)
@@ -227,9 +227,8 @@ class _Rule(torch.autograd.Function):
 
 def _saved_parts(call: _Call, saved: tuple[Any, ...]) -> tuple[SegmentInputs, Tensor, Tensor, Tensor, Kept]:
     """What the forward pass has saved: the inputs, arranged already, first states, two M's, and what is kept."""
-    options = (call.scale, call.pieces.cu_seqlens, call.undecayed, call.num_micro_steps)
-    starts, M, transitions, *kept = saved[6:]
-    return SegmentInputs._make([*saved[:6], *options]), starts, M, transitions, tuple(kept)
+    q, k, v, beta, log_decay, erase_key, starts, M, transitions, *kept = saved
+    return call.with_options(q, k, v, beta, log_decay, erase_key), starts, M, transitions, tuple(kept)
 
 
 class _Start(torch.autograd.Function):
@@ -242,7 +241,8 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> Tensor:
-        x, initial = call.inputs(tensors[:6]), tensors[6]
+        *inputs, initial = tensors
+        x = call.inputs(*inputs)
         ctx.call, ctx.has_initial = call, initial is not None
         call.handed_over = (x, initial, call.start(x, initial))
         return x.q.new_empty(0, dtype=torch.float32)

@@ -1,6 +1,7 @@
 """What the operator over many ranks asks of a backend, on segments of tokens: pairs, outputs and gradients."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,12 @@ class SegmentInputs(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that get gradients."""
+        """Those that get gradients, the first six fields."""
         return self[:6]
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> "SegmentInputs":
+        """With others in their place."""
+        return SegmentInputs._make([*tensors, *self[6:]])
 
     def arguments(self, initial: Tensor | None) -> tuple[Any, ...]:
         """In the order of `reference.recurrent_loop` and `chunkwise.chunkwise`."""
@@ -124,7 +129,7 @@ class ReferenceBackend(TorchBackend):
         """See `SegmentBackend`."""
         with torch.enable_grad():
             leaves = [None if t is None else t.detach().requires_grad_() for t in (*x.tensors, starts)]
-            results = self.run(SegmentInputs._make([*leaves[:6], *x[6:]]), leaves[6])
+            results = self.run(x.with_tensors(leaves[:-1]), leaves[-1])
             wanted = [leaf for leaf in leaves if leaf is not None]
             found = iter(torch.autograd.grad(results, wanted, (d_output, d_end), materialize_grads=True))
         return SegmentGradients._make(None if leaf is None else next(found) for leaf in leaves)
