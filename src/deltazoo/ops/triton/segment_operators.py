@@ -18,6 +18,8 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? starts, Tensor? cu_seqlens, "
     "bool? strict, Tensor? erase_key, bool undecayed, int num_micro_steps, int segments"
 )
+_NUM_INPUTS = 13
+"""How many these are, the arguments of `Problem`."""
 _PREPARED = 8
 """How many of the first fields of `Kept` the preparation of chunks fills."""
 _KEPT = ", ".join(f"Tensor? {name}" for name in Kept._fields[:_PREPARED])
@@ -25,7 +27,8 @@ _KEPT = ", ".join(f"Tensor? {name}" for name in Kept._fields[:_PREPARED])
 
 def _parts(arguments):
     """The arguments of the problem, what is kept of its chunks, and the rest."""
-    return arguments[:13], arguments[13 : 13 + _PREPARED], arguments[13 + _PREPARED :]
+    inputs, others = arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS:]
+    return inputs, others[:_PREPARED], others[_PREPARED:]
 
 
 def _kept(plan: Plan, prepared: tuple[Tensor, ...], U: Tensor | None = None, states: Tensor | None = None) -> Kept:
@@ -81,8 +84,9 @@ def _start_gradients(*arguments):
 
 
 def _fake_start_gradients(*arguments):
-    plan = fake_plan(*arguments[:13])
-    return _new_state(arguments[0], plan, plan.V)
+    inputs, _, _ = _parts(arguments)
+    plan = fake_plan(*inputs)
+    return _new_state(inputs[0], plan, plan.V)
 
 
 def _states(*arguments):
@@ -93,7 +97,8 @@ def _states(*arguments):
 
 
 def _fake_states(*arguments):
-    return pipeline.new_states(fake_plan(*arguments[:13]), arguments[2])
+    inputs, _, _ = _parts(arguments)
+    return pipeline.new_states(fake_plan(*inputs), inputs[2])
 
 
 def _gradients(*arguments):
