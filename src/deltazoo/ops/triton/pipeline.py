@@ -42,7 +42,7 @@ from deltazoo.ops.triton.hopper.support import (
     token_tiles,
 )  # fmt: skip
 from deltazoo.ops.triton.launch import Tile, launch
-from deltazoo.ops.triton.plan import Plan, plan_for, sizes_of
+from deltazoo.ops.triton.plan import FROM_IDENTITY, FROM_STATE, FROM_ZERO, Plan, plan_for, sizes_of
 from deltazoo.ops.triton.tiling import CHUNK, HOPPER, shared_memory
 
 if MISSING is None:
@@ -223,7 +223,7 @@ def complete(p: Problem, stopped: Tensor, output: Tensor, final: Tensor) -> None
         p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,
     )  # fmt: skip
     launch(invert_kernel, plan.invert(), kept.large_gain, strict_L, kept.AP)
-    launch_scan(p, kept, 1, p.v, final, final, output, None, None, strict=True)
+    launch_scan(p, kept, FROM_STATE, p.v, final, final, output, None, None, strict=True)
 
 
 def backward(
@@ -291,10 +291,11 @@ def scan(
     Fills `final` and, if given, `output`, the corrections U and the states that enter the chunks. If it keeps `states`
     without `output`, it fills `final` only where a strict launch begins.
     """
-    plan, start = p.plan, 2 if v is None else int(initial is not None)
+    plan = p.plan
+    start = FROM_IDENTITY if v is None else FROM_ZERO if initial is None else FROM_STATE
     for strict in plan.scan_modes:
         if strict and plan.by_gain:  # this launch continues where the other one stopped
-            start, initial = 1, final
+            start, initial = FROM_STATE, final
         launch_scan(p, kept, start, v, initial, final, output, U, states, strict)
 
 
@@ -302,16 +303,17 @@ def launch_scan(
     p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
     output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool,
 ) -> None:  # fmt: skip
-    """One launch of `scan`; `start` is 0 for a state of zero, 1 for `initial`, 2 for the identity."""
+    """One launch of `scan`; `start` says what it starts from, as of `Plan.scan`."""
     plan, (keys, chunks) = p.plan, scanned(p, kept)
     if plan.hopper:
         hopper_scan(plan, start, keys, v, chunks, initial, final, output, U, states, strict)
         return
-    filled: list[Tensor | None] = [x for x in (output, U) if x is not None] or [None]  # what is not filled is ignored
     constants = plan.scan(start, v is not None, output is not None, states is not None, strict, by_token(states))
+    # The kernel ignores the one of output and U that it does not fill; each stands in for the other.
     launch(
         scan_kernel, constants,
-        *keys, v, *chunks, filled[0], filled[-1], states, initial, final, *p.sequence_offsets,
+        *keys, v, *chunks, U if output is None else output, output if U is None else U, states, initial, final,
+        *p.sequence_offsets,
     )  # fmt: skip
 
 

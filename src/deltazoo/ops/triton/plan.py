@@ -18,10 +18,13 @@ from deltazoo.ops.triton.hopper.support import (
 from deltazoo.ops.triton.launch import Constants
 from deltazoo.ops.triton.tiling import CHUNK, HOPPER, Tiles, tiles_for
 
-__all__ = ["Plan", "plan_for", "sizes_of"]
+__all__ = ["FROM_IDENTITY", "FROM_STATE", "FROM_ZERO", "Plan", "plan_for", "sizes_of"]
 
 MIN_SEGMENT = 32
 """Chunks in the shortest segment worth its three scans."""
+
+FROM_ZERO, FROM_STATE, FROM_IDENTITY = 0, 1, 2
+"""What a scan starts from, as the constant INITIAL of the kernels: a state of zero, a given one, or the identity."""
 
 FEW_SCANS = 66
 """Tiles of 128 value channels that leave half of a large GPU's multiprocessors idle: tiles of 64 serve them better."""
@@ -260,7 +263,7 @@ class Plan:
         """One launch of the scan.
 
         Args:
-            initial: it starts from zero (0), a given state (1) or the identity (2).
+            initial: what it starts from, `FROM_ZERO` and so on.
             values: with values; without them the state is `[K, K]`, a segment's transition.
             output: it stores the output.
             keep: it stores U and the states that enter the chunks.
