@@ -179,7 +179,7 @@ def spill_limit(call: Call, launch: Launch) -> int:
         return 16_384
     if "strong" in name or launch.arguments.get("PART") == 2:  # the way for strong decay
         return 4096
-    if launch.arguments.get("PART") == 0 and call.undecayed:  # that way is in this launch, too
+    if launch.arguments.get("PART") == 0 and call.arch == HOPPER:  # that way is in this launch, too
         return 900
     if call.arch != HOPPER and name.startswith(
         ("prepare", "chunk_gradients")
