@@ -73,6 +73,8 @@ class CroppableLinearLayer(LinearAttentionLayer):
 
     is_croppable = True
     recorded: RecordedCalls
+    num_tokens: int | None
+    """Tokens seen so far; None if the first ones were not recorded, as nothing has counted them."""
 
     @classmethod
     def of(cls, layer: Any) -> "CroppableLinearLayer":
@@ -80,6 +82,7 @@ class CroppableLinearLayer(LinearAttentionLayer):
         if not isinstance(layer, cls):
             layer.__class__ = cls
             layer.recorded = RecordedCalls()
+            layer.num_tokens = 0
         return layer
 
     def record(self, replay: Replay, num_tokens: int) -> None:
@@ -87,6 +90,10 @@ class CroppableLinearLayer(LinearAttentionLayer):
         before = None
         if not self.recorded.num_tokens and self.has_previous_state[0]:
             before = MixerState(self.window.clone(), self.recurrent_states[0].clone())  # type: ignore[union-attr]
+        if self.num_tokens == 0 and self.has_previous_state[0]:
+            self.num_tokens = None
+        if self.num_tokens is not None:
+            self.num_tokens += num_tokens
         self.recorded.add(before, replay, num_tokens)
 
     @property
@@ -103,11 +110,26 @@ class CroppableLinearLayer(LinearAttentionLayer):
             self.record_past = recording
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens; RuntimeError if fewer were recorded."""
+        """Take back the last `-tokens_to_remove` tokens.
+
+        A positive number is the length to keep, as older versions of transformers have it.
+
+        Raises:
+            RuntimeError: too little was recorded.
+        """
+        if tokens_to_remove > 0:
+            if self.num_tokens is None:
+                raise RuntimeError(
+                    "crop needs the number of tokens to remove, as a negative number: the length of this recurrent "
+                    "state is unknown, since its first tokens were not recorded"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - self.num_tokens)
         self.recorded.check(-tokens_to_remove)
         recorded, self.recorded = self.recorded, RecordedCalls()
         if tokens_to_remove == 0:
             return
+        if self.num_tokens is not None:
+            self.num_tokens += tokens_to_remove
         state = recorded.state_without(-tokens_to_remove)
         if state is None:
             return self.reset()
@@ -117,4 +139,5 @@ class CroppableLinearLayer(LinearAttentionLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         self.recorded = RecordedCalls()
+        self.num_tokens = 0
         super().reset()
