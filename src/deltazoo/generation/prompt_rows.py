@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
+from deltazoo.generation.decoder import prepared_inputs
 from deltazoo.generation.read_later import wait_for
 from deltazoo.generation.row_copies import RowCopies, RowState
 from deltazoo.generation.row_table import cache_of_rows, forward_tokens
@@ -201,10 +202,7 @@ class _CausalMask:
         self._columns = torch.arange(columns, device=model.device)
         self._dtype = model.dtype if model.config._attn_implementation == "eager" else torch.bool
         token = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        inputs = model.prepare_inputs_for_generation(
-            token, past_key_values=cache, position_ids=token, attention_mask=token.expand(rows, columns), use_cache=True
-        )
-        ready = inputs.get("attention_mask")
+        ready = prepared_inputs(model, token, cache, token.expand(rows, columns), token).get("attention_mask")
         self._layer_types = [*ready] if isinstance(ready, Mapping) else None
         """By which the model takes masks; None: it takes one for all layers."""
 

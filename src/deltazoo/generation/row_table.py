@@ -18,7 +18,7 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
-from deltazoo.generation.decoder import check_model
+from deltazoo.generation.decoder import check_model, prepared_inputs
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.row_copies import RowCopies, RowState
 from deltazoo.generation.row_keys import RowKeyValues
@@ -186,13 +186,12 @@ class RowTable:
 
 @contextmanager
 def _experts_apart(model: Any) -> Iterator[None]:
-    """Multiply each token by its experts' matrices alone: products over all tokens of an expert depend on the others.
+    """Within this context every token is multiplied by its experts' matrices alone.
 
-    Older versions of transformers cannot switch.
+    One product for all tokens of an expert would make what a row computes depend on the others.
     """
-    can_switch = getattr(model, "_can_set_experts_implementation", None)
-    before = model.config._experts_implementation if can_switch is not None and can_switch() else "batched_mm"
-    if before == "batched_mm":
+    before = model.config._experts_implementation
+    if before == "batched_mm" or not model._can_set_experts_implementation():
         yield
         return
     model.set_experts_implementation("batched_mm")
@@ -246,10 +245,7 @@ def forward_tokens(
         visible: `[N, max_length]`, 1 for columns of softmax layers that the token of a row may attend to; None: as many
             as the cache has counted.
     """
-    options = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    inputs = model.prepare_inputs_for_generation(
-        tokens, past_key_values=cache, attention_mask=visible, position_ids=positions, use_cache=True, **options
-    )
+    inputs = prepared_inputs(model, tokens, cache, visible, positions)
     mask = inputs.get("attention_mask")
     if isinstance(mask, dict) and "linear_attention" in mask:  # columns are not tokens
         inputs["attention_mask"] = mask | {"linear_attention": None}

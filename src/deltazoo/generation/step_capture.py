@@ -23,7 +23,7 @@ from deltazoo.generation.fused_blocks import FusedBlocks
 from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.generation.static_cache import FixedTensors
 
-__all__ = ["CapturedStep", "Fingerprint", "NoWaiting", "capture", "decoding_settings", "graphs_run_on"]
+__all__ = ["CapturedStep", "Fingerprint", "NoWaiting", "capture", "graphs_run_on"]
 
 _WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_select", "_unique2", "unique_dim")
 """Operations that make the host wait for a device."""
@@ -39,14 +39,6 @@ from being captured (`deltazoo.generation.capture_conditions`)."""
 def graphs_run_on(device: torch.device) -> bool:
     """Whether `capture` makes a CUDA graph there."""
     return device.type == "cuda"
-
-
-def decoding_settings(model: Any) -> AbstractContextManager[Any]:
-    """Within this context a model has the settings with which transformers decodes.
-
-    On a GPU its experts then run in another implementation than for prompts; not in older versions of transformers.
-    """
-    return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
 class NoWaiting(TorchDispatchMode):
@@ -220,7 +212,7 @@ class Fingerprint:
     def __init__(self, model: Any) -> None:
         modules = list(model.modules())
         self._modules = [weakref.ref(module) for module in modules]
-        with decoding_settings(model):
+        with model._optimize_model_for_decode():  # on a GPU experts run in another implementation than for prompts
             self._rest = (
                 [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (*model.parameters(), *model.buffers())],
                 [_settings(vars(module)) for module in modules],
