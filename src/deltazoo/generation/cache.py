@@ -273,10 +273,8 @@ def _layer(cache: Cache, layer_idx: int) -> DeltaRuleCacheLayer:
 
 
 def is_used(layer: Any) -> bool:
-    """Whether a cache layer of any kind holds something."""
-    marks = ("is_initialized", "is_conv_states_initialized", "is_recurrent_states_initialized")
-    values = [getattr(layer, mark, False) for mark in marks]  # newer versions of transformers mark each state
-    return any(any(value.values()) if isinstance(value, dict) else value is True for value in values)
+    """Whether a cache layer of any kind holds something: keys and values, or states."""
+    return getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
 
 
 def why_not_shared(cache: Cache | None) -> str | None:
@@ -338,8 +336,7 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
     layer = cache.layers[index]
     if isinstance(layer, DeltaRuleCacheLayer):
         return
-    used = getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
-    if used:
+    if is_used(layer):
         raise ValueError(
             f"layer {index} of the model is linear, but the cache holds a used {type(layer).__name__} there: "
             "it belongs to another model, or is a prefix of keys and values (prefix tuning), which only softmax layers "

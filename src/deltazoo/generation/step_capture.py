@@ -83,12 +83,12 @@ def capture(
     Raises:
         RuntimeError: the step waits for the device, or memory runs out.
     """
-    if changed[0].device.type != "cuda":
+    device = changed[0].device
+    if not graphs_run_on(device):
         return step
-    with torch.cuda.device_of(changed[0]):
-        return _capture_graph(
-            step, changed, generators, nullcontext() if compiled else NoWaiting(changed[0].device)
-        ).replay
+    watched = nullcontext() if compiled else NoWaiting(device)
+    with torch.cuda.device(device):
+        return _capture_graph(step, changed, generators, watched).replay
 
 
 def _capture_graph(
@@ -179,7 +179,7 @@ class CapturedStep:
     ) -> None:
         self.output: Any = None
         self.cache_tensors = FixedTensors(cache)
-        self._projections = projections = MergedProjections(model)
+        self._projections = projections = MergedProjections(model)  # kept, as a graph reads the merged weights
         # Compiled code fuses by itself, and has been traced through the blocks' own forward passes.
         blocks = nullcontext if compiled else FusedBlocks(model, projections).active
 
