@@ -36,6 +36,7 @@ from deltazoo.models.loss import fuses_loss, loss_without_logits
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
 from deltazoo.models.training_description import describe_blocks, describe_loss
+from deltazoo.ops.fused.linear_cross_entropy import IGNORED
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
@@ -313,9 +314,9 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
                 left_out = first if shift_labels is None else F.pad(first[:, 1:], (0, 1))
                 left_out = _select_positions(left_out[..., None], logits_to_keep)[..., 0]
                 if shift_labels is None:
-                    labels = labels.masked_fill(left_out, -100)
+                    labels = labels.masked_fill(left_out, IGNORED)
                 else:
-                    shift_labels = shift_labels.masked_fill(left_out, -100)
+                    shift_labels = shift_labels.masked_fill(left_out, IGNORED)
             targets = {"num_items_in_batch": kwargs.get("num_items_in_batch"), "shift_labels": shift_labels}
             if fused:
                 loss = loss_without_logits(self, hidden_states, labels, **targets)
