@@ -335,6 +335,10 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         theta = self.rope_parameters.get("rope_theta")
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
             raise ValueError(f"rope_parameters: rope_theta must be a positive, finite number, got {theta!r}")
+        self._validate_frequencies(rope_type)
+
+    def _validate_frequencies(self, rope_type: str) -> None:
+        """Raise ValueError unless `rope_parameters` give frequencies for a softmax head."""
         with_heads = with_softmax_heads(self)
         assert with_heads.head_dim is not None  # a softmax layer has heads
         try:

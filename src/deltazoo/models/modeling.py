@@ -301,22 +301,18 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
             **kwargs,
         )
         hidden_states = _select_positions(outputs.last_hidden_state, logits_to_keep)
-        loss: Tensor | None = None
-        logits: Tensor | LateLogits | None = None
         fused = labels is not None and self.training and fuses_loss(self)
-        if not fused:
-            logits = self.lm_head(hidden_states)
+        loss: Tensor | None = None
+        logits: Tensor | LateLogits | None = None if fused else self.lm_head(hidden_states)
         if labels is not None:
             if self.loss_function is ForCausalLMLoss:  # another one may take labels of another kind
                 _check_labels(labels if shift_labels is None else shift_labels, hidden_states)
             if batch is not None and batch.packed:
                 first = batch.sequences.positions == 0
-                left_out = first if shift_labels is None else F.pad(first[:, 1:], (0, 1))
-                left_out = _select_positions(left_out[..., None], logits_to_keep)[..., 0]
                 if shift_labels is None:
-                    labels = labels.masked_fill(left_out, IGNORED)
+                    labels = _leave_out(labels, first, logits_to_keep)
                 else:
-                    shift_labels = shift_labels.masked_fill(left_out, IGNORED)
+                    shift_labels = _leave_out(shift_labels, F.pad(first[:, 1:], (0, 1)), logits_to_keep)
             targets = {"num_items_in_batch": kwargs.get("num_items_in_batch"), "shift_labels": shift_labels}
             if fused:
                 loss = loss_without_logits(self, hidden_states, labels, **targets)
@@ -341,6 +337,11 @@ def _check_labels(labels: Tensor, hidden_states: Tensor) -> None:
             f"labels must have shape {tuple(hidden_states.shape[:-1])}, one for each position that gets logits, got "
             f"{tuple(labels.shape)}"
         )
+
+
+def _leave_out(labels: Tensor, tokens: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """The labels of the positions that get logits, without those of some tokens of the batch, `[B, T]` bool."""
+    return labels.masked_fill(_select_positions(tokens[..., None], logits_to_keep)[..., 0], IGNORED)
 
 
 def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
