@@ -107,9 +107,9 @@ class CapturedGeneration:
 
 
 def _check_tokens_to_run(prompt: Any, mask: Any, cache: Any) -> None:
-    """ValueError if a cache holds the whole prompt: transformers would run all of it once more, behind itself.
+    """ValueError if a cache holds the whole prompt: transformers would run it once more after its own tokens.
 
-    A prompt of what is new alone has a mask of all tokens, as transformers wants it.
+    A prompt may also be the new tokens alone. Its mask is then one of all tokens, and so is longer.
     """
     used = any(is_used(layer) for layer in getattr(cache, "layers", ()))
     if not (used and isinstance(prompt, Tensor) and prompt.ndim == 2):

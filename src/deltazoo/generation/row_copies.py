@@ -46,7 +46,7 @@ class RowCopies:
 
     @staticmethod
     def serve(cache: Cache) -> bool:
-        """Whether a cache is of the kind that this is for."""
+        """Whether the layers of a cache are all delta-rule layers whose states stay at their addresses."""
         return all(isinstance(layer, DeltaRuleCacheLayer) and layer.static for layer in cache.layers)
 
     def take(self, row: int) -> RowState:

@@ -262,9 +262,9 @@ def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None =
 
 
 def _to_device_of(layer: Any, tensors: Tensors) -> Tensors:
-    for x in tensors_of(layer).values():
-        return {name: new.to(x.device) for name, new in tensors.items()}
-    return tensors
+    """The tensors on the device of what a cache layer holds; where they are, if it holds nothing."""
+    held = next(iter(tensors_of(layer).values()), None)
+    return tensors if held is None else {name: x.to(held.device) for name, x in tensors.items()}
 
 
 def _make_ready(cache: Cache, saved: Snapshot) -> None:

@@ -130,7 +130,7 @@ def _capture_graph(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's garbage stays within this context: if a graph is in it, its end would spoil a capture in this thread."""
+    """No garbage collection within this context: freeing a CUDA graph would spoil a capture in this thread."""
     enabled = gc.isenabled()
     gc.disable()
     try:
