@@ -16,7 +16,7 @@ __all__ = ["SHARED_ATTENTION", "register_shared_attention"]
 SHARED_ATTENTION = "deltazoo_shared"
 """The name of this implementation of attention in a configuration of transformers."""
 
-QUERIES = 1024
+_QUERIES = 1024
 """Queries at a time, so that masks stay small and no key after the last of them is read."""
 
 
@@ -73,8 +73,8 @@ def attend(
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     outputs = []
-    for first in range(0, sequences.num_tokens, QUERIES):
-        queries = query[:, :, first : first + QUERIES]
+    for first in range(0, sequences.num_tokens, _QUERIES):
+        queries = query[:, :, first : first + _QUERIES]
         begin = sequences.begin + first
         end = begin + queries.shape[2]
         mask = _visible(sequences, begin, end, query.device)

@@ -241,5 +241,5 @@ _STYLES = {
 }
 for _name, _style in _STYLES.items():
     ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]
-if hasattr(ALL_PARALLEL_STYLES, "register_plan_to_weight_dim"):
+if hasattr(ALL_PARALLEL_STYLES, "register_plan_to_weight_dim"):  # the older interface
     ALL_PARALLEL_STYLES.register_plan_to_weight_dim("delta_rule_heads", 0)  # how saving puts the shares together
