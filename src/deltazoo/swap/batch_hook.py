@@ -66,8 +66,8 @@ def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -
     kwargs.pop("cu_seqlens", None)  # the one name of ours that transformers does not know
     if batch.packed:
         # The softmax layers that remain tell documents apart by position_ids, and only without a mask.
-        padded = kwargs.pop("attention_mask", None) is not None
-        kwargs["position_ids"] = position_ids if position_ids is not None and not padded else batch.sequences.positions
+        masked = kwargs.pop("attention_mask", None) is not None
+        kwargs["position_ids"] = batch.sequences.positions if masked or position_ids is None else position_ids
         kwargs["use_cache"] = False
     return kwargs
 
