@@ -190,23 +190,21 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.recorded.add(self.state, replay, num_tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens, as if they had never run.
+        """Take back the last `-tokens_to_remove` tokens, or, if it is positive, those after that many.
 
-        Calls that stay whole give their state bit for bit. Of a call that is cut, the tokens that stay keep the values
-        that they had in it; a call of them alone may round its matrix products differently. `crop(0)` only forgets what
-        was recorded. A positive number is the length to keep, as older versions of transformers have it.
+        They have then never run. Calls that stay whole give their state bit for bit. Of a call that is cut, the tokens
+        that stay keep the values that they had in it; a call of them alone may round its matrix products differently.
+        `crop(0)` only forgets what was recorded.
 
         Raises:
             RuntimeError: nothing or too little was recorded.
         """
-        if tokens_to_remove > 0:
-            tokens_to_remove = min(0, tokens_to_remove - int(self.num_tokens))
-        self.recorded.check(-tokens_to_remove)
+        removed = self.recorded.removed_by(tokens_to_remove, self.num_tokens)
         recorded, self.recorded = self.recorded, RecordedCalls()
-        if tokens_to_remove == 0:
+        if not removed:
             return
-        self.num_tokens += tokens_to_remove
-        state = recorded.state_without(-tokens_to_remove)
+        self.num_tokens -= removed
+        state = recorded.state_without(removed)
         if state is not None:
             self._keep(state)
         else:

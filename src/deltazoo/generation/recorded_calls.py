@@ -53,6 +53,27 @@ class RecordedCalls:
                 "deltazoo.generation.record(cache) or the last rollback; call record before the forward passes to undo"
             )
 
+    def removed_by(self, tokens_to_remove: int, num_tokens: int | Tensor | None) -> int:
+        """How many tokens a call of `crop` takes back.
+
+        Args:
+            tokens_to_remove: its argument: minus that number or, as older versions of transformers have it, a positive
+                length to keep.
+            num_tokens: the layer's length; None if it is unknown.
+
+        Raises:
+            RuntimeError: fewer were recorded; a length to keep of a layer of unknown length.
+        """
+        if tokens_to_remove > 0:
+            if num_tokens is None:
+                raise RuntimeError(
+                    "crop needs the number of tokens to remove, as a negative number: the length of this recurrent "
+                    "state is unknown, since its first tokens were not recorded"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - int(num_tokens))
+        self.check(-tokens_to_remove)
+        return -tokens_to_remove
+
     @torch.no_grad()
     def state_without(self, removed: int) -> MixerState | None:
         """The state without the last `removed` recorded tokens."""
@@ -110,27 +131,18 @@ class CroppableLinearLayer(LinearAttentionLayer):
             self.record_past = recording
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens.
-
-        A positive number is the length to keep, as older versions of transformers have it.
+        """Take back the last `-tokens_to_remove` tokens, or, if it is positive, those after that many.
 
         Raises:
             RuntimeError: too little was recorded.
         """
-        if tokens_to_remove > 0:
-            if self.num_tokens is None:
-                raise RuntimeError(
-                    "crop needs the number of tokens to remove, as a negative number: the length of this recurrent "
-                    "state is unknown, since its first tokens were not recorded"
-                )
-            tokens_to_remove = min(0, tokens_to_remove - self.num_tokens)
-        self.recorded.check(-tokens_to_remove)
+        removed = self.recorded.removed_by(tokens_to_remove, self.num_tokens)
         recorded, self.recorded = self.recorded, RecordedCalls()
-        if tokens_to_remove == 0:
+        if not removed:
             return
         if self.num_tokens is not None:
-            self.num_tokens += tokens_to_remove
-        state = recorded.state_without(-tokens_to_remove)
+            self.num_tokens -= removed
+        state = recorded.state_without(removed)
         if state is None:
             return self.reset()
         self.conv_states[0].copy_(state.conv)  # type: ignore[union-attr,arg-type]
