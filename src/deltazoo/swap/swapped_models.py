@@ -5,6 +5,7 @@ A swapped Llama is a `DeltazooLlamaForCausalLM` with a `DeltazooLlamaConfig` of 
 transformers alone refuses it, so nobody loads it with softmax attention and random weights by mistake.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -173,16 +174,8 @@ def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 def _matches(model: nn.Module, entry: str) -> bool:
     """Whether an entry of a tensor-parallel plan names a module or parameter that is there; `*` stands for a number."""
-    wanted = entry.split(".")
-
-    def fits(name: str) -> bool:
-        parts = name.split(".")
-        return len(parts) == len(wanted) and all(
-            want == part or (want == "*" and part.isdigit()) for want, part in zip(wanted, parts, strict=True)
-        )
-
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    return any(fits(name) for name in names)
+    pattern = re.compile(re.escape(entry).replace(r"\*", r"\d+"))
+    return any(pattern.fullmatch(name) for name, _ in (*model.named_modules(), *model.named_parameters()))
 
 
 def _swapped_config_class(original_config: type[Any]) -> type[Any]:
