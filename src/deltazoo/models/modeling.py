@@ -21,15 +21,15 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
-from deltazoo.generation.cache import prepare_cache, why_not_shared
+from deltazoo.generation.cache import prepare_cache
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.layers.batch_description import BatchDescription, describe_batch, describe_shared_batch
+from deltazoo.layers.batch_description import BatchDescription
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
-from deltazoo.models.forward_arguments import packing_arguments, refuse_unknown, softmax_arguments, unwrapped
+from deltazoo.models.forward_arguments import describe_arguments, refuse_unknown, softmax_arguments, unwrapped
 from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
 from deltazoo.models.loadable_layers import refuse_undescribed
 from deltazoo.models.loss import fuses_loss, loss_without_logits
@@ -188,31 +188,11 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         kwargs: Mapping[str, Any],
     ) -> BatchDescription:
         """Where the sequences of a batch begin; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
-        if self.deltazoo_context is not None:
-            return describe_shared_batch(
-                self.deltazoo_context,
-                tokens.shape[0],
-                tokens.shape[1],
-                tokens.device,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                fills_cache=past_key_values is not None,
-                wrong_cache=why_not_shared(past_key_values),
-                **packing_arguments(kwargs),
-            )
         # A pipeline stage fills only its own layers of the cache; transformers replaces the others by identities.
         here = next((i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)), 0)
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length(here)
-        return describe_batch(
-            tokens.shape[0],
-            tokens.shape[1],
-            past_length,
-            tokens.device,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            fills_cache=past_key_values is not None,
-            **packing_arguments(kwargs),
-        )
+        context = self.deltazoo_context
+        return describe_arguments(context, tokens, past_key_values, past_length, attention_mask, position_ids, kwargs)
 
     def _softmax_inputs(
         self, x: Tensor, batch: BatchDescription, cache: Cache | None, kwargs: Mapping[str, Any]
