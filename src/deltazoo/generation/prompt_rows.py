@@ -15,7 +15,7 @@ from transformers.cache_utils import StaticCache
 
 from deltazoo.generation.decoder import prepared_inputs
 from deltazoo.generation.read_later import wait_for
-from deltazoo.generation.row_copies import RowCopies, RowState
+from deltazoo.generation.row_copies import RowState, RowStates
 from deltazoo.generation.row_table import cache_of_rows, forward_tokens
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
@@ -79,7 +79,7 @@ class PromptRows:
             for size in reversed(self.sizes):
                 self._rows.prepare(size)
         except RuntimeError as error:
-            if self._rows.states_have_one_size:
+            if self._rows.states.copied:  # then there are no softmax layers
                 raise
             _log.warning("prompts run one by one and without CUDA graphs, which makes them slower: %s", error)
             self.padded = False
@@ -135,11 +135,7 @@ class _RowsOneByOne:
 
 
 class _RowsInOneBatch:
-    """Rows that run together, as a batch of the first ones with padding on the right.
-
-    Attributes:
-        states_have_one_size: at any number of tokens, so that a row's states can be copied in a few launches.
-    """
+    """Rows that run together, as a batch of the first ones with padding on the right."""
 
     def __init__(self, model: Any, rows: int, piece: int, empty: Snapshot, max_length: int | None) -> None:
         self.model = model
@@ -151,25 +147,16 @@ class _RowsInOneBatch:
         columns = None if max_length is None else max_length + piece
         self._cache = cache_of_rows(model, columns, self._starts)
         restore(self._cache, empty.fork(rows))
-        self.states_have_one_size = RowCopies.serve(self._cache)
-        self._copies = RowCopies(self._cache) if self.states_have_one_size else None
-        self._beginning = empty if self._copies is None else self._copies.empty()
+        self.states = RowStates(self._cache, empty)
         # Without softmax layers nothing reads the mask, but transformers' models would make one.
         self._mask = _CausalMask(model, self._cache, rows, columns or 1)
         self._passes: dict[int, CapturedStep] = {}
 
     def load(self, row: int, state: RowState | Snapshot | None) -> None:
-        state = self._beginning if state is None else state
-        if isinstance(state, RowState):
-            assert self._copies is not None
-            self._copies.put(row, state)
-        else:
-            restore(self._cache, state, rows=[row])
+        self.states.put(row, state)
 
     def take(self, row: int, num_tokens: int) -> RowState | Snapshot:
-        if self._copies is not None:
-            return self._copies.take(row)
-        return snapshot(self._cache, rows=[row], num_tokens=num_tokens)
+        return self.states.take(row, num_tokens)
 
     def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]], size: int) -> Callable[[], None]:
         """As of `PromptRows`, in a pass over the first `size` rows."""
