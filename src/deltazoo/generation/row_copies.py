@@ -82,7 +82,7 @@ class RowStates:
         empty: the states of a row before its first token.
 
     Attributes:
-        copied: whether they are exchanged by `RowCopies`, as those of linear layers alone are.
+        copied: whether they are exchanged by `RowCopies`; then all layers are delta-rule layers.
     """
 
     def __init__(self, cache: Cache, empty: Snapshot) -> None:
