@@ -78,13 +78,15 @@ class PromptRows:
         try:
             for size in reversed(self.sizes):
                 self._rows.prepare(size)
+            return
         except RuntimeError as error:
             if self._rows.states.copied:  # then there are no softmax layers
                 raise
             _log.warning("prompts run one by one and without CUDA graphs, which makes them slower: %s", error)
-            self.padded = False
-            del self._rows  # with the graphs of other sizes, and what they hold
-            self._rows = self._one_by_one()
+        # Not in the handler: there the error still holds the rows, with the graphs of other sizes and their memory.
+        self.padded = False
+        del self._rows
+        self._rows = self._one_by_one()
 
     @torch.no_grad()
     def load(self, row: int, state: RowState | Snapshot | None) -> None:
@@ -162,14 +164,12 @@ class _RowsInOneBatch:
         """As of `PromptRows`, in a pass over the first `size` rows."""
         self.prepare(size)
         given = [pieces.get(row, (0, ())) for row in range(size)]
-        for held, numbers in (
-            (self._tokens, [self._padded(tokens) for _, tokens in given]),
-            (self._starts, [[start] for start, _ in given]),
-            (self._lengths, [[len(tokens)] for _, tokens in given]),
-        ):
-            held[:size].copy_(_on_device(numbers, held.device))
+        device = self._tokens.device
+        self._tokens[:size].copy_(_on_device([self._padded(tokens) for _, tokens in given], device))
+        self._starts[:size].copy_(_on_device([[start] for start, _ in given], device))
+        self._lengths[:size].copy_(_on_device([[len(tokens)] for _, tokens in given], device))
         self._passes[size].replay()
-        return wait_for(self._tokens.device)
+        return wait_for(device)
 
     def _padded(self, tokens: Sequence[int]) -> list[int]:
         # Padding repeats the row's own last token, so no other token's weights can make the row's results wrong.
