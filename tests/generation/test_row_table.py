@@ -241,10 +241,11 @@ def test_a_pass_that_waits_runs_without_padding(captures, monkeypatch, caplog):
     prompts = PromptRows(model, [1], PIECE, table.empty, padded=True, max_length=MOST)
     ids = tokens(1, 20)[0].tolist()
     expected = state_after(PromptRows(model, [1], PIECE, table.empty, padded=False, max_length=MOST), 0, ids)
-    run = prompts._run_all
-    monkeypatch.setattr(prompts, "_run_all", lambda size, cache: run(size, cache)[torch.ones(1).nonzero()[0]])
+    together = prompts._rows
+    run = together._run_all
+    monkeypatch.setattr(together, "_run_all", lambda size, cache: run(size, cache)[torch.ones(1).nonzero()[0]])
     prompts.capture()
-    assert not prompts.padded and not prompts._passes
+    assert not prompts.padded and prompts._rows is not together
     assert "prompts run one by one and without CUDA graphs, which makes them slower: nonzero" in caplog.text
     for layer, exact in zip(state_after(prompts, 0, ids).layers, expected.layers, strict=True):
         assert all(torch.equal(layer[name], x) for name, x in exact.items())

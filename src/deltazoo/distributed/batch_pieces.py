@@ -6,12 +6,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
+from deltazoo.ops.fused.linear_cross_entropy import IGNORED
+
 __all__ = ["local_batch", "piece_of_batch"]
 
 _GRID = 64
 """Pieces begin at multiples of this many tokens where the batch is long enough: a chunk of the operator."""
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels", "attention_mask")
-_IGNORED = -100
 
 
 def local_batch(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def piece_of_batch(batch: Mapping[str, Any], rank: int, ranks: int) -> dict[str,
     """
     local = dict(batch)
     if "labels" in local and "shift_labels" not in local:
-        local["shift_labels"] = F.pad(local["labels"][:, 1:], (0, 1), value=_IGNORED)
+        local["shift_labels"] = F.pad(local["labels"][:, 1:], (0, 1), value=IGNORED)
     begin, end = piece_bounds(local["input_ids"].shape[1], rank, ranks)
     return {name: value[:, begin:end] if name in _PER_TOKEN else value for name, value in local.items()}
 

@@ -15,13 +15,11 @@ from deltazoo.layers import DeltaRuleAttention
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.context_group import agreed_lengths, sum_over_ranks
 from deltazoo.ops.context.token_exchange import all_tokens, next_tokens
+from deltazoo.ops.fused.linear_cross_entropy import IGNORED
 
 __all__ = ["context_parallel"]
 
 M = TypeVar("M", bound=nn.Module)
-
-IGNORED = -100
-"""The label of a token that the loss leaves out."""
 
 
 def context_parallel(model: M, ranks: DeviceMesh | ProcessGroup | ContextParallel | None) -> M:

@@ -56,23 +56,27 @@ def _shard_with_gates(model: PreTrainedModel, blocks: list[nn.Module], options: 
         fully_shard([module for module in foreign.modules() if isinstance(module, nn.Linear)], **options)
         fully_shard(foreign, **gate_options)
 
-    def shard(module: nn.Module, leave: set[nn.Parameter], **options: Any) -> None:
-        fully_shard(module, **{**options, "ignored_params": leave | (options.get("ignored_params") or set())})
-
-    base = model.base_model
-    layers = [module for module in model.modules() if isinstance(module, DeltaRuleAttention)]
-    layers = [layer for layer in layers if layer.kept_in_float32()]
-    shard(model, _gates(model) | {parameter for block in blocks for parameter in block.parameters()}, **options)
+    base, layers = model.base_model, _layers_with_gates(model)
+    _shard(model, _gates(model) | {parameter for block in blocks for parameter in block.parameters()}, options)
     if base is not model and layers:
-        shard(base, set(model.parameters()) - _gates(model), **gate_options)
+        _shard(base, set(model.parameters()) - _gates(model), gate_options)
     for block in blocks:
-        shard(block, _gates(model), **options)
+        _shard(block, _gates(model), options)
     if base is model:
         for layer in layers:
-            shard(layer, set(model.parameters()) - _gates(model), **gate_options)
+            _shard(layer, set(model.parameters()) - _gates(model), gate_options)
+
+
+def _shard(module: nn.Module, leave: set[nn.Parameter], options: dict[str, Any]) -> None:
+    """`fully_shard` with these options, and with further parameters that are not of the group."""
+    fully_shard(module, **{**options, "ignored_params": leave | (options.get("ignored_params") or set())})
+
+
+def _layers_with_gates(model: nn.Module) -> list[DeltaRuleAttention]:
+    layers = (module for module in model.modules() if isinstance(module, DeltaRuleAttention))
+    return [layer for layer in layers if layer.kept_in_float32()]
 
 
 def _gates(model: nn.Module) -> set[nn.Parameter]:
     """What layers keep in float32; sharding replaces parameters, so ask again after it."""
-    layers = [module for module in model.modules() if isinstance(module, DeltaRuleAttention)]
-    return {parameter for layer in layers for parameter in layer.kept_in_float32()}
+    return {parameter for layer in _layers_with_gates(model) for parameter in layer.kept_in_float32()}

@@ -57,12 +57,6 @@ def tensor_parallel_plan(spec: DeltaRuleSpec | None, options: Mapping[str, Any])
     return plan
 
 
-def _mixer(options: Mapping[str, Any]) -> DeltaRuleAttention:
-    """A linear layer of the model on the meta device."""
-    with torch.device("meta"):
-        return make_layer(**options)
-
-
 def _gates(spec: DeltaRuleSpec, options: Mapping[str, Any]) -> dict[str, str]:
     gates = {"o_norm": "delta_rule_shared_norm"}
     if spec.corrects:
@@ -80,7 +74,8 @@ def _gates(spec: DeltaRuleSpec, options: Mapping[str, Any]) -> dict[str, str]:
         return gates
     # A subclass declares what it adds, and may lack what its spec lets one expect. Its own parameters follow the
     # layer's style.
-    modules = dict(_mixer(options).named_children())
+    with torch.device("meta"):
+        modules = dict(make_layer(**options).named_children())
     for name, division in layer.tensor_parallel.items():
         gates |= _low_rank(name) if division == "low_rank" else {name: _STYLES[division]}
     return {name: style for name, style in gates.items() if name.removesuffix(".*") in modules}

@@ -16,7 +16,7 @@ __all__ = ["SHARED_ATTENTION", "register_shared_attention"]
 SHARED_ATTENTION = "deltazoo_shared"
 """The name of this implementation of attention in a configuration of transformers."""
 
-QUERIES = 1024
+_QUERIES = 1024
 """Queries at a time, so that masks stay small and no key after the last of them is read."""
 
 
@@ -67,25 +67,26 @@ def attend(
             "softmax layers of rows that several ranks share are causal and without a mask, got "
             f"{', '.join(odd) or 'a mask'}"
         )
-    end = sequences.begin + sequences.num_tokens
-    key, value = (all_tokens(x.transpose(1, 2), sequences.context)[:, :end].transpose(1, 2) for x in (key, value))
+    seen = sequences.begin + sequences.num_tokens  # no query sees the tokens of later ranks
+    key, value = (all_tokens(x.transpose(1, 2), sequences.context)[:, :seen].transpose(1, 2) for x in (key, value))
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     outputs = []
-    for first in range(0, sequences.num_tokens, QUERIES):
-        queries = query[:, :, first : first + QUERIES]
-        visible = sequences.begin + first + queries.shape[2]
-        mask = _visible(sequences, visible - queries.shape[2], visible, query.device)
-        keys, values = key[:, :, :visible], value[:, :, :visible]
+    for first in range(0, sequences.num_tokens, _QUERIES):
+        queries = query[:, :, first : first + _QUERIES]
+        begin = sequences.begin + first
+        end = begin + queries.shape[2]
+        mask = _visible(sequences, begin, end, query.device)
+        keys, values = key[:, :, :end], value[:, :, :end]
         outputs.append(F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
-def _visible(sequences: SharedSequences, first: int, end: int, device: torch.device) -> Tensor:
-    """`[end - first, end]` bool: which tokens the ones from `first` attend to, those of their sequence up to them."""
+def _visible(sequences: SharedSequences, begin: int, end: int, device: torch.device) -> Tensor:
+    """`[end - begin, end]` bool: which tokens those from `begin` attend to: of their sequence, up to themselves."""
     tokens = torch.arange(end, device=device)
-    queries = tokens[first:, None]
+    queries = tokens[begin:, None]
     visible = queries >= tokens
     if sequences.cu_seqlens is None:
         return visible

@@ -218,7 +218,7 @@ def _take_share(mixer: DeltaRuleAttention, mesh: Any) -> None:
     if shared := _whole_parameters(mixer):
         mixer.register_forward_pre_hook(_SumGradients(mesh, shared))
     for gate in _low_rank(mixer):
-        gate.forward = _OwnHeads(gate.forward, rank, ranks)  # type: ignore[method-assign]
+        gate.forward = partial(_own_heads, gate.forward, rank, ranks)  # type: ignore[method-assign]
 
 
 def _low_rank(mixer: DeltaRuleAttention) -> list[nn.Sequential]:
@@ -228,14 +228,9 @@ def _low_rank(mixer: DeltaRuleAttention) -> list[nn.Sequential]:
     return [gate for gate in found if isinstance(gate, nn.Sequential)]
 
 
-class _OwnHeads:
-    """The forward pass of a low-rank map: this rank's part of an output that is of all heads (see parallel_plans)."""
-
-    def __init__(self, forward: Callable[[Tensor], Tensor], rank: int, ranks: int) -> None:
-        self.forward, self.rank, self.ranks = forward, rank, ranks
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.forward(x).chunk(self.ranks, dim=-1)[self.rank]
+def _own_heads(forward: Callable[[Tensor], Tensor], rank: int, ranks: int, x: Tensor) -> Tensor:
+    """This rank's part of what a low-rank map gives, which is of all heads (see parallel_plans)."""
+    return forward(x).chunk(ranks, dim=-1)[rank]
 
 
 _STYLES = {
@@ -246,5 +241,5 @@ _STYLES = {
 }
 for _name, _style in _STYLES.items():
     ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]
-if hasattr(ALL_PARALLEL_STYLES, "register_plan_to_weight_dim"):
+if hasattr(ALL_PARALLEL_STYLES, "register_plan_to_weight_dim"):  # the older interface
     ALL_PARALLEL_STYLES.register_plan_to_weight_dim("delta_rule_heads", 0)  # how saving puts the shares together

@@ -20,8 +20,7 @@ from deltazoo.layers.norm import GatedRMSNorm
 
 __all__ = ["CallTogether"]
 
-_DIVIDED = (nn.Linear, ShortConvolution, nn.Sequential)
-_WHOLE = (RMSNorm, GatedRMSNorm)
+_KNOWN_PARTS = (nn.Linear, ShortConvolution, nn.Sequential, RMSNorm, GatedRMSNorm)
 
 
 class CallTogether:
@@ -56,7 +55,7 @@ class CallTogether:
             for name, part in modules.items()
             if part is not module and any(True for _ in part.parameters())
         ]
-        self.known = all(type(part) in (*_DIVIDED, *_WHOLE) for _, _, part in self.parts)
+        self.known = all(type(part) in _KNOWN_PARTS for _, _, part in self.parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, the same on all ranks."""

@@ -190,23 +190,21 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.recorded.add(self.state, replay, num_tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens, as if they had never run.
+        """Take back the last `-tokens_to_remove` tokens, or, if it is positive, those after that many.
 
-        Calls that stay whole give their state bit for bit. Of a call that is cut, the tokens that stay keep the values
-        that they had in it; a call of them alone may round its matrix products differently. `crop(0)` only forgets what
-        was recorded. A positive number is the length to keep, as older versions of transformers have it.
+        They have then never run. Calls that stay whole give their state bit for bit. Of a call that is cut, the tokens
+        that stay keep the values that they had in it; a call of them alone may round its matrix products differently.
+        `crop(0)` only forgets what was recorded.
 
         Raises:
             RuntimeError: nothing or too little was recorded.
         """
-        if tokens_to_remove > 0:
-            tokens_to_remove = min(0, tokens_to_remove - int(self.num_tokens))
-        self.recorded.check(-tokens_to_remove)
+        removed = self.recorded.removed_by(tokens_to_remove, self.num_tokens)
         recorded, self.recorded = self.recorded, RecordedCalls()
-        if tokens_to_remove == 0:
+        if not removed:
             return
-        self.num_tokens += tokens_to_remove
-        state = recorded.state_without(-tokens_to_remove)
+        self.num_tokens -= removed
+        state = recorded.state_without(removed)
         if state is not None:
             self._keep(state)
         else:
@@ -273,10 +271,8 @@ def _layer(cache: Cache, layer_idx: int) -> DeltaRuleCacheLayer:
 
 
 def is_used(layer: Any) -> bool:
-    """Whether a cache layer of any kind holds something."""
-    marks = ("is_initialized", "is_conv_states_initialized", "is_recurrent_states_initialized")
-    values = [getattr(layer, mark, False) for mark in marks]  # newer versions of transformers mark each state
-    return any(any(value.values()) if isinstance(value, dict) else value is True for value in values)
+    """Whether a cache layer of any kind holds something: keys and values, or states."""
+    return getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
 
 
 def why_not_shared(cache: Cache | None) -> str | None:
@@ -338,8 +334,7 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
     layer = cache.layers[index]
     if isinstance(layer, DeltaRuleCacheLayer):
         return
-    used = getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
-    if used:
+    if is_used(layer):
         raise ValueError(
             f"layer {index} of the model is linear, but the cache holds a used {type(layer).__name__} there: "
             "it belongs to another model, or is a prefix of keys and values (prefix tuning), which only softmax layers "

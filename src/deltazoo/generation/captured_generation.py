@@ -107,9 +107,9 @@ class CapturedGeneration:
 
 
 def _check_tokens_to_run(prompt: Any, mask: Any, cache: Any) -> None:
-    """ValueError if a cache holds the whole prompt: transformers would run all of it once more, behind itself.
+    """ValueError if a cache holds the whole prompt: transformers would run it once more after its own tokens.
 
-    A prompt of what is new alone has a mask of all tokens, as transformers wants it.
+    A prompt may also be the new tokens alone. Its mask is then one of all tokens, and so is longer.
     """
     used = any(is_used(layer) for layer in getattr(cache, "layers", ()))
     if not (used and isinstance(prompt, Tensor) and prompt.ndim == 2):
@@ -152,14 +152,13 @@ def _call_offered(model: Any, wanted: bool | None, kwargs: Mapping[str, Any]) ->
         reason = "another call of generate is running"
     call = CapturedCall(model, steps, required=bool(wanted)) if reason is None else None
     # A call may begin others of the same model (assistants, processors of logits), which are not "the last call".
-    running = _running_calls(steps)
-    if reason is not None and (wanted or not running):
+    if reason is not None and (wanted or not steps.running):
         steps.decline(reason, bool(wanted))
-    running.append(call)
+    steps.running.append(call)
     try:
         yield
     finally:
-        running.pop()
+        steps.running.pop()
         if call is not None:
             if call.began:
                 call.end()
@@ -171,8 +170,7 @@ def _begin_offered_call(
 ) -> None:
     """Have the innermost call capture its step, now that all arguments are known, or record why it does not."""
     steps = _steps_of(model)
-    running = _running_calls(steps)
-    call = running[-1] if running else None
+    call: CapturedCall | None = steps.running[-1] if steps.running else None
     if call is None or call.began:
         return
     reason = why_not_this_call(config, cache, is_the_callers, mode, call.required) or steps.earlier_failure(model)
@@ -180,8 +178,3 @@ def _begin_offered_call(
         return steps.decline(reason, call.required)
     config.disable_compile = True
     call.begin(cache, max_length)
-
-
-def _running_calls(steps: KeptSteps) -> list[CapturedCall | None]:
-    """The calls of `generate` that this thread is in, outermost first; None for those that capture nothing."""
-    return steps.calls.__dict__.setdefault("running", [])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
@@ -20,12 +20,12 @@ from deltazoo.generation.captured_generation import CapturedGeneration, without_
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.static_cache import fixed_cache
-from deltazoo.generation.step_capture import CapturedStep, decoding_settings
+from deltazoo.generation.step_capture import CapturedStep
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.backend_report import RunsDeltaRule
 from deltazoo.ops.fused import fused_kernels_fit
 
-__all__ = ["Decoder", "check_model", "generate"]
+__all__ = ["Decoder", "check_model", "generate", "prepared_inputs"]
 
 _RULES: dict[str, Any] = {
     "bad_words_ids": None,
@@ -90,8 +90,8 @@ class Decoder:
     ) -> None:
         check_model(model)
         self.cache = fixed_cache(model, max_length or 1)
-        self.has_softmax_layers = any(_length_of(layer) for layer in self.cache.layers)
-        if self.has_softmax_layers and max_length is None:
+        self._makes_masks = any(map(_is_masked, self.cache.layers))
+        if self._makes_masks and max_length is None:
             raise ValueError("max_length is needed: softmax layers and their masks take memory for every token")
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
@@ -194,7 +194,7 @@ class Decoder:
         """Run the prompt from an empty state, and draw the first token."""
         self.cache.reset()
         num_tokens = input_ids.shape[1]
-        if self.has_softmax_layers:
+        if self._makes_masks:
             self.real.fill_(1)
             if attention_mask is not None:
                 self.real[:, :num_tokens] = attention_mask
@@ -204,26 +204,14 @@ class Decoder:
             mask = positions = None
             if attention_mask is not None:
                 mask = attention_mask[:, :done]
-            if self.has_softmax_layers:
+            if self._makes_masks:
                 positions = (self.real[:, :done].cumsum(1) - 1).clamp(min=0)[:, -piece.shape[1] :]
-            output = self.model(**self._inputs(piece, mask, positions, is_first_iteration=True))
+            inputs = prepared_inputs(self.model, piece, self.cache, mask, positions, is_first_iteration=True)
+            output = self.model(**inputs)
         if positions is not None:
             self.position.copy_(positions[:, -1:] + 1)
         self.finished.zero_()
         self._take(output.logits[:, -1])
-
-    def _inputs(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, **options: Any) -> dict[str, Any]:
-        """Arguments of a forward pass over some tokens, as `model.generate` prepares them."""
-        if self.model._supports_logits_to_keep():
-            options["logits_to_keep"] = 1
-        return self.model.prepare_inputs_for_generation(
-            tokens,
-            past_key_values=self.cache,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            **options,
-        )
 
     def _take(self, logits: Tensor) -> None:
         """Choose the next tokens; rows that have ended get padding."""
@@ -239,12 +227,12 @@ class Decoder:
 
     def _step(self) -> None:
         """Compute the next token from the current one."""
-        mask, positions = (self.real, self.position) if self.has_softmax_layers else (None, None)
-        inputs = self._inputs(self.token, mask, positions)
-        with decoding_settings(self.model):
+        mask, positions = (self.real, self.position) if self._makes_masks else (None, None)
+        inputs = prepared_inputs(self.model, self.token, self.cache, mask, positions)
+        with self.model._optimize_model_for_decode():  # on a GPU experts run in another implementation than for prompts
             output = self._forward(**inputs)
         self._take(output.logits[:, -1])
-        if self.has_softmax_layers:  # linear layers do not use it
+        if self._makes_masks:  # our linear layers read no positions
             self.position.add_(1)
 
     @torch.no_grad()
@@ -338,10 +326,28 @@ def check_model(model: Any) -> None:
         )
 
 
-def _length_of(cache_layer: Any) -> int | None:
-    """The number of keys that a cache layer makes masks for; None if it needs no mask."""
-    return (
-        cache_layer.max_cache_len if isinstance(cache_layer, StaticLayer) else getattr(cache_layer, "mask_length", None)
+def _is_masked(cache_layer: Any) -> bool:
+    """Whether the model makes masks for a cache layer: for softmax layers, and for those that a swap has replaced."""
+    return isinstance(cache_layer, StaticLayer) or getattr(cache_layer, "mask_length", None) is not None
+
+
+def prepared_inputs(
+    model: Any, tokens: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, **options: Any
+) -> dict[str, Any]:
+    """Arguments of a forward pass that gives the last token's logits, as `model.generate` prepares them.
+
+    Args:
+        model: whose forward pass it is.
+        tokens: `[B, T]`.
+        cache: that they continue.
+        mask: the argument `attention_mask`.
+        positions: `[B, T]`, the argument `position_ids`.
+        options: further ones of `prepare_inputs_for_generation`.
+    """
+    if model._supports_logits_to_keep():
+        options["logits_to_keep"] = 1
+    return model.prepare_inputs_for_generation(
+        tokens, past_key_values=cache, attention_mask=mask, position_ids=positions, use_cache=True, **options
     )
 
 

@@ -119,7 +119,8 @@ def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
         return f"its neg_eigval is {mixer.neg_eigval!r}"
     if spec.output_gate != "none" and spec.gate_activation not in FUSED_ACTIVATIONS:
         return "its output gate has an activation of its own"
-    if spec.erase_key != "tied" if form.keys == "tied" else not spec.normalize_k:
+    keys_fit = spec.erase_key == "tied" if form.keys == "tied" else spec.normalize_k
+    if not keys_fit:
         return f"its keys are {form.keys!r}, and its spec has others"
     if form.keys == "erase_first" and spec.erase_reads != "decayed":
         return "its first step reads the state before the decay"

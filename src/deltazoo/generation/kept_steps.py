@@ -24,14 +24,13 @@ class KeptSteps:
         last: how the last call ran its steps, in words.
         kept: for the next call, None if there is none.
         in_use: held while a call captures and replays; one at a time.
-        calls: per thread, the calls of `generate` that are running, as `CapturedGeneration` stacks them.
     """
 
     def __init__(self) -> None:
         self.last: str | None = None
         self.kept: StaticDecoding | None = None
         self.in_use = threading.Lock()
-        self.calls = threading.local()
+        self._of_thread = threading.local()
         self._failed: tuple[Fingerprint, str] | None = None
 
     def __deepcopy__(self, memo: object) -> "KeptSteps":
@@ -39,6 +38,11 @@ class KeptSteps:
 
     def __reduce__(self) -> Any:
         return KeptSteps, ()
+
+    @property
+    def running(self) -> list[Any]:
+        """This thread's calls of `generate`, outermost first: a `CapturedCall`, or None where nothing is captured."""
+        return self._of_thread.__dict__.setdefault("running", [])
 
     def forget(self) -> None:
         """Free what is kept."""

@@ -182,7 +182,6 @@ def _in_one_block(parameters: Sequence[nn.Parameter]) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         block = torch.cat([p.detach() for p in parameters])
         for parameter, part in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
-            parameter.data = from_dlpack(
-                to_dlpack(part)
-            )  # a storage of its own in the same memory, which it keeps alive
+            # For torch a storage of its own. It is the same memory, which it keeps alive.
+            parameter.data = from_dlpack(to_dlpack(part))
     return block

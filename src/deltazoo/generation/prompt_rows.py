@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
+from deltazoo.generation.decoder import prepared_inputs
 from deltazoo.generation.read_later import wait_for
-from deltazoo.generation.row_copies import RowCopies, RowState
+from deltazoo.generation.row_copies import RowState, RowStates
 from deltazoo.generation.row_table import cache_of_rows, forward_tokens
 from deltazoo.generation.states import Snapshot, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
@@ -49,42 +50,13 @@ class PromptRows:
         padded: bool,
         max_length: int | None = None,
     ) -> None:
-        self.model = model
         self.sizes = tuple(sorted(set(sizes)))
         self.piece = piece
         self.padded = padded
-        rows = self.sizes[-1]
-        self._max_length = max_length
-        self._empty = empty
-        self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
-        self._starts = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        self._mask: _CausalMask | None = None
-        self._copies: RowCopies | None = None
-        self._caches: list[StaticCache] = []
-        if padded:
-            self._make_one_cache(rows)
-        else:
-            self._make_caches(rows)
-        self._beginning = empty if self._copies is None else self._copies.empty()
-        self._passes: dict[int, CapturedStep] = {}
-
-    def _make_one_cache(self, rows: int) -> None:
-        # Padding writes keys and values, too, behind those of the row.
-        columns = None if self._max_length is None else self._max_length + self.piece
-        cache = cache_of_rows(self.model, columns, self._starts)
-        restore(cache, self._empty.fork(rows))
-        if RowCopies.serve(cache):
-            self._copies = RowCopies(cache)
-        # Without softmax layers nothing reads the mask, but transformers' models would make one.
-        self._mask = _CausalMask(self.model, cache, rows, columns or 1)
-        self._caches = [cache]
-
-    def _make_caches(self, rows: int) -> None:
-        # Rows that run one by one have their own counts of tokens.
-        self._caches = [fixed_cache(self.model, self._max_length or 1) for _ in range(rows)]
-        for cache in self._caches:
-            restore(cache, self._empty)
+        self._one_by_one = partial(_RowsOneByOne, model, self.sizes[-1], empty, max_length)
+        self._rows: _RowsInOneBatch | _RowsOneByOne = (
+            _RowsInOneBatch(model, self.sizes[-1], piece, empty, max_length) if padded else self._one_by_one()
+        )
 
     def best_count(self, waiting: int) -> int:
         """How many of some waiting rows to run in the next pass: as many as fill one, if they fill any."""
@@ -101,39 +73,30 @@ class PromptRows:
         If a pass of a model with softmax layers waits for the device, there are none from now on: rows run one by one
         without padding, and the log says so.
         """
-        if not self.padded:
+        if not isinstance(self._rows, _RowsInOneBatch):
             return
         try:
             for size in reversed(self.sizes):
-                self._prepare(size)
+                self._rows.prepare(size)
+            return
         except RuntimeError as error:
-            if self._copies is not None:
+            if self._rows.states.copied:  # then there are no softmax layers
                 raise
             _log.warning("prompts run one by one and without CUDA graphs, which makes them slower: %s", error)
-            self.padded = False
-            self._passes.clear()  # with the graphs of other sizes, and what they hold
-            self._make_caches(self.sizes[-1])
+        # Not in the handler: there the error still holds the rows, with the graphs of other sizes and their memory.
+        self.padded = False
+        del self._rows
+        self._rows = self._one_by_one()
 
     @torch.no_grad()
     def load(self, row: int, state: RowState | Snapshot | None) -> None:
         """Continue a row from a state of this model's `PromptRows`; None: from the beginning."""
-        state = self._beginning if state is None else state
-        if isinstance(state, RowState):
-            assert self._copies is not None
-            self._copies.put(row, state)
-        elif self.padded:
-            restore(self._caches[0], state, rows=[row])
-        else:
-            restore(self._caches[row], state)
+        self._rows.load(row, state)
 
     @torch.no_grad()
     def take(self, row: int, num_tokens: int) -> RowState | Snapshot:
         """The state of a row, which has had `num_tokens` tokens."""
-        if self._copies is not None:
-            return self._copies.take(row)
-        if self.padded:
-            return snapshot(self._caches[0], rows=[row], num_tokens=num_tokens)
-        return snapshot(self._caches[row], num_tokens=num_tokens)
+        return self._rows.take(row, num_tokens)
 
     @torch.no_grad()
     def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]]) -> Callable[[], None]:
@@ -145,46 +108,95 @@ class PromptRows:
         Returns:
             A function that waits until the device has done it.
         """
-        if not self.padded:
-            for row, (start, tokens) in pieces.items():
-                ids = self._on_device([tokens])
-                positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
-                forward_tokens(self.model, ids, self._caches[row], positions)
-            return wait_for(self._tokens.device)
-        size = self.size_for(max(pieces) + 1)
-        self._prepare(size)
+        return self._rows.run(pieces, self.size_for(max(pieces) + 1))
+
+
+class _RowsOneByOne:
+    """Rows that run one after another, each without padding and with a cache, and so a count of tokens, of its own."""
+
+    def __init__(self, model: Any, rows: int, empty: Snapshot, max_length: int | None) -> None:
+        self.model = model
+        self._empty = empty
+        self._caches = [fixed_cache(model, max_length or 1) for _ in range(rows)]
+        for cache in self._caches:
+            restore(cache, empty)
+
+    def load(self, row: int, state: Any) -> None:
+        restore(self._caches[row], self._empty if state is None else state)
+
+    def take(self, row: int, num_tokens: int) -> Snapshot:
+        return snapshot(self._caches[row], num_tokens=num_tokens)
+
+    def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]], size: int) -> Callable[[], None]:
+        """As of `PromptRows`; it does not matter to which size of a pass the rows would fit."""
+        for row, (start, tokens) in pieces.items():
+            ids = _on_device([tokens], self.model.device)
+            positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
+            forward_tokens(self.model, ids, self._caches[row], positions)
+        return wait_for(self.model.device)
+
+
+class _RowsInOneBatch:
+    """Rows that run together, as a batch of the first ones with padding on the right."""
+
+    def __init__(self, model: Any, rows: int, piece: int, empty: Snapshot, max_length: int | None) -> None:
+        self.model = model
+        self.piece = piece
+        self._tokens = torch.zeros(rows, piece, dtype=torch.long, device=model.device)
+        self._starts = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
+        self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
+        # Padding writes keys and values, too, behind those of the row.
+        columns = None if max_length is None else max_length + piece
+        self._cache = cache_of_rows(model, columns, self._starts)
+        restore(self._cache, empty.fork(rows))
+        self.states = RowStates(self._cache, empty)
+        # Without softmax layers nothing reads the mask, but transformers' models would make one.
+        self._mask = _CausalMask(model, self._cache, rows, columns or 1)
+        self._passes: dict[int, CapturedStep] = {}
+
+    def load(self, row: int, state: RowState | Snapshot | None) -> None:
+        self.states.put(row, state)
+
+    def take(self, row: int, num_tokens: int) -> RowState | Snapshot:
+        return self.states.take(row, num_tokens)
+
+    def run(self, pieces: Mapping[int, tuple[int, Sequence[int]]], size: int) -> Callable[[], None]:
+        """As of `PromptRows`, in a pass over the first `size` rows."""
+        self.prepare(size)
         given = [pieces.get(row, (0, ())) for row in range(size)]
-        self._tokens[:size].copy_(self._on_device([self._padded(tokens) for _, tokens in given]))
-        self._starts[:size].copy_(self._on_device([[start] for start, _ in given]))
-        self._lengths[:size].copy_(self._on_device([[len(tokens)] for _, tokens in given]))
+        device = self._tokens.device
+        self._tokens[:size].copy_(_on_device([self._padded(tokens) for _, tokens in given], device))
+        self._starts[:size].copy_(_on_device([[start] for start, _ in given], device))
+        self._lengths[:size].copy_(_on_device([[len(tokens)] for _, tokens in given], device))
         self._passes[size].replay()
-        return wait_for(self._tokens.device)
+        return wait_for(device)
 
     def _padded(self, tokens: Sequence[int]) -> list[int]:
         # Padding repeats the row's own last token, so no other token's weights can make the row's results wrong.
         last = tokens[-1] if tokens else 0
         return [*tokens, *[last] * (self.piece - len(tokens))]
 
-    def _prepare(self, size: int) -> None:
+    def prepare(self, size: int) -> None:
+        """Capture the pass over the first `size` rows."""
         if size not in self._passes:
-            cache = some_rows(self._caches[0], slice(size))
+            cache = some_rows(self._cache, slice(size))
             self._passes[size] = CapturedStep(self.model, partial(self._run_all, size, cache), cache)
 
     def _run_all(self, size: int, cache: StaticCache) -> Tensor:
         starts, lengths = self._starts[:size], self._lengths[:size]
         sequences = RightPaddedSequences.from_lengths(lengths, self.piece)
         positions = starts + torch.arange(self.piece, device=starts.device)
-        assert self._mask is not None
         mask = self._mask.at(positions)
         batch = BatchDescription(sequences, positions, mask)
         arguments: dict[str, Any] = dict(position_ids=positions, attention_mask=mask, delta_batch=batch)
         results = self.model.base_model(self._tokens[:size], past_key_values=cache, use_cache=True, **arguments)
         return results.last_hidden_state
 
-    def _on_device(self, numbers: Sequence[Sequence[int]]) -> Tensor:
-        device = self._tokens.device
-        on_host = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
-        return on_host.to(device, non_blocking=True)
+
+def _on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Whole numbers on a device, without waiting for what it does."""
+    on_host = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 class _CausalMask:
@@ -201,10 +213,7 @@ class _CausalMask:
         self._columns = torch.arange(columns, device=model.device)
         self._dtype = model.dtype if model.config._attn_implementation == "eager" else torch.bool
         token = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        inputs = model.prepare_inputs_for_generation(
-            token, past_key_values=cache, position_ids=token, attention_mask=token.expand(rows, columns), use_cache=True
-        )
-        ready = inputs.get("attention_mask")
+        ready = prepared_inputs(model, token, cache, token.expand(rows, columns), token).get("attention_mask")
         self._layer_types = [*ready] if isinstance(ready, Mapping) else None
         """By which the model takes masks; None: it takes one for all layers."""
 

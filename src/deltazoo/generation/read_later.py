@@ -1,4 +1,4 @@
-"""What the host learns of a device without waiting for what the device does afterwards."""
+"""Waiting for the work that a device has been given so far, and not for what it is given afterwards."""
 
 from collections.abc import Callable
 

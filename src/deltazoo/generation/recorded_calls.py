@@ -53,6 +53,27 @@ class RecordedCalls:
                 "deltazoo.generation.record(cache) or the last rollback; call record before the forward passes to undo"
             )
 
+    def removed_by(self, tokens_to_remove: int, num_tokens: int | Tensor | None) -> int:
+        """How many tokens a call of `crop` takes back.
+
+        Args:
+            tokens_to_remove: its argument: minus that number or, as older versions of transformers have it, a positive
+                length to keep.
+            num_tokens: the layer's length; None if it is unknown.
+
+        Raises:
+            RuntimeError: fewer were recorded; a length to keep of a layer of unknown length.
+        """
+        if tokens_to_remove > 0:
+            if num_tokens is None:
+                raise RuntimeError(
+                    "crop needs the number of tokens to remove, as a negative number: the length of this recurrent "
+                    "state is unknown, since its first tokens were not recorded"
+                )
+            tokens_to_remove = min(0, tokens_to_remove - int(num_tokens))
+        self.check(-tokens_to_remove)
+        return -tokens_to_remove
+
     @torch.no_grad()
     def state_without(self, removed: int) -> MixerState | None:
         """The state without the last `removed` recorded tokens."""
@@ -73,6 +94,8 @@ class CroppableLinearLayer(LinearAttentionLayer):
 
     is_croppable = True
     recorded: RecordedCalls
+    num_tokens: int | None
+    """Tokens seen so far; None if the first ones were not recorded, as nothing has counted them."""
 
     @classmethod
     def of(cls, layer: Any) -> "CroppableLinearLayer":
@@ -80,6 +103,7 @@ class CroppableLinearLayer(LinearAttentionLayer):
         if not isinstance(layer, cls):
             layer.__class__ = cls
             layer.recorded = RecordedCalls()
+            layer.num_tokens = 0
         return layer
 
     def record(self, replay: Replay, num_tokens: int) -> None:
@@ -87,6 +111,10 @@ class CroppableLinearLayer(LinearAttentionLayer):
         before = None
         if not self.recorded.num_tokens and self.has_previous_state[0]:
             before = MixerState(self.window.clone(), self.recurrent_states[0].clone())  # type: ignore[union-attr]
+        if self.num_tokens == 0 and self.has_previous_state[0]:
+            self.num_tokens = None
+        if self.num_tokens is not None:
+            self.num_tokens += num_tokens
         self.recorded.add(before, replay, num_tokens)
 
     @property
@@ -103,12 +131,18 @@ class CroppableLinearLayer(LinearAttentionLayer):
             self.record_past = recording
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens; RuntimeError if fewer were recorded."""
-        self.recorded.check(-tokens_to_remove)
+        """Take back the last `-tokens_to_remove` tokens, or, if it is positive, those after that many.
+
+        Raises:
+            RuntimeError: too little was recorded.
+        """
+        removed = self.recorded.removed_by(tokens_to_remove, self.num_tokens)
         recorded, self.recorded = self.recorded, RecordedCalls()
-        if tokens_to_remove == 0:
+        if not removed:
             return
-        state = recorded.state_without(-tokens_to_remove)
+        if self.num_tokens is not None:
+            self.num_tokens -= removed
+        state = recorded.state_without(removed)
         if state is None:
             return self.reset()
         self.conv_states[0].copy_(state.conv)  # type: ignore[union-attr,arg-type]
@@ -117,4 +151,5 @@ class CroppableLinearLayer(LinearAttentionLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         self.recorded = RecordedCalls()
+        self.num_tokens = 0
         super().reset()

@@ -1,4 +1,4 @@
-"""Copying the states of single rows in and out of a cache whose layers all keep states of one size."""
+"""The states of single rows of a static cache, taken out and put in."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from transformers.cache_utils import Cache
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.layer_contents import tensors_of
+from deltazoo.generation.states import Snapshot, restore, snapshot
 
-__all__ = ["RowCopies", "RowState"]
+__all__ = ["RowCopies", "RowState", "RowStates"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class RowCopies:
 
     @staticmethod
     def serve(cache: Cache) -> bool:
-        """Whether a cache is of the kind that this is for."""
+        """Whether the layers of a cache are all delta-rule layers whose states stay at their addresses."""
         return all(isinstance(layer, DeltaRuleCacheLayer) and layer.static for layer in cache.layers)
 
     def take(self, row: int) -> RowState:
@@ -71,3 +72,43 @@ class RowCopies:
 
     def _views(self, rows: Iterable[int], group: int) -> list[Tensor]:
         return [x for row in rows for x in self._rows[row][group]]
+
+
+class RowStates:
+    """The states of rows of a static cache, exchanged by `RowCopies` where that serves it, else as snapshots.
+
+    Args:
+        cache: filled, so that its tensors stay where they are.
+        empty: the states of a row before its first token.
+
+    Attributes:
+        copied: whether they are exchanged by `RowCopies`; then all layers are delta-rule layers.
+    """
+
+    def __init__(self, cache: Cache, empty: Snapshot) -> None:
+        self._cache = cache
+        self.copied = RowCopies.serve(cache)
+        self._copies = RowCopies(cache) if self.copied else None
+        self._beginning = empty if self._copies is None else self._copies.empty()
+
+    def put(self, row: int, state: RowState | Snapshot | None) -> None:
+        """Replace a row; None: by one before its first token."""
+        state = self._beginning if state is None else state
+        if isinstance(state, RowState):
+            assert self._copies is not None
+            self._copies.put(row, state)
+        else:
+            restore(self._cache, state, rows=[row])
+
+    def take(self, row: int, num_tokens: int) -> RowState | Snapshot:
+        """A copy of a row, which has had `num_tokens` tokens."""
+        if self._copies is not None:
+            return self._copies.take(row)
+        return snapshot(self._cache, rows=[row], num_tokens=num_tokens)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
+        """Replace rows by others, which have had at most `num_tokens` tokens; none is both a source and a target."""
+        if self._copies is not None:
+            self._copies.move(sources, targets)
+        else:
+            restore(self._cache, snapshot(self._cache, rows=sources, num_tokens=num_tokens), rows=targets)

@@ -18,13 +18,13 @@ from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWind
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.capture_conditions import IMPLEMENTATIONS
-from deltazoo.generation.decoder import check_model
+from deltazoo.generation.decoder import check_model, prepared_inputs
 from deltazoo.generation.read_later import read_later
-from deltazoo.generation.row_copies import RowCopies, RowState
+from deltazoo.generation.row_copies import RowState, RowStates
 from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.generation.row_sampling import RowSampling, Way
 from deltazoo.generation.sampling import Sampling
-from deltazoo.generation.states import Snapshot, restore, snapshot
+from deltazoo.generation.states import Snapshot, snapshot
 from deltazoo.generation.static_cache import fixed_cache, some_rows
 from deltazoo.generation.step_capture import CapturedStep, capture
 
@@ -75,8 +75,7 @@ class RowTable:
             ) from error
         self.empty = snapshot(cache, rows=[0], num_tokens=0).with_tensors(torch.zeros_like)
         self._caches = {width: some_rows(cache, slice(width)) for width in self.widths}
-        self._copies = RowCopies(cache) if RowCopies.serve(cache) else None
-        self._beginning = self.empty if self._copies is None else self._copies.empty()
+        self._states = RowStates(self._caches[rows], self.empty)
         self._steps: dict[int, CapturedStep] = {}
         self._draws: dict[tuple[int, Way], Callable[[], object]] = {}
 
@@ -100,12 +99,7 @@ class RowTable:
             position: of that token in the row.
             sampling, seed: how the row's tokens are drawn.
         """
-        state = self._beginning if state is None else state
-        if isinstance(state, RowState):
-            assert self._copies is not None
-            self._copies.put(row, state)
-        else:
-            restore(self._caches[self.widths[-1]], state, rows=[row])
+        self._states.put(row, state)
         self.token[row].fill_(token)
         self.position[row].fill_(position)
         self.sampling.put(row, sampling, seed)
@@ -113,12 +107,7 @@ class RowTable:
     @torch.no_grad()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy some rows over others, which are not among them."""
-        if self._copies is not None:
-            self._copies.move(sources, targets)
-        else:
-            cache = self._caches[self.widths[-1]]
-            num_tokens = 0 if self._columns is None else len(self._columns)
-            restore(cache, snapshot(cache, rows=sources, num_tokens=num_tokens), rows=targets)
+        self._states.move(sources, targets, num_tokens=0 if self._columns is None else len(self._columns))
         for x in (self.token, self.position):
             for source, target in zip(sources, targets, strict=True):
                 x[target].copy_(x[source])
@@ -186,13 +175,12 @@ class RowTable:
 
 @contextmanager
 def _experts_apart(model: Any) -> Iterator[None]:
-    """Multiply each token by its experts' matrices alone: products over all tokens of an expert depend on the others.
+    """Within this context every token is multiplied by its experts' matrices alone.
 
-    Older versions of transformers cannot switch.
+    One product for all tokens of an expert would make what a row computes depend on the others.
     """
-    can_switch = getattr(model, "_can_set_experts_implementation", None)
-    before = model.config._experts_implementation if can_switch is not None and can_switch() else "batched_mm"
-    if before == "batched_mm":
+    before = model.config._experts_implementation
+    if before == "batched_mm" or not model._can_set_experts_implementation():
         yield
         return
     model.set_experts_implementation("batched_mm")
@@ -246,10 +234,7 @@ def forward_tokens(
         visible: `[N, max_length]`, 1 for columns of softmax layers that the token of a row may attend to; None: as many
             as the cache has counted.
     """
-    options = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    inputs = model.prepare_inputs_for_generation(
-        tokens, past_key_values=cache, attention_mask=visible, position_ids=positions, use_cache=True, **options
-    )
+    inputs = prepared_inputs(model, tokens, cache, visible, positions)
     mask = inputs.get("attention_mask")
     if isinstance(mask, dict) and "linear_attention" in mask:  # columns are not tokens
         inputs["attention_mask"] = mask | {"linear_attention": None}

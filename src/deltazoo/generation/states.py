@@ -56,8 +56,8 @@ from deltazoo.spec import choice_name
 
 __all__ = ["Snapshot", "fork", "record", "restore", "rollback", "snapshot"]
 
-FORMAT = "deltazoo states"
-VERSION = "1"
+_FORMAT = "deltazoo states"
+_VERSION = "1"
 _NOT_OF_THE_MODEL = {"architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
 """Keys of a configuration that differ between copies of one model."""
 _SAMPLE = 4
@@ -141,7 +141,7 @@ class Snapshot:
         tensors = {
             f"{index}.{name}": x.contiguous() for index, layer in enumerate(self.layers) for name, x in layer.items()
         }
-        header = {"format": FORMAT, "version": VERSION, "num_tokens": str(self.num_tokens)}
+        header = {"format": _FORMAT, "version": _VERSION, "num_tokens": str(self.num_tokens)}
         draft = Path(f"{path}.part")  # a process that is killed leaves no half file
         save_file(tensors, draft, header | {"kinds": json.dumps(self.kinds)} | _identity(model))
         draft.replace(path)
@@ -174,10 +174,10 @@ class Snapshot:
 
 
 def _check_header(header: dict[str, str], model: PreTrainedModel, path: object) -> None:
-    if header.get("format") != FORMAT:
+    if header.get("format") != _FORMAT:
         raise ValueError(f"{path} holds no states that Snapshot.save has written")
-    if header["version"] != VERSION:
-        raise ValueError(f"{path} has version {header['version']} of the format, and this deltazoo reads {VERSION}")
+    if header["version"] != _VERSION:
+        raise ValueError(f"{path} has version {header['version']} of the format, and this deltazoo reads {_VERSION}")
     differing = [name for name, digest in _identity(model).items() if header.get(name) != digest]
     if differing:
         raise ValueError(f"{path} has states of another model: {' and '.join(differing)} differ")
@@ -262,9 +262,9 @@ def restore(cache: Cache, saved: Snapshot, rows: Sequence[int] | Tensor | None =
 
 
 def _to_device_of(layer: Any, tensors: Tensors) -> Tensors:
-    for x in tensors_of(layer).values():
-        return {name: new.to(x.device) for name, new in tensors.items()}
-    return tensors
+    """The tensors on the device of what a cache layer holds; where they are, if it holds nothing."""
+    held = next(iter(tensors_of(layer).values()), None)
+    return tensors if held is None else {name: x.to(held.device) for name, x in tensors.items()}
 
 
 def _make_ready(cache: Cache, saved: Snapshot) -> None:

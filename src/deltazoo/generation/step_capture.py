@@ -23,7 +23,7 @@ from deltazoo.generation.fused_blocks import FusedBlocks
 from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.generation.static_cache import FixedTensors
 
-__all__ = ["CapturedStep", "Fingerprint", "NoWaiting", "capture", "decoding_settings", "graphs_run_on"]
+__all__ = ["CapturedStep", "Fingerprint", "NoWaiting", "capture", "graphs_run_on"]
 
 _WAITING = ("_local_scalar_dense", "nonzero", "lift_fresh", "equal", "masked_select", "_unique2", "unique_dim")
 """Operations that make the host wait for a device."""
@@ -39,14 +39,6 @@ from being captured (`deltazoo.generation.capture_conditions`)."""
 def graphs_run_on(device: torch.device) -> bool:
     """Whether `capture` makes a CUDA graph there."""
     return device.type == "cuda"
-
-
-def decoding_settings(model: Any) -> AbstractContextManager[Any]:
-    """Within this context a model has the settings with which transformers decodes.
-
-    On a GPU its experts then run in another implementation than for prompts; not in older versions of transformers.
-    """
-    return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
 class NoWaiting(TorchDispatchMode):
@@ -91,12 +83,12 @@ def capture(
     Raises:
         RuntimeError: the step waits for the device, or memory runs out.
     """
-    if changed[0].device.type != "cuda":
+    device = changed[0].device
+    if not graphs_run_on(device):
         return step
-    with torch.cuda.device_of(changed[0]):
-        return _capture_graph(
-            step, changed, generators, nullcontext() if compiled else NoWaiting(changed[0].device)
-        ).replay
+    watched = nullcontext() if compiled else NoWaiting(device)
+    with torch.cuda.device(device):
+        return _capture_graph(step, changed, generators, watched).replay
 
 
 def _capture_graph(
@@ -138,7 +130,7 @@ def _capture_graph(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's garbage stays within this context: if a graph is in it, its end would spoil a capture in this thread."""
+    """No garbage collection within this context: freeing a CUDA graph would spoil a capture in this thread."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -187,7 +179,7 @@ class CapturedStep:
     ) -> None:
         self.output: Any = None
         self.cache_tensors = FixedTensors(cache)
-        self._projections = projections = MergedProjections(model)
+        self._projections = projections = MergedProjections(model)  # kept, as a graph reads the merged weights
         # Compiled code fuses by itself, and has been traced through the blocks' own forward passes.
         blocks = nullcontext if compiled else FusedBlocks(model, projections).active
 
@@ -220,7 +212,7 @@ class Fingerprint:
     def __init__(self, model: Any) -> None:
         modules = list(model.modules())
         self._modules = [weakref.ref(module) for module in modules]
-        with decoding_settings(model):
+        with model._optimize_model_for_decode():  # on a GPU experts run in another implementation than for prompts
             self._rest = (
                 [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (*model.parameters(), *model.buffers())],
                 [_settings(vars(module)) for module in modules],

@@ -35,7 +35,7 @@ def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM
             weight is missing.
     """
     path = Path(path)
-    values = json.loads((path / "config.json").read_text())
+    values = json.loads((path / "config.json").read_text(encoding="utf-8"))
     config = config_class_of(values.get("model_type"), path).from_dict(values)
     files = _weight_files(path)
     if not files:

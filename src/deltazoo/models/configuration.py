@@ -163,12 +163,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         if self.transformers_version is not None:  # a saved configuration; older versions of deltazoo saved them
             extra = without_runtime_options(extra)
         self.mixer_module = module_of_variant(self.mixer, self.mixer_module)
-        own = {field.name: getattr(self, field.name) for field in fields(DeltaRuleConfig)}
-        translated = translate_fla_config({**own, **extra})
-        for name in own:
-            if translated[name] != own[name]:
-                setattr(self, name, translated[name])
-        extra = {key: value for key, value in translated.items() if key not in own}
+        extra = self._take_fla_keys(extra)
         idle = self._keys_of_others(extra)
         self._fill_defaults()
         is_hybrid = "full_attention" in (self.layer_types or ())
@@ -176,12 +171,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         super().__post_init__(**extra)
         if not gives_rope:
             self.rope_parameters = None
-        if not is_hybrid:
-            idle |= {
-                key: "acts on softmax layers, and layer_types has none" for key in _SOFTMAX_KEYS if getattr(self, key)
-            }
-        if not self.use_short_conv and self.conv_size != type(self).conv_size:
-            idle["conv_size"] = "acts with use_short_conv=True"
+        idle |= self._idle_keys()
         self.validate_architecture()
         if idle:
             kept = ", ".join(f"{key!r} ({reason})" for key, reason in sorted(idle.items()))
@@ -335,6 +325,10 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         theta = self.rope_parameters.get("rope_theta")
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
             raise ValueError(f"rope_parameters: rope_theta must be a positive, finite number, got {theta!r}")
+        self._validate_frequencies(rope_type)
+
+    def _validate_frequencies(self, rope_type: str) -> None:
+        """Raise ValueError unless `rope_parameters` give frequencies for a softmax head."""
         with_heads = with_softmax_heads(self)
         assert with_heads.head_dim is not None  # a softmax layer has heads
         try:
@@ -391,6 +385,25 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         self.layer_types = [_LEGACY_LAYER_TYPES.get(layer_type, layer_type) for layer_type in self.layer_types]
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+
+    def _take_fla_keys(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Set our keys to what fla-hub's say, and return the further keys."""
+        own = {field.name: getattr(self, field.name) for field in fields(DeltaRuleConfig)}
+        translated = translate_fla_config({**own, **extra})
+        for name in own:
+            if translated[name] != own[name]:
+                setattr(self, name, translated[name])
+        return {key: value for key, value in translated.items() if key not in own}
+
+    def _idle_keys(self) -> dict[str, str]:
+        """Our keys that do not act on this model, with the reason."""
+        idle = {}
+        if "full_attention" not in (self.layer_types or ()):
+            reason = "acts on softmax layers, and layer_types has none"
+            idle = {key: reason for key in _SOFTMAX_KEYS if getattr(self, key)}
+        if not self.use_short_conv and self.conv_size != type(self).conv_size:
+            idle["conv_size"] = "acts with use_short_conv=True"
+        return idle
 
     def _keys_of_others(self, extra: dict[str, Any]) -> dict[str, str]:
         """Unknown keys in a saved configuration, with a remark on each.

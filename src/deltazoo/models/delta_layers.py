@@ -61,15 +61,15 @@ class ModelWithDeltaLayers(PreTrainedModel):
     # transformers refuses assisted decoding for stateful models. Ours can: DeltaRuleCacheLayer.crop takes tokens back.
     _is_stateful = False
 
-    def post_init(self) -> None:
-        """As in transformers, and `declare_gates`."""
-        super().post_init()
-        declare_gates(self)
-
     runtime_options: ClassVar[tuple[str, ...]] = ("backend", "fused_kernels")
     """The runtime options that this model has."""
     runtime: RuntimeOptions = RuntimeOptions()
     """The present runtime options; `set_runtime` changes them."""
+
+    def post_init(self) -> None:
+        """As in transformers, and `declare_gates`."""
+        super().post_init()
+        declare_gates(self)
 
     def set_runtime(self, **options: Any) -> None:
         """Change runtime options in all layers; they are not saved with the model.

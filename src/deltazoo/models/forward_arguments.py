@@ -1,12 +1,22 @@
-"""Further keyword arguments of a forward pass: those that describe packed documents, and those of transformers."""
+"""The arguments of a forward pass: what they say of the batch, and which further ones there are."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from deltazoo.layers.batch_description import PACKING_ARGUMENTS
-from deltazoo.names import did_you_mean
+from torch import Tensor
+from transformers.cache_utils import Cache
 
-__all__ = ["packing_arguments", "refuse_unknown", "softmax_arguments", "unwrapped"]
+from deltazoo.generation.cache import why_not_shared
+from deltazoo.layers.batch_description import (
+    PACKING_ARGUMENTS,
+    BatchDescription,
+    describe_batch,
+    describe_shared_batch,
+)
+from deltazoo.names import did_you_mean
+from deltazoo.ops import ContextParallel
+
+__all__ = ["describe_arguments", "refuse_unknown", "softmax_arguments", "unwrapped"]
 
 # transformers' trainer, generation and pipelines pass them to models; softmax kernels and loss functions use them.
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
@@ -29,9 +39,36 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
             raise TypeError(f"forward() got an unexpected argument {key!r}{did_you_mean(key, known)}")
 
 
-def packing_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that `describe_batch` takes."""
-    return {key: kwargs[key] for key in PACKING_ARGUMENTS if kwargs.get(key) is not None}
+def describe_arguments(
+    context: ContextParallel | None,
+    tokens: Tensor,
+    cache: Cache | None,
+    past_length: int | Tensor,
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None,
+    position_ids: Tensor | None,
+    kwargs: Mapping[str, Any],
+) -> BatchDescription:
+    """Where the sequences of a batch begin, and which tokens are padding.
+
+    Args:
+        context: the ranks that share every row; None: rows are whole.
+        tokens: `[B, T]` numbers or `[B, T, hidden_size]` embeddings.
+        cache: that the tokens continue and fill.
+        past_length: tokens in it.
+        attention_mask, position_ids: as of `describe_batch`.
+        kwargs: further arguments, those that tell of packed documents among them.
+    """
+    batch_size, num_tokens = tokens.shape[:2]
+    given: dict[str, Any] = {
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "fills_cache": cache is not None,
+        **{key: kwargs[key] for key in PACKING_ARGUMENTS if kwargs.get(key) is not None},
+    }
+    if context is None:
+        return describe_batch(batch_size, num_tokens, past_length, tokens.device, **given)
+    wrong_cache = why_not_shared(cache)
+    return describe_shared_batch(context, batch_size, num_tokens, tokens.device, wrong_cache=wrong_cache, **given)
 
 
 def softmax_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,12 +27,14 @@ class LateLogits:
     Args:
         hidden_states: `[..., hidden_size]`.
         weight: `[vocabulary, hidden_size]`, that of `lm_head`, as the loss used it.
-        dtype: of the result; None: that of the product under the autocast that is active now.
+
+    Attributes:
+        dtype: of the logits: that of the product under the autocast that was active when this was made, or float32.
     """
 
-    def __init__(self, hidden_states: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hidden_states: Tensor, weight: Tensor) -> None:
         self._autocast = autocast_dtype(hidden_states.device)
-        self.dtype = dtype or self._autocast or weight.dtype
+        self.dtype = self._autocast or weight.dtype
         self._hidden_states, self._weight = hidden_states, weight
         self._memory_of_weight, self._sample_of_weight = _memory(weight), _sample(weight)
         self._logits: Tensor | None = None

@@ -69,9 +69,9 @@ def loss_without_logits(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     targets = shift_labels.reshape(-1).to(hidden_states.device)
-    asked_for_ligers = model.runtime.liger and model.runtime.fuse_linear_cross_entropy
-    summed = liger_linear_cross_entropy if asked_for_ligers else linear_cross_entropy
-    loss = summed(hidden_states.reshape(-1, hidden_states.shape[-1]), model.lm_head.weight, targets)
+    wants_liger = model.runtime.liger and model.runtime.fuse_linear_cross_entropy
+    summed_loss = liger_linear_cross_entropy if wants_liger else linear_cross_entropy
+    loss = summed_loss(hidden_states.reshape(-1, hidden_states.shape[-1]), model.lm_head.weight, targets)
     if num_items_in_batch is None:
         return loss / (targets != IGNORED).sum()
     if isinstance(num_items_in_batch, Tensor):

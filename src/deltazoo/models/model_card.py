@@ -34,21 +34,16 @@ _HEADS = {
 }
 
 
-def write_model_card(model: PreTrainedModel, folder: str | Path) -> bool:
+def write_model_card(model: PreTrainedModel, folder: Path) -> None:
     """Write the model's card as README.md, unless the folder has somebody else's.
 
     Args:
         model: one of our models.
         folder: where its weights are saved.
-
-    Returns:
-        Whether the card was written.
     """
-    path = Path(folder) / CARD
-    if path.exists() and not is_own_card(path.read_text(encoding="utf-8")):
-        return False
-    make_model_card(model).save(path)
-    return True
+    path = folder / CARD
+    if not path.exists() or is_own_card(path.read_text(encoding="utf-8")):
+        make_model_card(model).save(path)
 
 
 def is_own_card(text: str) -> bool:

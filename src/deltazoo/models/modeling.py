@@ -21,21 +21,22 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
-from deltazoo.generation.cache import prepare_cache, why_not_shared
+from deltazoo.generation.cache import prepare_cache
 from deltazoo.generation.captured_generation import CapturedGeneration
-from deltazoo.layers.batch_description import BatchDescription, describe_batch, describe_shared_batch
+from deltazoo.layers.batch_description import BatchDescription
 from deltazoo.layers.norm import RMSNorm
 from deltazoo.layers.recompute_levels import level_of
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
-from deltazoo.models.forward_arguments import packing_arguments, refuse_unknown, softmax_arguments, unwrapped
+from deltazoo.models.forward_arguments import describe_arguments, refuse_unknown, softmax_arguments, unwrapped
 from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
 from deltazoo.models.loadable_layers import refuse_undescribed
 from deltazoo.models.loss import fuses_loss, loss_without_logits
 from deltazoo.models.sharing import SharedModel
 from deltazoo.models.softmax_attention import RotaryEmbedding, SoftmaxAttention
 from deltazoo.models.training_description import describe_blocks, describe_loss
+from deltazoo.ops.fused.linear_cross_entropy import IGNORED
 from deltazoo.runtime import RUNTIME_OPTIONS, RuntimeOptions
 
 __all__ = ["DeltaRuleBlock", "DeltaRuleForCausalLM", "DeltaRuleModel", "DeltaRulePreTrainedModel"]
@@ -187,31 +188,11 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         kwargs: Mapping[str, Any],
     ) -> BatchDescription:
         """Where the sequences of a batch begin; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
-        if self.deltazoo_context is not None:
-            return describe_shared_batch(
-                self.deltazoo_context,
-                tokens.shape[0],
-                tokens.shape[1],
-                tokens.device,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                fills_cache=past_key_values is not None,
-                wrong_cache=why_not_shared(past_key_values),
-                **packing_arguments(kwargs),
-            )
         # A pipeline stage fills only its own layers of the cache; transformers replaces the others by identities.
         here = next((i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)), 0)
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length(here)
-        return describe_batch(
-            tokens.shape[0],
-            tokens.shape[1],
-            past_length,
-            tokens.device,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            fills_cache=past_key_values is not None,
-            **packing_arguments(kwargs),
-        )
+        context = self.deltazoo_context
+        return describe_arguments(context, tokens, past_key_values, past_length, attention_mask, position_ids, kwargs)
 
     def _softmax_inputs(
         self, x: Tensor, batch: BatchDescription, cache: Cache | None, kwargs: Mapping[str, Any]
@@ -300,22 +281,18 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
             **kwargs,
         )
         hidden_states = _select_positions(outputs.last_hidden_state, logits_to_keep)
-        loss: Tensor | None = None
-        logits: Tensor | LateLogits | None = None
         fused = labels is not None and self.training and fuses_loss(self)
-        if not fused:
-            logits = self.lm_head(hidden_states)
+        loss: Tensor | None = None
+        logits: Tensor | LateLogits | None = None if fused else self.lm_head(hidden_states)
         if labels is not None:
             if self.loss_function is ForCausalLMLoss:  # another one may take labels of another kind
                 _check_labels(labels if shift_labels is None else shift_labels, hidden_states)
             if batch is not None and batch.packed:
                 first = batch.sequences.positions == 0
-                left_out = first if shift_labels is None else F.pad(first[:, 1:], (0, 1))
-                left_out = _select_positions(left_out[..., None], logits_to_keep)[..., 0]
                 if shift_labels is None:
-                    labels = labels.masked_fill(left_out, -100)
+                    labels = _leave_out(labels, first, logits_to_keep)
                 else:
-                    shift_labels = shift_labels.masked_fill(left_out, -100)
+                    shift_labels = _leave_out(shift_labels, F.pad(first[:, 1:], (0, 1)), logits_to_keep)
             targets = {"num_items_in_batch": kwargs.get("num_items_in_batch"), "shift_labels": shift_labels}
             if fused:
                 loss = loss_without_logits(self, hidden_states, labels, **targets)
@@ -340,6 +317,11 @@ def _check_labels(labels: Tensor, hidden_states: Tensor) -> None:
             f"labels must have shape {tuple(hidden_states.shape[:-1])}, one for each position that gets logits, got "
             f"{tuple(labels.shape)}"
         )
+
+
+def _leave_out(labels: Tensor, tokens: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """The labels of the positions that get logits, without those of some tokens of the batch, `[B, T]` bool."""
+    return labels.masked_fill(_select_positions(tokens[..., None], logits_to_keep)[..., 0], IGNORED)
 
 
 def _select_positions(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Every saved model has a model card, and a card that is not ours stays. Weights a
 because reading a pickle can run code.
 """
 
+import inspect
 import os
 import tempfile
 from collections.abc import Sequence
@@ -128,19 +129,6 @@ class SharedModel(PreTrainedModel):
             )
 
 
-# Arguments of save_pretrained for push_to_hub=True.
-_HUB_ARGUMENTS = (
-    "repo_id",
-    "tags",
-    "private",
-    "token",
-    "commit_message",
-    "commit_description",
-    "revision",
-    "create_pr",
-)
-
-
 def _upload(
     model: PreTrainedModel,
     files: Sequence[Path],
@@ -174,6 +162,10 @@ def _upload(
         revision=revision,
         create_pr=create_pr,
     )
+
+
+_HUB_ARGUMENTS = ("repo_id", *inspect.getfullargspec(_upload).kwonlyargs)
+"""Arguments of `save_pretrained` for `push_to_hub=True`."""
 
 
 def _written_by_others(files: Sequence[Path], repo_id: str, token: bool | str | None) -> ModelCard | None:

@@ -21,8 +21,7 @@ __all__ = ["RotaryEmbedding", "SoftmaxAttention"]
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of the rotary embedding (arXiv:2104.09864), plain or with any of transformers' scalings.
 
-    transformers' RoPE functions and weight initialisation read the attributes `config`, `rope_type`, `inv_freq` and
-    `original_inv_freq`.
+    The attributes have the names by which transformers' RoPE functions and weight initialisation read them.
     """
 
     inv_freq: Tensor

@@ -17,19 +17,21 @@ def describe_blocks(model: Any) -> str:
     weight, runtime = norm.weight, model.runtime
     asked, liger = runtime.given(), bool(runtime.liger)
     fused = fused_kernels_fit(weight) if runtime.fused_kernels is None else runtime.fused_kernels
-    norm_kernel, mlp_kernel = (
-        "Liger's kernel" if liger else "our Triton kernel" if ours else "plain torch"
-        for ours in (norm.takes_kernel(weight), fused)
-    )
     default = f"default on {weight.device}"
     reason = _reason("liger" if liger else "fused_kernels", asked, default)
     lines = [
-        f"norms: {norm_kernel} ({reason})",
-        f"MLP: {mlp_kernel} ({reason})",
+        f"norms: {_kernel(liger, norm.takes_kernel(weight))} ({reason})",
+        f"MLP: {_kernel(liger, fused)} ({reason})",
         f"recomputed in training: {level_of(runtime.recompute, weight.device)} "
         f"({_reason('recompute', asked, default)})",
     ]
     return "\n".join(lines)
+
+
+def _kernel(liger: bool, ours: bool) -> str:
+    if liger:
+        return "Liger's kernel"
+    return "our Triton kernel" if ours else "plain torch"
 
 
 def describe_loss(model: Any) -> str:

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deltazoo.generation.cache import why_not_shared
-from deltazoo.layers.batch_description import describe_batch, describe_shared_batch
-from deltazoo.models.forward_arguments import packing_arguments
+from deltazoo.models.forward_arguments import describe_arguments
 from deltazoo.ops import ContextParallel
 
 __all__ = ["describe_batches", "token_mask_for"]
@@ -46,28 +44,19 @@ def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -
         return kwargs  # the model raises; the batch is described already
     cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
     past_length = 0 if cache is None else cache.get_seq_length()
-    given: dict[str, Any] = {
-        "attention_mask": _token_mask(kwargs),
-        "position_ids": position_ids,
-        "fills_cache": cache is not None,
-        **packing_arguments(kwargs),
-    }
-    batch_size, num_tokens = tokens.shape[:2]
-    if context is None:
-        batch = describe_batch(batch_size, num_tokens, past_length, tokens.device, **given)
-        if position_ids is None and isinstance(given["attention_mask"], Tensor):
-            # Else padding on the left would rotate keys further, and a decay per channel does not follow a rotation.
-            kwargs["position_ids"] = batch.position_ids
-    else:
-        given["wrong_cache"] = why_not_shared(cache)
-        batch = describe_shared_batch(context, batch_size, num_tokens, tokens.device, **given)
-        kwargs |= {"attention_mask": None, "position_ids": batch.position_ids, "use_cache": False}
+    mask = _token_mask(kwargs)
+    batch = describe_arguments(context, tokens, cache, past_length, mask, position_ids, kwargs)
     kwargs["delta_batch"] = batch
+    if context is not None:
+        kwargs |= {"attention_mask": None, "position_ids": batch.position_ids, "use_cache": False}
+    elif position_ids is None and isinstance(mask, Tensor):
+        # Else padding on the left would rotate keys further, and a decay per channel does not follow a rotation.
+        kwargs["position_ids"] = batch.position_ids
     kwargs.pop("cu_seqlens", None)  # the one name of ours that transformers does not know
     if batch.packed:
         # The softmax layers that remain tell documents apart by position_ids, and only without a mask.
-        padded = kwargs.pop("attention_mask", None) is not None
-        kwargs["position_ids"] = position_ids if position_ids is not None and not padded else batch.sequences.positions
+        masked = kwargs.pop("attention_mask", None) is not None
+        kwargs["position_ids"] = batch.sequences.positions if masked or position_ids is None else position_ids
         kwargs["use_cache"] = False
     return kwargs
 

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deltazoo.swap.families import ModelFamily, decoder_layers_of, family_of
-from deltazoo.swap.swapped_models import SwappedModel, auto_classes_of
+from deltazoo.swap.swapped_models import SwappedModel, original_classes
 
 __all__ = ["check_model"]
 
@@ -32,10 +32,11 @@ def check_model(model: nn.Module) -> ModelFamily:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoders can be swapped")
     family = family_of(config)
-    if type(model) not in auto_classes_of(config):
-        known = ", ".join(c.__name__ for c in auto_classes_of(config))
+    known = list(original_classes(type(config)).values())
+    if type(model) not in known:
         raise ValueError(
-            f"{type(model).__name__} is no class that Auto classes load for {family.model_type!r}: {known}"
+            f"{type(model).__name__} is no class that Auto classes load for {family.model_type!r}: "
+            f"{', '.join(cls.__name__ for cls in known)}"
         )
     if getattr(config, "add_cross_attention", False):
         raise ValueError("the model has cross-attention (config.add_cross_attention); only decoders can be swapped")

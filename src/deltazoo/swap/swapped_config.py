@@ -25,23 +25,27 @@ class SwappedConfig(AutoMapConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As transformers documents it; runtime options, which older versions saved, are left out with a warning."""
-        layers = config_dict.get("delta_layers") or {}
-        found = {name: value for options in layers.values() for name, value in options.items()}
-        without_runtime_options(found)  # warns once for all layers
-        cleaned = {
-            index: {name: value for name, value in options.items() if name not in RUNTIME_OPTIONS}
-            for index, options in layers.items()
-        }
-        for options in cleaned.values():
-            if not options.get("use_short_conv", True):  # older versions took a conv_size beside it
-                options.pop("conv_size", None)
-        return super().from_dict({**config_dict, **({"delta_layers": cleaned} if layers else {})}, **kwargs)  # type: ignore[misc]
+        layers = config_dict.get("delta_layers")
+        if layers:
+            found = {name: value for options in layers.values() for name, value in options.items()}
+            without_runtime_options(found)  # warns once for all layers
+            layers = {index: _without_old_options(options) for index, options in layers.items()}
+            config_dict = {**config_dict, "delta_layers": layers}
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain values."""
         # PEFT asks for this dictionary just before it looks up default targets, and may be imported later than we are.
         offer_lora_targets(self.model_type, like=self.original_model_type)
         return super().to_dict()
+
+
+def _without_old_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a layer without those that older versions recorded and that do not act."""
+    options = {name: value for name, value in options.items() if name not in RUNTIME_OPTIONS}
+    if not options.get("use_short_conv", True):
+        options.pop("conv_size", None)
+    return options
 
 
 def recorded_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:

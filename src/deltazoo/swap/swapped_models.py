@@ -5,6 +5,7 @@ A swapped Llama is a `DeltazooLlamaForCausalLM` with a `DeltazooLlamaConfig` of 
 transformers alone refuses it, so nobody loads it with softmax attention and random weights by mistake.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,16 +13,7 @@ import torch
 import transformers
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.generation import GenerationMixin
@@ -31,6 +23,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from deltazoo._auto_registration import SWAPPED_PREFIX
 from deltazoo.generation.cache import prepare_cache_layer
 from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.models.auto_map import HEADS, auto_class_name
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
 from deltazoo.models.loadable_layers import refuse_undescribed
 from deltazoo.models.outside_rules import module_of_variant
@@ -41,20 +34,14 @@ from deltazoo.swap.swapped_config import SwappedConfig, build_swapped_attention,
 
 __all__ = [
     "SwappedModel",
-    "auto_classes_of",
+    "original_classes",
     "register_swapped_classes",
     "swapped_class",
     "turn_back",
     "turn_into_swapped",
 ]
 
-_AUTO_CLASSES = (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoModelForQuestionAnswering,
-)
+_AUTO_CLASSES: tuple[Any, ...] = tuple(getattr(transformers, auto_class_name(head)) for head in HEADS)
 _PREFIX = "Deltazoo"
 _ADAPTED = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules", "_tp_plan", "_fsdp_plan")
 """Properties that transformers collects when a model is made, and that depend on the layers."""
@@ -187,16 +174,8 @@ def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 def _matches(model: nn.Module, entry: str) -> bool:
     """Whether an entry of a tensor-parallel plan names a module or parameter that is there; `*` stands for a number."""
-    wanted = entry.split(".")
-
-    def fits(name: str) -> bool:
-        parts = name.split(".")
-        return len(parts) == len(wanted) and all(
-            want == part or (want == "*" and part.isdigit()) for want, part in zip(wanted, parts, strict=True)
-        )
-
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    return any(fits(name) for name in names)
+    pattern = re.compile(re.escape(entry).replace(r"\*", r"\d+"))
+    return any(pattern.fullmatch(name) for name, _ in (*model.named_modules(), *model.named_parameters()))
 
 
 def _swapped_config_class(original_config: type[Any]) -> type[Any]:
@@ -227,10 +206,10 @@ def swapped_class(original_class: type[Any]) -> type[Any]:
     return made
 
 
-def auto_classes_of(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """The model classes that transformers' Auto classes load for an original model's configuration."""
-    found: list[Any] = [auto_class._model_mapping.get(type(config), None) for auto_class in _AUTO_CLASSES]
-    return [model_class for model_class in found if model_class is not None]
+def original_classes(config_class: type[PreTrainedConfig]) -> dict[Any, type[PreTrainedModel]]:
+    """By Auto class of transformers: the model class that it loads for an original configuration class, if any."""
+    found = {auto_class: auto_class._model_mapping.get(config_class, None) for auto_class in _AUTO_CLASSES}
+    return {auto_class: model_class for auto_class, model_class in found.items() if model_class is not None}
 
 
 def _make(
@@ -261,10 +240,8 @@ def register_swapped_classes(model_type: str) -> None:
     original_config = CONFIG_MAPPING[model_type]
     config = _swapped_config_class(original_config)
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    for auto_class in _AUTO_CLASSES:
-        original_class: Any = auto_class._model_mapping.get(original_config, None)
-        if original_class is not None:
-            auto_class.register(config, swapped_class(original_class), exist_ok=True)
+    for auto_class, original_class in original_classes(original_config).items():
+        auto_class.register(config, swapped_class(original_class), exist_ok=True)
     conversions = get_checkpoint_conversion_mapping(model_type)
     if conversions is not None:
         register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from foreign_models import FUSED, SPARSE_SOFTMAX, foreign_model, tokens
+from foreign_models import FUSED, SPARSE_SOFTMAX, foreign_model, mixer_of, tokens
+from transformers import DynamicCache
 
 import deltazoo
 
@@ -32,6 +33,37 @@ def test_assistants_of_other_libraries():
     for one in (model, assistant):
         deltazoo.accelerate(one)
     assert torch.equal(generate(model, ids, assistant_model=assistant), expected)
+
+
+def recorded(model, ids, recorded_from=0):
+    """A cache of these tokens, which records those after `recorded_from`, and its delta-rule layer."""
+    cache = DynamicCache(config=model.config)
+    if recorded_from:
+        model(ids[:, :recorded_from], past_key_values=cache)
+    cache.activate_past_recording()
+    for piece in ids[:, recorded_from:].split(2, dim=1):
+        model(piece, past_key_values=cache)
+    return cache, cache.layers[mixer_of(model).layer_idx]
+
+
+@torch.no_grad()
+@pytest.mark.feature("tokens taken back (crop)")
+def test_a_layer_is_cropped_to_a_length():
+    """As transformers 5.14 crops the cache of an assistant."""
+    model, ids = foreign_model("qwen3_next"), tokens(1, 9)
+    deltazoo.accelerate(model)
+    cache, layer = recorded(model, ids)
+    for length in (6, 7):
+        cache.layers[1].crop(length - 9)
+        layer.crop(length)
+        _, expected = recorded(model, ids[:, :length])
+        torch.testing.assert_close(layer.recurrent_states[0], expected.recurrent_states[0])
+        torch.testing.assert_close(layer.window, expected.window)
+        model(ids[:, length:], past_key_values=cache)
+
+    _, layer = recorded(model, ids, recorded_from=4)
+    with pytest.raises(RuntimeError, match="the length of this recurrent state is unknown"):
+        layer.crop(6)
 
 
 def test_restored_models_refuse_again():

@@ -31,13 +31,7 @@ from deltazoo.layers.backend_report import RuleDescription, describe_update
 from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
-from deltazoo.layers.sequences import (
-    WHOLE_ROWS,
-    PaddedSequences,
-    RightPaddedSequences,
-    Sequences,
-    SharedSequences,
-)
+from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
 from deltazoo.layers.state import MixerState, is_decoding_step
 from deltazoo.ops import DeltaRuleOutput
@@ -199,10 +193,8 @@ class AcceleratedMixer:
 
     def _window(self: Any, qkv: Tensor, past: Tensor, sequences: Sequences) -> Tensor:
         """The last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
-        if isinstance(sequences, RightPaddedSequences):
-            return last_inputs([qkv], past, sequences)
-        taps = past.shape[1]
-        return torch.cat([past, qkv[:, -taps:]], dim=1)[:, -taps:].transpose(1, 2)
+        is_piece = isinstance(sequences, SharedSequences)  # all tokens of such a piece are real
+        return last_inputs([qkv], past, WHOLE_ROWS if is_piece else sequences)
 
     def _heads(self: Any, qkv: Tensor, projections: Projections) -> list[Tensor]:
         """q, k and v of the convolved `[B, T, C]`, each `[B, T, heads, head dimension]`."""
@@ -215,7 +207,7 @@ class AcceleratedMixer:
             get_variant(self.arrangement.variant),
             self.step_gate(projections),
             k,
-            allow_neg_eigval=_doubles_step(self),
+            allow_neg_eigval=getattr(self, "allow_neg_eigval", False),  # not every layer class has it
         )
         return RuleInputs(q, k, v, beta, projections.log_decay)
 
@@ -268,10 +260,6 @@ def _widths(projections: Projections) -> list[int]:
     values = projections.output_gate.shape[2:].numel()
     keys = (projections.qkv.shape[-1] - values) // 2
     return [keys, keys, values]
-
-
-def _doubles_step(layer: Any) -> bool:
-    return getattr(layer, "allow_neg_eigval", False)
 
 
 def _fused_convolution(x: Tensor, weight: Tensor, older: Tensor | None, positions: Tensor | None) -> Tensor:

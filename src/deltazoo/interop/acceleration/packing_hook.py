@@ -38,7 +38,7 @@ POSITIONS = "deltazoo_positions"
 """The argument that takes each token's position in its document, `[B, T]` from 0, down to the layers."""
 SHARED_BATCH = "delta_batch"
 """The argument that takes a ready description of the batch down to the layers, as in swapped models."""
-SPARSE_LAYER_TYPES = {"indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention"}
+_SPARSE_LAYER_TYPES = {"indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention"}
 """Softmax layers that choose among pooled tokens: one name since transformers 5.18, one per family before."""
 
 
@@ -171,7 +171,7 @@ def _fills_cache(model: nn.Module, call: Mapping[str, Any]) -> bool:
 
 def layers_over_neighbours(config: Any) -> str | None:
     """Which layers of a model, besides the linear ones, compute from neighbouring tokens; None if none do."""
-    if SPARSE_LAYER_TYPES.intersection(config.layer_types):
+    if _SPARSE_LAYER_TYPES.intersection(config.layer_types):
         return "sparse softmax layers, which pool neighbouring tokens,"
     return "n-gram layers" if getattr(config, "ple_layer_ids", None) else None
 

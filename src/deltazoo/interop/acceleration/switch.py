@@ -123,7 +123,9 @@ def _known_layers() -> str:
 
 def _base_model(model: nn.Module, name: str) -> PreTrainedModel:
     """The innermost transformers model around a layer: its forward pass gets the whole batch."""
-    for path in _ancestors(name):
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
         ancestor = model.get_submodule(path)
         if isinstance(ancestor, PreTrainedModel):
             return ancestor
@@ -137,12 +139,6 @@ def _models_around(model: nn.Module) -> Iterator[PreTrainedModel]:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(isinstance(x, AcceleratedMixer) for x in module.modules()):
             yield module
-
-
-def _ancestors(name: str) -> Iterator[str]:
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _check(module: Any, known: LayerArrangement, name: str, backend: str | None, fused_kernels: bool | None) -> None:
