@@ -81,15 +81,15 @@ def convolve(head_dim: int, packed: bool = False, has_past: bool = False, tokens
     x, weight = empty(1, tokens, 1024), empty(1024, taps, dtype=torch.float32)
     where = (empty(tokens, dtype=torch.int64), empty(4, dtype=torch.int32)) if packed else (None, None)
     past = empty(3 if packed else 1, 1024, taps - 1) if has_past else None
-    short_conv_operator._forward(x, weight, past, *where, head_dim, 1e-6)
-    short_conv_operator._backward(x, weight, past, *where, head_dim, 1e-6, x)
+    short_conv_operator._forward(x, weight, past, *where, head_dim)
+    short_conv_operator._backward(x, weight, past, *where, head_dim, x)
 
 
 def step(head_dim: int, rows: int, inplace: bool, kept: int = 3) -> None:
     weights = (empty(1024, 4), empty(1024, 4), empty(2048, 4))
     inputs = empty(rows, 1, 5128).split([1024, 1024, 2048, 1032], dim=-1)[:3]
     run = short_conv_step._in_place if inplace else short_conv_step._functional
-    run(*inputs, *weights, empty(rows, 4096, kept), head_dim, head_dim, 1e-6)
+    run(*inputs, *weights, empty(rows, 4096, kept), head_dim, head_dim)
 
 
 def normalize(head_dim: int, silu: bool) -> None:
