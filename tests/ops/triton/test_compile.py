@@ -179,8 +179,8 @@ def spill_limit(call: Call, launch: Launch) -> int:
         return 16_384
     if "strong" in name or launch.arguments.get("PART") == 2:  # the way for strong decay
         return 4096
-    if launch.arguments.get("PART") == 0 and call.arch == HOPPER:  # that way is in this launch, too
-        return 900
+    if launch.arguments.get("PART") == 0 and call.undecayed:  # that way is in this launch, too
+        return 640
     if call.arch != HOPPER and name.startswith(
         ("prepare", "chunk_gradients")
     ):  # operands of products are registers there
@@ -257,11 +257,6 @@ SWEEP = [
 ]
 
 
-@pytest.mark.parametrize("call", REPRESENTATIVE, ids=str)
-def test_kernels_fit_the_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    check(call, monkeypatch, tmp_path)
-
-
 PTXAS_GIVES_UP = known_miss(
     "ptxas gives up on the preparation: 22.9 to 28.9 KB spilled where 16.4 are allowed (docs/precision.md)",
     at_most=29_000,
@@ -277,12 +272,23 @@ def of_row_before(call: Call) -> known_miss:
     return known_miss("the preparation holds the row before each one too, and spills more for it", at_most=most)
 
 
+STRONG_WAY = known_miss("the way for strong decay spills 776 to 880 bytes, of 512 or 640 (docs/log.md)", at_most=900)
+
 JUST_OVER = {
+    str(Call(HOPPER, decay="channel", erase_key=True, undecayed=True)): STRONG_WAY,
+    str(Call(HOPPER, 64, 64, "channel", None, segmented=True)): STRONG_WAY,
+    str(Call(HOPPER, 64, 128, "channel", None, segmented=True)): STRONG_WAY,
     str(Call(HOPPER, 256, 128, segmented=True)): known_miss("the strict scan spills 592 bytes of 512", at_most=640),
     str(Call(HOPPER, 256, 256, erase_key=True, undecayed=True, num_micro_steps=2)): known_miss(
         "the chunk gradients spill 528 bytes of 512", at_most=576
     ),
 }
+
+
+@pytest.mark.parametrize("call", REPRESENTATIVE, ids=str)
+def test_kernels_fit_the_card(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with JUST_OVER.get(str(call)) or nullcontext():
+        check(call, monkeypatch, tmp_path)
 
 
 @pytest.mark.sweep
