@@ -3,8 +3,9 @@
 One program walks the chunks of a value head of a sequence, or of a segment of it, from the last to the first. Its warps
 are specialised:
 
-* two groups of four `walk`: each carries the gradient of the state, of half the value channels, and makes Z;
-* one group of four makes all `gradients` of the chunk that they have just passed;
+* two groups of four `walk`: each carries the gradient of the state, of half the value channels, and makes Z; the first
+  also makes the gradient of P, the second that of L, and d_beta;
+* one group of four makes the other `gradients` of the chunk that they have just passed;
 * one warp `copies` what they read from memory.
 
 The formulas are those of `chunk.scan` and `chunk.gradients` (docs/math.md, section 9), and so is what is rounded. What
@@ -58,11 +59,28 @@ def as_tile(buffer, channels: gl.constexpr):
 
 
 @jit
+def first_ten(single):
+    """Barriers: full and empty, of q, S, A and P, dS, and Z."""
+    return (
+        single.index(0), single.index(1), single.index(2), single.index(3), single.index(4), single.index(5),
+        single.index(6), single.index(7), single.index(8), single.index(9),
+    )  # fmt: skip
+
+
+@jit
+def last_five(single):
+    """Barriers: full and empty, of W_P and W_L; and whether the two terms of A stand apart."""
+    return single.index(10), single.index(11), single.index(12), single.index(13), single.index(14)
+
+
+@jit
 def copy_stage(tiles, buffers, bars, gates, beta, G, where, token, slot, n, DECAY: gl.constexpr):
     """Copy k, dO and U of a chunk, and what decays and step sizes make."""
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
-    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty, A_split = bars
+    full, empty, single = bars
+    q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = first_ten(single)
+    WP_full, WP_empty, WL_full, WL_empty, A_split = last_five(single)
     scale, row, head, column, key_column, first_slot, first, B, T, HV, NC, ZERO = where
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_c = gl.arange(0, C, TOKENS)
@@ -90,7 +108,9 @@ def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
     """The warp that copies."""
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
-    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty, A_split = bars
+    full, empty, single = bars
+    q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = first_ten(single)
+    WP_full, WP_empty, WL_full, WL_empty, A_split = last_five(single)
     scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
     if NC > 0:
         last = slot + (NC - 1) * HV
@@ -115,26 +135,86 @@ def copies(tiles, buffers, bars, gates, beta, G, where, DECAY: gl.constexpr):
             copy_stage(tiles, buffers, bars, gates, beta, G, where, token - C, chunk - HV, n + 1, DECAY)
 
 
+PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Layout of `[C, C]`, of pairs of tokens."""
+ROW, COLUMN = gl.constexpr(gl.SliceLayout(1, PAIRS.value)), gl.constexpr(gl.SliceLayout(0, PAIRS.value))
+
+
+@jit
+def decay_between(gates, s, z, DECAY: gl.constexpr):
+    """The decay from token j to token i, `[C, C]`, 0 for j > i; and the multiples of SPACING that lie between i and j.
+
+    A minimum takes the place of masks, which would take a register for two elements.
+    """
+    between = gates.index(ORDER + z).load(ROW)[:, None] - gates.index(ORDER + z).load(COLUMN)[None, :]
+    if DECAY:
+        logs = gates.index(ROWS * s + LOG)
+        decay = gl.exp2(gl.minimum(logs.load(ROW)[:, None] - logs.load(COLUMN)[None, :], between))
+    else:
+        decay = gl.maximum(gl.minimum(between + SPACING, 1.0), 0.0)
+    return decay, between
+
+
+@jit
+def gradient_of_P(dO_buffer, U_buffer, gates, scale, s, z, DECAY: gl.constexpr):
+    """The gradient of P of a chunk times the decay and the scale: W_P."""
+    zero = gl.full([C, C], 0.0, gl.float32, PAIRS)
+    U = U_buffer.index(s).permute((1, 0))
+    dP = warpgroup_mma(dO_buffer.index(s), U, zero, use_acc=False, is_async=True)
+    decay, _ = decay_between(gates, s, z, DECAY)
+    dP = warpgroup_mma_wait(0, deps=[dP])
+    return (dP * decay * scale).to(U.dtype)
+
+
+@jit
+def gradient_of_L(Z_buffer, U_buffer, gates, s, z, DECAY: gl.constexpr):
+    """The gradient of L of a chunk times the decay, W_L, and d_beta."""
+    DTYPE: gl.constexpr = U_buffer.dtype
+    SMALL: gl.constexpr = small_step(DTYPE)
+    zero = gl.full([C, C], 0.0, gl.float32, PAIRS)
+    U = U_buffer.index(s)
+    U0, U1 = U.slice(0, HALF, dim=1).permute((1, 0)), U.slice(HALF, HALF, dim=1).permute((1, 0))
+    ZU = warpgroup_mma(Z_buffer.index(0 + z), U0, zero, use_acc=False, is_async=True)
+    ZU = warpgroup_mma(Z_buffer.index(1 + z), U1, ZU, is_async=True)
+    decay, between = decay_between(gates, s, z, DECAY)
+    below = gl.maximum(gl.minimum(between, 1.0), 0.0) * decay
+    ZU = warpgroup_mma_wait(0, deps=[ZU])
+    steps = gates.index(ROWS * s + STEP).load(ROW)
+    d_steps = gl.sum(ZU * (decay - below), 1) / (steps * steps)
+    rest = gl.where(steps > SMALL, 1.0, steps)  # the factor of beta that Z lacks
+    return (ZU * below * -rest[:, None]).to(DTYPE), d_steps
+
+
+@jit
+def store_step_gradients(d_beta, d_steps, where, n):
+    """Store d_beta of the nth chunk from the end."""
+    scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
+    token = first + (NC - 1 - n) * C + gl.arange(0, C, ROW)
+    gl.store(d_beta + (row * T + token) * HV + head, d_steps, mask=token < T)
+
+
 @jit
 def walk(
-    dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, PART: gl.constexpr, DECAY: gl.constexpr,
-    STRICT: gl.constexpr,
+    dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, where, PART: gl.constexpr,
+    DECAY: gl.constexpr, STRICT: gl.constexpr,
 ):  # fmt: skip
     """Carry dS of half of the value channels, `[HALF, D]`, from the last chunk to the first, and make dv of each.
 
     dv is `beta o Z`, but of tokens with a small beta Z itself (`small_steps_kernel`, `tiny_steps_kernel`).
-    With decay also `<S, dS>` of the state that enters each chunk, a sum per value channel.
+    With decay also `<S, dS>` of the state that enters each chunk, a sum per value channel. Without STRICT the first
+    group makes the gradient of P before it walks through a chunk, the second that of L after it.
     """
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
-    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty, A_split = bars
+    full, empty, single = bars
+    q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = first_ten(single)
+    WP_full, WP_empty, WL_full, WL_empty, A_split = last_five(single)
     scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
     DTYPE: gl.constexpr = k_buffer.dtype
     SMALL: gl.constexpr = small_step(DTYPE)
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    CHUNK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    CHUNK: gl.constexpr = PAIRS  # tokens are columns
     STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     CHUNK_LEFT: gl.constexpr = gl.DotOperandLayout(0, CHUNK, 2)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, CHUNK)
     zero = gl.full([HALF, C], 0.0, gl.float32, CHUNK)
     o_v = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(1, STATE))
     o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
@@ -153,6 +233,12 @@ def walk(
         if DECAY:
             total = gl.exp2(gl.load(G + chunk * C + C - 1))
         mbarrier.wait(full.index(s), (n // 2) & 1)
+        if PART == 0 and not STRICT:
+            W_P = gradient_of_P(dO_buffer, U_buffer, gates, scale, s, z, DECAY)
+            mbarrier.wait(WP_empty, parity ^ 1)
+            W_buffer.index(0 + z).store(W_P)
+            fence_async_shared()
+            mbarrier.arrive(WP_full, count=1)
         # dU = exit o (k dS) + P^T dO
         left = gl.convert_layout(rounded, CHUNK_LEFT)
         dU = warpgroup_mma(left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -215,6 +301,14 @@ def walk(
         tma.async_copy_shared_to_global(dv_tiles, [row, first + (NC - 1 - n) * C, column + PART * HALF], tile)
         dS = warpgroup_mma_wait(0, deps=[dS])
         mbarrier.arrive(Z_full, count=1)
+        if PART == 1 and not STRICT:
+            mbarrier.wait(Z_full, parity)
+            W_L, d_steps = gradient_of_L(Z_buffer, U_buffer, gates, s, z, DECAY)
+            mbarrier.wait(WL_empty, parity ^ 1)
+            W_buffer.index(1 + z).store(W_L)
+            fence_async_shared()
+            mbarrier.arrive(WL_full, count=1)
+            store_step_gradients(d_beta, d_steps, where, n)
         mbarrier.arrive(empty.index(s), count=1)
         if DECAY:
             mbarrier.wait(S_full, parity)
@@ -228,39 +322,24 @@ def walk(
 
 
 @jit
-def decay_between(gates, s, z, ROW: gl.constexpr, COLUMN: gl.constexpr, DECAY: gl.constexpr):
-    """The decay from token j to token i, `[C, C]`, 0 for j > i; and the multiples of SPACING that lie between i and j.
-
-    A minimum takes the place of masks, which would take a register for two elements.
-    """
-    between = gates.index(ORDER + z).load(ROW)[:, None] - gates.index(ORDER + z).load(COLUMN)[None, :]
-    if DECAY:
-        logs = gates.index(ROWS * s + LOG)
-        decay = gl.exp2(gl.minimum(logs.load(ROW)[:, None] - logs.load(COLUMN)[None, :], between))
-    else:
-        decay = gl.maximum(gl.minimum(between + SPACING, 1.0), 0.0)
-    return decay, between
-
-
-@jit
 def gradients(
-    tiles, buffers, bars, gates, beta, d_beta, d_G, where, DECAY: gl.constexpr, STRICT: gl.constexpr
+    tiles, buffers, bars, gates, d_beta, d_G, where, DECAY: gl.constexpr, STRICT: gl.constexpr
 ):  # fmt: skip
-    """All gradients of each chunk but dv.
+    """The gradients of q, k and, with decay, G of each chunk, from those of P and L; with STRICT these, too.
 
+    W_P and W_L have a buffer each, but with STRICT one, since the second term of A takes the other.
     dq is put down in the buffer of dO and dk in that of U, when nobody reads these any more.
     """
     q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles = tiles
     k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer = buffers
-    full, empty, q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty, A_split = bars
+    full, empty, single = bars
+    q_full, q_empty, S_full, S_empty, AP_full, AP_empty, dS_full, dS_empty, Z_full, Z_empty = first_ten(single)
+    WP_full, WP_empty, WL_full, WL_empty, A_split = last_five(single)
     scale, row, head, column, key_column, slot, first, B, T, HV, NC, ZERO = where
     DTYPE: gl.constexpr = k_buffer.dtype
     SMALL: gl.constexpr = small_step(DTYPE)
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     KEYS_LEFT: gl.constexpr = gl.DotOperandLayout(0, KEYS, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, PAIRS)
     KEY_ROW: gl.constexpr = gl.SliceLayout(1, KEYS)
     zero = gl.full([C, C], 0.0, gl.float32, PAIRS)
     zero_keys = gl.full([C, D], 0.0, gl.float32, KEYS)
@@ -270,15 +349,9 @@ def gradients(
         z = n * ZERO
         parity = n & 1
         token = first + (NC - 1 - n) * C
-        chunk = slot + (NC - 1 - n) * HV
-        steps = gl.load(beta + chunk * C + o_c)
         k, q, dO, U = k_buffer.index(s), q_buffer.index(z), dO_buffer.index(s), U_buffer.index(s)
         W_P, W_L = W_buffer.index(0 + z), W_buffer.index((0 if STRICT else 1) + z)
         mbarrier.wait(full.index(s), (n // 2) & 1)
-        dP = warpgroup_mma(dO, U.permute((1, 0)), zero, use_acc=False, is_async=True)
-        decay, _ = decay_between(gates, s, z, ROW, COLUMN, DECAY)
-        dP = warpgroup_mma_wait(0, deps=[dP])
-        dP = (dP * decay * scale).to(DTYPE)
 
         # What a key gets as the one that was written: exit o (U dS) + W_P^T q + W_L^T k
         mbarrier.wait(dS_full, parity)
@@ -286,8 +359,9 @@ def gradients(
             U.slice(0, HALF, dim=1), dS_buffer.index(0 + z), zero_keys, use_acc=False, is_async=True
         )  # fmt: skip
         written = warpgroup_mma(U.slice(HALF, HALF, dim=1), dS_buffer.index(1 + z), written, is_async=True)
-        W_P.store(dP)
-        fence_async_shared()
+        if STRICT:
+            W_P.store(gradient_of_P(dO_buffer, U_buffer, gates, scale, s, z, DECAY))
+            fence_async_shared()
         tma.store_wait(0)  # of the chunk before: the buffers of its dO and U are free
         barrier()
         if n > 0:
@@ -298,6 +372,8 @@ def gradients(
         if DECAY:
             written = written * gates.index(ROWS * s + EXIT).load(KEY_ROW)[:, None]
         mbarrier.wait(q_full, parity)
+        if not STRICT:
+            mbarrier.wait(WP_full, parity)
         written = warpgroup_mma(W_P.permute((1, 0)), q, written, is_async=True)
 
         # dq = scale entry o (dO S) + W_P k, in two halves of the key channels
@@ -321,42 +397,41 @@ def gradients(
             else:
                 d_query_1 = d_query.to(DTYPE)
         mbarrier.arrive(q_empty, count=1)
+        if not STRICT:
+            mbarrier.arrive(WP_empty, count=1)
         barrier()  # the products of all warps with dO and W_P are done
         dO.slice(0, 64, dim=1).store(d_query_0)
         dO.slice(64, 64, dim=1).store(d_query_1)
-
-        mbarrier.wait(Z_full, parity)
-        Z0, Z1 = Z_buffer.index(0 + z), Z_buffer.index(1 + z)
-        ZU = warpgroup_mma(Z0, U.slice(0, HALF, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        ZU = warpgroup_mma(Z1, U.slice(HALF, HALF, dim=1).permute((1, 0)), ZU, is_async=True)
-        ZU = warpgroup_mma_wait(0, deps=[ZU])
-        decay, between = decay_between(gates, s, z, ROW, COLUMN, DECAY)
-        below = gl.maximum(gl.minimum(between, 1.0), 0.0) * decay
-        diagonal = gl.sum(ZU * (decay - below), 1)
-        rest = gl.where(steps > SMALL, 1.0, steps)  # the factor of beta that Z lacks
-        W_L.store((ZU * below * -rest[:, None]).to(DTYPE))
+        if STRICT:
+            mbarrier.wait(Z_full, parity)
+            b_L, d_steps = gradient_of_L(Z_buffer, U_buffer, gates, s, z, DECAY)
+            W_L.store(b_L)
+            store_step_gradients(d_beta, d_steps, where, n)
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(dq_tiles, [row, token, column], as_tile(dO, D))
-        written = warpgroup_mma(W_L.permute((1, 0)), k, written, is_async=True)
-        d_step = diagonal / (steps * steps)
-        gl.store(d_beta + (row * T + token + o_c) * HV + head, d_step, mask=token + o_c < T)
-        written = warpgroup_mma_wait(0, deps=[written])
-        if DECAY:
-            as_written = gl.sum(k.load(KEYS).to(gl.float32) * written, 1)
 
+        if not STRICT:
+            mbarrier.wait(WL_full, parity)
+        written = warpgroup_mma(W_L.permute((1, 0)), k, written, is_async=True)
         # and as the one that asks: beta o (W_L k - entry o (Z S))
-        dk_sum = warpgroup_mma(W_L, k, written, is_async=True)
-        z0, z1 = Z0.load(PAIRS).to(gl.float32), Z1.load(PAIRS).to(gl.float32)
+        Z0, Z1 = Z_buffer.index(0 + z), Z_buffer.index(1 + z)
+        steps = gates.index(ROWS * s + STEP).load(ROW)
+        erase = gl.where(steps > SMALL, -1.0, -steps)  # the factor of beta that Z lacks
         if DECAY:
-            rest = rest * gates.index(ROWS * s + ENTRY).load(ROW)
-        erase = -rest[:, None]
-        z0 = gl.convert_layout((z0 * erase).to(DTYPE), KEYS_LEFT)
-        z1 = gl.convert_layout((z1 * erase).to(DTYPE), KEYS_LEFT)
+            erase = erase * gates.index(ROWS * s + ENTRY).load(ROW)
+        z0 = gl.convert_layout((Z0.load(PAIRS).to(gl.float32) * erase[:, None]).to(DTYPE), KEYS_LEFT)
+        z1 = gl.convert_layout((Z1.load(PAIRS).to(gl.float32) * erase[:, None]).to(DTYPE), KEYS_LEFT)
+        mbarrier.arrive(Z_empty, count=1)
+        if DECAY:
+            written = warpgroup_mma_wait(0, deps=[written])
+            as_written = gl.sum(k.load(KEYS).to(gl.float32) * written, 1)
+        dk_sum = warpgroup_mma(W_L, k, written, is_async=True)
         dk_sum = warpgroup_mma(z0, S_buffer.index(0 + z), dk_sum, is_async=True)
         dk_sum = warpgroup_mma(z1, S_buffer.index(1 + z), dk_sum, is_async=True)
         dk_sum = warpgroup_mma_wait(0, deps=[dk_sum])
-        mbarrier.arrive(Z_empty, count=1)
+        if not STRICT:
+            mbarrier.arrive(WL_empty, count=1)
         mbarrier.arrive(S_empty, count=1)
         if DECAY:
             both = gl.sum(k.load(KEYS).to(gl.float32) * dk_sum, 1)
@@ -438,11 +513,11 @@ def backward_kernel(
     gates = gl.allocate_shared_memory(gl.float32, [2 * ROWS + 1, C], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    single = gl.allocate_shared_memory(gl.int64, [11, 1], mbarrier.MBarrierLayout())
+    single = gl.allocate_shared_memory(gl.int64, [15, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(2):
         mbarrier.init(full.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=3)
-    # full and empty: q, S, A and P, dS, Z
+    # full and empty: q, S, A and P, dS, Z; then W_P and W_L
     mbarrier.init(single.index(0), count=1)
     mbarrier.init(single.index(1), count=3)
     mbarrier.init(single.index(2), count=1)
@@ -453,23 +528,22 @@ def backward_kernel(
     mbarrier.init(single.index(7), count=1)
     mbarrier.init(single.index(8), count=2)
     mbarrier.init(single.index(9), count=1)
-    mbarrier.init(single.index(10), count=2)  # the two terms of A stand apart
+    for i in gl.static_range(10, 14):
+        mbarrier.init(single.index(i), count=1)
+    mbarrier.init(single.index(14), count=2)  # the two terms of A stand apart
     gates.index(ORDER).store(gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0])).to(gl.float32) * SPACING)
     fence_async_shared()
     tiles = (q_tiles, k_tiles, dO_tiles, U_tiles, AP_tiles, S_tiles, dq_tiles, dk_tiles, dv_tiles)
     buffers = (k_buffer, dO_buffer, U_buffer, q_buffer, S_buffer, A_buffer, P_buffer, dS_buffer, Z_buffer, W_buffer)
-    bars = (
-        full, empty, single.index(0), single.index(1), single.index(2), single.index(3), single.index(4),
-        single.index(5), single.index(6), single.index(7), single.index(8), single.index(9), single.index(10),
-    )  # fmt: skip
+    bars = full, empty, single
     rows = gl.num_programs(0) // (HV * segments)
     where = (scale, row, i_h, column, key_column, slot, first_chunk * C, rows, T, HV, NC, ZERO)
     # Constants in a tuple would become run-time values, so the arguments stand here.
     gl.warp_specialize(
         [
-            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, 0, DECAY, STRICT)),
-            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_final, d_initial, where, 1, DECAY, STRICT)),
-            (gradients, (tiles, buffers, bars, gates, beta, d_beta, d_G, where, DECAY, STRICT)),
+            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, where, 0, DECAY, STRICT)),
+            (walk, (dv_tiles, buffers, bars, gates, G, overlap, d_beta, d_final, d_initial, where, 1, DECAY, STRICT)),
+            (gradients, (tiles, buffers, bars, gates, d_beta, d_G, where, DECAY, STRICT)),
             (copies, (tiles, buffers, bars, gates, beta, G, where, DECAY)),
         ],
         [4, 4, 1],
