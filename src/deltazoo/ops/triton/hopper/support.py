@@ -219,7 +219,7 @@ def forward_refusal(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> str
     return None
 
 
-TRIED_ON_GPU = False
+TRIED_ON_GPU = True
 """Whether `hopper_chunk_gradients_strong_kernel`, and erase keys in both kernels for decay per channel, serve calls.
 They are right on the model of a thread block; until a GPU has confirmed it the plain kernels take their place."""
 
