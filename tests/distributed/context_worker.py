@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from foreign_models import foreign_model
+from one_thread_gloo import ONE_THREAD_GLOO
 from tiny_families import tiny_original
 from tiny_models import tiny_model
 
@@ -331,7 +332,7 @@ def main(folder: Path, checks: list[str]) -> None:
     torch.set_num_threads(1)
     if GPU:
         torch.cuda.set_device(DEVICE)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo")
+    dist.init_process_group(f"cpu:{ONE_THREAD_GLOO},cuda:nccl" if GPU else ONE_THREAD_GLOO)
     groups = {degree: dist.new_group(list(range(degree))) for degree in range(1, SIZE + 1)}
     results = {}
     for name in checks:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from one_thread_gloo import ONE_THREAD_GLOO
 from tiny_models import OPTIONS, VOCAB, tiny_model
 
 from deltazoo.distributed import clip_grad_norm_
@@ -135,7 +136,7 @@ def check(case: str, folder: Path) -> dict[str, float | bool]:
 def main(folder: Path, cases: list[str]) -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group(ONE_THREAD_GLOO)
     load_rule_file(Path(__file__).parents[1] / "rules" / "trapezoid.py")
     OPTIONS["outside"] = {"mixer": "trapezoid"}
     results = {case: check(case, folder) for case in cases}
