@@ -79,7 +79,9 @@ import torch
 import torch.distributed as dist
 from deltazoo.ops import ContextParallel, delta_rule
 
-dist.init_process_group("gloo")
+from one_thread_gloo import ONE_THREAD_GLOO
+
+dist.init_process_group(ONE_THREAD_GLOO)
 context = ContextParallel(dist.group.WORLD, lengths=(128, 192), segment_length=64)
 tokens = context.lengths[dist.get_rank()]
 inputs = [torch.randn(1, tokens, 2, 8).div_(4).requires_grad_() for _ in range(3)]

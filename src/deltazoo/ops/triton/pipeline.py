@@ -38,7 +38,6 @@ from deltazoo.ops.triton.hopper.support import (
     forward_refusal,
     matrix_tiles,
     multiprocessors,
-    strong_gradients_refusal,
     token_tiles,
 )  # fmt: skip
 from deltazoo.ops.triton.launch import Tile, launch
@@ -509,49 +508,32 @@ def chunk_gradients(
             *from_scans, *gradients, *p.chunk_offsets,
         )  # fmt: skip
         return
-    tensors = (
-        p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans,
-        p.float32(plan.slots, CHUNK), *gradients,
-    )  # fmt: skip
+    inputs = p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay
+    if gradients_on_hopper(p):
+        for kernel, constants in (
+            (hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel()),
+            (hopper_chunk_gradients_strong_kernel, plan.hopper_chunk_gradients_strong()),
+        ):
+            launch(kernel, constants, *inputs, *from_scans, *gradients)
+        return
+    tensors = (*inputs, *from_scans, p.float32(plan.slots, CHUNK), *gradients)
 
     def scratch(programs: int) -> Tensor:
         return p.q.new_empty(programs, plan.matrices, CHUNK, CHUNK)
 
-    if not plan.half:
-        for strong in (False, True):
-            constants = plan.chunk_gradients_exact(strong)
-            launch(chunk_gradients_exact_kernel, constants, *tensors, scratch(constants.grid[0]), *p.chunk_offsets)
-        return
-    if gradients_on_hopper(p, strong=False):
-        launch_hopper_gradients(p, kept, from_scans, gradients, strong=False)
-    else:
+    if plan.half:
         launch(chunk_gradients_channel_kernel, plan.chunk_gradients_channel(), *tensors, *p.chunk_offsets)
-    if gradients_on_hopper(p, strong=True):
-        launch_hopper_gradients(p, kept, from_scans, gradients, strong=True)
-    else:
         constants = plan.chunk_gradients_strong()
         launch(chunk_gradients_strong_kernel, constants, *tensors, scratch(constants.grid[0]), *p.chunk_offsets)
+        return
+    for strong in (False, True):
+        constants = plan.chunk_gradients_exact(strong)
+        launch(chunk_gradients_exact_kernel, constants, *tensors, scratch(constants.grid[0]), *p.chunk_offsets)
 
 
-def gradients_on_hopper(p: Problem, *, strong: bool) -> bool:
-    """Whether a Gluon kernel makes the gradients for decay per channel, of chunks where it is strong, or others."""
-    refusal = strong_gradients_refusal if strong else channel_gradients_refusal
-    return p.plan.hopper and refusal(p.plan, p.q.dtype) is None
-
-
-def launch_hopper_gradients(
-    p: Problem, kept: Kept, from_scans: tuple[Tensor | None, ...], gradients: Gradients, strong: bool
-) -> None:
-    """The Gluon kernel of the chunks with strong decay, or of all others."""
-    plan = p.plan
-    if strong:
-        kernel, constants = hopper_chunk_gradients_strong_kernel, plan.hopper_chunk_gradients_strong()
-    else:
-        kernel, constants = hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel()
-    launch(
-        kernel, constants,
-        p.q, p.k, p.erase_key, p.v, kept.beta, p.log_decay, kept.G, kept.strong_decay, *from_scans, *gradients,
-    )  # fmt: skip
+def gradients_on_hopper(p: Problem) -> bool:
+    """Whether Gluon kernels make the chunk gradients for decay per channel."""
+    return p.plan.hopper and channel_gradients_refusal(p.plan, p.q.dtype) is None
 
 
 def sum_of_group(gradient: Tensor, q: Tensor) -> Tensor:

@@ -332,7 +332,7 @@ class Plan:
         """The launch that makes all gradients on Hopper; by the gain one of two, for heads that are `strict` or not."""
         return Constants(
             self.scans * self.HV, scale=self.scale, T=self.T, H=self.H, HV=self.HV, segments=self.segments,
-            chunks=self.segment_chunks, ZERO=0, DECAY=self.decay, STRICT=strict, num_warps=4, **BACKWARD,
+            chunks=self.segment_chunks, ZERO=0, DECAY=self.decay, STRICT=strict, **BACKWARD,
         )  # fmt: skip
 
     @per_plan

@@ -63,7 +63,6 @@ __all__ = [
     "refusal",
     "reverse_scan_options",
     "scan_options",
-    "strong_gradients_refusal",
     "tma",
     "token_tiles",
     "warpgroup_mma",
@@ -128,8 +127,8 @@ def refusal(plan: Plan) -> str | None:
     return None
 
 
-BACKWARD = dict(WALK_REGISTERS=160, GRADIENT_REGISTERS=168, COPY_REGISTERS=24)
-"""Registers per thread of the partitions of `backward_kernel`; the one that the list leaves out gets what remains."""
+BACKWARD = dict(WALK_REGISTERS=168, GRADIENT_REGISTERS=160, COPY_REGISTERS=24, num_warps=4)
+"""Options of `backward_kernel`: registers per thread of its partitions; the one that is not named gets what remains."""
 
 MIN_HEADS = 64
 """Heads of all sequences or segments from which one program per head is faster than several that fill the GPU."""
@@ -219,28 +218,14 @@ def forward_refusal(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> str
     return None
 
 
-TRIED_ON_GPU = True
-"""Whether `hopper_chunk_gradients_strong_kernel`, and erase keys in both kernels for decay per channel, serve calls.
-They are right on the model of a thread block; until a GPU has confirmed it the plain kernels take their place."""
-
-
-def strong_gradients_refusal(plan: Plan, dtype: torch.dtype) -> str | None:
-    """Why `hopper_chunk_gradients_strong_kernel` does not serve a call with decay per channel; None if it does."""
-    return channel_gradients_refusal(plan, dtype) if TRIED_ON_GPU else "no GPU has run it yet"
-
-
 def channel_gradients_refusal(plan: Plan, dtype: torch.dtype) -> str | None:
-    """Why `hopper_chunk_gradients_channel_kernel` does not serve a call with decay per channel; None if it does."""
+    """Why the chunk gradients of a call with decay per channel, strong or not, are not in Gluon; None if they are."""
     reason = refusal(plan)
     if reason is not None:
         return reason
     if dtype != torch.bfloat16:  # gradients may leave the range of float16
         return f"inputs are {dtype}"
-    if plan.undecayed:
-        return "the erase reads before the decay"
-    if plan.has_erase_key and not TRIED_ON_GPU:
-        return "the erase reads by another key"
-    return None
+    return "the erase reads before the decay" if plan.undecayed else None
 
 
 @lru_cache
