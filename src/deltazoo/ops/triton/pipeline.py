@@ -25,6 +25,7 @@ from deltazoo.ops.triton.chunk.prepare import prepare_kernel, prepare_rest_kerne
 from deltazoo.ops.triton.chunk.prepare_channel import prepare_channel_kernel
 from deltazoo.ops.triton.chunk.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.chunk.segments import chain_kernel
+from deltazoo.ops.triton.hopper import support
 from deltazoo.ops.triton.hopper.backward_rest import (
     log_decay_gradient_kernel,
     small_steps_kernel,
@@ -176,6 +177,8 @@ def prepared_fields(plan: Plan) -> tuple[bool, ...]:
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
     """Output, final state, and what the backward pass needs; with `keep` so that it need not scan again."""
     plan, kept = p.plan, Kept.empty(p.plan, p.q, keep)
+    if kept.U is not None and support.RECORDED_FORWARD and serves_forward(p):
+        return *fused_forward(p, kept), kept
     prepare(p, kept)
     starts = p.initial_state if plan.segments == 1 else segment_starts(p, kept)
     output = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V)
@@ -187,24 +190,32 @@ def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
 
 
 def infer(p: Problem) -> tuple[Tensor, Tensor]:
-    """Output and final state, where nothing has to be kept for gradients: in one kernel, if it serves the call.
+    """Output and final state, where nothing has to be kept for gradients: in one kernel, if it serves the call."""
+    return fused_forward(p, None) if serves_forward(p) else forward(p, keep=False)[:2]
 
-    That kernel stops a head at its first chunk with a large erase gain, with the state so far in `final` and the number
+
+def fused_forward(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
+    """Output and final state in one kernel, which fills what is `kept` if a backward pass follows.
+
+    It stops a head at its first chunk with a large erase gain, with the state so far in `final` and the number
     of the chunk in `stopped`. The kernels of the strict path complete these heads. Where none stopped they return at
     once, so that the host need not know.
     """
-    if not serves_forward(p):
-        return forward(p, keep=False)[:2]
     plan, v = p.plan, p.v
+    filled: tuple[Tile | Tensor | None, ...] = (None,) * 5
+    if kept is not None:
+        assert kept.U is not None and kept.states is not None
+        U, states, AP = token_tiles(kept.U, plan.V // 2), states_tiles(kept.states, plan), matrix_tiles(kept.AP, CHUNK)
+        filled = U, states, AP, kept.beta, kept.G
     output, final = torch.empty_like(v), p.float32(plan.B, plan.HV, plan.K, plan.V)
     stopped = v.new_empty(plan.B, plan.HV, dtype=torch.int32) if plan.by_gain else None
     launch(
-        hopper_forward_kernel, plan.fused_forward(p.initial_state is not None),
+        hopper_forward_kernel, plan.fused_forward(p.initial_state is not None, kept is not None),
         *(token_tiles(x, plan.K) for x in (p.q, p.k)), *(token_tiles(x, plan.V // 2) for x in (v, output)),
-        p.beta, p.log_decay, p.initial_state, final, stopped,
+        p.beta, p.log_decay, p.initial_state, final, stopped, *filled,
     )  # fmt: skip
     if stopped is not None:
-        complete(p, stopped, output, final)
+        complete(p, Kept.empty(p.plan, p.q, keep=False) if kept is None else kept, stopped, output, final)
     return output, final
 
 
@@ -213,16 +224,16 @@ def serves_forward(p: Problem) -> bool:
     return p.plan.hopper and forward_refusal(p.plan, p.q.dtype, multiprocessors(p.q.device)) is None
 
 
-def complete(p: Problem, stopped: Tensor, output: Tensor, final: Tensor) -> None:
+def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor, final: Tensor) -> None:
     """The chunks that the fused forward pass left, with the strict kernels, from the states in `final`."""
-    plan, kept = p.plan, Kept.empty(p.plan, p.q, keep=False)
+    plan = p.plan
     strict_L = p.float32(plan.slots, CHUNK, CHUNK)
     launch(
         prepare_rest_kernel, plan.prepare_rest(),
         p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,
     )  # fmt: skip
     launch(invert_kernel, plan.invert(), kept.large_gain, strict_L, kept.AP)
-    launch_scan(p, kept, FROM_STATE, p.v, final, final, output, None, None, strict=True)
+    launch_scan(p, kept, FROM_STATE, p.v, final, final, output, kept.U, kept.states, strict=True)
 
 
 def backward(

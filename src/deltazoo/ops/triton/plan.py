@@ -10,6 +10,7 @@ from torch import Tensor
 from deltazoo.ops.triton.hopper.support import (
     BACKWARD,
     FUSED_FORWARD,
+    KEPT_STAGES,
     backward_refusal,
     refusal,
     reverse_scan_options,
@@ -220,11 +221,12 @@ class Plan:
         )  # fmt: skip
 
     @per_plan
-    def fused_forward(self, initial: bool) -> Constants:
-        """The launch of the fused forward pass; `initial`: from a given state."""
+    def fused_forward(self, initial: bool, keep: bool) -> Constants:
+        """The launch of the fused forward pass; `initial`: from a given state, `keep`: a backward pass follows."""
+        options = FUSED_FORWARD | (dict(STAGES=KEPT_STAGES) if keep else {})
         return Constants(
             self.B * self.HV, scale=self.scale, T=self.T, H=self.H, HV=self.HV, DECAY=self.decay == 1, INITIAL=initial,
-            BY_GAIN=self.by_gain, **FUSED_FORWARD,
+            BY_GAIN=self.by_gain, KEEP=keep, **options,
         )  # fmt: skip
 
     @per_plan

@@ -70,15 +70,18 @@ def _read_scalar(x, warps: gl.constexpr):
 
 
 @jit
-def copy_chunks(copied, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr):
+def copy_chunks(
+    copied, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """Copy q, k and v of every chunk, and store its step sizes and factors of decay. One warp."""
-    tiles, rings, bars, factors, large, beta, log_decay, scale, i_b, i_k, i_h, T, HV, NC = copied
+    tiles, rings, bars, factors, large, beta, log_decay, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC = copied
     q_tiles, k_tiles, v_tiles = tiles
     q_ring, k_ring, v_ring = rings
     full, empty = bars
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, C, TOKENS)
     base = i_b.to(gl.int64) * T * HV + i_h
+    slots = (i_b.to(gl.int64) * NC * HV + i_h) * C
     c = 0
     end = NC
     while c < end:
@@ -105,14 +108,19 @@ def copy_chunks(copied, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.c
             if DECAY:
                 G = gl.associative_scan(g, 0, _add)
                 last = gl.sum(g, 0)
+                if KEEP:
+                    gl.store(chunk_G + slots + o_t, G)
                 factors.index(vectors + LOG2_DECAY).store(G)
                 factors.index(vectors + SINCE_START).store(gl.exp2(G))
                 factors.index(vectors + OUTPUT).store(gl.exp2(G) * scale)
                 factors.index(vectors + TO_END).store(gl.exp2(last - G))
                 factors.index(vectors + TOTAL).store(gl.exp2(last + G * 0.0))
+            if KEEP:
+                gl.store(chunk_beta + slots + o_t, b_beta)
             factors.index(vectors + STEP).store(b_beta)
             mbarrier.arrive(bar, count=1)
             base += C * HV
+            slots += C * HV
             c += 1
     # Of a head that stopped, chunks after the one it stopped at may still be on their way.
     if BY_GAIN:
@@ -133,10 +141,13 @@ def _store_output(tiles, coordinates, buffer, O):
 
 @jit
 def carry_state(
-    carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr
-):
+    carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr,
+    KEEP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """The state of value channels `PART * 64` on, from chunk to chunk, and their outputs. Four warps."""
-    o_tiles, rings, bars, prepared, factors, large, output, initial, final, stopped, scale, i_b, i_h, NC = carried
+    tiles, rings, bars, prepared, factors, large, buffers, initial, final, stopped, scale, i_b, i_h, B, NC = carried
+    o_tiles, U_tiles, states_tiles = tiles
+    output, U_buffers, states_buffers = buffers
     q_ring, k_ring, v_ring = rings
     full, empty = bars
     T_ring, L_ring, P_ring, ready = prepared
@@ -156,7 +167,7 @@ def carry_state(
         S = gl.full([HALF, D], 0.0, gl.float32, STATE)
     zero = gl.full([HALF, C], 0.0, gl.float32, CHUNK)
     none = gl.full([HALF, 32], 0.0, gl.float32, BLOCK)
-    buffer = output.index(PART)
+    buffer, U_buffer, states_buffer = output.index(PART), U_buffers.index(PART), states_buffers.index(PART)
     column = i_h * D + PART * HALF
     token = gl.to_tensor(NOWHERE)  # the first copy stores an output that does not exist
     O_before = zero.to(DTYPE)
@@ -171,13 +182,26 @@ def carry_state(
         S_left = gl.convert_layout(S.to(DTYPE), CHUNK_LEFT)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         Y = warpgroup_mma(S_left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        _store_output(o_tiles, [i_b, token, column], buffer, O_before)
+        if KEEP:  # output and corrections of the chunk before, and the state
+            buffer.permute((1, 0)).store(O_before)
+            states_buffer.store(S.to(DTYPE))
+            fence_async_shared()
+            barrier()
+            tma.async_copy_shared_to_global(o_tiles, [i_b, token, column], _as_tile(buffer, HALF))
+            tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], _as_tile(U_buffer, HALF))
+            at_state = [i_b + PART * B, c * C, i_h * D]
+            tma.async_copy_shared_to_global(states_tiles, at_state, _as_tile(states_buffer, D))
+        else:
+            _store_output(o_tiles, [i_b, token, column], buffer, O_before)
         v = v_ring.index(2 * stage + PART).permute((1, 0)).load(CHUNK)
         Y = warpgroup_mma_wait(0, deps=[Y])
         if DECAY:
             since_start = factors.index(vectors + SINCE_START).load(gl.SliceLayout(0, CHUNK))
             Y = Y * since_start[None, :]
-        R1, R2 = halves(v.to(gl.float32) - Y, C)
+        R = v.to(gl.float32) - Y
+        if KEEP:
+            R = R * factors.index(vectors + STEP).load(gl.SliceLayout(0, CHUNK))[None, :]
+        R1, R2 = halves(R, C)
         R1_left = gl.convert_layout(gl.convert_layout(R1, BLOCK).to(DTYPE), BLOCK_LEFT)
         R2 = gl.convert_layout(R2, BLOCK)
         O = warpgroup_mma(S_left, q.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -196,6 +220,10 @@ def carry_state(
             O = O * scale
         U1 = warpgroup_mma_wait(0, deps=[U1])
         U1_left = gl.convert_layout(U1.to(DTYPE), BLOCK_LEFT)
+        if KEEP:
+            tma.store_wait(0)
+            barrier()
+            U_buffer.slice(0, 32, dim=0).permute((1, 0)).store(U1.to(DTYPE))
         R2 = warpgroup_mma(U1_left, L.slice(32, 32, dim=0).permute((1, 0)), R2, is_async=True)
         # The products of S and O take U1 from registers of their own; otherwise ptxas makes all products wait (C7512).
         U1_out = U1_left if DECAY else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
@@ -210,6 +238,8 @@ def carry_state(
         U1_out = gl.convert_layout(U1_out, CHUNK_LEFT)
         O = warpgroup_mma(U1_out, P.slice(0, 32, dim=1).permute((1, 0)), O, is_async=True)
         U2, S, O = warpgroup_mma_wait(0, deps=[U2, S, O])
+        if KEEP:
+            U_buffer.slice(32, 32, dim=0).permute((1, 0)).store(U2.to(DTYPE))
         U2_out = gl.convert_layout((U2 if DECAY else U2 * scale).to(DTYPE), CHUNK_LEFT)
         if DECAY:
             U2 = U2 * to_end.slice(32, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
@@ -222,6 +252,8 @@ def carry_state(
         mbarrier.arrive(empty.index(stage), count=1)
         c += 1
     _store_output(o_tiles, [i_b, token, column], buffer, O_before)
+    if KEEP:
+        tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], _as_tile(U_buffer, HALF))
     gl.store(final + o_state, S)
     if BY_GAIN and PART == 0:
         gl.store(stopped, stopped_at)
@@ -239,6 +271,11 @@ def hopper_forward_kernel(
     initial,
     final,
     stopped,
+    U_tiles,
+    states_tiles,
+    AP_tiles,
+    chunk_beta,
+    chunk_G,
     scale,
     T,
     H,
@@ -246,6 +283,7 @@ def hopper_forward_kernel(
     DECAY: gl.constexpr,
     INITIAL: gl.constexpr,
     BY_GAIN: gl.constexpr,
+    KEEP: gl.constexpr,
     STAGES: gl.constexpr,
     STATE_REGISTERS: gl.constexpr,
     PREPARE_REGISTERS: gl.constexpr,
@@ -255,7 +293,7 @@ def hopper_forward_kernel(
 
     With BY_GAIN a program stops at the first chunk whose largest erase gain needs strict precision. It stores the
     number of this chunk in `stopped [B, HV]` (the number of chunks if there is none), and the state that enters it in
-    `final`. Outputs from this chunk on are not valid.
+    `final`. Outputs from this chunk on are not valid. With KEEP it also stores what the backward pass reads.
     """
     DTYPE: gl.constexpr = q_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -280,6 +318,13 @@ def hopper_forward_kernel(
     large = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     diagonal = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     inverses = gl.allocate_shared_memory(DTYPE, [4, 16, 16], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
+    U_buffers, states_buffers, A_buffer, P_buffer, corner = (output,) * 5
+    if KEEP:
+        U_buffers = gl.allocate_shared_memory(DTYPE, [2, C, HALF], OPERAND)
+        states_buffers = gl.allocate_shared_memory(DTYPE, [2, HALF, D], OPERAND)
+        A_buffer = gl.allocate_shared_memory(DTYPE, [C, C], OPERAND)
+        P_buffer = gl.allocate_shared_memory(DTYPE, [C, C], OPERAND)
+        corner = gl.allocate_shared_memory(DTYPE, [C, 32], NARROW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -302,14 +347,27 @@ def hopper_forward_kernel(
     bars = (full, empty)
     prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)
-    carried = (o_tiles, rings, bars, prepared, factors, large, output, initial, final, stopped, scale, i_b, i_h, NC)
-    copied = (tiles, rings, bars, factors, large, beta, log_decay, scale, i_b, i_k, i_h, T, HV, NC)
+    kept = (AP_tiles, A_buffer, P_buffer, corner, i_b * NC * HV + i_h, HV)
+    out_tiles, buffers, B = (
+        (o_tiles, U_tiles, states_tiles),
+        (output, U_buffers, states_buffers),
+        gl.num_programs(0) // HV,
+    )
+    carried = (
+        out_tiles, rings, bars, prepared, factors, large, buffers, initial, final, stopped, scale, i_b, i_h, B, NC
+    )  # fmt: skip
+    copied = (
+        tiles, rings, bars, factors, large, beta, log_decay, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (carry_state, (carried, 0, DECAY, INITIAL, BY_GAIN, STAGES)),
-            (carry_state, (carried, 1, DECAY, INITIAL, BY_GAIN, STAGES)),
-            (prepare_chunks, (rings, bars, prepared, factors, large, scratch, scale, NC, DECAY, BY_GAIN, STAGES)),
-            (copy_chunks, (copied, DECAY, BY_GAIN, STAGES)),
+            (carry_state, (carried, 0, DECAY, INITIAL, BY_GAIN, KEEP, STAGES)),
+            (carry_state, (carried, 1, DECAY, INITIAL, BY_GAIN, KEEP, STAGES)),
+            (
+                prepare_chunks,
+                (rings, bars, prepared, factors, large, scratch, kept, scale, NC, DECAY, BY_GAIN, KEEP, STAGES),
+            ),
+            (copy_chunks, (copied, DECAY, BY_GAIN, KEEP, STAGES)),
         ],
         [4, 4, 1],
         [STATE_REGISTERS, PREPARE_REGISTERS, COPY_REGISTERS],

@@ -1,5 +1,7 @@
 """What the fused forward pass makes of a chunk without its state: P, T11, T22 and -L21 (`hopper_forward`).
 
+Where the backward pass follows, step sizes are factors of L, and A stands in place of T: then A and P go to memory too.
+
 A warp has 16 rows of every matrix of the chunk. The inverse of its diagonal block of 16 tokens comes from substitution
 in float32, where a lane has one column; then each pair of warps joins its two blocks with products in bfloat16, inside
 the warps. The blocks are rounded before these products, as those that the state is multiplied with are: so the joined
@@ -14,6 +16,7 @@ from deltazoo.ops.triton.hopper.support import (
     jit,
     mbarrier,
     mma_v2,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -68,14 +71,15 @@ def _twice(x, LAYOUT: gl.constexpr):
 
 @jit
 def prepare_chunks(
-    rings, bars, prepared, factors, large, scratch, scale, NC,
-    DECAY: gl.constexpr, BY_GAIN: gl.constexpr, STAGES: gl.constexpr,
+    rings, bars, prepared, factors, large, scratch, kept, scale, NC,
+    DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """P, T11 and T22, and -L21 of every chunk, and whether its largest gain is too large. Four warps."""
     q_ring, k_ring, _ = rings
     full, _ = bars
     T_ring, L_ring, P_ring, ready = prepared
     diagonal, inverses, gains, order = scratch
+    AP_tiles, A_buffer, P_buffer, corner, slot, HV = kept
     DTYPE: gl.constexpr = T_ring.dtype
     # Every warp has 16 rows, in all of these.
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -103,6 +107,8 @@ def prepare_chunks(
     )
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     zero = gl.full([C, C], 0.0, gl.float32, SQUARE)
+    none = gl.full([C, 32], 0.0, gl.float32, PAIR)
+    upper = gl.arange(0, C, gl.SliceLayout(1, PAIR))[:, None] < 32
     no_block = gl.full([4, 16, 16], 0.0, gl.float32, BLOCKS)
     warp = gl.arange(0, C, gl.SliceLayout(1, BLOCK))[:, None] // 16
     block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, BLOCKS)))[:, None, None]
@@ -132,6 +138,10 @@ def prepare_chunks(
         L = -warpgroup_mma_wait(0, deps=[L])
         if DECAY:
             L = L * E
+        if KEEP:
+            L = L * factors.index(vectors + STEP).load(gl.SliceLayout(1, SQUARE))[:, None]
+            tma.store_wait(0)  # of the chunk before
+            barrier()
         left, right = halves(L, C)
         B0, B1 = halves(left, 32)
         B2, B3 = halves(right, 32)
@@ -150,7 +160,9 @@ def prepare_chunks(
             i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
             P = gl.where(i_row[:, None] >= i_column[None, :], P, 0.0)
         P_ring.index(stage).store(P.to(DTYPE))
-        # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n).
+        if KEEP:
+            P_buffer.permute((1, 0)).store((P if DECAY else P * scale).to(DTYPE))
+        # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n); of A without b_r.
         steps = _split16(factors.index(vectors + STEP).reshape([4, 16]).load(STEPS))
         gain = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))
         xs = ()
@@ -164,8 +176,8 @@ def prepare_chunks(
                     if 4 * m + n < r:
                         x += factor[:, None] * xs[4 * m + n]
                     if BY_GAIN and 4 * m + n == r:
-                        gain = gl.maximum(gain, -factor * step)
-            xs += (x * step[:, None],)
+                        gain = gl.maximum(gain, -factor if KEEP else -factor * step)
+            xs += (x if KEEP else x * step[:, None],)
         x8 = ()
         for n in gl.static_range(8):
             x8 += (gl.join(xs[n], xs[n + 8]),)
@@ -186,7 +198,23 @@ def prepare_chunks(
         X = gl.convert_layout(X, BLOCKS)
         second = gl.where(odd, X, no_block.to(DTYPE))
         T = gl.join(first, second).permute((0, 1, 3, 2)).reshape([C, 32])
-        T_ring.index(stage).store(gl.convert_layout(T, PAIR))
+        T = gl.convert_layout(T, PAIR)
+        T_ring.index(stage).store(T)
+        if KEEP:  # the last block, A22 (-L21 A11): of 64 rows in these products the first 32 mean nothing
+            fence_async_shared()
+            barrier()
+            first_rows = T_ring.index(stage).slice(0, 32, dim=0)
+            M = warpgroup_mma(L_ring.index(stage), first_rows, none, use_acc=False, is_async=True)
+            M = warpgroup_mma_wait(0, deps=[M])
+            corner.store(M.to(DTYPE))
+            fence_async_shared()
+            barrier()
+            last_rows = corner.slice(32, 32, dim=0)
+            M = warpgroup_mma(T_ring.index(stage), last_rows, none, use_acc=False, is_async=True)
+            M = warpgroup_mma_wait(0, deps=[M])
+            A = A_buffer.permute((1, 0))
+            A.slice(0, 32, dim=1).store(gl.where(upper, T, M.to(DTYPE)))
+            A.slice(32, 32, dim=1).store(gl.where(upper, none.to(DTYPE), T))
         if BY_GAIN:
             is_large = gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN
             large.index(stage).store(gl.full([1], 0, gl.int32, SPREAD) + is_large.to(gl.int32))
@@ -198,4 +226,10 @@ def prepare_chunks(
         fence_async_shared()  # T, L and P, of every thread that wrote them
         barrier()  # ... before the arrival, which one thread makes for all
         mbarrier.arrive(ready.index(stage), count=1)
+        if KEEP:
+            row = (slot + c * HV) * (2 * C)
+            tma.async_copy_shared_to_global(AP_tiles, [row, 0], A_buffer)
+            tma.async_copy_shared_to_global(AP_tiles, [row + C, 0], P_buffer)
         c += 1
+    if KEEP:
+        tma.store_wait(0)
