@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,20 @@ def mixed_rows_are_right() -> None:
         assert all(errors[name] <= 2 * strict[name] + 2e-3 for name in errors), (decay, options, errors, strict)
 
 
+def decay_has_no_gradient_from_pairs_of_one_token() -> None:
+    """No decay lies between the micro-steps of a token, and one before all of them acts on an empty state.
+
+    So the gradient is zero, as the difference of two sums that the kernels round alike.
+    """
+    for erase, reads in product(("tied", "gated"), ("decayed", "undecayed")):
+        update = dict(erase=erase, erase_reads=reads, num_micro_steps=40)
+        case = DeltaRuleCase("one", B=1, T=1, H=1, K=32, V=16, decay="scalar", beta=0.7, **update)
+        inputs = case.make(dtype=torch.float16)
+        results = run(inputs, "fast")
+        pairs = (inputs.k.double() * results["d_k"].double()).sum(-1).norm()
+        assert results["d_log_decay"].abs().max() < 1e-6 * pairs, (erase, reads, results["d_log_decay"], pairs)
+
+
 def later_step_sizes_change_no_earlier_bit() -> None:
     for decay in DECAYS:
         before, after = inputs_of(decay, {}, T=140), inputs_of(decay, {(100, 140): 1.9}, T=140)
@@ -148,6 +163,7 @@ CHECKS = (
     gain_is_that_of_the_erase_key,
     two_keys_that_turn_the_state_are_right,
     mixed_rows_are_right,
+    decay_has_no_gradient_from_pairs_of_one_token,
     later_step_sizes_change_no_earlier_bit,
     packed_sequences_decide_for_themselves,
 )

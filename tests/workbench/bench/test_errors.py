@@ -14,6 +14,7 @@ CASES = [
     Case("none", 8, 12, T=70),
     Case("scalar", 8, 12, T=70, HV=4, initial_state=True),
     Case("channel", 8, 12, B=1, T=70, lengths=(20, 0, 50), initial_state=True),
+    Case("scalar", 8, 12, T=40, erase="gated", erase_reads="undecayed", num_micro_steps=2, initial_state=True),
 ]
 
 
@@ -21,10 +22,11 @@ CASES = [
 def test_plain_torch_errs_by_the_rounding_of_its_operands(case: Case) -> None:
     inputs, cu_seqlens, *gradients = case_inputs(case, "cpu")
     exact_inputs = {name: None if x is None else x.double() for name, x in inputs.items()}
-    exact = case_results(exact_inputs, *(x.double() for x in gradients), backend="chunkwise", cu_seqlens=cu_seqlens)
+    options = {"cu_seqlens": cu_seqlens, **case.options}
+    exact = case_results(exact_inputs, *(x.double() for x in gradients), backend="chunkwise", **options)
     worst = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        found = plain_torch(inputs, *gradients, cu_seqlens=cu_seqlens, dtype=dtype)
+        found = plain_torch(inputs, *gradients, **options, dtype=dtype)
         assert found.keys() == exact.keys()
         errors = relative_errors({n: x for n, x in found.items() if x.dtype == torch.float32}, exact, inputs)
         worst[dtype] = max(errors.values())

@@ -10,7 +10,7 @@ import torch
 from deltazoo.ops import delta_rule
 from deltazoo.workbench.bench import selfcheck
 from deltazoo.workbench.bench.cold_start import cold_start_rows
-from deltazoo.workbench.bench.selfcheck import Case, Verdict, cases, check_case, run_selfcheck
+from deltazoo.workbench.bench.selfcheck import Case, Verdict, cases, check_case, plain_bounds, run_selfcheck
 from deltazoo.workbench.bench.shapes import Shape
 
 SMALL = [
@@ -76,6 +76,21 @@ def test_results_that_change_from_run_to_run_are_found(monkeypatch: pytest.Monke
     monkeypatch.setattr(selfcheck, "delta_rule", shaky)
     [verdict] = verdicts(SMALL[:1])
     assert not verdict.passed and verdict.tensor == "repeat"
+
+
+@pytest.mark.parametrize("beta", [1.0, 1.5])
+def test_plain_torch_widens_a_bound_for_step_sizes_up_to_1(monkeypatch: pytest.MonkeyPatch, beta: float) -> None:
+    """One key repeats, and plain torch with rounded operands misses the tolerance in d_v and d_beta."""
+    case = Case("channel", 16, 8, T=300, keys="repeated", beta=beta, mean_log_decay=-1e-3, initial_state=True)
+    bounds = plain_bounds(case, "cpu")
+    assert bounds["output"] == case.tolerance < bounds["d_beta"] < 0.5 or beta > 1
+    for factor in (0.99, 1.01):
+        errors = {"d_beta": factor * bounds["d_beta"], "output": 0.99 * case.tolerance, "repeat": 0.0}
+        monkeypatch.setattr(selfcheck, "check_case", lambda *_, errors=errors: errors)
+        [verdict] = verdicts([case])
+        assert verdict.passed == (factor < 1 and beta <= 1)
+        assert verdict.tensor == "d_beta" or verdict.passed
+        assert verdict.tolerance == (case.tolerance if beta > 1 or verdict.tensor == "output" else bounds["d_beta"])
 
 
 def test_an_exception_is_a_failure_with_its_message() -> None:

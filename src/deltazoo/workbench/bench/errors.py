@@ -33,14 +33,16 @@ def plain_torch(
     d_state: Tensor,
     *,
     cu_seqlens: Tensor | None = None,
+    erase_reads: str = "decayed",
+    num_micro_steps: int = 1,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Output, final state and every gradient by the chunk form in torch with the operands of its products rounded.
 
     Args:
-        inputs: q, k, v, beta, and where there are any log_decay and initial_state, as for `delta_rule`.
+        inputs: q, k, v, beta, and where there are any log_decay, initial_state and erase_key, as for `delta_rule`.
         d_output, d_state: gradients of the output and of the final state.
-        cu_seqlens: as for `delta_rule`.
+        cu_seqlens, erase_reads, num_micro_steps: as for `delta_rule`.
         dtype: what operands are rounded to; that of k unless given.
 
     Returns:
@@ -51,11 +53,13 @@ def plain_torch(
     q, k, v, beta = (inputs[name] for name in ("q", "k", "v", "beta"))
     log_decay, initial_state = inputs.get("log_decay"), inputs.get("initial_state")
     assert q is not None and k is not None
-    arguments = (q, k, v, beta, log_decay, q.shape[-1] ** -0.5, initial_state, cu_seqlens, None, False, 1)
+    update = inputs.get("erase_key"), erase_reads == "undecayed", num_micro_steps
+    arguments = (q, k, v, beta, log_decay, q.shape[-1] ** -0.5, initial_state, cu_seqlens, *update)
     with torch.no_grad(), RoundedProducts(dtype or k.dtype):
         output, state, *kept = forward(*arguments)
         gradients = backward(*arguments, *kept, d_output.to(output.dtype), d_state)
-    names = [name for name in ("q", "k", "v", "beta", "log_decay", "initial_state") if inputs.get(name) is not None]
+    every = ("q", "k", "v", "beta", "log_decay", "initial_state", "erase_key")
+    names = [name for name in every if inputs.get(name) is not None]
     return {
         "output": output,
         "final_state": state,

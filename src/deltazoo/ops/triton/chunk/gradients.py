@@ -190,6 +190,11 @@ def chunk_gradients_kernel(
     if HAS_BETA:
         stored = store_step_gradient(d_beta + o_gate, b_beta, b_dL, m_c)
         b_dL = tl.where(below, -b_dL, 0.0)
+        if DECAY == 1:
+            # In the gradient of the decay `e o de` and `k o dk` cancel but for pairs that the decay lies between. So
+            # the rows of dL, for de, and its columns, for dk, are rounded alike: with beta, where d_beta is stored.
+            b_step, b_beta = tl.where(stored, b_beta, 1.0), tl.where(stored, 1.0, b_beta)
+            b_dL *= b_step[:, None]
         if DECAY == 1 and BY_GAIN:
             if tl.load(large_gain + slot) != 0:
                 rest, read = decay_gradient_of_the_rest(
@@ -212,6 +217,8 @@ def chunk_gradients_kernel(
         erase_entry = entry
         if UNDECAYED:
             erase_entry = tl.exp2(b_F)[:, None]
+        if HAS_BETA:
+            erase_entry *= b_step[:, None]
 
     if erase_key is not None and WHOLE:  # a tile ahead by hand: a copy in two buffers takes too much shared memory
         next_e = tl.load(erase_key + o_qk, mask=m_c[:, None] & (o_k < K)[None, :], other=0.0)
