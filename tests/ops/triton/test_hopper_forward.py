@@ -146,7 +146,8 @@ def complete_what_is_left() -> None:
         found, found_final = output.clone(), final.clone()
         found[1, 128:, 1], found_final[1, 1] = float("nan"), state[1, 1]
         left, stopped = cut(200), torch.tensor([[4, 4], [4, 2]], dtype=torch.int32)
-        pipeline.complete(left, stopped, found, found_final)
+        kept = pipeline.Kept.empty(left.plan, left.q, keep=False)
+        pipeline.complete(left, kept, stopped, found, found_final)
         assert torch.equal(found, output) and torch.equal(found_final, final), decay
 
 

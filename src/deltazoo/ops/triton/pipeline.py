@@ -25,7 +25,6 @@ from deltazoo.ops.triton.chunk.prepare import prepare_kernel, prepare_rest_kerne
 from deltazoo.ops.triton.chunk.prepare_channel import prepare_channel_kernel
 from deltazoo.ops.triton.chunk.scan import reverse_scan_kernel, scan_kernel
 from deltazoo.ops.triton.chunk.segments import chain_kernel
-from deltazoo.ops.triton.hopper import support
 from deltazoo.ops.triton.hopper.backward_rest import (
     log_decay_gradient_kernel,
     small_steps_kernel,
@@ -177,7 +176,7 @@ def prepared_fields(plan: Plan) -> tuple[bool, ...]:
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
     """Output, final state, and what the backward pass needs; with `keep` so that it need not scan again."""
     plan, kept = p.plan, Kept.empty(p.plan, p.q, keep)
-    if kept.U is not None and support.RECORDED_FORWARD and serves_forward(p):
+    if kept.U is not None and p.plan.fused_backward and serves_forward(p):
         return *fused_forward(p, kept), kept
     prepare(p, kept)
     starts = p.initial_state if plan.segments == 1 else segment_starts(p, kept)

@@ -47,7 +47,6 @@ __all__ = [
     "FUSED_FORWARD",
     "KEPT_STAGES",
     "MISSING",
-    "RECORDED_FORWARD",
     "async_copy",
     "available",
     "backward_refusal",
@@ -192,9 +191,6 @@ def _stages(free: int, stage: int, late_stage: int) -> dict[str, int]:
 
 FUSED_FORWARD = dict(STAGES=3, STATE_REGISTERS=184, PREPARE_REGISTERS=120, COPY_REGISTERS=24, num_warps=4)
 """Options of the fused forward pass: 219 of 227 KiB of shared memory, and all registers of a multiprocessor."""
-
-RECORDED_FORWARD = True
-"""Whether the fused forward pass serves calls that record gradients. It has run on a model of a thread block only."""
 
 KEPT_STAGES = 2
 """Stages where the fused forward pass keeps something for the backward pass, which takes buffers."""
