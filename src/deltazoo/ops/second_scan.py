@@ -17,7 +17,7 @@ _ACTIVE = ContextVar("scanning_again", default=False)
 
 @contextmanager
 def scanning_again() -> Iterator[None]:
-    """Inside, in this thread, recorded calls keep neither; gradients are the same."""
+    """Inside, in this thread, recorded calls keep neither; gradients are the same, up to rounding."""
     token = _ACTIVE.set(True)
     try:
         yield

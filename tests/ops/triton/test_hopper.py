@@ -57,6 +57,7 @@ class Call:
         with monkeypatch.context() as patch:
             patch.setattr(pipeline, "launch", record)
             patch.setattr(pipeline, "available", lambda _: True)
+            patch.setattr(pipeline, "multiprocessors", lambda _: 132)
             self.run()
         return launches
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltazoo.layers import bounded_step
 from deltazoo.ops import delta_rule
+from deltazoo.ops.second_scan import scanning_again
 
 pytest.importorskip("triton")
 
@@ -286,7 +287,7 @@ def test_in_a_graph_the_gain_decides_at_every_replay(decay: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("decay", DECAYS)
 def test_serves_where_heads_fill_the_card(decay: str) -> None:
-    """Only where nothing is recorded, and within rounding of the kernels that a recorded call takes."""
+    """Within rounding of the kernels that a recorded call takes if its backward pass is to scan again."""
     inputs = shaped(B=8, H=16, decay=decay).make(device="cuda", dtype=torch.bfloat16)
     x = inputs
     plan = Plan(
@@ -295,7 +296,8 @@ def test_serves_where_heads_fill_the_card(decay: str) -> None:
     count = torch.cuda.get_device_properties(0).multi_processor_count
     if forward_refusal(plan, torch.bfloat16, count) is not None:
         pytest.skip("needs a card with up to 213 multiprocessors")
-    recorded = call(replace(inputs, v=inputs.v.clone().requires_grad_()), backend="triton")
+    with scanning_again():
+        recorded = call(replace(inputs, v=inputs.v.clone().requires_grad_()), backend="triton")
     for name, found in call(inputs, backend="triton").items():
         difference = (found - recorded[name]).float().norm() / recorded[name].float().norm()
         assert difference < 2**-7

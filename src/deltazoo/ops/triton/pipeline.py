@@ -1,9 +1,9 @@
 """Which kernels run in which order, and what is kept for the backward pass.
 
 Forward: prepare (chunk-parallel) -> scan (serial over chunks). Backward: scan again for the states, reverse scan, chunk
-gradients (chunk-parallel). Many heads on Hopper take one kernel for the whole forward pass if no gradients are recorded
-(`infer`), and one for all gradients (`fused_gradients`). Where Gluon kernels scan, the forward pass keeps the states,
-unless it is told not to.
+gradients (chunk-parallel). Many heads on Hopper take one kernel for the whole forward pass (`fused_forward`), unless
+the backward pass is to scan again, and one for all gradients (`fused_gradients`). Where Gluon kernels scan, the forward
+pass keeps the states, unless it is told not to.
 
 Few heads and long rows leave most of the GPU idle in the serial scans. Rows are then cut into segments: one scan finds
 each segment's final state X from a zero state, another its transition M (the final state from the identity, without
@@ -176,7 +176,7 @@ def prepared_fields(plan: Plan) -> tuple[bool, ...]:
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
     """Output, final state, and what the backward pass needs; with `keep` so that it need not scan again."""
     plan, kept = p.plan, Kept.empty(p.plan, p.q, keep)
-    if kept.U is not None and p.plan.fused_backward and serves_forward(p):
+    if kept.U is not None and plan.fused_backward and serves_forward(p):
         return *fused_forward(p, kept), kept
     prepare(p, kept)
     starts = p.initial_state if plan.segments == 1 else segment_starts(p, kept)

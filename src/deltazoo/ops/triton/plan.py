@@ -223,7 +223,7 @@ class Plan:
     @per_plan
     def fused_forward(self, initial: bool, keep: bool) -> Constants:
         """The launch of the fused forward pass; `initial`: from a given state, `keep`: a backward pass follows."""
-        options = FUSED_FORWARD | (dict(STAGES=KEPT_STAGES) if keep else {})
+        options = FUSED_FORWARD | dict(STAGES=KEPT_STAGES) if keep else FUSED_FORWARD
         return Constants(
             self.B * self.HV, scale=self.scale, T=self.T, H=self.H, HV=self.HV, DECAY=self.decay == 1, INITIAL=initial,
             BY_GAIN=self.by_gain, KEEP=keep, **options,

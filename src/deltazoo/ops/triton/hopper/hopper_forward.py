@@ -1,4 +1,4 @@
-"""Output and final state in one kernel, from the inputs: the forward pass of calls that keep nothing for gradients.
+"""Output and final state in one kernel, from the inputs, and what the fused backward pass reads if it follows.
 
 One program owns one value head of one sequence and walks through its chunks. Four groups of warps share the work:
 

@@ -202,7 +202,7 @@ with 80 heads of 4096 tokens: 0.17 ms without decay and 0.19 with, where several
 
 @lru_cache(maxsize=1024)
 def forward_refusal(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> str | None:
-    """Why the fused forward pass does not serve a call that keeps nothing for gradients; None if it does."""
+    """Why the fused forward pass does not serve a call, in words; None if it does."""
     reason = refusal(plan)
     if reason is not None:
         return reason
