@@ -84,7 +84,7 @@ CALLS = [
     Call(decay=2, few=True, state=False),
 ]
 MORE_CALLS = [
-    Call(decay=0, strict=False),
+    Call(decay=0, strict=False, dtype=torch.float16),
     Call(decay=2, dtype=torch.float16),
     Call(decay=2, few=True, keep=False),
     Call(decay=1, erase_key=True, keep=False),
