@@ -78,8 +78,6 @@ def by_token(x, RUNS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
 def add_levels(
     b_P,
     b_N,
-    b_qk,
-    b_ek,
     q,
     k,
     erase_key,
@@ -97,10 +95,7 @@ def add_levels(
     UNDECAYED: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
 ):
-    """Add the pairs of the rows that are not `direct`, over some channels, and store these channels of `k_out`.
-
-    `b_qk` and `b_ek` get the diagonals, in which there is no decay.
-    """
+    """Add the pairs of the rows that are not `direct`, over some channels, and store these channels of `k_out`."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     RANGE: tl.constexpr = exponent_range(DTYPE)
     o_qk, o_gk = o_c[:, None] * q_stride + o_k[None, :], o_c[:, None] * g_stride + o_k[None, :]
@@ -120,9 +115,10 @@ def add_levels(
     b_g = log2_decay(log_decay + o_gate, m_gate)
     b_k_out = b_k * tl.exp2(masked_sum((other > row).to(DTYPE), b_g))
     tl.store(k_out + o_gk, b_k_out.to(DTYPE), mask=m_ck)
-    b_qk += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+    b_qk = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+    b_P += tl.where(row == other, b_qk[:, None], 0.0)
     if HAS_BETA:  # for the erase gain
-        b_ek += tl.sum(b_e.to(tl.float32) * b_k.to(tl.float32), 1)
+        b_N += tl.where(row == other, tl.sum(b_e.to(tl.float32) * b_k.to(tl.float32), 1)[:, None], 0.0)
 
     # Within blocks of 16 rows: those in range from the block's start take one product.
     same = (row >> 4) == (other >> 4)
@@ -138,32 +134,18 @@ def add_levels(
             decay = tl.exp2(masked_sum((same & (other < row)).to(DTYPE), b_g))
             decay = tl.where(near, decay, 0.0)
         b_N += tl.where(pairs, tl.dot((b_e * decay).to(DTYPE), k_written, input_precision=PRECISION), 0.0)
-    # The others take the levels of blocks of 2 to 16 rows.
+    # All others take the levels; those below 4 are of pairs within such a block.
     all_near = tl.min((near | (direct != 0)).to(tl.int32))
-    for level in tl.range(4 * all_near, 4, num_stages=1):
+    for level in tl.range(4 * all_near, 6, num_stages=1):
         f = level_factor(b_g, o_c, level, DTYPE)
         pairs = level_mask(o_c, level)
         k_f = tl.trans((b_k * f).to(DTYPE))
         f_read = undecayed_level_factor(b_g, o_c, level, DTYPE) if UNDECAYED else f
-        f, f_read = tl.where(near, 0.0, f), tl.where(near, 0.0, f_read)
+        f, f_read = tl.where(near & (level < 4), 0.0, f), tl.where(near & (level < 4), 0.0, f_read)
         b_P += tl.where(pairs, tl.dot((b_q * f).to(DTYPE), k_f, input_precision=PRECISION), 0.0)
         if HAS_BETA:
             b_N += tl.where(pairs, tl.dot((b_e * f_read).to(DTYPE), k_f, input_precision=PRECISION), 0.0)
-    # Pairs of two blocks of 16 take the levels of 32 and 64 rows; in the latter zeros stand for a mask.
-    f = level_factor(b_g, o_c, 4, DTYPE)
-    pairs = level_mask(o_c, 4)
-    k_f = tl.trans((b_k * f).to(DTYPE))
-    b_P += tl.where(pairs, tl.dot((b_q * f).to(DTYPE), k_f, input_precision=PRECISION), 0.0)
-    if HAS_BETA:
-        f = undecayed_level_factor(b_g, o_c, 4, DTYPE) if UNDECAYED else f
-        b_N += tl.where(pairs, tl.dot((b_e * f).to(DTYPE), k_f, input_precision=PRECISION), 0.0)
-    f = level_factor(b_g, o_c, 5, DTYPE)
-    k_f = tl.trans(tl.where(row < 32, b_k * f, 0.0).to(DTYPE))
-    b_P = tl.dot(tl.where(row < 32, 0.0, b_q * f).to(DTYPE), k_f, b_P, input_precision=PRECISION)
-    if HAS_BETA:
-        f = undecayed_level_factor(b_g, o_c, 5, DTYPE) if UNDECAYED else f
-        b_N = tl.dot(tl.where(row < 32, 0.0, b_e * f).to(DTYPE), k_f, b_N, input_precision=PRECISION)
-    return b_P, b_N, b_qk, b_ek
+    return b_P, b_N
 
 
 @triton.jit
@@ -231,8 +213,6 @@ def prepare_chunk(
         b_beta = tl.load(beta + first * HV + i_h + o_c * HV, mask=m_c, other=0.0).to(tl.float32)
     b_P = tl.zeros([C, C], dtype=tl.float32)
     b_N = tl.zeros([C, C], dtype=tl.float32)
-    b_qk = tl.zeros([C], dtype=tl.float32)
-    b_ek = tl.zeros([C], dtype=tl.float32)
     flag = tl.full([], 0, tl.int32)
     for tile in tl.static_range((K + BK - 1) // BK):
         o_k = tile * BK + tl.arange(0, BK)
@@ -279,10 +259,11 @@ def prepare_chunk(
         if HAS_BETA:
             N = tl.dot(by_token(k_read, RUNS, C, BK), k_written, input_precision=PRECISION)
             if UNDECAYED:  # for the erase gain, which has no decay in it
-                gains = tl.sum(b_e.to(tl.float32) * b_k.to(tl.float32), 1)
-                N = tl.where(diagonal, by_token(gains[:, None], RUNS, C, 1), N)
+                b_ek = tl.sum(b_e.to(tl.float32) * b_k.to(tl.float32), 1)
+                N = tl.where(diagonal, by_token(b_ek[:, None], RUNS, C, 1), N)
         if tl.float32 == DTYPE:
-            P = tl.where(diagonal, by_token(tl.sum(b_q * b_k, 1)[:, None], RUNS, C, 1), P)
+            b_qk = by_token(tl.sum(b_q * b_k, 1)[:, None], RUNS, C, 1)
+            P = tl.where(diagonal, b_qk, P)
         if STRONG:
             direct = by_token(tl.min(b_G, 1)[:, None], RUNS, C, 1) >= -RANGE
             b_P += tl.where(direct, P, 0.0)
@@ -290,18 +271,15 @@ def prepare_chunk(
             for i in tl.range(0, level_tiles, num_stages=1):
                 o_l = tile * BK + i * LEVEL_BK + tl.arange(0, LEVEL_BK)
                 m_ck = (o_c < rows)[:, None] & (o_l < K)[None, :]
-                b_P, b_N, b_qk, b_ek = add_levels(
-                    b_P, b_N, b_qk, b_ek, q, k, erase_key, log_decay, k_out, first, o_c, o_l, m_ck, q_stride, g_stride,
-                    direct, HAS_BETA, PRECISION, UNDECAYED, MICRO_STEPS,
+                b_P, b_N = add_levels(
+                    b_P, b_N, q, k, erase_key, log_decay, k_out, first, o_c, o_l, m_ck, q_stride, g_stride, direct,
+                    HAS_BETA, PRECISION, UNDECAYED, MICRO_STEPS,
                 )  # fmt: skip
         elif tile == 0:
             b_P, b_N = P, N
         else:
             b_P += P
             b_N += N
-    if STRONG:
-        b_P += tl.where(diagonal, b_qk[:, None], 0.0)
-        b_N += tl.where(diagonal, b_ek[:, None], 0.0)
     store_scores(tl.where(diagonal | below, b_P * scale, 0.0), AP, slot, C, HAS_BETA)
     if HAS_BETA:
         tl.store(chunk_beta + slot * C + o_c, b_beta)
