@@ -247,9 +247,12 @@ def test_many_cases(case: DeltaRuleCase, dtype: torch.dtype, monkeypatch: pytest
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "case", [SHORT, replace(SHORT, name="fresh", decay="none", initial_state=False, T=128)], ids=str
+    "case",
+    [replace(SHORT, name="two_heads", H=2), replace(SHORT, name="fresh", decay="none", initial_state=False, T=128)],
+    ids=str,
 )
 def test_recorded_forward_pass(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a large gain in one head, whose L lies among the other's states."""
     kernels = {"hopper_forward_kernel", "prepare_rest_kernel", "invert_kernel", "hopper_scan_kernel", "backward_kernel"}
     judge(case, torch.bfloat16, monkeypatch, kernels, some_zero_and_large)
 

@@ -226,7 +226,8 @@ def serves_forward(p: Problem) -> bool:
 def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor, final: Tensor) -> None:
     """The chunks that the fused forward pass left, with the strict kernels, from the states in `final`."""
     plan = p.plan
-    strict_L = p.float32(plan.slots, CHUNK, CHUNK)
+    # With heads of 128 the rows of L are as long as those of the states, which the last launch stores over them.
+    strict_L = p.float32(plan.slots, CHUNK, CHUNK) if kept.states is None else kept.states[0].view(torch.float32)
     launch(
         prepare_rest_kernel, plan.prepare_rest(),
         p.q, p.k, p.beta, p.log_decay, stopped, kept.AP, kept.beta, kept.G, kept.large_gain, strict_L,

@@ -256,7 +256,7 @@ class Plan:
     def invert(self) -> Constants:
         """The launch for the inverse of strict chunks."""
         grid, neighbours = self.neighbour_grid()
-        return Constants(*grid, C=CHUNK, **neighbours, **self.tiles.invert)
+        return Constants(*grid, HV=self.HV, C=CHUNK, **neighbours, **self.tiles.invert)
 
     @per_plan
     def scan(

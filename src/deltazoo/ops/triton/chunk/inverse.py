@@ -132,16 +132,26 @@ def store_strict(L, AP, C: tl.constexpr):
 
 
 @triton.jit
+def strict_L_offsets(slot, i_h, HV, C: tl.constexpr):
+    """Where the rows of a chunk's L lie, in `[B, NT * C, HV, C]`.
+
+    Heads are side by side, as in the states by token, so that L can lie where those of its own chunk will be
+    (`pipeline.complete`) and spares those of other heads.
+    """
+    o_c = tl.arange(0, C)
+    return (slot - i_h) * (C * C) + i_h * C + o_c[:, None] * (HV * C) + o_c[None, :]
+
+
+@triton.jit
 def store_inverse(
-    L, gain, AP, large_gain, strict_L, slot,
+    L, gain, AP, large_gain, strict_L, slot, i_h, HV,
     C: tl.constexpr, STRICT: tl.constexpr, BY_GAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the transposed inverse of a fast chunk, or L of a strict one, which `invert_kernel` inverts.
 
     With BY_GAIN the erase gain decides, and the decision is stored in `large_gain` for later kernels.
     """
-    o_c = tl.arange(0, C)
-    o_cc = slot * (C * C) + o_c[:, None] * C + o_c[None, :]
+    o_cc = strict_L_offsets(slot, i_h, HV, C)
     AP += slot * (2 * C * C)
     if BY_GAIN:
         large = gain > MAX_FAST_GAIN
@@ -156,14 +166,14 @@ def store_inverse(
         store_fast(L, AP, C, PRECISION)
 
 
-@triton.jit(do_not_specialize=["chunks", "slots"])
-def invert_kernel(large_gain, strict_L, AP, chunks, slots, C: tl.constexpr):
+@triton.jit(do_not_specialize=["chunks", "slots", "HV"])
+def invert_kernel(large_gain, strict_L, AP, chunks, slots, HV, C: tl.constexpr):
     """The strict inverse of all chunks whose `large_gain` is set, or of all chunks if `large_gain` is None.
 
     One program handles up to 16 neighbouring `chunks`, of `slots` in all. A separate kernel, because this takes more
     registers than the rest of the preparation has (docs/log.md). Grid (programs,).
     """
-    start, o, o_c = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16), tl.arange(0, C)
+    start, o = tl.program_id(0).to(tl.int64) * chunks, tl.arange(0, 16)
     count = tl.minimum(slots - start, chunks).to(tl.int32)
     if large_gain is not None:
         large = tl.load(large_gain + start + o, mask=o < count, other=0)
@@ -172,7 +182,7 @@ def invert_kernel(large_gain, strict_L, AP, chunks, slots, C: tl.constexpr):
     for i in tl.range(0, count, num_stages=1):
         slot = start + i
         if large_gain is None or tl.load(large_gain + slot) != 0:
-            L = tl.load(strict_L + slot * (C * C) + o_c[:, None] * C + o_c[None, :])
+            L = tl.load(strict_L + strict_L_offsets(slot, slot % HV, HV, C))
             # Adding L to a product of zeros distributes it over the threads as `inverse` needs it.
             none = tl.zeros([C, 16], dtype=AP.dtype.element_ty)
             L = tl.dot(none, tl.trans(none), L)

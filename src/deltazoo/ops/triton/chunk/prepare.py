@@ -78,7 +78,9 @@ def prepare_chunk(
             if UNDECAYED:
                 D = tl.exp2(decay_before(b_G)[:, None] - b_G[None, :])
             L *= D
-        store_inverse(tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, C, STRICT, BY_GAIN, PRECISION)
+        store_inverse(
+            tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, i_h, HV, C, STRICT, BY_GAIN, PRECISION
+        )
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "HV"])

@@ -289,7 +289,9 @@ def prepare_chunk(
             if erase_key is not None:  # of any two tokens: together they can turn the state over
                 gains = tl.abs(tl.where(diagonal | below, L, 0.0))
             gain = tl.max(tl.max(gains, 1), 0)
-        store_inverse(tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, C, STRICT, BY_GAIN, PRECISION)
+        store_inverse(
+            tl.where(below, L, 0.0), gain, AP, large_gain, strict_L, slot, i_h, HV, C, STRICT, BY_GAIN, PRECISION
+        )
     return flag
 
 
