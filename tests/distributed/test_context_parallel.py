@@ -79,6 +79,7 @@ import torch
 import torch.distributed as dist
 from deltazoo.ops import ContextParallel, delta_rule
 
+sys.path.insert(0, sys.argv[1])
 from one_thread_gloo import ONE_THREAD_GLOO
 
 dist.init_process_group(ONE_THREAD_GLOO)
@@ -185,7 +186,7 @@ def test_a_rank_that_dies_ends_the_others() -> None:
 @pytest.mark.slow
 @pytest.mark.feature("torch.compile without graph breaks")
 def test_compiled_code_exchanges_too() -> None:
-    run_processes(2, "--no-python", sys.executable, "-c", COMPILED)
+    run_processes(2, "--no-python", sys.executable, "-c", COMPILED, str(Path(__file__).parents[1]))
 
 
 @pytest.mark.gpu
