@@ -329,7 +329,7 @@ def _missing(results: TextResults | None, recipe: TextRecipe) -> str:
         names = "; ".join(
             configuration_label(name) for name, seed in results.configurations if name in unmeasured and not seed
         )
-        lines.append(f"The costs of {len(unmeasured)} trained models are not measured: {names}.")
+        lines.append(f"Not measured: the costs of {names}.")
     return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
 
 
