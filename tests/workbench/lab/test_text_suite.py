@@ -627,7 +627,7 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
         speeds = f"{result.tokens_per_second:,.0f} | - | {result.decoding_figure(1)} | {result.decoding_figure(2)}"
         speeds += f" | {result.state_bytes['64'] / 2**20:.1f}"
         assert re.search(rf"\| {re.escape(configuration_label(name))} .*\| {re.escape(speeds)} \|", costs)
-    assert "are not measured" not in page and "| decoding 2 rows |" in choices
+    assert "Not measured" not in page and "| decoding 2 rows |" in choices
 
     unmeasured = tmp_path / "unmeasured.jsonl"
     unmeasured.write_text("".join(without("costs", finished)))
@@ -636,10 +636,10 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     assert "## Costs" not in page and "text_cost.png" not in page
     choices = page.split("## Which rule for what")[1].split("##")[0]
     assert "| recall" in choices and "| training" not in choices and "| decoding" not in choices
-    assert "The costs of 2 trained models are not measured: DeltaNet; softmax attention." in page
+    assert "Not measured: the costs of DeltaNet; softmax attention." in page
     results.add(replace(finished.costs["softmax"], training_steps=RECIPE.steps))
     page = write_text_page(tmp_path / "text.md", results, manifest, images=images).read_text()
-    assert "The costs of 1 trained models are not measured: DeltaNet." in page
+    assert "Not measured: the costs of DeltaNet." in page
     best = f"| {configuration_label('softmax')} | {finished.costs['softmax'].decoding_figure(1)} tokens/s | - |"
     assert f"| decoding 1 row {best}" in page
     costs = page.split("## Costs")[1].split("##")[0]
