@@ -287,6 +287,14 @@ def _costs(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> s
     if longer:
         names = _listed(longer, len(longer))
         note += f" Training speed and memory of all steps, not the first {recipe.rungs[0]:,}: {names}."
+    commits: dict[str, list[str]] = {}
+    for name in ranked:
+        if name in results.costs:
+            commits.setdefault(results.costs[name].environment.commit[:7], []).append(name)
+    if len(commits) > 1:
+        most = max(commits, key=lambda commit: len(commits[commit]))
+        others = (f"{_listed(names, len(names))} (`{commit}`)" for commit, names in commits.items() if commit != most)
+        note += f" At commit `{most}`, but for {'; '.join(others)}: kernels may differ from commit to commit."
     return table(header, rows, text_columns=1) + "\n" + filled(note) + "\n"
 
 
