@@ -8,7 +8,7 @@ One program owns one value head of one sequence and walks through its chunks. Fo
 * twice four warps carry the state of 64 value channels each (`carry_state`), transposed, in registers.
 
 With `T = (diag(1 / beta) + L)^-1 = [[T11, 0], [-T22 L21 T11, T22]]` the corrections are U = T R with R = v - k_in S.
-The last block of T is never computed:
+The last block of T is computed only where the backward pass is to read it:
 
     U1 = T11 R1    U2 = T22 (R2 - L21 U1)
 
