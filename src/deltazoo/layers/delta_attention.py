@@ -86,8 +86,8 @@ class DeltaRuleAttention(Float32Parameters):
         layer_idx: the layer's number in `past_key_values`.
         num_layers: of the model, for rules that depend on the depth of the layer (`lightning_attention`).
         backend: of the operator: None, "triton", "chunkwise" or "reference".
-        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, decay gates, gates per channel and the output
-            norm (`deltazoo.ops.fused`). None: Triton where it runs, plain torch elsewhere.
+        fused_kernels: Triton kernels around the operator (`deltazoo.ops.fused`): for convolutions, norms, gates, step
+            sizes, the keys of some rules and the rotary embedding. None: Triton where it runs, plain torch elsewhere.
 
     Raises:
         ValueError: options of the wrong type or that are not finite, sizes that do not fit together, options the
