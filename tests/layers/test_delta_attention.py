@@ -582,16 +582,16 @@ def test_hooks_of_a_convolution_see_every_token() -> None:
 
 
 def test_report_tells_which_kernels_run_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    support = pytest.importorskip("deltazoo.ops.triton.hopper.support")
+    gluon = pytest.importorskip("deltazoo.ops.triton.hopper.gluon")
     device, bf16 = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert describe_kernels(device, bf16, 128, 128) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(support, "MISSING", None)
+    monkeypatch.setattr(gluon, "MISSING", None)
     assert describe_kernels(device, bf16, 128, 128) == "kernels for Hopper"
     assert describe_kernels(device, bf16, 64, 128) == (
         "plain Triton kernels, since heads have 64 key and 128 value channels, not 128"
     )
     assert describe_kernels(device, torch.float32, 128, 128) == "plain Triton kernels, since inputs are float32"
-    monkeypatch.setattr(support, "MISSING", "Triton 9.9 lacks a part of Gluon")
+    monkeypatch.setattr(gluon, "MISSING", "Triton 9.9 lacks a part of Gluon")
     assert describe_kernels(device, bf16, 128, 128) == "plain Triton kernels, since Triton 9.9 lacks a part of Gluon"

@@ -86,8 +86,8 @@ class DeltaRuleAttention(Float32Parameters):
         layer_idx: the layer's number in `past_key_values`.
         num_layers: of the model, for rules that depend on the depth of the layer (`lightning_attention`).
         backend: of the operator: None, "triton", "chunkwise" or "reference".
-        fused_kernels: Triton kernels for convolution, SiLU and L2 norm, decay gates, gates per channel and the output
-            norm (`deltazoo.ops.fused`). None: Triton where it runs, plain torch elsewhere.
+        fused_kernels: Triton kernels around the operator (`deltazoo.ops.fused`): for convolutions, norms, gates, step
+            sizes, the keys of some rules and the rotary embedding. None: Triton where it runs, plain torch elsewhere.
 
     Raises:
         ValueError: options of the wrong type or that are not finite, sizes that do not fit together, options the
@@ -235,6 +235,29 @@ class DeltaRuleAttention(Float32Parameters):
             for name in ("_projected", "_output_gate"):
                 vars(self).pop(name, None)
 
+    def _describe(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        sequences: Sequences | None,
+        past: StateAccess,
+    ) -> Sequences:
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {tuple(hidden_states.shape)}")
+        if sequences is None:
+            batch_size, num_tokens = hidden_states.shape[:2]
+            if self.context is not None:
+                check = partial(_check_shared, attention_mask, past)
+                rows = (batch_size, num_tokens, cu_seqlens)
+                return describe_shared(self.context, *rows, check, fills_cache=past.wanted)
+            return describe_sequences(batch_size, num_tokens, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
+        if attention_mask is not None or cu_seqlens is not None:
+            raise ValueError(
+                "sequences already says where sequences begin: pass no attention_mask or cu_seqlens beside it"
+            )
+        return sequences
+
     def _mix(self, x: Tensor, past: StateAccess, sequences: Sequences, rotary: Rotary | None) -> Tensor:
         projected = q, k, v = self._project(x, isinstance(sequences, SharedSequences))
         q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
@@ -277,29 +300,6 @@ class DeltaRuleAttention(Float32Parameters):
         inputs = inputs.first(count).mask_padding(sequences)
         inputs, auxiliary = self.with_auxiliary_state(x[:, :count], inputs, past, sequences)
         return MixerState(conv_state, self.apply_rule(inputs, past, sequences).final_state, auxiliary)
-
-    def _describe(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        sequences: Sequences | None,
-        past: StateAccess,
-    ) -> Sequences:
-        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {tuple(hidden_states.shape)}")
-        if sequences is None:
-            batch_size, num_tokens = hidden_states.shape[:2]
-            if self.context is not None:
-                check = partial(_check_shared, attention_mask, past)
-                rows = (batch_size, num_tokens, cu_seqlens)
-                return describe_shared(self.context, *rows, check, fills_cache=past.wanted)
-            return describe_sequences(batch_size, num_tokens, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
-        if attention_mask is not None or cu_seqlens is not None:
-            raise ValueError(
-                "sequences already says where sequences begin: pass no attention_mask or cu_seqlens beside it"
-            )
-        return sequences
 
     def _project(self, x: Tensor, shared: bool) -> Sequence[Tensor]:
         """Queries, keys and values; where gradients are recorded, with the other maps of x, for `project`."""
@@ -435,20 +435,6 @@ class DeltaRuleAttention(Float32Parameters):
         a = _per_head(self.project("f_proj", hidden_states), self.head_k_dim)
         return recomputable(self._decay, a, self.A_log, self.dt_bias)
 
-    def step_form(self) -> StepForm | None:
-        """What the kernel of a decoding step has to know of the rule; None: it cannot compute it.
-
-        Decoding steps run fused in a class that defines this itself, not by inheritance. A subclass may if the form
-        says all that it changes of the rule; nothing checks that.
-        """
-        if self.spec.decay == "none":
-            return StepForm("none")
-        gate = "a_proj" if self.spec.decay == "scalar" else "f_proj"
-        for name in ("softplus", "saturating"):
-            if getattr(self, "decay_gate", None) is decay.DECAY_GATES[name]:
-                return StepForm(name, gate)
-        return None
-
     def _decay(self, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
         saturating = self.decay_gate is decay.saturating_decay
         if (saturating or self.decay_gate is decay.softplus_decay) and self.runs_fused(a):
@@ -490,6 +476,58 @@ class DeltaRuleAttention(Float32Parameters):
 
     def _compute_output_gate(self, hidden_states: Tensor) -> None:
         vars(self)["_output_gate"] = self.project("g_proj", hidden_states)
+
+    def _default_head_dim(self) -> int:
+        if self.num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, got {self.num_heads}")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"{type(self).__name__} takes head_dim = hidden_size / num_heads unless given, but hidden_size="
+                f"{self.hidden_size} is no multiple of num_heads={self.num_heads}: pass head_dim"
+            )
+        return self.hidden_size // self.num_heads
+
+    def _unit_heads(self, normalize: bool) -> int:
+        """Channels per head that the convolution normalises, 0 if it does not. A rotation afterwards keeps the norm."""
+        return self.head_k_dim if normalize else 0
+
+    def make_decay_gate(self) -> None:
+        """Make the parameters that `log_decay` reads. A subclass that overrides one overrides both."""
+        if self.spec.decay == "none":
+            return
+        if self.spec.decay == "scalar":
+            channels = self.num_v_heads
+            self.a_proj = nn.Linear(self.hidden_size, channels, bias=False)
+        else:
+            channels = self.num_v_heads * self.head_k_dim
+            self.f_proj = self.low_rank(channels, bias=False)
+        for name, size in (("A_log", self.num_v_heads), ("dt_bias", channels)):
+            self.register_parameter(name, nn.Parameter(torch.empty(size, dtype=torch.float32)))
+        self.decay_gate = function_of("decay_gate", self.spec.decay_gate, decay.DECAY_GATES)
+        if self.decay_lower_bound is not None:
+            self.decay_gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
+
+    def _make_output_gate(self, norm_eps: float) -> None:
+        if self.spec.output_gate == "none":
+            self.o_norm: RMSNorm = RMSNorm(self.head_v_dim, norm_eps, fused=self.fused_kernels)
+            return
+        value_dim = self.num_v_heads * self.head_v_dim
+        self.g_proj: nn.Module = (
+            nn.Linear(self.hidden_size, value_dim, bias=False)
+            if self.spec.output_gate == "full"
+            else self.low_rank(value_dim, bias=True)
+        )
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, self.spec.gate_activation, fused=self.fused_kernels)
+
+    def low_rank(self, channels: int, *, bias: bool, rank: int | None = None) -> nn.Sequential:
+        """Two linear maps of a rank, `head_v_dim` unless given; the released KDA models have a bias in the output gate
+        only.
+        """
+        rank = self.head_v_dim if rank is None else rank
+        return nn.Sequential(
+            nn.Linear(self.hidden_size, rank, bias=False),
+            nn.Linear(rank, channels, bias=bias),
+        )
 
     def make_parameters(self) -> None:
         """Make the parameters and modules that a subclass adds. Sizes and options are set when this is called.
@@ -546,64 +584,26 @@ class DeltaRuleAttention(Float32Parameters):
         kept = channels * (self.conv_size - 1) if self.conv_size else 0
         return self.num_state_elements * torch.float32.itemsize + kept * dtype.itemsize
 
+    def step_form(self) -> StepForm | None:
+        """What the kernel of a decoding step has to know of the rule; None: it cannot compute it.
+
+        Decoding steps run fused in a class that defines this itself, not by inheritance. A subclass may if the form
+        says all that it changes of the rule; nothing checks that.
+        """
+        if self.spec.decay == "none":
+            return StepForm("none")
+        gate = "a_proj" if self.spec.decay == "scalar" else "f_proj"
+        for name in ("softplus", "saturating"):
+            if getattr(self, "decay_gate", None) is decay.DECAY_GATES[name]:
+                return StepForm(name, gate)
+        return None
+
     def use_runtime(self, options: RuntimeOptions) -> None:
         """Run with other `backend` and `fused_kernels`; ValueError if an activation has no kernel."""
         self.backend, self.fused_kernels = options.backend, options.fused_kernels
         for child in self.children():
             if isinstance(child, (ShortConvolution, RMSNorm)):
                 child.set_fused(options.fused_kernels)
-
-    def _default_head_dim(self) -> int:
-        if self.num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {self.num_heads}")
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"{type(self).__name__} takes head_dim = hidden_size / num_heads unless given, but hidden_size="
-                f"{self.hidden_size} is no multiple of num_heads={self.num_heads}: pass head_dim"
-            )
-        return self.hidden_size // self.num_heads
-
-    def _unit_heads(self, normalize: bool) -> int:
-        """Channels per head that the convolution normalises, 0 if it does not. A rotation afterwards keeps the norm."""
-        return self.head_k_dim if normalize else 0
-
-    def make_decay_gate(self) -> None:
-        """Make the parameters that `log_decay` reads. A subclass that overrides one overrides both."""
-        if self.spec.decay == "none":
-            return
-        if self.spec.decay == "scalar":
-            channels = self.num_v_heads
-            self.a_proj = nn.Linear(self.hidden_size, channels, bias=False)
-        else:
-            channels = self.num_v_heads * self.head_k_dim
-            self.f_proj = self.low_rank(channels, bias=False)
-        for name, size in (("A_log", self.num_v_heads), ("dt_bias", channels)):
-            self.register_parameter(name, nn.Parameter(torch.empty(size, dtype=torch.float32)))
-        self.decay_gate = function_of("decay_gate", self.spec.decay_gate, decay.DECAY_GATES)
-        if self.decay_lower_bound is not None:
-            self.decay_gate = partial(decay.bounded_decay, lower_bound=self.decay_lower_bound)
-
-    def _make_output_gate(self, norm_eps: float) -> None:
-        if self.spec.output_gate == "none":
-            self.o_norm: RMSNorm = RMSNorm(self.head_v_dim, norm_eps, fused=self.fused_kernels)
-            return
-        value_dim = self.num_v_heads * self.head_v_dim
-        self.g_proj: nn.Module = (
-            nn.Linear(self.hidden_size, value_dim, bias=False)
-            if self.spec.output_gate == "full"
-            else self.low_rank(value_dim, bias=True)
-        )
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, self.spec.gate_activation, fused=self.fused_kernels)
-
-    def low_rank(self, channels: int, *, bias: bool, rank: int | None = None) -> nn.Sequential:
-        """Two linear maps of a rank, `head_v_dim` unless given; the released KDA models have a bias in the output gate
-        only.
-        """
-        rank = self.head_v_dim if rank is None else rank
-        return nn.Sequential(
-            nn.Linear(self.hidden_size, rank, bias=False),
-            nn.Linear(rank, channels, bias=bias),
-        )
 
     def extra_repr(self) -> str:
         """Variant and shape, for printing."""

@@ -31,7 +31,7 @@ from deltazoo.ops.transforms import transforming
 __all__ = ["level_of", "run_block"]
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product", "scaled_dot_product")
-"""Beginnings of the names of torch's operators whose results the middle level keeps under `torch.compile`."""
+"""Beginnings of the names of torch's operators whose results `elementwise` and `states` keep under `torch.compile`."""
 
 _OWN_PRODUCTS = ("triton_delta_rule", "segment_", "transition_product", "rms_norm_linear", "add_rms_norm")
 """The same for the project's own: the rule, a norm with its linear map, and a norm that adds to the residual stream."""

@@ -67,7 +67,8 @@ def describe_kernels(device: torch.device, dtype: torch.dtype, K: int, V: int) -
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    from deltazoo.ops.triton.hopper.support import MISSING, input_refusal
+    from deltazoo.ops.triton.hopper.gluon import MISSING
+    from deltazoo.ops.triton.hopper.served_calls import input_refusal
 
     obstacle = MISSING or input_refusal(K, V, dtype != torch.float32)
     return "kernels for Hopper" if obstacle is None else f"plain Triton kernels, since {obstacle}"

@@ -18,8 +18,9 @@ from ops.triton.gluon_compile import SHARED_MEMORY, compile_kernel  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
-from deltazoo.ops.triton.hopper import support  # noqa: E402
-from deltazoo.ops.triton.hopper.support import MISSING, refusal  # noqa: E402
+from deltazoo.ops.triton.hopper import gluon  # noqa: E402
+from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
+from deltazoo.ops.triton.hopper.served_calls import refusal  # noqa: E402
 from deltazoo.ops.triton.launch import Constants  # noqa: E402
 from deltazoo.ops.triton.plan import Plan  # noqa: E402
 
@@ -142,25 +143,25 @@ def test_an_empty_batch_is_left_to_plain_triton() -> None:
 
 
 def test_tensors_without_data_need_no_card() -> None:
-    support.available.cache_clear()
-    assert torch.cuda.is_available() or not support.available(torch.device("cuda", 0))
+    gluon.available.cache_clear()
+    assert torch.cuda.is_available() or not gluon.available(torch.device("cuda", 0))
 
 
 def test_a_triton_without_gluon_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "MISSING", "a name has moved")
+    monkeypatch.setattr(gluon, "MISSING", "a name has moved")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    for cached in (support.available, support._warn_once):
+    for cached in (gluon.available, gluon._warn_once):
         cached.cache_clear()
     with pytest.warns(UserWarning, match="a name has moved. Plain Triton kernels") as told:
-        assert not any(support.available(torch.device("cuda", i)) for i in range(2))
+        assert not any(gluon.available(torch.device("cuda", i)) for i in range(2))
     assert len(told) == 1
-    for cached in (support.available, support._warn_once):
+    for cached in (gluon.available, gluon._warn_once):
         cached.cache_clear()
 
 
 def no_kernels() -> bool:
-    return not torch.cuda.is_available() or not support.available(torch.device("cuda", 0))
+    return not torch.cuda.is_available() or not gluon.available(torch.device("cuda", 0))
 
 
 def shaped(name: str, **options: object) -> DeltaRuleCase:

@@ -24,8 +24,9 @@ from ops.triton.test_hopper import Call, launched_kernels, no_kernels, sizes  # 
 from deltazoo.ops import DeltaRuleOutput, delta_rule  # noqa: E402
 from deltazoo.ops.second_scan import scanning_again  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
-from deltazoo.ops.triton.hopper import support  # noqa: E402
-from deltazoo.ops.triton.hopper.support import MISSING, backward_refusal  # noqa: E402
+from deltazoo.ops.triton.hopper import served_calls  # noqa: E402
+from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
+from deltazoo.ops.triton.hopper.served_calls import backward_refusal  # noqa: E402
 from deltazoo.ops.triton.plan import plan_for  # noqa: E402
 
 pytestmark = [
@@ -145,12 +146,12 @@ def test_says_why_a_call_takes_several_kernels() -> None:
 
 @pytest.fixture
 def few_heads_suffice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(support, "MIN_HEADS", 1)
-    monkeypatch.setattr(support, "MIN_BUSY", 0.0)
-    for cached in (plan_for, support.forward_refusal):
+    monkeypatch.setattr(served_calls, "MIN_HEADS", 1)
+    monkeypatch.setattr(served_calls, "MIN_BUSY", 0.0)
+    for cached in (plan_for, served_calls.forward_refusal):
         cached.cache_clear()
     yield
-    for cached in (plan_for, support.forward_refusal):
+    for cached in (plan_for, served_calls.forward_refusal):
         cached.cache_clear()
 
 

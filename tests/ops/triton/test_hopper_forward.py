@@ -24,7 +24,8 @@ from deltazoo.ops.second_scan import scanning_again
 pytest.importorskip("triton")
 
 from deltazoo.ops.triton import pipeline, plan  # noqa: E402
-from deltazoo.ops.triton.hopper.support import MISSING, forward_refusal  # noqa: E402
+from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
+from deltazoo.ops.triton.hopper.served_calls import forward_refusal  # noqa: E402
 from deltazoo.ops.triton.launch import Constants  # noqa: E402
 from deltazoo.ops.triton.plan import Plan, sizes_of  # noqa: E402
 
@@ -166,7 +167,7 @@ def test_completes_what_is_left_interpreted() -> None:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few heads take the fused kernel too."""
-    from deltazoo.ops.triton.hopper.support import available
+    from deltazoo.ops.triton.hopper.gluon import available
 
     if not available(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper GPU and a Triton with Gluon")

@@ -22,11 +22,8 @@ from ptx.thread_block import Program  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.triton import pipeline  # noqa: E402
-from deltazoo.ops.triton.hopper.support import (  # noqa: E402
-    MISSING,
-    available,
-    channel_gradients_refusal,
-)
+from deltazoo.ops.triton.hopper.gluon import MISSING, available  # noqa: E402
+from deltazoo.ops.triton.hopper.served_calls import channel_gradients_refusal  # noqa: E402
 from deltazoo.ops.triton.launch import Constants  # noqa: E402
 from deltazoo.ops.triton.plan import Plan  # noqa: E402
 

@@ -30,8 +30,8 @@ from ops.triton.test_compiled_code import Modelled  # noqa: E402
 
 from deltazoo.ops import delta_rule  # noqa: E402
 from deltazoo.ops.triton import pipeline, plan  # noqa: E402
-from deltazoo.ops.triton.hopper import support  # noqa: E402
-from deltazoo.ops.triton.hopper.support import MISSING  # noqa: E402
+from deltazoo.ops.triton.hopper import served_calls  # noqa: E402
+from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
 from deltazoo.ops.triton.launch import Constants, Tile  # noqa: E402
 
 pytestmark = [
@@ -121,8 +121,8 @@ def results(
         patch.setattr(pipeline, "launch", model.launch)
         patch.setattr(pipeline, "available", lambda _: True)
         patch.setattr(pipeline, "multiprocessors", lambda _: 132)
-        patch.setattr(support, "MIN_HEADS", 1)
-        patch.setattr(support, "MIN_BUSY", 0.0)
+        patch.setattr(served_calls, "MIN_HEADS", 1)
+        patch.setattr(served_calls, "MIN_BUSY", 0.0)
         patch.setattr(Tensor, "new_empty", uninitialised)
         inputs = (x.q, x.k, x.v, x.beta, x.log_decay, scale, x.initial_state, None, None, x.erase_key, False, 1)
         problem = pipeline.Problem(*inputs)
@@ -137,10 +137,10 @@ def results(
 
 @pytest.fixture(autouse=True)
 def fresh_plans() -> Any:
-    for cached in (plan.plan_for, support.forward_refusal):
+    for cached in (plan.plan_for, served_calls.forward_refusal):
         cached.cache_clear()
     yield
-    for cached in (plan.plan_for, support.forward_refusal):
+    for cached in (plan.plan_for, served_calls.forward_refusal):
         cached.cache_clear()
 
 

@@ -6,6 +6,6 @@ each segment, and compute outputs from there. Backward the gradients of states t
 transposed M.
 
 `context_group` describes the ranks and their pieces, `token_pieces` where segments lie, `segment_fold` is the fold and
-its exchange, `context_rule` the operator, `segment_backends` what it asks of each backend, and `token_exchange` what
-convolutions and softmax attention need of the tokens of other ranks.
+its exchange, `state_product` its products, `context_rule` the operator, `segment_backends` what it asks of each
+backend, and `token_exchange` what convolutions and softmax attention need of the tokens of other ranks.
 """

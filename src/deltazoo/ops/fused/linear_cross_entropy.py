@@ -27,9 +27,9 @@ _LOGITS_AT_ONCE = 2**26
 _ROWS_OF_TILES = 256
 """Many rows are cut to a multiple of this, the largest tile of matrix products on a GPU."""
 
-_ADDS_TO_FLOAT32 = not torch.version.hip and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
-"""Whether torch adds products of half precision to float32 on a GPU; 2.8 and 2.9 take no float32 summand, and torch for
-ROCm has no products of half precision with float32 results."""
+_ADDS_TO_FLOAT32 = not torch.version.hip
+"""Whether torch adds products of half precision to float32 on a GPU; torch for ROCm has no such products with float32
+results."""
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

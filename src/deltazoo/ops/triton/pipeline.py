@@ -31,15 +31,9 @@ from deltazoo.ops.triton.hopper.backward_rest import (
     sum_of_groups_kernel,
     tiny_steps_kernel,
 )  # fmt: skip
-from deltazoo.ops.triton.hopper.support import (
-    MISSING,
-    available,
-    channel_gradients_refusal,
-    forward_refusal,
-    matrix_tiles,
-    multiprocessors,
-    token_tiles,
-)  # fmt: skip
+from deltazoo.ops.triton.hopper.copied_tiles import matrix_tiles, token_tiles
+from deltazoo.ops.triton.hopper.gluon import MISSING, available
+from deltazoo.ops.triton.hopper.served_calls import channel_gradients_refusal, forward_refusal, multiprocessors
 from deltazoo.ops.triton.launch import Tile, launch
 from deltazoo.ops.triton.plan import FROM_IDENTITY, FROM_STATE, FROM_ZERO, Plan, plan_for, sizes_of
 from deltazoo.ops.triton.tiling import CHUNK, HOPPER, shared_memory

@@ -7,15 +7,14 @@ import torch
 import triton
 from torch import Tensor
 
-from deltazoo.ops.triton.hopper.support import (
+from deltazoo.ops.triton.hopper.launch_options import (
     BACKWARD,
     FUSED_FORWARD,
     KEPT_STAGES,
-    backward_refusal,
-    refusal,
     reverse_scan_options,
     scan_options,
 )  # fmt: skip
+from deltazoo.ops.triton.hopper.served_calls import backward_refusal, refusal
 from deltazoo.ops.triton.launch import Constants
 from deltazoo.ops.triton.tiling import CHUNK, HOPPER, Tiles, tiles_for
 
@@ -76,7 +75,7 @@ class Plan:
         num_micro_steps: rows of k, v and beta per token. Chunks count rows.
         scale: factor on q.
         shared: shared memory per thread block in bytes (`tiling.shared_memory`).
-        gluon: whether Gluon kernels can run (`hopper.support.available`).
+        gluon: whether Gluon kernels can run (`hopper.gluon.available`).
         whole_segments: of a piece of rows that several ranks share, whose sequences are segments: the number of
             segments on all ranks. They choose kernels and tiles, so that every rank chooses alike.
     """

@@ -1,1 +1,1 @@
-"""Kernels for Hopper (compute capability 9.0) in Gluon, for the calls that `support` names."""
+"""Kernels for Hopper (compute capability 9.0) in Gluon; `served_calls` says for which calls."""

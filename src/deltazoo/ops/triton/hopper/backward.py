@@ -21,8 +21,7 @@ what replaces a tile is computed from the copy of it in shared memory.
 """
 
 from deltazoo.ops.triton.hopper.backward_rest import small_step
-from deltazoo.ops.triton.hopper.hopper_scan import split_inverse
-from deltazoo.ops.triton.hopper.support import (
+from deltazoo.ops.triton.hopper.gluon import (
     barrier,
     fence_async_shared,
     gl,
@@ -32,6 +31,7 @@ from deltazoo.ops.triton.hopper.support import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltazoo.ops.triton.hopper.hopper_scan import split_inverse
 
 __all__ = ["backward_kernel"]
 

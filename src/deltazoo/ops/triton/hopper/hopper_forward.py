@@ -23,6 +23,16 @@ that barrier only. What ordinary loads read needs the barriers alone.
 """
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
+from deltazoo.ops.triton.hopper.gluon import (
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from deltazoo.ops.triton.hopper.hopper_forward_chunks import (
     LOG2_DECAY,
     OUTPUT,
@@ -34,16 +44,6 @@ from deltazoo.ops.triton.hopper.hopper_forward_chunks import (
     C,
     halves,
     prepare_chunks,
-)
-from deltazoo.ops.triton.hopper.support import (
-    barrier,
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 __all__ = ["hopper_forward_kernel"]

@@ -9,7 +9,7 @@ block fits them, and one key repeated errs less than with products in higher pre
 """
 
 from deltazoo.ops.triton.chunk.inverse import MAX_FAST_GAIN
-from deltazoo.ops.triton.hopper.support import (
+from deltazoo.ops.triton.hopper.gluon import (
     barrier,
     fence_async_shared,
     gl,

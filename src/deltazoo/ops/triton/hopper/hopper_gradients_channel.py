@@ -32,7 +32,7 @@ from deltazoo.ops.triton.hopper.channel_tiles import (
     score_gradients,
     store_two_terms,
 )
-from deltazoo.ops.triton.hopper.support import (
+from deltazoo.ops.triton.hopper.gluon import (
     async_copy,
     barrier,
     fence_async_shared,

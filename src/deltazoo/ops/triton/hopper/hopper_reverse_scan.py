@@ -5,6 +5,15 @@ the store of the gradients leaves of shared memory holds three chunks of queries
 two of the matrices, which are needed later in a chunk; so these have a ring of buffers of their own.
 """
 
+from deltazoo.ops.triton.hopper.gluon import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from deltazoo.ops.triton.hopper.hopper_scan import (
     ERASE,
     HALF,
@@ -22,15 +31,6 @@ from deltazoo.ops.triton.hopper.hopper_scan import (
     first_large,
     store_factors,
     store_tile,
-)
-from deltazoo.ops.triton.hopper.support import (
-    fence_async_shared,
-    gl,
-    jit,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 

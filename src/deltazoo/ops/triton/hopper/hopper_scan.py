@@ -9,7 +9,7 @@ read with, has a ring of its own: with fewer stages of it more fit of all the re
 A strict launch multiplies with two terms where the plain one does: the inverse, what it multiplies, and corrections.
 """
 
-from deltazoo.ops.triton.hopper.support import (
+from deltazoo.ops.triton.hopper.gluon import (
     fence_async_shared,
     gl,
     jit,
