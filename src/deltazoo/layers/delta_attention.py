@@ -599,7 +599,7 @@ class DeltaRuleAttention(Float32Parameters):
         return None
 
     def use_runtime(self, options: RuntimeOptions) -> None:
-        """Run with other `backend` and `fused_kernels`; ValueError if an activation has no kernel."""
+        """Run with other `backend` and `fused_kernels`; ValueError if an output gate's activation has no kernel."""
         self.backend, self.fused_kernels = options.backend, options.fused_kernels
         for child in self.children():
             if isinstance(child, (ShortConvolution, RMSNorm)):

@@ -169,10 +169,8 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
 
     def set_fused(self, fused: bool | None) -> None:
-        """Choose between the Triton kernel and plain torch; ValueError if the kernel lacks the activation."""
-        if fused and self.activation != "silu":
-            raise ValueError(f"the fused convolution ends in SiLU, so activation={self.activation!r} cannot act")
-        self.fused = False if fused is None and self.activation != "silu" else fused
+        """Choose between the Triton kernel and plain torch."""
+        self.fused = fused
 
     def forward(
         self,
@@ -208,7 +206,8 @@ class ShortConvolution(nn.Module):
 
     def _convolve_fused(self, x: Tensor, weight: Tensor, *, state: Tensor | None, sequences: Sequences) -> Tensor:
         past = None if state is None else self._past(x, state, sequences).transpose(1, 2)
-        return fused_short_conv(x, weight.squeeze(1), past, head_dim=self.unit_heads, **packing_of(sequences))
+        packing, heads = packing_of(sequences), self.unit_heads
+        return fused_short_conv(x, weight.squeeze(1), past, activation=self.activation, head_dim=heads, **packing)
 
     def _convolve_plainly(self, x: Tensor, weight: Tensor, *, state: Tensor | None, sequences: Sequences) -> Tensor:
         total = causal_sum(x, weight, self._past(x, state, sequences), sequences)
@@ -267,7 +266,7 @@ def convolve(
         q_past, k_past, v_past = before.split(widths, dim=1)
     elif not past.wanted and _fuse_together(convolutions, (q, k, v), sequences):
         heads = (q_conv.unit_heads, k_conv.unit_heads, v_conv.unit_heads)
-        together = partial(_convolve_together, heads=heads, sequences=sequences)
+        together = partial(_convolve_together, activation=q_conv.activation, heads=heads, sequences=sequences)
         return *recomputable(together, q, k, v, q_conv.weight, k_conv.weight, v_conv.weight), None
     new_q, _ = q_conv(q, q_past, sequences, with_state=False)
     new_k, _ = k_conv(k, k_past, sequences, with_state=False)
@@ -328,11 +327,12 @@ def _convolve_together(
     k_weight: Tensor,
     v_weight: Tensor,
     *,
+    activation: str,
     heads: tuple[int, int, int],
     sequences: Sequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
     weights = (q_weight.squeeze(1), k_weight.squeeze(1), v_weight.squeeze(1))
-    return fused_short_convs((q, k, v), weights, head_dims=heads, **packing_of(sequences))
+    return fused_short_convs((q, k, v), weights, activation=activation, head_dims=heads, **packing_of(sequences))
 
 
 def _can_join(convolutions: Sequence[nn.Module], x: Tensor) -> bool:
@@ -374,7 +374,9 @@ def convolve_token(
         weights = (q.weight[:, 0], k.weight[:, 0], v.weight[:, 0])
         may_write = inplace and state.dtype == inputs[0].dtype and state.is_contiguous()
         heads = (q.unit_heads, k.unit_heads)
-        y, state = fused_short_conv_step(inputs, weights, state, head_dims=heads, inplace=may_write)
+        y, state = fused_short_conv_step(
+            inputs, weights, state, activation=q.activation, head_dims=heads, inplace=may_write
+        )
         return y.split(channels, dim=-1), state
     weight = torch.cat([convolution.weight for convolution in convolutions])
     y, state = _convolve_window(state, torch.cat(inputs, dim=-1), weight, q.activate)

@@ -87,6 +87,7 @@ class Convolution:
     T: int = 37
     channels: int = 24
     taps: int = 4
+    activation: str = "silu"
     unit_heads: int = 0
     lengths: tuple[int, ...] = ()
     past: bool = False
@@ -101,7 +102,7 @@ class Convolution:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
 
-        module = ShortConvolution(self.channels, self.taps, unit_heads=self.unit_heads, fused=fused)
+        module = ShortConvolution(self.channels, self.taps, self.activation, unit_heads=self.unit_heads, fused=fused)
         module.weight = torch.nn.Parameter(draw(self.channels, 1, self.taps))
         x = draw(1 if self.lengths else self.B, T, self.channels).requires_grad_()
         state = draw(N, self.channels, self.taps - 1) if self.past else None
@@ -124,6 +125,7 @@ class TokenStep:
     channels: tuple[int, int, int] = (24, 24, 40)
     head: tuple[int, int] = (8, 8)
     taps: int = 4
+    activation: str = "silu"
     inplace: bool = False
     side_by_side: bool = False
     dtype: torch.dtype = torch.float32
@@ -136,7 +138,7 @@ class TokenStep:
 
         convolutions = []
         for channels, head in zip(self.channels, (*self.head, 0), strict=True):
-            convolutions.append(ShortConvolution(channels, self.taps, unit_heads=head, fused=fused))
+            convolutions.append(ShortConvolution(channels, self.taps, self.activation, unit_heads=head, fused=fused))
             convolutions[-1].weight = torch.nn.Parameter(draw(channels, 1, self.taps))
         x, state = draw(3, 1, sum(self.channels)), draw(3, sum(self.channels), self.taps - 1)
         inputs = x.split(self.channels, dim=-1)
@@ -543,6 +545,9 @@ CASES = [
     Convolution("a_run_and_a_token", T=65, B=3, long_runs=True),
     Convolution("long_runs_packed", lengths=(70, 0, 1, 3, 62, 1, 90, 2), unit_heads=8, past=True, long_runs=True),
     Convolution("half", dtype=HALF, unit_heads=8, past=True),
+    Convolution("bare_sum", activation="identity", past=True),
+    Convolution("bare_sum_unit_heads", activation="identity", unit_heads=8, lengths=(5, 0, 1, 17, 2)),
+    Convolution("bare_sum_half", activation="identity", dtype=HALF, long_runs=True, T=65),
     TokenStep("step"),
     TokenStep("step_in_place", inplace=True, side_by_side=True),
     TokenStep("step_bare", head=(0, 0)),
@@ -553,6 +558,8 @@ CASES = [
     TokenStep("step_one_tap", taps=1),
     TokenStep("step_wide", head=(0, 0), channels=(150, 130, 300), inplace=True),
     TokenStep("step_half", dtype=HALF, inplace=True, side_by_side=True),
+    TokenStep("step_bare_sum", activation="identity", head=(0, 0), inplace=True),
+    TokenStep("step_bare_sum_unit_heads", activation="identity"),
     Norm("silu"),
     Norm("sigmoid", activation="sigmoid"),
     Norm("odd", shape=(3, 7, 20)),
@@ -964,10 +971,6 @@ class TestRefusals:
         inputs, weights = (torch.empty(2, 1, 8, device="meta"),) * 3, (torch.empty(8, 4, device="meta"),) * 3
         with pytest.raises(ValueError, match=r"one size, got head_dims=\(4, 8\)"):
             fused_short_conv_step(inputs, weights, torch.empty(2, 24, 3, device="meta"), head_dims=(4, 8))
-
-    def test_an_activation_it_has_not(self) -> None:
-        with pytest.raises(ValueError, match="activation='identity' cannot act"):
-            ShortConvolution(4, activation="identity", fused=True)
 
     def test_an_activation_of_the_gate_that_was_added_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(2, 3, 4)

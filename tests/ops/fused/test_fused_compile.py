@@ -77,19 +77,21 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, device="meta", dtype=dtype)
 
 
-def convolve(head_dim: int, packed: bool = False, has_past: bool = False, tokens: int = 32768, taps: int = 4) -> None:
+def convolve(
+    head_dim: int, packed: bool = False, has_past: bool = False, tokens: int = 32768, taps: int = 4, silu: bool = True
+) -> None:
     x, weight = empty(1, tokens, 1024), empty(1024, taps, dtype=torch.float32)
     where = (empty(tokens, dtype=torch.int64), empty(4, dtype=torch.int32)) if packed else (None, None)
     past = empty(3 if packed else 1, 1024, taps - 1) if has_past else None
-    short_conv_operator._forward(x, weight, past, *where, head_dim)
-    short_conv_operator._backward(x, weight, past, *where, head_dim, x)
+    short_conv_operator._forward(x, weight, past, *where, silu, head_dim)
+    short_conv_operator._backward(x, weight, past, *where, silu, head_dim, x)
 
 
-def step(head_dim: int, rows: int, inplace: bool, kept: int = 3) -> None:
+def step(head_dim: int, rows: int, inplace: bool, kept: int = 3, silu: bool = True) -> None:
     weights = (empty(1024, 4), empty(1024, 4), empty(2048, 4))
     inputs = empty(rows, 1, 5128).split([1024, 1024, 2048, 1032], dim=-1)[:3]
     run = short_conv_step._in_place if inplace else short_conv_step._functional
-    run(*inputs, *weights, empty(rows, 4096, kept), head_dim, head_dim)
+    run(*inputs, *weights, empty(rows, 4096, kept), silu, head_dim, head_dim)
 
 
 def normalize(head_dim: int, silu: bool) -> None:
@@ -278,11 +280,13 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "conv_past": (4, lambda: convolve(128, has_past=True)),
     "conv_one_token": (4, lambda: convolve(128, has_past=True, tokens=1)),
     "conv_one_tap": (4, lambda: convolve(0, taps=1)),
+    "conv_bare_sum": (4, lambda: convolve(0, silu=False)),
     "conv_packed": (3, lambda: convolve(128, packed=True)),
     "conv_packed_past": (2, lambda: convolve(128, packed=True, has_past=True)),
     "step": (8, lambda: step(128, 1, inplace=True)),
     "step_rows": (8, lambda: step(64, 64, inplace=False)),
     "step_without_norm": (8, lambda: step(0, 64, inplace=True)),
+    "step_bare_sum": (8, lambda: step(0, 64, inplace=True, silu=False)),
     "step_longer_window": (8, lambda: step(128, 1, inplace=True, kept=4)),
     "norm_silu_128": (4, lambda: normalize(128, True)),
     "norm_sigmoid_256": (4, lambda: normalize(256, False)),

@@ -101,9 +101,10 @@ def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, activation: str | None, sequences: Sequences
 ) -> Tensor:
     """`[B, T, D]` in x's dtype from the kernel, else in float32 (float64 stays); `past` None means zeros."""
-    if activation is not None and bias is None and x.numel() and fused_kernels_fit(x, past):
+    if bias is None and x.numel() and fused_kernels_fit(x, past):
         before = None if past is None else past[:, 1:].transpose(1, 2)
-        return fused_short_conv(x, weight, before, **packing_of(sequences))
+        known = "identity" if activation is None else "silu"
+        return fused_short_conv(x, weight, before, activation=known, **packing_of(sequences))
     if past is None:
         past = _past(x, None, weight.shape[1], sequences)
     total = causal_sum(x, weight[:, None], past[:, 1:], sequences)

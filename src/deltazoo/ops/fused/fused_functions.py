@@ -66,6 +66,7 @@ def fused_short_conv(
     *,
     sequence: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    activation: str = "silu",
     head_dim: int = 0,
 ) -> Tensor:
     """Causal depthwise convolution, SiLU, and the L2 norm of heads: `y = silu(sum_i w_i x_{t-i})`, then per head.
@@ -77,6 +78,7 @@ def fused_short_conv(
             differentiable.
         sequence: `[T]` int64, which packed sequence each token belongs to, with B = 1.
         cu_seqlens: `[N + 1]`, their boundaries.
+        activation: of the sum, "silu" or "identity".
         head_dim: channels per head, each head divided by `sqrt(|y|^2 + L2_NORM_EPS)`; 0: no norm.
 
     Returns:
@@ -91,7 +93,13 @@ def fused_short_conv(
         raise ValueError("the fused convolution gives no gradient to its state: detach it, or leave fused_kernels off")
     from deltazoo.ops.fused.kernels.short_conv_operator import short_conv
 
-    return short_conv(x, weight, past, sequence, cu_seqlens, head_dim)
+    return short_conv(x, weight, past, sequence, cu_seqlens, _is_silu(activation), head_dim)
+
+
+def _is_silu(activation: str) -> bool:
+    if activation not in ("silu", "identity"):
+        raise ValueError(unknown("activation", activation, ("silu", "identity")))
+    return activation == "silu"
 
 
 def fused_short_convs(
@@ -100,6 +108,7 @@ def fused_short_convs(
     *,
     sequence: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    activation: str = "silu",
     head_dims: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fused_short_conv` of queries, keys and values, one function for autograd: the host has a third of the work.
@@ -107,7 +116,7 @@ def fused_short_convs(
     Args:
         inputs: three `[B, T, C_i]` float32, bfloat16 or float16.
         weights: three `[C_i, W]`.
-        sequence, cu_seqlens: as of `fused_short_conv`.
+        sequence, cu_seqlens, activation: as of `fused_short_conv`.
         head_dims: `head_dim` of each.
 
     Raises:
@@ -116,7 +125,7 @@ def fused_short_convs(
     _require_triton(*inputs, *weights, sequence, cu_seqlens)
     from deltazoo.ops.fused.kernels.short_conv_operator import short_convs
 
-    return short_convs(*inputs, *weights, sequence, cu_seqlens, *head_dims)
+    return short_convs(*inputs, *weights, sequence, cu_seqlens, _is_silu(activation), *head_dims)
 
 
 def fused_short_conv_step(
@@ -124,6 +133,7 @@ def fused_short_conv_step(
     weights: tuple[Tensor, Tensor, Tensor],
     window: Tensor,
     *,
+    activation: str = "silu",
     head_dims: tuple[int, int] = (0, 0),
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -134,6 +144,7 @@ def fused_short_conv_step(
         weights: three `[C_i, W]`.
         window: `[B, C, S]`, the last S inputs before the token, S at least W - 1; concatenated, C the sum of the C_i;
             oldest first.
+        activation: as of `fused_short_conv`.
         head_dims: `head_dim` of the first and of the second input, as of `fused_short_conv`; heads of both have one
             size.
         inplace: write the new window over `window`, which must be contiguous and in the inputs' dtype.
@@ -161,7 +172,9 @@ def fused_short_conv_step(
         raise ValueError(f"heads of queries and keys must have one size, got head_dims={head_dims}")
     from deltazoo.ops.fused.kernels.short_conv_step import short_conv_step
 
-    return short_conv_step(inputs, weights, window, q_head=head_dims[0], k_head=head_dims[1], inplace=inplace)
+    q_head, k_head = head_dims
+    silu = _is_silu(activation)
+    return short_conv_step(inputs, weights, window, silu=silu, q_head=q_head, k_head=k_head, inplace=inplace)
 
 
 def fused_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:

@@ -139,13 +139,14 @@ def short_conv_forward_kernel(
     eps,
     W: tl.constexpr,
     WIDTH: tl.constexpr,  # channels of a program: those of a head where NORM
+    SILU: tl.constexpr,
     NORM: tl.constexpr,
     RUN: tl.constexpr,
     GROUP: tl.constexpr,
     R: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Convolve, SiLU, divide by the norm of the head; a tile holds one token of each run."""
+    """Convolve, SiLU where wanted, divide by the norm of the head; a tile holds one token of each run."""
     PACKED: tl.constexpr = sequence is not None
     HALF: tl.constexpr = x.dtype.element_ty != tl.float32
     program, columns, column_mask = _channels(C, WIDTH, BC)
@@ -170,7 +171,7 @@ def short_conv_forward_kernel(
                 n = sequences[i]
                 before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
             z = _convolve(value, before, taps, W)
-            s = z * sigmoid(z, HALF)
+            s = z * sigmoid(z, HALF) if SILU else z
             if NORM:
                 s *= tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
             mask = (t < left)[:, None] & column_mask[None, :]
@@ -179,14 +180,18 @@ def short_conv_forward_kernel(
 
 
 @triton.jit
-def _d_convolved(z, d, eps, NORM: tl.constexpr, HALF: tl.constexpr):
+def _d_convolved(z, d, eps, SILU: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr):
     """Gradient of z from the gradient of y."""
-    gate = sigmoid(z, HALF)
-    s = z * gate
+    s = z
+    if SILU:
+        gate = sigmoid(z, HALF)
+        s = z * gate
     if NORM:
         inverse = tl.rsqrt(tl.sum(s * s, axis=1) + eps)[:, None]
         d = inverse * (d - s * (inverse * inverse * tl.sum(d * s, axis=1)[:, None]))
-    return d * (gate + s * (1 - gate))
+    if SILU:
+        d *= gate + s * (1 - gate)
+    return d
 
 
 @triton.jit
@@ -206,7 +211,7 @@ def _d_input(d_z, d_z_before, n, n_before, taps, W: tl.constexpr, PACKED: tl.con
 @triton.jit
 def _backward_token(
     t, value, d, n, before, d_z_before, n_before, d_x_rows, past, left, taps, columns, column_mask, C, eps,
-    W: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute `dz` of token t, and store `dx` of the token W - 1 before it.
 
@@ -215,7 +220,8 @@ def _backward_token(
     if PACKED and W > 1:
         begins = (n != n_before[0]) & (t < left)
         before = _at_boundary(before, begins, past, n, columns, column_mask, C, W)
-    d_z = _d_convolved(_convolve(value, before, taps, W), d, eps, NORM, d_x_rows.dtype.scalar.element_ty != tl.float32)
+    HALF: tl.constexpr = d_x_rows.dtype.scalar.element_ty != tl.float32
+    d_z = _d_convolved(_convolve(value, before, taps, W), d, eps, SILU, NORM, HALF)
     d_value = _d_input(d_z, d_z_before, n, n_before, taps, W, PACKED)
     target = t - (W - 1)
     mask = ((target >= 0) & (target < left))[:, None] & column_mask[None, :]
@@ -248,6 +254,7 @@ def short_conv_backward_kernel(
     eps,
     W: tl.constexpr,
     WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
     NORM: tl.constexpr,
     RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -280,7 +287,7 @@ def short_conv_backward_kernel(
             d = gradients[i].to(tl.float32)
             d_z, before = _backward_token(
                 begin + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps,
-                columns, column_mask, C, eps, W, NORM, PACKED,
+                columns, column_mask, C, eps, W, SILU, NORM, PACKED,
             )  # fmt: skip
             sums = _add_products(sums, d_z, value, before, W)
             before = _advance(value, before, W)
@@ -296,7 +303,7 @@ def short_conv_backward_kernel(
         d = gradients[i].to(tl.float32)
         d_z, before = _backward_token(
             RUN + i, value, d, sequences[i], before, d_z_before, n_before, d_x + offsets, past, left, taps, columns,
-            column_mask, C, eps, W, NORM, PACKED,
+            column_mask, C, eps, W, SILU, NORM, PACKED,
         )  # fmt: skip
         before = _advance(value, before, W)
         d_z_before = _advance(d_z, d_z_before, W)

@@ -1,6 +1,6 @@
 """Short convolutions of queries, keys and values for one token, with SiLU, L2 norms and the new window: one launch.
 
-    z = sum_i w_i x_{t-i}      s = z * sigmoid(z)      y = s  or, per head,  s / sqrt(|s|^2 + eps)
+    z = sum_i w_i x_{t-i}      s = z * sigmoid(z)  or z      y = s  or, per head,  s / sqrt(|s|^2 + eps)
 
 as in `short_conv_operator`. The window holds the inputs before the token. It advances by one token, in place or into
 a new tensor.
@@ -56,6 +56,7 @@ def short_conv_step_kernel(
     W: tl.constexpr,
     KEPT: tl.constexpr,
     WIDTH: tl.constexpr,  # channels of a program: those of a head where one of the norms is wanted
+    SILU: tl.constexpr,
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
     BC: tl.constexpr,
@@ -86,7 +87,7 @@ def short_conv_step_kernel(
         tl.debug_barrier()  # in place, no thread may write what another has yet to read
         tl.store(new_window + slot, value, mask=mask)
         value = older
-    s = z * sigmoid(z, HALF)
+    s = z * sigmoid(z, HALF) if SILU else z
     if NORM_Q or NORM_K:
         inverse = tl.rsqrt(tl.sum(s * s, axis=0) + eps)
         normalised = (is_q & NORM_Q) | ((block >= Q_BLOCKS) & (block < Q_BLOCKS + K_BLOCKS) & NORM_K)
@@ -94,11 +95,11 @@ def short_conv_step_kernel(
     tl.store(y + row * (CQ + CK + CV) + before + columns, s.to(y.dtype.element_ty), mask=mask)
 
 
-def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head):
+def _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, silu, q_head, k_head):
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     q_weight, k_weight, v_weight = (x.contiguous() for x in (q_weight, k_weight, v_weight))
     B, channels, rows = q.shape[0], (q.shape[-1], k.shape[-1], v.shape[-1]), (q.stride(0), k.stride(0), v.stride(0))
-    constants = _constants(B, channels, rows, q_weight.shape[-1], window.shape[-1], q_head, k_head)
+    constants = _constants(B, channels, rows, q_weight.shape[-1], window.shape[-1], silu, q_head, k_head)
     y = q.new_empty(B, 1, sum(channels))
     with torch.cuda.device_of(q):
         launch(short_conv_step_kernel, constants, q, k, v, q_weight, k_weight, v_weight, window, new_window, y)
@@ -112,6 +113,7 @@ def _constants(
     rows: tuple[int, int, int],
     W: int,
     kept: int,
+    silu: bool,
     q_head: int,
     k_head: int,
 ) -> Constants:
@@ -120,27 +122,27 @@ def _constants(
     block = triton.next_power_of_2(width)
     return Constants(
         B * sum(-(-x // width) for x in channels), q_row=q_row, k_row=k_row, v_row=v_row, eps=L2_NORM_EPS, CQ=CQ, CK=CK,
-        CV=CV, W=W, KEPT=kept, WIDTH=width, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block,
+        CV=CV, W=W, KEPT=kept, WIDTH=width, SILU=silu, NORM_Q=q_head > 0, NORM_K=k_head > 0, BC=block,
         num_warps=max(1, block // 128),
     )  # fmt: skip
 
 
-def _functional(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head):
+def _functional(q, k, v, q_weight, k_weight, v_weight, window, silu, q_head, k_head):
     window = window.to(q.dtype).contiguous()
     new_window = torch.empty_like(window)
-    return _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, q_head, k_head), new_window
+    return _run(q, k, v, q_weight, k_weight, v_weight, window, new_window, silu, q_head, k_head), new_window
 
 
-def _in_place(q, k, v, q_weight, k_weight, v_weight, window, q_head, k_head):
+def _in_place(q, k, v, q_weight, k_weight, v_weight, window, silu, q_head, k_head):
     if not window.is_inference():  # autograd does not see that the kernel writes
         torch.autograd.graph.increment_version(window)
-    return _run(q, k, v, q_weight, k_weight, v_weight, window, window, q_head, k_head)
+    return _run(q, k, v, q_weight, k_weight, v_weight, window, window, silu, q_head, k_head)
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, Tensor v_weight"
 
 _into_new = Operator(
-    f"short_conv_step({_INPUTS}, Tensor window, int q_head, int k_head) -> (Tensor, Tensor)",
+    f"short_conv_step({_INPUTS}, Tensor window, bool silu, int q_head, int k_head) -> (Tensor, Tensor)",
     _functional,
     fake=lambda q, k, v, q_weight, k_weight, v_weight, window, *others: (
         q.new_empty(q.shape[0], 1, window.shape[1]),
@@ -148,7 +150,7 @@ _into_new = Operator(
     ),
 )
 _into_window = Operator(
-    f"short_conv_step_({_INPUTS}, Tensor(a!) window, int q_head, int k_head) -> Tensor",
+    f"short_conv_step_({_INPUTS}, Tensor(a!) window, bool silu, int q_head, int k_head) -> Tensor",
     _in_place,
     fake=lambda q, k, v, q_weight, k_weight, v_weight, window, *others: q.new_empty(q.shape[0], 1, window.shape[1]),
 )
@@ -159,11 +161,12 @@ def short_conv_step(
     weights: tuple[Tensor, Tensor, Tensor],
     window: Tensor,
     *,
+    silu: bool,
     q_head: int,
     k_head: int,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `deltazoo.ops.fused.fused_short_conv_step`."""
     if inplace:
-        return _into_window.overload(*inputs, *weights, window, q_head, k_head), window
-    return _into_new.overload(*inputs, *weights, window, q_head, k_head)
+        return _into_window.overload(*inputs, *weights, window, silu, q_head, k_head), window
+    return _into_new.overload(*inputs, *weights, window, silu, q_head, k_head)
