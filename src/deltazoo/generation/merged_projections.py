@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from deltazoo.generation.library_modules import joint_maps
 from deltazoo.layers.linear_maps import is_hooked
 
 __all__ = ["JointProduct", "MergedProjections", "is_plain"]
@@ -141,7 +142,8 @@ class JointProduct:
 def _merging_candidates(layer: nn.Module) -> list[nn.Linear]:
     """The plain linear maps that a layer applies to its input."""
     # Of the class: modules of other libraries have submodules of this name.
-    maps = (getattr(layer, name, None) for name in getattr(type(layer), "input_projections", ()))
+    names = getattr(type(layer), "input_projections", None) or joint_maps(type(layer))
+    maps = (getattr(layer, name, None) for name in names)
     first = (x[0] if isinstance(x, nn.Sequential) else x for x in maps)  # of the two halves of a low-rank map
     return [x for x in first if type(x) is nn.Linear and is_plain(x)]
 

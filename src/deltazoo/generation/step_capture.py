@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from deltazoo.generation.fused_blocks import FusedBlocks
+from deltazoo.generation.library_modules import LibraryModules
 from deltazoo.generation.merged_projections import MergedProjections
 from deltazoo.generation.static_cache import FixedTensors
 
@@ -149,7 +150,8 @@ class CapturedStep:
     """A decoding step, captured once and replayed for every token.
 
     On a GPU it is a CUDA graph, without a reference to the model; elsewhere it is the function itself. Linear maps of
-    one input run merged within the step (`MergedProjections`), and blocks fused where they can (`FusedBlocks`).
+    one input run merged within the step (`MergedProjections`), blocks fused where they can (`FusedBlocks`), and norms
+    and MLPs of transformers in our kernels (`LibraryModules`).
 
     Args:
         model: whose layers the step runs; in evaluation mode.
@@ -180,11 +182,12 @@ class CapturedStep:
         self.output: Any = None
         self.cache_tensors = FixedTensors(cache)
         self._projections = projections = MergedProjections(model)  # kept, as a graph reads the merged weights
-        # Compiled code fuses by itself, and has been traced through the blocks' own forward passes.
+        # Compiled code fuses by itself, and has been traced through the modules' own forward passes.
         blocks = nullcontext if compiled else FusedBlocks(model, projections).active
+        others = nullcontext if compiled else LibraryModules(model).active
 
         def merged_step() -> None:
-            with blocks(), projections.active():
+            with blocks(), others(), projections.active():
                 self.output = step()
 
         changed = [*self.cache_tensors.changed, *changed]

@@ -1,0 +1,102 @@
+"""Norms and MLPs of transformers' own layers, by our kernels within a captured step.
+
+Around the layers of a swapped or accelerated model are modules of its family. One of their RMSNorms takes six or seven
+launches, with our kernel one, and of a step with one row launches are most of the time.
+
+transformers has classes of its own for every family, nearly all with the same few forward passes. So a module is known
+by the code of its forward pass, not by its class. Results differ from the module's own by rounding, of which there is
+less: transformers rounds the norm before its weight, and SiLU before the product.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from deltazoo.layers.linear_maps import is_hooked
+from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit, fused_rms_norm, fused_swiglu
+
+__all__ = ["LibraryModules", "joint_maps"]
+
+
+class LibraryModules:
+    """The modules of transformers within a model that our kernels can compute.
+
+    Args:
+        model: whose modules they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = ((module, _kernel_of(type(module))) for module in model.modules())
+        self._kernels = [(module, kernel) for module, kernel in found if kernel is not None]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run them in our kernels within this context, for calls that the kernels take; not those with hooks."""
+        current = [(module, kernel) for module, kernel in self._kernels if not is_hooked(module)]
+        for module, kernel in current:
+            vars(module)["forward"] = partial(_run, module, kernel)
+        try:
+            yield
+        finally:
+            for module, _ in current:
+                vars(module).pop("forward", None)
+
+
+def joint_maps(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the linear maps that a known MLP of transformers applies to its input, in their order."""
+    return ("gate_proj", "up_proj") if _kernel_of(kind) is _mlp else ()
+
+
+_Kernel = Callable[[Any, Tensor], Tensor | None]
+"""Computes a module's output; None: it does not take the module's options or the input."""
+
+
+def _run(module: nn.Module, kernel: _Kernel, x: Tensor) -> Tensor:
+    output = kernel(module, x) if not torch.is_grad_enabled() and fused_kernels_fit(x) else None
+    return type(module).forward(module, x) if output is None else output
+
+
+def _norm(module: Any, x: Tensor) -> Tensor | None:
+    fits = x.dtype == module.weight.dtype and x.shape[-1] <= MOST_NORM_COLUMNS
+    return fused_rms_norm(x, module.weight, module.variance_epsilon) if fits else None
+
+
+def _norm_around_one(module: Any, x: Tensor) -> Tensor | None:
+    """With a weight that is kept as its difference from one."""
+    fits = x.shape[-1] <= MOST_NORM_COLUMNS
+    return fused_rms_norm(x, 1 + module.weight.float(), module.eps) if fits else None
+
+
+def _mlp(module: Any, x: Tensor) -> Tensor | None:
+    if type(module.act_fn) not in (nn.SiLU, SiLUActivation):
+        return None
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    return module.down_proj(fused_swiglu(gate, up) if gate.dtype == up.dtype else module.act_fn(gate) * up)
+
+
+@cache
+def _kernels() -> dict[tuple[Any, ...], _Kernel]:
+    """By the code of the forward passes that they stand for."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+    kernels = ((LlamaRMSNorm, _norm), (Olmo2RMSNorm, _norm), (Gemma2RMSNorm, _norm_around_one), (LlamaMLP, _mlp))
+    return {_code(kind): kernel for kind, kernel in kernels}
+
+
+def _kernel_of(kind: type[nn.Module]) -> _Kernel | None:
+    is_of_transformers = kind.__module__.startswith("transformers.models.")
+    return _kernels().get(_code(kind)) if is_of_transformers else None
+
+
+def _code(kind: type[nn.Module]) -> tuple[Any, ...]:
+    """What decides what a forward pass computes: instructions, constants and names, also of what norms call."""
+    functions = (getattr(kind, name, None) for name in ("forward", "_norm"))
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return tuple((x.co_code, x.co_consts, x.co_names) for x in codes if x is not None)
