@@ -26,7 +26,9 @@ from deltazoo.workbench.lab.text_conversions.conversion_page import write_conver
 from deltazoo.workbench.lab.text_conversions.conversion_recipe import CONTROL, Conversion, ConversionRecipe
 from deltazoo.workbench.lab.text_conversions.conversion_results import ConversionResults
 from deltazoo.workbench.lab.text_conversions.conversion_suite import (
-    missing_conversions,
+    DECODING,
+    ConversionJob,
+    missing_conversion_jobs,
     open_conversions,
     run_conversions,
 )
@@ -88,9 +90,9 @@ def finished(corpus: TextCorpus, folder: Path) -> ConversionResults:
     return results
 
 
-def run(results: ConversionResults, corpus: TextCorpus, folder: Path, **options) -> list[Conversion]:
-    options = {"report": lambda line: None, "teacher_path": folder / "teacher.pt", **options}
-    return run_conversions(results, RECIPE, corpus, device="cpu", environment=HERE, **options)
+def run(results: ConversionResults, corpus: TextCorpus, folder: Path, **options) -> list[ConversionJob]:
+    given = {"report": lambda line: None, "teacher_path": folder / "teacher.pt", "environment": HERE}
+    return run_conversions(results, RECIPE, corpus, device="cpu", **given | options)
 
 
 def test_the_recipe_reads_a_tenth_and_survives_a_file() -> None:
@@ -148,13 +150,15 @@ def test_what_a_file_lacks_is_converted_and_nothing_else(
     finished: ConversionResults, corpus: TextCorpus, folder: Path, tmp_path: Path
 ) -> None:
     lines = finished.path.read_text().splitlines(keepends=True)
-    assert [json.loads(line).get("kind") for line in lines[1:]] == ["teacher", *["conversion"] * 5]
-    assert list(finished.conversions) == RECIPE.conversions()
+    kinds = [json.loads(line).get("kind") for line in lines[1:]]
+    assert kinds == ["teacher", *["conversion"] * 5, *["decoding"] * 3]
+    assert list(finished.conversions) == RECIPE.conversions() and list(finished.decodings) == RECIPE.decodings()
     path = tmp_path / "some.jsonl"
     path.write_text("".join(lines[:3]) + lines[3][:200])  # killed while a line was written
     results = open_conversions(path, RECIPE, corpus)
     again = Conversion("gated_deltanet", "all")
-    assert missing_conversions(results, RECIPE, [again.name]) == [again, replace(again, seed=1)]
+    both = [ConversionJob(again), ConversionJob(replace(again, seed=1))]
+    assert missing_conversion_jobs(results, RECIPE, [again.name]) == both
     reported: list[str] = []
     assert run(results, corpus, folder, only=[again.name], report=reported.append) == []
     assert len(reported) == 3 and "softmax model loaded" in reported[0]
@@ -167,20 +171,47 @@ def test_what_a_file_lacks_is_converted_and_nothing_else(
     assert results.conversions[again].points[1] != results.conversions[replace(again, seed=1)].points[1]
     with pytest.raises(ValueError, match="results of another recipe"):
         open_conversions(path, replace(RECIPE, rules=("kda",)), corpus)
-    with pytest.raises(ValueError, match="results of a machine, this is another"):
-        run_conversions(
-            results,
-            RECIPE,
-            corpus,
-            device="cpu",
-            environment=replace(HERE, device="another"),
-            teacher_path=folder / "teacher.pt",
-        )
     with pytest.raises(ValueError, match="unknown conversion 'kda@2:1'"):
-        missing_conversions(results, RECIPE, ["kda@2:1"])
+        missing_conversion_jobs(results, RECIPE, ["kda@2:1"])
     path.write_text("".join([lines[0], lines[2]]))
     with pytest.raises(ValueError, match="line 2 is not a result of this suite: its softmax model .* has no line"):
         ConversionResults.read(path)
+
+
+def test_decoding_is_measured_apart_and_on_one_machine(
+    finished: ConversionResults, corpus: TextCorpus, tmp_path: Path
+) -> None:
+    lines = finished.path.read_text().splitlines(keepends=True)
+    path = tmp_path / "some.jsonl"
+    path.write_text(lines[0] + lines[-1])
+    results = open_conversions(path, RECIPE, corpus)
+    assert run(results, corpus, tmp_path, only=[DECODING]) == []
+    assert not (tmp_path / "teacher.pt").exists()
+    assert set(ConversionResults.read(path).decodings) == set(RECIPE.decodings())
+    path.write_text(lines[0] + lines[-1])
+    there = replace(HERE, device="another")
+    results = open_conversions(path, RECIPE, corpus)
+    with pytest.raises(ValueError, match="speeds of a machine, this is another"):
+        run(results, corpus, tmp_path, only=[DECODING], environment=there)
+
+
+def test_what_another_process_has_done_is_not_done_again(
+    finished: ConversionResults, corpus: TextCorpus, tmp_path: Path, monkeypatch
+) -> None:
+    path = tmp_path / "some.jsonl"
+    lines = finished.path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-3]))
+    results = open_conversions(path, RECIPE, corpus)
+    measured: list[Conversion] = []
+
+    def decode(conversion: Conversion, *others: object):
+        measured.append(conversion)
+        path.write_text("".join(lines[:-1]))  # meanwhile
+        return finished.decodings[conversion]
+
+    monkeypatch.setattr(conversion_suite, "_decode", decode)
+    assert run(results, corpus, tmp_path) == []
+    assert measured == [CONTROL, RECIPE.decodings()[-1]]
 
 
 def test_results_are_whole(finished: ConversionResults, corpus: TextCorpus, folder: Path) -> None:
@@ -198,16 +229,15 @@ def test_results_are_whole(finished: ConversionResults, corpus: TextCorpus, fold
         assert math.isclose(bits["finetune"], final, rel_tol=1e-4)
         assert math.isclose(bits["transfer"], sum(result.transfer_nats) / math.log(2) / size, rel_tol=1e-4)
         if conversion == CONTROL:
-            assert result.swapped == [] and "align" not in bits and result.decoding == {}
+            assert result.swapped == [] and "align" not in bits
             np.testing.assert_allclose(result.transfer_nats, teacher.scores["64"]["file_nats"], rtol=1e-3, atol=0.2)
             continue
         assert result.swapped == ([0, 1] if conversion.layers == "all" else [0])
-        for context in ("16", "160"):
-            assert result.decoding[context]["tokens_per_second"] > 0
-            assert teacher.decoding[context]["tokens_per_second"] > 0
-        grows = result.state_bytes["160"] - result.state_bytes["16"]
-        assert grows == (0 if conversion.layers == "all" else 144 * 2 * 32 * 4)  # keys and values of one layer
-    assert teacher.state_bytes["160"] == 160 * 2 * 2 * 32 * 4
+    for conversion, found in finished.decodings.items():
+        assert all(found.decoding[context]["tokens_per_second"] > 0 for context in ("16", "160"))
+        grows = found.state_bytes["160"] - found.state_bytes["16"]
+        softmax_layers = {CONTROL.layers: 2, "1:1": 1, "all": 0}[conversion.layers]
+        assert grows == 144 * 2 * 32 * 4 * softmax_layers  # keys and values
 
 
 def test_a_limit_leaves_nothing_half_done(
@@ -218,10 +248,11 @@ def test_a_limit_leaves_nothing_half_done(
     results = open_conversions(tmp_path / "none.jsonl", RECIPE, corpus)
     reported: list[str] = []
     missing = run(results, corpus, tmp_path, limit=1, report=reported.append)
-    assert len(missing) == 5 and reported == ["softmax model: no time left for it"]
+    assert len(missing) == 8 and sum("no time left" in line for line in reported) == 4  # of them three of decoding
     assert not (tmp_path / "teacher.pt").exists() and not results.path.exists()
-    missing = run(results, corpus, folder, limit=40, report=reported.append)  # measuring is expected to take a minute
-    assert len(missing) == 5 and sum("no time left" in line for line in reported) == 6
+    reported.clear()
+    missing = run(results, corpus, folder, limit=28, report=reported.append)  # all are expected to take longer
+    assert len(missing) == 8 and sum("no time left" in line for line in reported) == 8
     assert len(results.path.read_text().splitlines()) == 2
 
 
@@ -233,10 +264,10 @@ def test_a_gpu_converts_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, n
     )
     results = open_conversions(tmp_path / "found.jsonl", recipe, corpus)
     options = {"device": "cuda:0", "environment": HERE, "teacher_path": tmp_path / "teacher.pt"}
-    assert run_conversions(results, recipe, corpus, only=[name], **options) == []
-    (teacher,), (found,) = results.teachers.values(), results.conversions.values()
+    assert run_conversions(results, recipe, corpus, only=[name, DECODING], **options) == []
+    (found,) = results.conversions.values()
     assert found.peak_bytes is not None and found.peak_bytes > 16 * found.parameters
-    for model in (teacher, found):
+    for model in results.decodings.values():
         for context in ("16", "160"):
             assert model.decoding[context]["tokens_per_second"] > 0, model.decoding
             assert model.decoding[context]["peak_bytes"] > 0
@@ -297,6 +328,7 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(finished: Convers
     some.write_text("".join(finished.path.read_text().splitlines(keepends=True)[:3]))
     partial = write_conversion_page(tmp_path / "some.md", ConversionResults.read(some), None, images=images).read_text()
     assert "Of 5 conversions, 4 are not done: Gated DeltaNet, all layers; nothing swapped" in partial
+    assert "Decoding of 3 models is not measured." in re.sub(r"\s+", " ", partial) and "## Decoding" not in partial
     assert "Worse than it" not in partial and "No conversion has two seeds yet" in partial
     (picture,) = re.findall(r"!\[.*\]\((.*)\)", page)
     assert (tmp_path / picture).stat().st_size > 5000

@@ -162,8 +162,7 @@ def _run_on_text(
         only=only,
         report=_report,
     )
-    jobs = "jobs" if suite == "text" else "conversions"
-    _report(f"results in {path}; {len(missing)} {jobs} are missing" + (": the same command goes on" * bool(missing)))
+    _report(f"results in {path}; {len(missing)} jobs are missing" + (": the same command goes on" * bool(missing)))
 
 
 _Run = tuple[Callable[..., Sequence[object]], Callable[[], list[str]]]
@@ -182,7 +181,7 @@ def _trainings(path: Path, corpus: "TextCorpus", only: list[str], device: str) -
 def _conversions(path: Path, corpus: "TextCorpus", only: list[str], device: str) -> _Run:
     from deltazoo.workbench.lab.text_conversions.conversion_recipe import ConversionRecipe
     from deltazoo.workbench.lab.text_conversions.conversion_suite import (
-        missing_conversions,
+        missing_conversion_jobs,
         open_conversions,
         run_conversions,
     )
@@ -191,7 +190,7 @@ def _conversions(path: Path, corpus: "TextCorpus", only: list[str], device: str)
     recipe = ConversionRecipe()
     results = open_conversions(path, recipe, corpus)
     run = partial(run_conversions, results, recipe, corpus, device=device, teacher_path=default_teacher_path())
-    return run, lambda: [f"{job.name}, seed {job.seed}" for job in missing_conversions(results, recipe, only)]
+    return run, lambda: [job.name for job in missing_conversion_jobs(results, recipe, only)]
 
 
 def _report(line: str) -> None:

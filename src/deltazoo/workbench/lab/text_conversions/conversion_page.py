@@ -12,7 +12,7 @@ from deltazoo.workbench.lab.configurations import label_of
 from deltazoo.workbench.lab.text.results import TextResults
 from deltazoo.workbench.lab.text.text_comparison import LEVEL, RESAMPLES, Interval, bits_per_byte, ratio_interval
 from deltazoo.workbench.lab.text_conversions.conversion_recipe import CONTROL, Conversion, ConversionRecipe, tokens_of
-from deltazoo.workbench.lab.text_conversions.conversion_results import ConversionResults, Measured
+from deltazoo.workbench.lab.text_conversions.conversion_results import ConversionResults, DecodingResult, Measured
 from deltazoo.workbench.markdown import filled, picture, table
 
 __all__ = ["write_conversion_page"]
@@ -54,7 +54,8 @@ def write_conversion_page(
             )
         )
         parts += ["## Beyond the training length\n", _lengths(shown, results, recipe)]
-        parts += ["## Decoding and memory\n", _decoding(shown, results, recipe)]
+    if results is not None and results.decodings:
+        parts += ["## Decoding and memory\n", _decoding(results, recipe)]
     parts += ["## What is missing\n", _missing(results, recipe), "## Design\n", _design(recipe)]
     if results is not None and results.conversions:
         parts += ["## Runs\n", _runs(results)]
@@ -78,9 +79,11 @@ def _introduction(recipe: ConversionRecipe) -> str:
         "    python scripts/render_text.py\n\n"
         + filled(
             "The second command trains the softmax model or finds it in the user's cache folder, converts what the "
-            "file lacks, the most important first, and can be given again and again. Several GPUs share the work: "
-            "`--only teacher` trains the softmax model alone, then each GPU gets conversions of its own, `--device "
-            "cuda:1 --only kda@3:1,kda@all`, with the same `--out`. No weights are published."
+            "file lacks, the most important first, measures decoding, and can be given again and again. Several "
+            "processes share the work with the same `--out`, on one GPU, too, which the many small steps of alignment "
+            "leave mostly idle: `--only teacher` trains the softmax model, then each process gets conversions of its "
+            "own, `--device cuda:1 --only kda@3:1,kda@all`, and `--only decoding` comes last, alone. No weights are "
+            "published."
         )
         + "\n"
     )
@@ -176,15 +179,14 @@ def _lengths(shown: Sequence[Conversion], results: ConversionResults, recipe: Co
     return table(["change in bits per byte", *(f"rows of {length:,}" for length in longer)], rows, text_columns=1)
 
 
-def _decoding(shown: Sequence[Conversion], results: ConversionResults, recipe: ConversionRecipe) -> str:
-    models: dict[str, Measured] = {"softmax model": _one_teacher(shown, results)}
-    models |= {
-        conversion.label: results.conversions[conversion]
-        for conversion in shown
-        if results.conversions[conversion].swapped and conversion.seed == 0
+def _decoding(results: ConversionResults, recipe: ConversionRecipe) -> str:
+    models = {
+        "softmax model" if conversion == CONTROL else conversion.label: results.decodings[conversion]
+        for conversion in recipe.decodings()
+        if conversion in results.decodings
     }
     contexts = [str(context) for context in recipe.decode_contexts]
-    figures: dict[str, Callable[[Measured, str], str]] = {
+    figures: dict[str, Callable[[DecodingResult, str], str]] = {
         "tokens/s": lambda model, context: (
             model.decoding[context].get("error") or f"{model.decoding[context]['tokens_per_second']:,.0f}"
         ),
@@ -198,16 +200,22 @@ def _decoding(shown: Sequence[Conversion], results: ConversionResults, recipe: C
         [label, *(figure(model, context) for figure in figures.values() for context in contexts)]
         for label, model in models.items()
     ]
-    return table(header, rows, text_columns=1) + "\n" + filled("Memory: the most held beside the weights.") + "\n"
+    at = sorted({f"{found.environment.device} at commit `{found.environment.commit[:7]}`" for found in models.values()})
+    ending = f"Memory: the most held beside the weights. Measured on one {' and '.join(at)}."
+    return table(header, rows, text_columns=1) + "\n" + filled(ending) + "\n"
 
 
 def _missing(results: ConversionResults | None, recipe: ConversionRecipe) -> str:
     conversions = recipe.conversions()
     missing = [conversion for conversion in conversions if results is None or conversion not in results.conversions]
-    if not missing:
-        return "Nothing.\n"
-    names = "; ".join(_label(conversion) for conversion in missing)
-    return filled(f"Of {len(conversions)} conversions, {len(missing)} are not done: {names}.") + "\n"
+    unmeasured = [model for model in recipe.decodings() if results is None or model not in results.decodings]
+    sentences = []
+    if missing:
+        names = "; ".join(_label(conversion) for conversion in missing)
+        sentences.append(f"Of {len(conversions)} conversions, {len(missing)} are not done: {names}.")
+    if unmeasured:
+        sentences.append(f"Decoding of {len(unmeasured)} models is not measured.")
+    return filled(" ".join(sentences) or "Nothing.") + "\n"
 
 
 def _design(recipe: ConversionRecipe) -> str:
@@ -239,7 +247,8 @@ def _design(recipe: ConversionRecipe) -> str:
         f"{text.tokens / 1e6:.0f} M tokens. Its convolutions and norms are those of the rule's paper, and its MLP "
         "makes up for what the mixer has more. There is none of 1:1.",
         "Decoding": f"Weights in bfloat16, one row, greedy, captured, {text.decode_tokens} tokens after {contexts}, by "
-        "the loop of `deltazoo.generate`, for the softmax model as for the converted ones.",
+        "the loop of `deltazoo.generate`, for the softmax model as for the swapped ones. Speed and memory do not "
+        "depend on what the weights are, so they are measured apart from the conversions.",
         "Intervals": f"{LEVEL:.0%} of {RESAMPLES:,} bootstrap resamples of held-out files, those of the suite. "
         + (
             f"The conversions of {label_of(recipe.again)} run with a second order of rows. One conversion is called "

@@ -129,6 +129,10 @@ class ConversionRecipe:
         second = [Conversion(self.again, layers, seed=1) for layers in self.layers] if self.again else []
         return [*first, CONTROL, *second]
 
+    def decodings(self) -> list[Conversion]:
+        """Whose decoding is measured: the softmax model's, then that of every choice of layers and rule."""
+        return [CONTROL, *(Conversion(rule, layers) for layers in self.layers for rule in self.rules)]
+
     def as_json(self) -> dict[str, Any]:
         """The fields as a JSON file has them."""
         return {**asdict(self), "text": self.text.as_json()}

@@ -1,4 +1,4 @@
-"""Result files of the suite: one JSON line per trained softmax model and per conversion."""
+"""Result files of the suite: one JSON line per trained softmax model, conversion and measurement of decoding."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -7,7 +7,7 @@ from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text.results import SuiteResults
 from deltazoo.workbench.lab.text_conversions.conversion_recipe import Conversion, ConversionRecipe
 
-__all__ = ["SUITE", "ConversionResult", "ConversionResults", "Measured", "TeacherResult"]
+__all__ = ["SUITE", "ConversionResult", "ConversionResults", "DecodingResult", "Measured", "TeacherResult"]
 
 SUITE = "text-conversions"
 
@@ -21,10 +21,6 @@ class Measured:
     parameters: int
     scores: dict[str, dict[str, Any]]
     """By row length: `LengthScore.as_json()`."""
-    state_bytes: dict[str, int]
-    """By tokens of context."""
-    decoding: dict[str, dict[str, Any]]
-    """By tokens of context: `tokens_per_second` or `error`, and on a GPU `peak_bytes` beside the weights."""
     seconds: float
     """Of everything."""
     environment: Environment
@@ -60,11 +56,26 @@ class ConversionResult(Measured):
         return Conversion(self.rule, self.layers, self.seed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecodingResult:
+    """How a model with swapped layers decodes, whatever its weights. A later line counts."""
+
+    rule: str
+    layers: str
+    """Of the softmax model as it is: those of `CONTROL`."""
+    state_bytes: dict[str, int]
+    """By tokens of context."""
+    decoding: dict[str, dict[str, Any]]
+    """By tokens of context: `tokens_per_second` or `error`, and on a GPU `peak_bytes` beside the weights."""
+    environment: Environment
+    date: str
+
+
 class ConversionResults(SuiteResults):
     """The results of the suite `text-conversions`."""
 
     suite = SUITE
-    kinds: ClassVar = {"teacher": TeacherResult, "conversion": ConversionResult}
+    kinds: ClassVar = {"teacher": TeacherResult, "conversion": ConversionResult, "decoding": DecodingResult}
 
     @property
     def recipe(self) -> ConversionRecipe:
@@ -78,10 +89,13 @@ class ConversionResults(SuiteResults):
     def _make_empty(self) -> None:
         self.teachers: dict[str, TeacherResult] = {}
         self.conversions: dict[Conversion, ConversionResult] = {}
+        self.decodings: dict[Conversion, DecodingResult] = {}
 
-    def _keep(self, result: TeacherResult | ConversionResult) -> None:
+    def _keep(self, result: TeacherResult | ConversionResult | DecodingResult) -> None:
         if isinstance(result, TeacherResult):
             self.teachers[result.teacher] = result
+        elif isinstance(result, DecodingResult):
+            self.decodings[Conversion(result.rule, result.layers)] = result
         elif result.teacher not in self.teachers:
             raise ValueError(f"its softmax model {result.teacher} has no line before it")
         else:

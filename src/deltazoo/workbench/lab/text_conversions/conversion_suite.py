@@ -1,10 +1,12 @@
-"""The suite: conversions that a result file lacks, the most important first, within a time limit."""
+"""The suite: what a result file lacks of conversions and their decoding, the most important first, within a time limit.
 
-import copy
+How a model decodes does not depend on its weights, so it is measured by jobs of their own, all on one card.
+"""
+
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +14,50 @@ import numpy as np
 import torch
 
 from deltazoo.names import unknown
+from deltazoo.swap import swap_attention
+from deltazoo.workbench.lab.configurations import SOFTMAX
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.runner import device_is_lost
 from deltazoo.workbench.lab.text.decoding import decoding, state_bytes
 from deltazoo.workbench.lab.text.results import now
 from deltazoo.workbench.lab.text.scoring import LengthScore, file_bytes, score
 from deltazoo.workbench.lab.text.suite import OutOfTime
+from deltazoo.workbench.lab.text.text_configurations import build_model
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
-from deltazoo.workbench.lab.text_conversions.conversion_recipe import Conversion, ConversionRecipe
+from deltazoo.workbench.lab.text_conversions.conversion_recipe import CONTROL, Conversion, ConversionRecipe
 from deltazoo.workbench.lab.text_conversions.conversion_results import (
     ConversionResult,
     ConversionResults,
+    DecodingResult,
     TeacherResult,
 )
 from deltazoo.workbench.lab.text_conversions.stages import convert_copy
 from deltazoo.workbench.lab.text_conversions.teacher import Teacher, as_llama, load_teacher, train_teacher
 
-__all__ = ["TEACHER", "missing_conversions", "open_conversions", "run_conversions"]
+__all__ = ["DECODING", "TEACHER", "ConversionJob", "missing_conversion_jobs", "open_conversions", "run_conversions"]
 
 TEACHER = "teacher"
 """As `only`: train the softmax model and stop."""
+DECODING = "decoding"
+"""As `only`: measure how the models decode, and convert nothing."""
 _PROMPT_AT_ONCE = 4096
-_MEASURING_SECONDS = 60.0
-"""Guess of the time for scores and decoding of a conversion, before there is one to go by."""
+_SCORING_SECONDS = 30.0
+"""Guess of the time for the scores of a conversion, before there is one to go by."""
+_DECODING_SECONDS = 30.0
+"""Guess of the time that measuring the decoding of a model takes."""
+
+
+@dataclass(frozen=True)
+class ConversionJob:
+    """A conversion to be done, or a model whose decoding is to be measured."""
+
+    conversion: Conversion
+    decoding: bool = False
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"{self.conversion.name}, {'decoding' if self.decoding else f'seed {self.conversion.seed}'}"
 
 
 def open_conversions(path: Path, recipe: ConversionRecipe, corpus: TextCorpus) -> ConversionResults:
@@ -42,15 +65,15 @@ def open_conversions(path: Path, recipe: ConversionRecipe, corpus: TextCorpus) -
     return ConversionResults(path, recipe, corpus.digest, file_bytes(corpus, recipe.text).tolist())
 
 
-def missing_conversions(
+def missing_conversion_jobs(
     results: ConversionResults, recipe: ConversionRecipe, only: Sequence[str] = ()
-) -> list[Conversion]:
-    """What is still to be converted, in order.
+) -> list[ConversionJob]:
+    """What is still to be done, in order: conversions, then the decoding of all models.
 
     Args:
         results: what is done.
         recipe: says what there is.
-        only: names of conversions, such as "kda@3:1"; these alone.
+        only: names of conversions, such as "kda@3:1", or `DECODING`; these alone.
 
     Raises:
         ValueError: an unknown conversion.
@@ -58,12 +81,12 @@ def missing_conversions(
     conversions = recipe.conversions()
     names = list(dict.fromkeys(conversion.name for conversion in conversions))
     for name in only:
-        if name not in (*names, TEACHER):
-            raise ValueError(unknown("conversion", name, [*names, TEACHER]))
-    return [
-        conversion
-        for conversion in conversions
-        if conversion not in results.conversions and (not only or conversion.name in only)
+        if name not in (*names, DECODING, TEACHER):
+            raise ValueError(unknown("conversion", name, [*names, DECODING, TEACHER]))
+    wanted = [conversion for conversion in conversions if not only or conversion.name in only]
+    decodings = recipe.decodings() if not only or DECODING in only else []
+    return [ConversionJob(conversion) for conversion in wanted if conversion not in results.conversions] + [
+        ConversionJob(model, decoding=True) for model in decodings if model not in results.decodings
     ]
 
 
@@ -78,73 +101,77 @@ def run_conversions(
     limit: float | None = None,
     only: Sequence[str] = (),
     report: Callable[[str], None] = print,
-) -> list[Conversion]:
-    """Convert what is missing, each result kept as soon as it is there; first train the softmax model, or load it.
+) -> list[ConversionJob]:
+    """Do what is missing, each result kept as soon as it is there; first train the softmax model, or load it.
 
-    A training or conversion that the limit does not leave time for is not begun, or abandoned once its pace is known,
-    and leaves nothing.
+    What the limit does not leave time for is not begun, or abandoned once its pace is known, and leaves nothing.
 
     Args:
-        results: extended in place.
+        results: extended in place. Other processes may add to the file; what they have done is not done again.
         recipe, corpus: what they are of.
         device: "cpu" or one GPU.
         environment: of this process.
         teacher_path: where the softmax model of this recipe and corpus is kept for later calls.
         limit: seconds.
-        only: as of `missing_conversions`.
+        only: as of `missing_conversion_jobs`.
         report: called with a line of progress.
 
     Returns:
         What is missing still.
 
     Raises:
-        ValueError: the file has results of another device.
-        RuntimeError: conversions failed; all others were tried.
+        ValueError: decoding was measured on another device.
+        RuntimeError: jobs failed; all others were tried.
     """
-    devices = {teacher.environment.device for teacher in results.teachers.values()}
-    if others := devices - {environment.device}:
+    missing = missing_conversion_jobs(results, recipe, only)
+    cards = {found.environment.device for found in results.decodings.values()} - {environment.device}
+    if cards and any(job.decoding for job in missing):
         raise ValueError(
-            f"{results.path} holds results of {others.pop()}, this is {environment.device}: speeds would not compare"
+            f"{results.path} holds speeds of {cards.pop()}, this is {environment.device}, and they would not compare: "
+            "name conversions, which are then done without measuring speeds"
         )
-    missing = missing_conversions(results, recipe, only)
-    if not missing and TEACHER not in only:
-        return []
     deadline = None if limit is None else time.monotonic() + limit
 
     def watch(seconds_left: float) -> None:
         if deadline is not None and time.monotonic() + seconds_left > deadline:
             raise OutOfTime
 
-    try:
-        teacher = _teacher(results, recipe, corpus, device, environment, teacher_path, watch, report)
-    except OutOfTime:
-        report("softmax model: no time left for it")
-        return missing
-    failures = []
-    for conversion in missing:
-        began = time.monotonic()
-        name = f"{conversion.name}, seed {conversion.seed}"
+    teacher = None
+    if TEACHER in only or not all(job.decoding for job in missing):
         try:
-            alike = [done.seconds for done in results.conversions.values() if done.layers == conversion.layers]
-            watch(max(alike, default=0.0))  # the first of its kind is abandoned once its pace is known
-            result = _convert(conversion, results, recipe, corpus, teacher, environment, watch)
+            teacher = _teacher(results, recipe, corpus, device, environment, teacher_path, watch, report)
         except OutOfTime:
-            report(f"{name}: no time left for it")
-        except Exception as error:  # raised at the end, so that it does not end the other conversions
-            failures.append(f"{name}: {type(error).__name__}: {error}")
-            report(f"{name}: FAILED, {type(error).__name__}: {error}")
+            report("softmax model: no time left for it")
+            missing = [job for job in missing if job.decoding]
+    failures = []
+    for job in missing:
+        results.reload()
+        if job not in missing_conversion_jobs(results, recipe, only):
+            continue
+        try:
+            if job.decoding:
+                watch(_DECODING_SECONDS)
+                result: Any = _decode(job.conversion, corpus, recipe, device, environment)
+                report(f"{job.name}: {_speeds(result)}")
+            else:
+                assert teacher is not None
+                result = _convert(job.conversion, results, recipe, corpus, teacher, environment, watch)
+                bits = " ".join(f"{stage} {found:.4f}" for stage, _, found in result.points)
+                report(f"{job.name}: bits per byte {bits}; {result.seconds:.0f} s")
+            results.add(result)
+        except OutOfTime:
+            report(f"{job.name}: no time left for it")
+        except Exception as error:  # raised at the end, so that it does not end the other jobs
+            failures.append(f"{job.name}: {type(error).__name__}: {error}")
+            report(f"{job.name}: FAILED, {type(error).__name__}: {error}")
             if device_is_lost(device):
                 break
-        else:
-            results.add(result)
-            bits = " ".join(f"{stage} {found:.4f}" for stage, _, found in result.points)
-            report(f"{name}: bits per byte {bits}; {time.monotonic() - began:.0f} s")
         if torch.device(device).type == "cuda" and not device_is_lost(device):
             gc.collect()
             torch.cuda.empty_cache()
     if failures:
         raise RuntimeError("; ".join(failures))
-    return missing_conversions(results, recipe, only)
+    return missing_conversion_jobs(results, recipe, only)
 
 
 def _teacher(
@@ -169,7 +196,7 @@ def _teacher(
             TeacherResult(
                 teacher=teacher.digest,
                 training=teacher.training,
-                **_measured(teacher.model, corpus, recipe, recipe.decode_contexts),
+                **_measured(teacher.model, corpus, recipe),
                 seconds=round(time.monotonic() - began, 2),
                 environment=environment,
                 date=now(),
@@ -198,10 +225,9 @@ def _convert(
         scored.append(score(model, corpus, recipe.text, [row_length])[row_length])
         return round(_bits(scored[-1].file_nats, results), 5)
 
-    later = max(
-        (done.seconds - sum(done.stage_seconds.values()) for done in results.conversions.values()),
-        default=_MEASURING_SECONDS,
-    )
+    alike = [done for done in results.conversions.values() if done.layers == conversion.layers]
+    watch(max((done.seconds for done in alike), default=0.0))  # the first of its kind shows its pace soon
+    later = max((done.seconds - sum(done.stage_seconds.values()) for done in alike), default=_SCORING_SECONDS)
     converted = convert_copy(
         as_llama(teacher.model),
         conversion,
@@ -220,39 +246,55 @@ def _convert(
         points=converted.points,
         stage_seconds={stage: round(seconds, 2) for stage, seconds in converted.stage_seconds.items()},
         peak_bytes=converted.peak_bytes,
-        # Nothing new decodes in the control.
-        **_measured(converted.model, corpus, recipe, recipe.decode_contexts if converted.swapped else ()),
+        **_measured(converted.model, corpus, recipe),
         seconds=round(time.monotonic() - began, 2),
         environment=environment,
         date=now(),
     )
 
 
-def _measured(model: Any, corpus: TextCorpus, recipe: ConversionRecipe, contexts: Sequence[int]) -> dict[str, Any]:
-    """Scores and size of a model; state and decoding after so many tokens by a copy, on a GPU in bfloat16."""
+def _measured(model: Any, corpus: TextCorpus, recipe: ConversionRecipe) -> dict[str, Any]:
+    """Scores and size of a model."""
     scores = {str(length): found.as_json() for length, found in score(model, corpus, recipe.text).items()}
-    on_gpu = model.device.type == "cuda"
-    timed = copy.deepcopy(model)
-    if on_gpu:
-        timed.bfloat16()
-    return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "scores": scores,
-        "state_bytes": {str(tokens): state_bytes(timed, tokens) for tokens in contexts},
-        "decoding": {str(tokens): _decoding(timed, corpus, recipe, tokens, on_gpu) for tokens in contexts},
-    }
+    return {"parameters": sum(parameter.numel() for parameter in model.parameters()), "scores": scores}
 
 
-def _decoding(model: Any, corpus: TextCorpus, recipe: ConversionRecipe, context: int, on_gpu: bool) -> dict[str, Any]:
+def _decode(
+    conversion: Conversion, corpus: TextCorpus, recipe: ConversionRecipe, device: str, environment: Environment
+) -> DecodingResult:
+    """State and decoding of a model with new weights, on a GPU in bfloat16."""
+    with torch.device(device):
+        model: Any = build_model(SOFTMAX, recipe.text, corpus.vocab_size, seed=0).eval()
+    if conversion != CONTROL:
+        model = as_llama(model)
+        swap_attention(model, conversion.rule, layers=conversion.layers)
+    if model.device.type == "cuda":
+        model.bfloat16()
+    return DecodingResult(
+        rule=conversion.rule,
+        layers=conversion.layers,
+        state_bytes={str(tokens): state_bytes(model, tokens) for tokens in recipe.decode_contexts},
+        decoding={str(tokens): _decoding(model, corpus, recipe, tokens) for tokens in recipe.decode_contexts},
+        environment=environment,
+        date=now(),
+    )
+
+
+def _decoding(model: Any, corpus: TextCorpus, recipe: ConversionRecipe, context: int) -> dict[str, Any]:
     prompt = torch.from_numpy(corpus.held_out[:context].astype(np.int64)).to(model.device)
     one_row = replace(recipe.text, decode_context=context, decode_batches=(1,))
-    if not on_gpu:
+    if model.device.type != "cuda":
         return decoding(model, one_row, prompt, _PROMPT_AT_ONCE)["1"]
     gc.collect()
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     found = decoding(model, one_row, prompt, _PROMPT_AT_ONCE)["1"]
     return {**found, "peak_bytes": torch.cuda.max_memory_allocated(model.device) - before}
+
+
+def _speeds(result: DecodingResult) -> str:
+    speeds = (f"{found.get('tokens_per_second', found.get('error'))} tokens/s" for found in result.decoding.values())
+    return "; ".join(f"after {int(tokens):,}: {speed}" for tokens, speed in zip(result.decoding, speeds, strict=True))
 
 
 def _bits(file_nats: Sequence[float], results: ConversionResults) -> float:
