@@ -253,7 +253,8 @@ def _design(recipe: ConversionRecipe) -> str:
         + (
             f"The conversions of {label_of(recipe.again)} run with a second order of rows. One conversion is called "
             "worse than another if the interval of the paired difference lies above 0 and the difference is larger "
-            "than any two orders of one conversion differ; until there are two, none is."
+            "than any two orders of one conversion differ, each beside its own softmax model; until there are two, "
+            "none is."
             if recipe.again
             else ""
         ),
@@ -359,12 +360,17 @@ def _scored(model: Measured, results: ConversionResults) -> np.ndarray:
 
 
 def _seed_spread(results: ConversionResults) -> float | None:
-    """The largest difference in bits per byte between two seeds of one conversion of one softmax model."""
+    """The largest difference between two seeds of one conversion, in bits per byte beside its softmax model.
+
+    The softmax model may have been trained twice, too.
+    """
+    size = _bytes(results).sum()
     spreads = []
     for conversion, result in results.conversions.items():
         first = results.conversions.get(Conversion(conversion.rule, conversion.layers))
-        if conversion.seed and first is not None and first.teacher == result.teacher:
-            spreads.append(abs(result.points[-1][2] - first.points[-1][2]))
+        if conversion.seed and first is not None:
+            above = [(_scored(x, results) - _scored(results.teacher_of(x), results)).sum() for x in (first, result)]
+            spreads.append(float(abs(above[1] - above[0]) / size))
     return max(spreads, default=None)
 
 
