@@ -18,6 +18,7 @@ from deltazoo.ops.fused import (
     fused_add_rms_norm,
     fused_gated_rms_norm,
     fused_kernels_fit,
+    fused_l2_norm,
     fused_rms_norm,
     fused_rms_norm_linear,
 )
@@ -43,9 +44,8 @@ def fuses_rows(x: Tensor, fused: bool | None) -> bool:
 
 
 def _unit_length(x: Tensor, eps: float, fused: bool | None) -> Tensor:
-    D = x.shape[-1]
     if fuses_rows(x, fused):
-        return fused_rms_norm(x, x.new_full((D,), D**-0.5, dtype=torch.float32), eps / D)
+        return fused_l2_norm(x, eps)
     wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 

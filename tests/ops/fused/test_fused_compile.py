@@ -100,6 +100,13 @@ def normalize(head_dim: int, silu: bool) -> None:
     gated_norm._backward(x, x, weight, 1e-5, silu, x)
 
 
+def normalize_heads(head_dim: int, tokens: int = 4096) -> None:
+    """The L2 norm as layers call it that rotate queries and keys before it."""
+    x = empty(4, tokens, 8, head_dim)
+    rms_norm._l2_forward(x, 1e-6)
+    rms_norm._l2_backward(x, 1e-6, x)
+
+
 def normalize_plainly(D: int, stream: torch.dtype | None = None) -> None:
     """The norm as blocks call it: without a residual, or with one in this dtype; the result in bfloat16."""
     x, weight = empty(4, 4096, D), empty(D, dtype=stream or torch.bfloat16)
@@ -297,6 +304,8 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "plain_norm_sum_2048": (8, lambda: normalize_plainly(2048, torch.bfloat16)),
     "plain_norm_autocast_1024": (8, lambda: normalize_plainly(1024, torch.float32)),
     "plain_norm_and_linear_map": (8, normalize_and_map),
+    "l2_norm_128": (8, lambda: normalize_heads(128)),
+    "l2_norm_one_token": (8, lambda: normalize_heads(128, 1)),
     "decay": (5, lambda: decay(8, 128)),
     "decay_per_head": (4, lambda: decay(16)),
     "decay_saturating": (4, lambda: decay(8, 128, saturating=True)),

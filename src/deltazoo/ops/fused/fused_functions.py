@@ -22,6 +22,7 @@ __all__ = [
     "fused_erase_gain",
     "fused_gated_rms_norm",
     "fused_kernels_fit",
+    "fused_l2_norm",
     "fused_rms_norm",
     "fused_rms_norm_linear",
     "fused_rotary",
@@ -247,6 +248,23 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | N
     from deltazoo.ops.fused.kernels.rms_norm import rms_norm
 
     return rms_norm(x, weight, eps, dtype or x.dtype)
+
+
+def fused_l2_norm(x: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(sum x^2 + eps)` over the last axis, in x's dtype, computed in float32.
+
+    Args:
+        x: `[..., D]` float32, bfloat16 or float16, D at most `MOST_NORM_COLUMNS`.
+        eps: added to the sum of squares.
+
+    Raises:
+        NotImplementedError: as `fused_rms_norm`.
+    """
+    _require_triton(x)
+    _require_columns(x)
+    from deltazoo.ops.fused.kernels.rms_norm import l2_norm
+
+    return l2_norm(x, eps)
 
 
 def fused_add_rms_norm(

@@ -2,6 +2,8 @@
 
     total = x + residual,      y = total / sqrt(mean total^2 + eps) * w
 
+The L2 norm is the same without w, with the sum of squares in place of their mean.
+
 The backward pass keeps the sum (without a residual, the input) and the weight. With a linear map that reads the norm,
 whose gradient needs it, the norm is made again in the same pass as the gradient of the input.
 """
@@ -19,7 +21,7 @@ from deltazoo.ops.fused.kernels.sum_of_parts import sum_of_parts
 from deltazoo.ops.triton.launch import Constants, launch
 from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
-__all__ = ["add_rms_norm", "rms_norm", "rms_norm_linear"]
+__all__ = ["add_rms_norm", "l2_norm", "rms_norm", "rms_norm_linear"]
 
 _MOST_PARTS = 512
 """Most programs of the backward pass: four per multiprocessor of an H100. Each sums a part of the weight's gradient."""
@@ -28,6 +30,8 @@ _MOST_PARTS = 512
 @triton.jit(do_not_specialize=["R", "eps"])
 def rms_norm_forward_kernel(x, residual, weight, y, total, R, eps, D: tl.constexpr, BR: tl.constexpr,
                             BD: tl.constexpr):  # fmt: skip
+    """Without `weight`, the L2 norm."""
+    COUNT: tl.constexpr = D if weight is not None else 1
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     columns = tl.arange(0, BD)
     column_mask = columns < D
@@ -39,19 +43,22 @@ def rms_norm_forward_kernel(x, residual, weight, y, total, R, eps, D: tl.constex
         rounded = a.to(total.dtype.element_ty)  # the norm is of the sum as it is stored
         tl.store(total + offsets, rounded, mask=mask)
         a = rounded.to(tl.float32)
-    w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
-    tl.store(y + offsets, (a * inverse * w[None, :]).to(y.dtype.element_ty), mask=mask)
+    a *= tl.rsqrt(tl.sum(a * a, axis=1) / COUNT + eps)[:, None]
+    if weight is not None:
+        a *= tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + offsets, a.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["R", "eps"])
 def rms_norm_backward_kernel(total, weight, d_y, d_sum, d_total, d_x, y, d_weight, R, eps, D: tl.constexpr,
                              BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """`y`, unless None, is the norm again; it may be where `d_y` is."""
+    """`y`, unless None, is the norm again; it may be where `d_y` is. Without `weight`, of the L2 norm."""
+    COUNT: tl.constexpr = D if weight is not None else 1
     columns = tl.arange(0, BD)
     column_mask = columns < D
-    w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
-    sums = tl.zeros([BR, BD], tl.float32)
+    if weight is not None:
+        w = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)
+        sums = tl.zeros([BR, BD], tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
         rows = block * BR + tl.arange(0, BR).to(tl.int64)
         mask = (rows < R)[:, None] & column_mask[None, :]
@@ -60,19 +67,21 @@ def rms_norm_backward_kernel(total, weight, d_y, d_sum, d_total, d_x, y, d_weigh
         d = tl.load(d_y + offsets, mask=mask, other=0.0).to(tl.float32)
         if d_sum is not None:
             added = tl.load(d_sum + offsets, mask=mask, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(a * a, axis=1) / D + eps)[:, None]
+        inverse = tl.rsqrt(tl.sum(a * a, axis=1) / COUNT + eps)[:, None]
         normal = a * inverse
-        sums += d * normal
-        if y is not None:
-            tl.store(y + offsets, (normal * w[None, :]).to(y.dtype.element_ty), mask=mask)
-        d *= w[None, :]
-        d = inverse * (d - normal * (tl.sum(d * normal, axis=1) / D)[:, None])
+        if weight is not None:
+            sums += d * normal
+            if y is not None:
+                tl.store(y + offsets, (normal * w[None, :]).to(y.dtype.element_ty), mask=mask)
+            d *= w[None, :]
+        d = inverse * (d - normal * (tl.sum(d * normal, axis=1) / COUNT)[:, None])
         if d_sum is not None:
             d += added
         tl.store(d_total + offsets, d.to(d_total.dtype.element_ty), mask=mask)
         if d_x is not None:
             tl.store(d_x + offsets, d.to(d_x.dtype.element_ty), mask=mask)
-    tl.store(d_weight + tl.program_id(0) * D + columns, tl.sum(sums, axis=0), mask=column_mask)
+    if weight is not None:
+        tl.store(d_weight + tl.program_id(0) * D + columns, tl.sum(sums, axis=0), mask=column_mask)
 
 
 @lru_cache(maxsize=1024)
@@ -117,6 +126,25 @@ def _backward(total, weight, eps, d_y, d_sum, dtype, y=None):
         launch(rms_norm_backward_kernel, constants, total, weight, d_y, d_sum, d_total, d_x, y, parts)
         d_weight = sum_of_parts(parts, weight.dtype)
     return d_total, d_x, d_weight
+
+
+def _l2_forward(x, eps):
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    D = x.shape[-1]
+    with torch.cuda.device_of(x):
+        launch(rms_norm_forward_kernel, _constants(x.numel() // D, D, eps), x, None, None, y, None)
+    return y
+
+
+def _l2_backward(x, eps, d_y):
+    x, d_y = x.contiguous(), d_y.contiguous()
+    d_x = torch.empty_like(x)
+    D = x.shape[-1]
+    with torch.cuda.device_of(x):
+        constants = _constants(x.numel() // D, D, eps, _MOST_PARTS)
+        launch(rms_norm_backward_kernel, constants, x, None, d_y, None, d_x, None, None, None)
+    return d_x
 
 
 def _linear_forward(x, weight, linear, eps):
@@ -210,3 +238,12 @@ rms_norm_linear = DifferentiableOperator(
     refusal=REFUSAL,
 )
 """`rms_norm_linear(x, weight, linear, eps)`, see `deltazoo.ops.fused.fused_rms_norm_linear`."""
+
+l2_norm = DifferentiableOperator(
+    "l2_norm(Tensor x, float eps) -> Tensor",
+    _l2_forward,
+    fake=lambda x, eps: x.new_empty(x.shape),
+    backward=Operator("l2_norm_backward(Tensor x, float eps, Tensor d_y) -> Tensor", _l2_backward),
+    refusal=REFUSAL,
+)
+"""`l2_norm(x, eps)`, see `deltazoo.ops.fused.fused_l2_norm`."""
