@@ -241,7 +241,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, erase_key, v, beta, log_decay and initial_state; None for those that were not given.
 
-    `keep` is that of the forward pass. With `in_place` gradients may lie in the memory of what was kept.
+    `keep` is that of the forward pass. With `in_place` what was kept is no longer needed: gradients may lie in its
+    memory, and what nothing reads any more is freed.
     """
     plan, kept = p.plan, kept.of_plan(p.plan, keep)
     d_output = contiguous(d_output, p.alignment)
@@ -259,7 +260,7 @@ def backward(
         Z, d_states, d_initial = reverse_scan(
             p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None
         )  # fmt: skip
-        gradients = empty_gradients(p, kept if in_place else None)
+        gradients = gradients_in_place(p, kept, Z) if in_place else empty_gradients(p)
         chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients)
         if plan.grouped:
             dq, dk, de, dv, d_beta, d_log_decay = gradients
@@ -442,19 +443,41 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor |
 """Of q, k and erase_key (all per value head), v, beta and log_decay."""
 
 
-def empty_gradients(p: Problem, kept: Kept | None) -> Gradients:
-    """Uninitialised; in the memory of what is `kept` for the scans alone, if that is given."""
-    plan, dv = p.plan, None
+def empty_gradients(
+    p: Problem, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None
+) -> Gradients:
+    """Uninitialised, but for those that have memory already."""
+    plan = p.plan
     if plan.grouped:  # value heads that share a key head sum their gradients outside, in float32
         dq, dk = (p.float32(plan.B, x, plan.HV, plan.K) for x in (plan.tokens, plan.T))
-    elif kept is not None and kept.q_in is not None and kept.k_in is not None and kept.k_out is not None:
-        dq, dk = kept.q_in, kept.k_in
-        dv = kept.k_out if plan.K == plan.V else None
-    else:
-        dq, dk = torch.empty_like(p.q), torch.empty_like(p.k)
+    dq = torch.empty_like(p.q) if dq is None else dq
+    dk = torch.empty_like(p.k) if dk is None else dk
     dv = torch.empty_like(p.v) if dv is None else dv
     de = None if p.erase_key is None else torch.empty_like(dk)
     return dq, dk, de, dv, *empty_gate_gradients(p)
+
+
+def gradients_in_place(p: Problem, kept: Kept, Z: Tensor | None) -> Gradients:
+    """Uninitialised, in the memory of what was kept for the scans or of Z; frees what else was kept for the scans.
+
+    The scans, which have been launched, were the last to read it, so dq, dk and dv may lie in any of it. In the memory
+    of Z lies dv only if Gluon kernels make the gradients: one program alone reads the Z of a chunk of a head, all of it
+    before it stores dv there. Plain kernels read Z anew for every tile of key channels.
+    """
+    plan = p.plan
+    dq, dk = (None, None) if plan.grouped else (kept.q_in, kept.k_in)
+    dv = Z if gradients_on_hopper(p) else kept.k_out if plan.K == plan.V else None
+    for x in (kept.AP, kept.q_in, kept.k_in, kept.k_out):
+        if x is not None and not (x is dq or x is dk or x is dv):
+            free(x)
+    return empty_gradients(p, dq, dk, dv)
+
+
+def free(x: Tensor) -> None:
+    """Give back the memory of a tensor that autograd holds on to."""
+    storage = x.untyped_storage()
+    if storage.resizable():  # not so if a hook for saved tensors took it from elsewhere
+        storage.resize_(0)
 
 
 def empty_gate_gradients(p: Problem) -> tuple[Tensor | None, Tensor | None]:
@@ -544,7 +567,8 @@ def chunk_gradients(
 
 def gradients_on_hopper(p: Problem) -> bool:
     """Whether Gluon kernels make the chunk gradients for decay per channel."""
-    return p.plan.hopper and channel_gradients_refusal(p.plan, p.q.dtype) is None
+    plan = p.plan
+    return plan.hopper and plan.per_channel and channel_gradients_refusal(plan, p.q.dtype) is None
 
 
 def sum_of_group(gradient: Tensor, q: Tensor) -> Tensor:
