@@ -79,10 +79,11 @@ def peak(decay: str, gluon: bool, keep: bool, monkeypatch: pytest.MonkeyPatch, *
 @pytest.mark.parametrize(
     ("decay", "gluon", "units"),
     [
-        # Output 1, A and P 1, q and k with decay 3, U 1, states 2, Z and then dv 1, d_states 2; dq and dk lie in the
-        # memory of q and k with decay, and d_log_decay follows what A, P and k with decay have left.
-        ("channel", True, 11.11),
-        ("channel", False, 12.14),  # dv has the memory of k with decay
+        # Output 1, A and P 1, U 1, states 2, Z and then dv 1, q and keys with decay 3. In the memory of two of these
+        # lie the gradients of the states, then dq and dk. A, P and the third are gone before d_log_decay (2) comes.
+        ("channel", True, 9.11),
+        # The same, with d_states 2 and d_log_decay 2 apart, and dv in the memory of the third.
+        ("channel", False, 12.14),
         # Output 1, A and P 1, U and then dv 1, states and then dq and dk 2.
         ("scalar", True, 5.11),
         ("none", True, 5.08),
