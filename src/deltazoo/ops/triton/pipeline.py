@@ -262,6 +262,8 @@ def backward(
         )  # fmt: skip
         gradients = gradients_in_place(p, kept, Z, d_states) if in_place else empty_gradients(p)
         chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients)
+        if in_place:  # sums over heads and copies in other dtypes may follow
+            free((U, Z, states, *(d_states or ())), gradients)
         if plan.grouped:
             dq, dk, de, dv, d_beta, d_log_decay = gradients
             dq, dk = (sum_of_group(x, p.q) for x in (dq, dk))
@@ -494,17 +496,17 @@ def gradients_in_place(p: Problem, kept: Kept, Z: Tensor | None, d_states: State
     plan = p.plan
     dq, dk = (None, None) if plan.grouped else (kept.q_in, kept.k_in)
     dv = Z if gradients_on_hopper(p) else kept.k_out if plan.K == plan.V else None
-    for x in (kept.AP, kept.q_in, kept.k_in, kept.k_out):
-        if x is not None and not any(x is used for used in (dq, dk, dv, *(d_states or ()))):
-            free(x)
+    free((kept.AP, kept.q_in, kept.k_in, kept.k_out), (dq, dk, dv, *(d_states or ())))
     return empty_gradients(p, dq, dk, dv)
 
 
-def free(x: Tensor) -> None:
-    """Give back the memory of a tensor that autograd holds on to."""
-    storage = x.untyped_storage()
-    if storage.resizable():  # not so if a hook for saved tensors took it from elsewhere
-        storage.resize_(0)
+def free(tensors: tuple[Tensor | None, ...], used: tuple[Tensor | None, ...]) -> None:
+    """Give back the memory of tensors that autograd holds on to, but for those that are used."""
+    for x in tensors:
+        if x is not None and not any(x is other for other in used):
+            storage = x.untyped_storage()
+            if storage.resizable():  # not so if a hook for saved tensors took it from elsewhere
+                storage.resize_(0)
 
 
 def empty_gate_gradients(p: Problem) -> tuple[Tensor | None, Tensor | None]:
