@@ -412,8 +412,8 @@ def new_state_gradients(p: Problem, kept: Kept, in_place: bool) -> StateGradient
     read the gradients. With erase keys, they have no registers for the addresses.
     """
     plan = p.plan
-    possible = plan.T % CHUNK == 0 and plan.one_program_per_head and gradients_on_hopper(p) and not plan.has_erase_key
-    if in_place and possible:
+    possible = in_place and plan.T % CHUNK == 0 and not plan.has_erase_key and gradients_on_hopper(p)
+    if possible and plan.one_program_per_head:
         assert kept.q_in is not None and kept.k_in is not None
         return kept.q_in, kept.k_in
     return p.q.new_empty(plan.slots, plan.V, plan.K), None
