@@ -57,10 +57,11 @@ class Call:
     erase_key: bool = False
     undecayed: bool = False
     num_micro_steps: int = 1
+    in_place: bool = False  # where Gluon kernels scan too
     only: tuple[str, ...] = ()  # names of kernels; all of them unless given
 
     def __str__(self) -> str:
-        names = ("packed", "state", "segmented", "erase_key", "undecayed")
+        names = ("packed", "state", "segmented", "erase_key", "undecayed", "in_place")
         flags = [name for name in names if getattr(self, name)]
         flags += [f"{self.num_micro_steps}_steps"] * (self.num_micro_steps > 1)
         dtype = TYPES[self.dtype]
@@ -70,7 +71,8 @@ class Call:
 
     def run(self) -> None:
         """Forward and backward on meta tensors: every kernel is launched, nothing is computed."""
-        B, T, H, HV, n = 1, 64 * 64 if self.segmented else 256, 2, 4, self.num_micro_steps
+        B, T, n = 40 if self.in_place else 1, 64 * 64 if self.segmented else 256, self.num_micro_steps
+        H, HV = 2, 4
         N = 3 if self.packed else B
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,7 +90,7 @@ class Call:
         inputs = (q, k, v, beta, log_decay, 0.1, state, cu_seqlens, strict, *update)
         problem = pipeline.Problem(*inputs)
         output, final_state, kept = pipeline.forward(problem)
-        pipeline.backward(problem, kept, output, final_state if self.state else None)
+        pipeline.backward(problem, kept, output, final_state if self.state else None, in_place=self.in_place)
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ def launches_of(call: Call, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
             if isinstance(kernel, JITFunction):
                 patch.setattr(pipeline, name, Recorder(kernel, launches))
         patch.setattr(pipeline, "shared_memory", lambda _: SHARED_MEMORY[call.arch])
+        if call.in_place:
+            patch.setattr(pipeline, "available", lambda _: True)
         call.run()
     return launches
 
@@ -225,6 +229,7 @@ REPRESENTATIVE = [
     Call(HOPPER, 16, 24, decay="channel", dtype=torch.float16, only=CHANNEL),
     Call(HOPPER, decay="channel", packed=True, state=True, only=("scan(strict)", "reverse_scan(keep)(strict)")),
     Call(HOPPER, decay="channel", precision="strict", packed=True, state=True, only=LARGEST),
+    Call(HOPPER, decay="channel", in_place=True, only=("reverse_scan(keep)(strict)",)),
     *(
         Call(HOPPER, decay="channel", erase_key=erase, undecayed=undecayed, num_micro_steps=steps, only=CHANNEL)
         for erase, undecayed, steps in ((True, False, 1), (True, True, 1), (False, False, 2), (True, False, 3))

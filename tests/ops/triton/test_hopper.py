@@ -44,6 +44,7 @@ class Call:
     segmented: bool = False
     strict: bool | None = None
     keep: bool = True
+    in_place: bool = False
 
     def launches(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
         """Kernels in Gluon and their arguments by name, of forward and backward on meta tensors."""
@@ -76,18 +77,20 @@ class Call:
         inputs = (q, k, v, beta, log_decay, 0.1, state, None, self.strict, *update)
         problem = pipeline.Problem(*inputs)
         output, final_state, kept = pipeline.forward(problem, self.keep)
-        pipeline.backward(problem, kept, output, final_state if self.state else None, self.keep)
+        pipeline.backward(problem, kept, output, final_state if self.state else None, self.keep, self.in_place)
 
 
 CALLS = [
     Call(decay=1, undecayed=True, state=False),
     Call(decay=1, erase_key=True, few=True),
     Call(decay=2, few=True, state=False),
+    Call(decay=2, keep=False, in_place=True),
 ]
 MORE_CALLS = [
     Call(decay=0, strict=False, dtype=torch.float16),
     Call(decay=2, dtype=torch.float16),
     Call(decay=2, few=True, keep=False),
+    Call(decay=2),
     Call(decay=1, erase_key=True, keep=False),
     Call(decay=0, segmented=True, dtype=torch.float16),
 ]

@@ -71,25 +71,28 @@ def compiled_well(kernel: Any, arguments: dict[str, Any]) -> Compiled:
     return compiled
 
 
-@pytest.mark.parametrize("erase", [False, True])
+@pytest.mark.parametrize(("erase", "in_place"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("groups", "decays"), [(1, torch.bfloat16), (2, torch.float32)])
 def test_compiles_well_and_sums_decays_in_float32(
-    groups: int, decays: torch.dtype, erase: bool, monkeypatch: pytest.MonkeyPatch
+    groups: int, decays: torch.dtype, erase: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def record(kernel: Any, constants: Constants, *tensors: Any) -> None:
         launches[kernel.fn.__name__] = kernel, dict(zip(kernel.arg_names, tensors, strict=False)) | constants.named
 
     launches: dict[str, Any] = {}
-    q, k = (torch.empty(1, 100, 2 // groups, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    v, log_decay = (torch.empty(1, 100, 2, 128, dtype=dtype, device="meta") for dtype in (torch.bfloat16, decays))
-    beta = torch.empty(1, 100, 2, device="meta")
+    rows = (40, 128) if in_place else (1, 100)
+    q, k = (torch.empty(*rows, 2 // groups, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    v, log_decay = (torch.empty(*rows, 2, 128, dtype=dtype, device="meta") for dtype in (torch.bfloat16, decays))
+    beta = torch.empty(*rows, 2, device="meta")
     monkeypatch.setattr(pipeline, "launch", record)
+    monkeypatch.setattr(pipeline, "available", lambda _: in_place)
     monkeypatch.setattr(pipeline, "gradients_on_hopper", lambda _: True)
     erase_key = torch.empty_like(k) if erase else None
     problem = pipeline.Problem(q, k, v, beta, log_decay, 0.1, None, None, None, erase_key, False, 1)
     output, _, kept = pipeline.forward(problem)
-    pipeline.backward(problem, kept, output, None)
+    pipeline.backward(problem, kept, output, None, in_place=in_place)
     for name in SPILLED:
+        assert (launches[name][1]["d_states_high"] is not None) == in_place
         assert "mul.bf16" not in compiled_well(*launches[name]).ptx
 
 

@@ -109,8 +109,9 @@ def results(
     monkeypatch: pytest.MonkeyPatch,
     recorded: bool = True,
     keep: bool = True,
+    in_place: bool = True,
 ) -> dict[str, Tensor]:
-    """Results by the kernels on the model; if `recorded` gradients too, in place, as autograd wants them."""
+    """Results by the kernels on the model; if `recorded` gradients too, `in_place` as autograd wants them."""
     new_empty = Tensor.new_empty
 
     def uninitialised(like: Tensor, *shape: Any, **options: Any) -> Tensor:
@@ -129,7 +130,7 @@ def results(
         if not recorded:
             return dict(zip(("output", "final_state"), pipeline.infer(problem), strict=True))
         output, final_state, kept = pipeline.forward(problem, keep)
-        gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state, keep, in_place=True)
+        gradients = pipeline.backward(problem, kept, x.d_output, x.d_final_state, keep, in_place)
     names = [f"d_{name}" for name in ("q", "k", "erase_key", "v", "beta", "log_decay", "initial_state")]
     found = dict(zip(names, gradients, strict=True))
     return {"output": output, "final_state": final_state} | {n: g for n, g in found.items() if g is not None}
@@ -220,6 +221,35 @@ def test_gradients_with_a_second_scan_are_the_same(case: DeltaRuleCase, monkeypa
         assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
     # Of two launches one is for chunks with large gains; the fused forward pass spares the other.
     assert scans[1] == scans[0] + 2 + fused
+
+
+IN_PLACE = replace(SHORT, name="in_place", T=192, decay="channel")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        IN_PLACE,
+        pytest.param(replace(IN_PLACE, name="segments", T=256), marks=pytest.mark.sweep),
+        pytest.param(replace(IN_PLACE, name="groups", groups=2, log_decay="uneven"), marks=pytest.mark.sweep),
+        pytest.param(replace(IN_PLACE, name="strong", log_decay=-50.0, initial_state=False), marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
+def test_gradients_in_place_are_the_same(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, at any timing: gradients of states in the memory of queries and keys, and what follows in theirs."""
+    monkeypatch.setattr(plan, "FEW_SCANS", 0)  # one program per head
+    cut_segments(case, monkeypatch)
+    x, model = case.make(dtype=torch.bfloat16), Model()
+    some_zero_and_large(x)  # the second chunk is strict
+    expected = results(x, case.K**-0.5, model, monkeypatch, in_place=False)
+    others = dict(model.hazards)  # scans of segments read padding of what Triton hands to their warps
+    for model.timing in (Timing(late=True, first=0), Timing(late=False, first=2)):
+        found = results(x, case.K**-0.5, model, monkeypatch)
+        assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    assert_right(x, expected)
+    assert model.hazards == others and (not others or case.name == "segments"), model.hazards
+    assert any(constants.named.get("IN_PLACE") for _, constants, _ in model.programs)
 
 
 MANY = [

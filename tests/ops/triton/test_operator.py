@@ -136,7 +136,28 @@ def nothing_in_nothing_out(device: str) -> None:
         assert torch.equal(results["d_initial_state"], inputs.d_final_state.float())
 
 
-CHECKS = (operator_passes_opcheck, compiles_in_one_graph, future_changes_no_bit, nothing_in_nothing_out)
+def a_kept_graph_gives_the_same_gradients(device: str) -> None:
+    """Although the first backward pass overwrites and frees what was kept. The inputs stay as they are."""
+    for decay, (erase, n) in product(DECAYS, (("tied", 1), ("gated", 2))):
+        case = DeltaRuleCase("kept", B=1, T=70, H=1, K=8, V=8, groups=n, decay=decay, erase=erase, num_micro_steps=n)
+        inputs = case.make(device=device, dtype=torch.float16)
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.leaves().items()}
+        output = delta_rule(**inputs.arguments() | leaves, backend="triton").output
+        first, *others = (
+            torch.autograd.grad(output, list(leaves.values()), inputs.d_output, retain_graph=again < 2)
+            for again in range(3)
+        )
+        assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True)), case
+        assert all(torch.equal(x, leaves[name]) for name, x in inputs.leaves().items()), case
+
+
+CHECKS = (
+    operator_passes_opcheck,
+    compiles_in_one_graph,
+    future_changes_no_bit,
+    nothing_in_nothing_out,
+    a_kept_graph_gives_the_same_gradients,
+)
 
 
 def test_operator_through_the_interpreter() -> None:

@@ -59,7 +59,8 @@ def _backward(
 ):  # fmt: skip
     """Gradients of the tensors but `cu_seqlens`, in their dtypes; None for those that were not given.
 
-    With `in_place` what the forward pass kept may be overwritten. If it has been `overwritten` it is computed again.
+    With `in_place` what the forward pass kept may be overwritten and freed. If it has been `overwritten` it is computed
+    again.
     """
     *saved, d_output, d_final = rest
     kept = Kept(*saved)
@@ -67,7 +68,7 @@ def _backward(
         p = Problem(
             q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
         )
-        if overwritten and (kept.q_in is not None or (kept.U is not None and p.plan.fused_backward)):
+        if overwritten and (kept.U is not None or not p.plan.fused_backward):
             kept = pipeline.forward(p)[2]
         dq, dk, de, dv, d_beta, d_log_decay, d_initial = pipeline.backward(p, kept, d_output, d_final, keep, in_place)
     # Those not named here are in their dtypes already.

@@ -235,7 +235,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of q, k, erase_key, v, beta, log_decay and initial_state; None for those that were not given.
 
-    `keep` is that of the forward pass. With `in_place` gradients may lie in the memory of what was kept.
+    `keep` is that of the forward pass. With `in_place` what was kept is no longer needed: gradients may lie in its
+    memory, and what nothing reads any more is freed.
     """
     plan, kept = p.plan, kept.of_plan(p.plan, keep)
     d_output = contiguous(d_output, p.alignment)
@@ -251,10 +252,12 @@ def backward(
         gradients, d_initial = fused_gradients(p, kept, U, states, starts, d_output, d_final, in_place)
     else:
         Z, d_states, d_initial = reverse_scan(
-            p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None
+            p, kept, d_output, d_final, keep=True, initial=p.initial_state is not None, in_place=in_place
         )  # fmt: skip
-        gradients = empty_gradients(p, kept if in_place else None)
+        gradients = gradients_in_place(p, kept, Z, d_states) if in_place else empty_gradients(p)
         chunk_gradients(p, kept, U, Z, d_output, states, d_states, gradients)
+        if in_place:  # sums over heads and copies in other dtypes may follow
+            free((U, Z, states, *(d_states or ())), gradients)
         if plan.grouped:
             dq, dk, de, dv, d_beta, d_log_decay = gradients
             dq, dk = (sum_of_group(x, p.q) for x in (dq, dk))
@@ -391,13 +394,35 @@ def scan_for_states(p: Problem, kept: Kept, initial: Tensor | None) -> tuple[Ten
     return U, states
 
 
+StateGradients = tuple[Tensor, Tensor | None]
+"""Gradients of the states that leave the chunks, `[slots, V, K]` and None; or `[B, T, HV, K]` twice, those of the lower
+and of the upper half of the value channels, which take the place of the tokens of a chunk."""
+
+
+def new_state_gradients(p: Problem, kept: Kept, in_place: bool) -> StateGradients:
+    """Uninitialised; with `in_place` in the memory of the queries and keys that the reverse scan reads, if possible.
+
+    It is if chunks are full, only one program of the reverse scan reads these queries and keys, and the Gluon kernels
+    read the gradients. With erase keys, they have no registers for the addresses.
+    """
+    plan = p.plan
+    possible = in_place and plan.T % CHUNK == 0 and not plan.has_erase_key and gradients_on_hopper(p)
+    if possible and plan.one_program_per_head:
+        assert kept.q_in is not None and kept.k_in is not None
+        return kept.q_in, kept.k_in
+    return p.q.new_empty(plan.slots, plan.V, plan.K), None
+
+
 def reverse_scan(
-    p: Problem, kept: Kept, d_output: Tensor, d_final: Tensor | None, keep: bool, initial: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Z and the gradients of the states that leave the chunks (`keep`), and those of the initial states (`initial`)."""
+    p: Problem, kept: Kept, d_output: Tensor, d_final: Tensor | None, keep: bool, initial: bool, in_place: bool = False
+) -> tuple[Tensor | None, StateGradients | None, Tensor | None]:
+    """Z and the gradients of the states that leave the chunks (`keep`), and those of the initial states (`initial`).
+
+    With `in_place` gradients of states may lie in the memory of what is kept.
+    """
     plan = p.plan
     Z = torch.empty_like(p.v) if keep else None
-    d_states = d_output.new_empty(plan.slots, plan.V, plan.K) if keep else None
+    d_states = new_state_gradients(p, kept, in_place) if keep else None
     d_initial = p.float32(plan.scans, plan.HV, plan.K, plan.V) if initial or plan.by_gain else None
     keys, chunks = scanned(p, kept)
     for strict in reversed(plan.scan_modes):
@@ -406,28 +431,33 @@ def reverse_scan(
             continue
         launch(
             reverse_scan_kernel, plan.reverse_scan(d_final is not None, initial, keep, strict),
-            *keys, *chunks, d_output, Z, d_states, d_final, d_initial, *p.sequence_offsets,
+            *keys, *chunks, d_output, Z, *(d_states or (None, None)), d_final, d_initial, *p.sequence_offsets,
         )  # fmt: skip
     return Z, d_states, d_initial if initial else None
 
 
 def hopper_reverse_scan(
     plan: Plan, keys: tuple[Tensor | None, ...], chunks: tuple[Tensor | None, ...], d_output: Tensor,
-    Z: Tensor | None, d_states: Tensor | None, d_final: Tensor | None, d_initial: Tensor | None, initial: bool,
+    Z: Tensor | None, d_states: StateGradients | None, d_final: Tensor | None, d_initial: Tensor | None, initial: bool,
 ) -> None:  # fmt: skip
     """The launch of `reverse_scan` that is not strict, in Gluon."""
     q_in, k_in, k_out = keys
     beta, G, AP, large_gain = chunks
     assert q_in is not None and k_in is not None and k_out is not None and AP is not None
+    low, high = d_states or (None, None)
+    low_tiles, high_tiles = None if low is None else matrix_tiles(low, plan.V // 2), None
+    if low is not None and high is not None:
+        low_tiles, high_tiles = token_tiles(low, plan.K), token_tiles(high, plan.K)
     launch(
-        hopper_reverse_scan_kernel, plan.hopper_reverse_scan(d_final is not None, initial, d_states is not None),
+        hopper_reverse_scan_kernel,
+        plan.hopper_reverse_scan(d_final is not None, initial, low is not None, high is not None),
         token_tiles(q_in, plan.K),
         token_tiles(k_in, plan.K) if plan.separate else None,
         token_tiles(k_out, plan.K),
         token_tiles(d_output, plan.V // 2),
         matrix_tiles(AP, 2 * CHUNK),
         None if Z is None else token_tiles(Z, plan.V // 2),
-        None if d_states is None else matrix_tiles(d_states, plan.V // 2),
+        low_tiles, high_tiles,
         beta, G, large_gain, d_final, d_initial,
     )  # fmt: skip
 
@@ -436,19 +466,41 @@ Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor |
 """Of q, k and erase_key (all per value head), v, beta and log_decay."""
 
 
-def empty_gradients(p: Problem, kept: Kept | None) -> Gradients:
-    """Uninitialised; in the memory of what is `kept` for the scans alone, if that is given."""
-    plan, dv = p.plan, None
+def empty_gradients(
+    p: Problem, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None
+) -> Gradients:
+    """Uninitialised, but for those that have memory already."""
+    plan = p.plan
     if plan.grouped:  # value heads that share a key head sum their gradients outside, in float32
         dq, dk = (p.float32(plan.B, x, plan.HV, plan.K) for x in (plan.tokens, plan.T))
-    elif kept is not None and kept.q_in is not None and kept.k_in is not None and kept.k_out is not None:
-        dq, dk = kept.q_in, kept.k_in
-        dv = kept.k_out if plan.K == plan.V else None
-    else:
-        dq, dk = torch.empty_like(p.q), torch.empty_like(p.k)
+    dq = torch.empty_like(p.q) if dq is None else dq
+    dk = torch.empty_like(p.k) if dk is None else dk
     dv = torch.empty_like(p.v) if dv is None else dv
     de = None if p.erase_key is None else torch.empty_like(dk)
     return dq, dk, de, dv, *empty_gate_gradients(p)
+
+
+def gradients_in_place(p: Problem, kept: Kept, Z: Tensor | None, d_states: StateGradients | None) -> Gradients:
+    """Uninitialised, in the memory of what was kept for the scans or of Z; frees what else was kept for the scans.
+
+    The scans, which have been launched, were the last to read it, so dq, dk and dv may lie in any of it. If the Gluon
+    kernels make the gradients, dv lies in the memory of Z, and that of dq and dk may have the gradients of the states:
+    these kernels say why that is safe. Plain kernels read Z anew for every tile of key channels.
+    """
+    plan = p.plan
+    dq, dk = (None, None) if plan.grouped else (kept.q_in, kept.k_in)
+    dv = Z if gradients_on_hopper(p) else kept.k_out if plan.K == plan.V else None
+    free((kept.AP, kept.q_in, kept.k_in, kept.k_out), (dq, dk, dv, *(d_states or ())))
+    return empty_gradients(p, dq, dk, dv)
+
+
+def free(tensors: tuple[Tensor | None, ...], used: tuple[Tensor | None, ...]) -> None:
+    """Give back the memory of tensors that autograd holds on to, but for those that are used."""
+    for x in tensors:
+        if x is not None and not any(x is other for other in used):
+            storage = x.untyped_storage()
+            if storage.resizable():  # not so if a hook for saved tensors took it from elsewhere
+                storage.resize_(0)
 
 
 def empty_gate_gradients(p: Problem) -> tuple[Tensor | None, Tensor | None]:
@@ -500,12 +552,13 @@ def fused_gradients(
 
 
 def chunk_gradients(
-    p: Problem, kept: Kept, U: Tensor, Z: Tensor | None, d_output: Tensor, states: Tensor, d_states: Tensor | None,
-    gradients: Gradients,
+    p: Problem, kept: Kept, U: Tensor, Z: Tensor | None, d_output: Tensor, states: Tensor,
+    d_states: StateGradients | None, gradients: Gradients,
 ) -> None:  # fmt: skip
     """Fill the gradients."""
     plan = p.plan
-    from_scans = (U, Z, d_output, states, d_states)
+    low, high = d_states or (None, None)
+    from_scans = (U, Z, d_output, states, low)
     if not plan.per_channel:
         launch(
             chunk_gradients_kernel, plan.chunk_gradients(),
@@ -519,7 +572,7 @@ def chunk_gradients(
             (hopper_chunk_gradients_channel_kernel, plan.hopper_chunk_gradients_channel()),
             (hopper_chunk_gradients_strong_kernel, plan.hopper_chunk_gradients_strong()),
         ):
-            launch(kernel, constants, *inputs, *from_scans, *gradients)
+            launch(kernel, constants, *inputs, *from_scans, high, *gradients)
         return
     tensors = (*inputs, *from_scans, p.float32(plan.slots, CHUNK), *gradients)
 
@@ -538,7 +591,8 @@ def chunk_gradients(
 
 def gradients_on_hopper(p: Problem) -> bool:
     """Whether Gluon kernels make the chunk gradients for decay per channel."""
-    return p.plan.hopper and channel_gradients_refusal(p.plan, p.q.dtype) is None
+    plan = p.plan
+    return plan.hopper and plan.per_channel and channel_gradients_refusal(plan, p.q.dtype) is None
 
 
 def sum_of_group(gradient: Tensor, q: Tensor) -> Tensor:

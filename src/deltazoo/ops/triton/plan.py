@@ -143,6 +143,12 @@ class Plan:
         return self.has_beta and (self.per_channel or self.has_erase_key)
 
     @property
+    def one_program_per_head(self) -> bool:
+        """Whether all launches of the reverse scan on Hopper have one program per head of a sequence or segment."""
+        strict = self.scan_tiles.get(True)  # the launch in plain Triton
+        return self.hopper and self.many_scans and (strict is None or strict.reverse_scan["BV"] >= self.V)
+
+    @property
     def scan_tiles(self) -> dict[bool, Tiles]:
         """Tiles of the strict and of the other launches of the serial scans."""
         return {
@@ -290,10 +296,14 @@ class Plan:
         )  # fmt: skip
 
     @per_plan
-    def hopper_reverse_scan(self, final: bool, initial: bool, keep: bool) -> Constants:
-        """One launch of the reverse scan on Hopper; arguments as for `reverse_scan`."""
+    def hopper_reverse_scan(self, final: bool, initial: bool, keep: bool, in_place: bool) -> Constants:
+        """One launch of the reverse scan on Hopper; arguments as for `reverse_scan`.
+
+        Args:
+            in_place: the gradients of the states take the place of queries and keys.
+        """
         options = reverse_scan_options(keep, self.decay, self.separate, self.many_scans)
-        return self._hopper_constants(options, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep)
+        return self._hopper_constants(options, HAS_FINAL=final, HAS_INITIAL=initial, KEEP=keep, IN_PLACE=in_place)
 
     def _hopper_constants(self, options: dict[str, int], **named: Any) -> Constants:
         return Constants(

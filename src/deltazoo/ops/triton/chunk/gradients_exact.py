@@ -264,7 +264,7 @@ def chunk_gradients_exact_kernel(
         if rows > 0 and (tl.load(strong_decay + slot) == 2) == STRONG:
             b_dbeta, stored = pair_gradients(
                 v, beta, U, Z, d_output, W, P_diagonal, dv, d_beta, slot, first, rows, i_h, scale, value_tiles, HV, V,
-                BV, C, HAS_BETA, PRECISION, STAGES, MICRO_STEPS,
+                BV, C, HAS_BETA, PRECISION, STAGES, MICRO_STEPS, False,
             )  # fmt: skip
             for i_k in tl.range(0, key_tiles, num_stages=1):
                 b_dbeta += gradients_of_tile(

@@ -12,7 +12,7 @@ from deltazoo.ops.triton.chunk.decay_factors import (
     LOG2E,
     centred_range,
 )
-from deltazoo.ops.triton.chunk.score_gradients import load_values, pair_gradients
+from deltazoo.ops.triton.chunk.score_gradients import load_values, not_near_zero, pair_gradients
 from deltazoo.ops.triton.chunk.terms import masked_sum
 
 
@@ -129,7 +129,10 @@ def gradients_of_tile(
     if HAS_BETA:
         if UNDECAYED:
             entry = tl.exp2(masked_sum((other < token).to(DTYPE), b_g))
-        b_row *= -entry
+        # With beta, as W has it: in the gradient of the decay, pairs that no decay lies between cancel if the rows of
+        # dL, for de, and its columns, for dk, are rounded alike.
+        b_beta = tl.load(beta + slot * C + o_c)
+        b_row *= -entry * tl.where(not_near_zero(b_beta), b_beta, 1.0)[:, None]
     b_col *= tl.exp2(masked_sum((other > token).to(DTYPE), b_g))
     b_last += tl.sum(tl.load(k + keys + o_qk, mask=m_ck, other=0.0) * b_col, 0)
 
@@ -163,7 +166,8 @@ def gradients_of_tile(
             b_e = b_k
             if erase_key is not None:
                 b_e = tl.load(erase_key + keys + o_qk, mask=m_ck, other=0.0)
-            e_read = (tl.load(beta + slot * C + o_c)[:, None] * b_e * read_entry).to(DTYPE)
+            b_beta = tl.load(beta + slot * C + o_c)
+            e_read = (tl.where(not_near_zero(b_beta), 1.0, b_beta)[:, None] * b_e * read_entry).to(DTYPE)
             W_L = tl.where(pairs, tl.load(W + C * C + o_cc), 0.0).to(W.dtype.element_ty)
             b_row += read_entry * tl.dot(W_L, k_written, input_precision=PRECISION)
             b_pairs = tl.dot(tl.trans(W_L), e_read, b_pairs, input_precision=PRECISION)
@@ -181,7 +185,8 @@ def gradients_of_tile(
         if erase_key is not None:
             b_e = tl.load(erase_key + keys + o_qk, mask=m_ck, other=0.0)
         part += tl.sum(b_e * b_row, 1)
-        b_row *= tl.load(beta + slot * C + o_c)[:, None]
+        b_beta = tl.load(beta + slot * C + o_c)
+        b_row *= tl.where(not_near_zero(b_beta), 1.0, b_beta)[:, None]
         if erase_key is None:
             b_dk += b_row
         else:
@@ -270,7 +275,7 @@ def chunk_gradients_strong_kernel(
         if rows > 0 and tl.load(strong_decay + slot) == 2:
             b_dbeta, stored = pair_gradients(
                 v, beta, U, Z, d_output, W, P_diagonal, dv, d_beta, slot, first, rows, i_h, scale, value_tiles, HV, V,
-                BV, C, HAS_BETA, PRECISION, STAGES, MICRO_STEPS,
+                BV, C, HAS_BETA, PRECISION, STAGES, MICRO_STEPS, True,
             )  # fmt: skip
             for i_k in tl.range(0, key_tiles, num_stages=1):
                 nothing = tl.load(strong_decay + slot) - 2

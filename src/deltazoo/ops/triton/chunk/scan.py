@@ -326,6 +326,7 @@ def reverse_scan_kernel(
     d_output,
     Z_out,
     d_states,
+    d_states_high,
     d_final,
     d_initial,
     cu_seqlens,
@@ -363,6 +364,11 @@ def reverse_scan_kernel(
 
         dU = P^T dO + k_out dS,   Z = A^T dU,   dS' = total o dS + scale q_in^T dO - k_in^T (beta o Z)
 
+    With `d_states_high` dS lies where `q_in` and `k_in` do, that of value channels from 64 on in `d_states_high`, with
+    channels in place of the chunk's tokens. That takes one program per head (V <= BV): no other one then reads these
+    rows. This one stores a tile of dS behind the products with its q and `k_in`, which all its threads have put into
+    shared memory before.
+
     With BY_GAIN the launch with STRICT comes first. It processes the chunks from the last one to the first with a large
     erase gain, and stores its gradient in `d_initial`. The other launch continues from there. Grid (V / BV * HV * N).
     """
@@ -394,6 +400,9 @@ def reverse_scan_kernel(
     o_vc = i_v * BV + o_v[:, None] + o_c[None, :] * (HV * V)
     o_cc = o_c[:, None] * C + o_c[None, :]
     o_kept = (i_v * BV + o_v)[:, None] * K + o_k[None, :]
+    if d_states_high is not None:
+        o_kept = ((i_v * BV + o_v) % C)[:, None] * (HV * K) + o_k[None, :]
+        d_states = tl.where((i_v * BV + o_v < C)[:, None], d_states, d_states_high)
     o_state = (i_n.to(tl.int64) * HV + i_h) * (K * V) + i_v * BV + o_v[:, None] + o_k[None, :] * V
     dS = ()
     for tile in tl.static_range(NK):
@@ -448,7 +457,7 @@ def reverse_scan_kernel(
             m_qk = m_c[:, None] & m_k[None, :]
             b_k_out = tl.load(k_out + qk_base + step * (HK * K) + tile * BK + o_qk, mask=m_qk, other=0.0)
             dS_hi = dS[tile].to(b_k_out.dtype)
-            if KEEP:
+            if KEEP and d_states_high is None:
                 tl.store(d_states + i_slot * (K * V) + tile * BK + o_kept, dS_hi, mask=m_v[:, None] & m_k[None, :])
             dU = finished(tl.dot(dS_hi, tl.trans(b_k_out), dU, input_precision=PRECISION), WAIT)
             keys += (b_k_out,)
@@ -501,6 +510,8 @@ def reverse_scan_kernel(
                 else:
                     b_k_in = keys[tile]
                 kept = finished(add_product(kept, dX, b_k_in, STRICT, PRECISION), WAIT)
+            if KEEP and d_states_high is not None:
+                tl.store(d_states + qk_tile + o_kept, after[tile].to(b_q.dtype), mask=m_v[:, None] & m_k[None, :])
             dS += (kept,)
     if HAS_INITIAL or (BY_GAIN and STRICT):
         for tile in tl.static_range(NK):

@@ -68,6 +68,12 @@ def score_gradients(
 
 
 @triton.jit
+def not_near_zero(b_beta):
+    """Which step sizes have their gradient from `<z, u>`."""
+    return b_beta > 0.0625
+
+
+@triton.jit
 def store_step_gradient(d_beta, b_beta, b_ZU, m_c):
     """Store d_beta of the tokens whose step size is not near zero: `<z, u> / beta`, from the products `Z U^T`.
 
@@ -75,7 +81,7 @@ def store_step_gradient(d_beta, b_beta, b_ZU, m_c):
     many terms that cancel, while the correction u has only been rounded. With a step size near zero u vanishes.
     """
     o = tl.arange(0, b_ZU.shape[0])
-    large = b_beta > 0.0625
+    large = not_near_zero(b_beta)
     diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_ZU, 0.0), 1)
     tl.store(d_beta, diagonal / tl.where(large, b_beta, 1.0), mask=m_c & large)
     return large
@@ -106,11 +112,13 @@ def pair_gradients(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
+    WITH_STEPS: tl.constexpr,
 ):
     """Store the gradients of the scores of one chunk, dv, and d_beta of the tokens whose step size is not near zero.
 
     Returns the values' part of d_beta, and which tokens have their d_beta stored. W gets the strictly lower parts of
-    dP, with the scale, and (with beta) of dL; `P_diagonal` the diagonal of dP.
+    dP, with the scale, and (with beta) of dL, WITH_STEPS times the step size of these tokens; `P_diagonal` the diagonal
+    of dP.
     """
     o_c, o_v = tl.arange(0, C), tl.arange(0, BV)
     m_c = o_c < rows
@@ -135,6 +143,8 @@ def pair_gradients(
     tl.store(P_diagonal + o_c, tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_dP, 0.0), 1))
     if HAS_BETA:
         stored = store_step_gradient(d_beta + first * HV + i_h + o_c * HV, b_beta, b_dL, m_c)
+        if WITH_STEPS:
+            b_dL *= tl.where(stored, b_beta, 1.0)[:, None]
         tl.store(W + C * C + o_cc, tl.where(below, -b_dL, 0.0).to(W.dtype.element_ty))
     tl.debug_barrier()
     return b_dbeta, stored

@@ -77,15 +77,23 @@ def copy_values(d_output, U, Z, o_values, mask, dO_buffer, U_buffer, Z_buffer):
 
 
 @jit
-def copy_tile(states, d_states, k, q, erase_key, o_states, o_keys, mask, buffers):
-    """Begin to copy a tile of key channels of S, dS, k, q and the erase keys, if they are others."""
+def copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_rows, o, o_keys, mask, buffers):
+    """Begin to copy a tile of key channels of S, dS, k, q and the erase keys, if they are others.
+
+    With `d_states_high` dS lies where dq and dk will, at `o_rows` behind channel o, that of value channels from 64 on
+    in `d_states_high`. The sum with o is the address's, not the offsets', for which fewer registers are spilled.
+    """
     S, dS, key_tile, query_tile, erase_tile = buffers
     async_copy.async_copy_global_to_shared(key_tile, k + o_keys, mask=mask)
     async_copy.async_copy_global_to_shared(query_tile, q + o_keys, mask=mask)
     if erase_key is not None:
         async_copy.async_copy_global_to_shared(erase_tile, erase_key + o_keys, mask=mask)
     async_copy.async_copy_global_to_shared(S, states + o_states)
-    async_copy.async_copy_global_to_shared(dS, d_states + o_states)
+    if d_states_high is None:
+        async_copy.async_copy_global_to_shared(dS, d_states + o_states)
+    else:
+        async_copy.async_copy_global_to_shared(dS.slice(0, C), d_states + o + o_rows)
+        async_copy.async_copy_global_to_shared(dS.slice(C, C), d_states_high + o + o_rows)
     async_copy.commit_group()
 
 

@@ -59,6 +59,7 @@ def hopper_chunk_gradients_channel_kernel(
     d_output,
     states,
     d_states,
+    d_states_high,
     dq,
     dk,
     d_erase_key,
@@ -76,6 +77,10 @@ def hopper_chunk_gradients_channel_kernel(
 ):
     """All gradients of one chunk of one value head, unless its decay is too strong; grid (HV, NT, B).
 
+    dv may lie where Z does, and dq and dk where `d_states` and `d_states_high` do, if there is the latter. Only this
+    program reads what it overwrites. All of Z is in shared memory before it stores dv, and a tile of dS before it
+    stores that tile of dq and dk; later copies are of other tiles.
+
     `channels` is D, and `nothing` zero, at run time: the compiler shall keep the loop, and not keep the address of
     every operand of its products in a register.
     """
@@ -90,7 +95,9 @@ def hopper_chunk_gradients_channel_kernel(
     key_stride = H * D if GROUPED else HV * D
     q, k, log_decay, G = q + keys, k + keys, log_decay + base, G + slot * D
     dq, dk, d_log_decay, d_beta = dq + base, dk + base, d_log_decay + base, d_beta + first * HV + i_h
-    states, d_states = states + slot * (D * D), d_states + slot * (D * D)
+    states, d_states = states + slot * (D * D), d_states + (slot * (D * D) if d_states_high is None else base)
+    if d_states_high is not None:
+        d_states_high += base
     if erase_key is not None:
         erase_key, d_erase_key = erase_key + keys, d_erase_key + base
 
@@ -116,7 +123,7 @@ def hopper_chunk_gradients_channel_kernel(
     o_gradients = row[:, None] * (HV * D) + column[None, :]
     m_rows = (row < rows)[:, None]
     tiles = (S_buffer.index(0), dS_buffer.index(0), key_tile, query_tile, erase_tile)
-    copy_tile(states, d_states, k, q, erase_key, o_states, o_keys, m_rows, tiles)
+    copy_tile(states, d_states, d_states_high, k, q, erase_key, o_states, o_gradients, 0, o_keys, m_rows, tiles)
     gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32))
     o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
     m_gates = (gate_row < rows)[:, None]
@@ -186,7 +193,10 @@ def hopper_chunk_gradients_channel_kernel(
         more = o + BK < channels
         if more:
             tiles = (S, dS, key_tile, query_tile, erase_tile)
-            copy_tile(states, d_states, k, q, erase_key, o_states + (o + BK), o_keys + (o + BK), m_rows, tiles)
+            copy_tile(
+                states, d_states, d_states_high, k, q, erase_key, o_states + (o + BK), o_gradients, o + BK,
+                o_keys + (o + BK), m_rows, tiles,
+            )  # fmt: skip
         b_dq, b_row = warpgroup_mma_wait(2, deps=[b_dq, b_row])
         b_k, b_q, b_e = k_16.to(gl.float32), q_16.to(gl.float32), e_16.to(gl.float32)
         b_dq = (entry * scale) * b_dq

@@ -111,6 +111,7 @@ def hopper_chunk_gradients_strong_kernel(
     d_output,
     states,
     d_states,
+    d_states_high,
     dq,
     dk,
     d_erase_key,
@@ -179,9 +180,12 @@ def hopper_chunk_gradients_strong_kernel(
                 S_buffer.index(n), dS_buffer.index(n), key_buffer.index(n), query_tile_buffer.index(n),
                 erase_tile_buffer.index(n),
             )  # fmt: skip
+            o_rows = row[:, None] * (HV * D) + column[None, :]
+            gradients = d_states + (slot * (D * D) if d_states_high is None else base)
+            gradients_high = d_states_high if d_states_high is None else d_states_high + base
             copy_tile(
-                states + slot * (D * D), d_states + slot * (D * D), k + keys, q + keys, erase_keys, o_states, o_keys,
-                m_rows, tiles,
+                states + slot * (D * D), gradients, gradients_high, k + keys, q + keys, erase_keys, o_states, o_rows,
+                0, o_keys, m_rows, tiles,
             )  # fmt: skip
             gate_row = gl.arange(0, C, gl.SliceLayout(1, ROWS_32)) + n
             o_gates = gate_row[:, None] * (HV * D) + gl.arange(0, BK, gl.SliceLayout(0, ROWS_32))[None, :]
@@ -230,8 +234,9 @@ def hopper_chunk_gradients_strong_kernel(
                 more = o + BK < channels
                 if more:
                     copy_tile(
-                        states + slot * (D * D), d_states + slot * (D * D), k + keys, q + keys, erase_keys,
-                        o_states + (o + BK), o_keys + (o + BK), m_rows, (S, dS, key_tile, query_tile, erase_tile),
+                        states + slot * (D * D), gradients, gradients_high, k + keys, q + keys, erase_keys,
+                        o_states + (o + BK), o_rows, o + BK, o_keys + (o + BK), m_rows,
+                        (S, dS, key_tile, query_tile, erase_tile),
                     )  # fmt: skip
 
                 operands = (k_16, q_16, e_16, b_beta, token, reader, scale)

@@ -75,13 +75,13 @@ def copy_partition(
 @jit
 def gradient_partition(
     walk, PART: gl.constexpr, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, HAS_FINAL: gl.constexpr,
-    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, KEEP: gl.constexpr, IN_PLACE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the gradient for 64 value channels of the state through `count` chunks, the last one first."""
     tiles, rings, barriers, factors, totals, buffers, d_final, d_initial, where, handed_on = walk
     scale, row, first, value_column, slot, HV, count, state_slot = where
-    Z_tiles, d_states_tiles = tiles
+    Z_tiles, d_states_tiles, d_states_high_tiles = tiles
     q_ring, k_in_ring, k_out_ring, d_output_ring, AP_ring = rings
     full, empty, late_full, late_empty = barriers
     Z_buffers, d_states_buffers = buffers
@@ -121,8 +121,13 @@ def gradient_partition(
             tma.store_wait(1)
             d_states_buffer.store(dS_rounded)
             fence_async_shared()
-            d_states_row = (slot + chunk * HV) * D + value_column % D + PART * HALF
-            tma.async_copy_shared_to_global(d_states_tiles, [d_states_row, 0], d_states_buffer)
+            if IN_PLACE:
+                half_tiles = d_states_high_tiles if PART == 1 else d_states_tiles
+                at = [row, first + chunk * C, value_column]
+                tma.async_copy_shared_to_global(half_tiles, at, as_tile(d_states_buffer, D))
+            else:
+                d_states_row = (slot + chunk * HV) * D + value_column % D + PART * HALF
+                tma.async_copy_shared_to_global(d_states_tiles, [d_states_row, 0], d_states_buffer)
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         if DECAY == 1:
             write = factor(factors, of_stage + WRITE)
@@ -162,6 +167,7 @@ def hopper_reverse_scan_kernel(
     AP_tiles,
     Z_tiles,
     d_states_tiles,
+    d_states_high_tiles,
     beta,
     G,
     large_gain,
@@ -181,6 +187,7 @@ def hopper_reverse_scan_kernel(
     HAS_FINAL: gl.constexpr,
     HAS_INITIAL: gl.constexpr,
     KEEP: gl.constexpr,
+    IN_PLACE: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
     LATE_STAGES: gl.constexpr,
@@ -188,6 +195,11 @@ def hopper_reverse_scan_kernel(
     """As `chunk.scan.reverse_scan_kernel` without STRICT: heads of 128 channels, 16-bit inputs, rows not packed.
 
     One program owns `64 * PARTS` value channels of one value head of one row or segment. Grid (2 / PARTS * HV * N).
+
+    With IN_PLACE the gradients dS lie where q and `k_in` do, those of value channels from 64 on in
+    `d_states_high_tiles`, with channels in place of the chunk's tokens. That takes one program per head (PARTS = 2): no
+    other one then reads these rows, and a partition stores its dS of a chunk only once the barrier `full` says that the
+    copies of q and `k_in` to shared memory are complete.
     """
     DTYPE: gl.constexpr = k_out_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -237,8 +249,9 @@ def hopper_reverse_scan_kernel(
     barriers = (full, empty, late_full, late_empty)
     state_slot = (i_n * HV + i_h).to(gl.int64)
     walk = (
-        (Z_tiles, d_states_tiles), rings, barriers, factors, totals, (Z_buffers, d_states_buffers), d_final,
-        d_initial, (scale, row, first, value_column, slot, HV, count, state_slot), handed_on,
+        (Z_tiles, d_states_tiles, d_states_high_tiles), rings, barriers, factors, totals,
+        (Z_buffers, d_states_buffers), d_final, d_initial,
+        (scale, row, first, value_column, slot, HV, count, state_slot), handed_on,
     )  # fmt: skip
     tiles = (q_tiles, k_in_tiles, k_out_tiles, d_output_tiles, AP_tiles)
     where = (scale, row, first, key_column, value_column, slot, HV, count)
@@ -246,16 +259,16 @@ def hopper_reverse_scan_kernel(
     if PARTS == 2:
         gl.warp_specialize([
             (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
-                                  PARTS, STAGES, LATE_STAGES)),
+                                  IN_PLACE, PARTS, STAGES, LATE_STAGES)),
             (gradient_partition, (walk, 1, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
-                                  PARTS, STAGES, LATE_STAGES)),
+                                  IN_PLACE, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (gradient_partition, (walk, 0, DECAY, BY_GAIN, HAS_FINAL, HAS_INITIAL, KEEP,
-                                  PARTS, STAGES, LATE_STAGES)),
+                                  IN_PLACE, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip

@@ -1,0 +1,107 @@
+"""Memory that a training call takes at its peak beside its inputs, counted on tensors without data."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from deltazoo.ops.second_scan import scanning_again  # noqa: E402
+from deltazoo.ops.triton import operator, pipeline, plan  # noqa: E402
+from deltazoo.ops.triton.delta_rule_operator import triton_delta_rule  # noqa: E402
+from deltazoo.ops.triton.hopper.support import MISSING  # noqa: E402
+
+B, T, H, D = 8, 4096, 16, 128
+UNIT = 2 * B * T * H * D
+"""Bytes of v, 128 MiB."""
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the memory of the tensors that are made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.references: dict[int, StorageWeakRef] = {}
+        self.peak = 0
+        """The most bytes at once."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for x in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(x, Tensor):
+                reference = StorageWeakRef(x.untyped_storage())
+                self.references[reference.cdata] = reference
+        self.references = {pointer: x for pointer, x in self.references.items() if not x.expired()}
+        now = sum(torch.UntypedStorage._new_with_weak_ptr(pointer).nbytes() for pointer in self.references)
+        self.peak = max(self.peak, now)
+        return results
+
+
+def peak(
+    decay: str, gluon: bool, keep: bool, monkeypatch: pytest.MonkeyPatch, key_heads: int = H,
+    gates: torch.dtype = torch.float32,
+) -> float:  # fmt: skip
+    """Of forward and backward at 8 x 4096 tokens with 16 heads of 128 in bfloat16, by autograd, in units of v."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    q, k = (empty(B, T, key_heads, D, dtype=torch.bfloat16) for _ in range(2))
+    v, beta = empty(B, T, H, D, dtype=torch.bfloat16), empty(B, T, H)
+    shape = {"none": None, "scalar": (B, T, H), "channel": (B, T, H, D)}[decay]
+    log_decay = None if shape is None else empty(*shape, dtype=gates)
+    d_output, allocations = torch.empty_like(v), Allocations()
+    plan.plan_for.cache_clear()
+    with monkeypatch.context() as patch, allocations:
+        patch.setattr(pipeline, "launch", lambda *_: None)
+        patch.setattr(pipeline, "available", lambda _: gluon)
+        patch.setattr(pipeline, "multiprocessors", lambda _: 132)
+        patch.setattr(operator, "_dispatching", lambda: False)  # the counting mode is none that sees the operator
+        with nullcontext() if keep else scanning_again():
+            output = triton_delta_rule(q, k, v, beta, log_decay, D**-0.5, None, None, None)[0]
+        inputs = [x for x in (q, k, v, beta, log_decay) if x is not None]
+        gradients = torch.autograd.grad(output, inputs, d_output)
+    plan.plan_for.cache_clear()
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
+    return allocations.peak / UNIT
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "scanned_again"])
+@pytest.mark.parametrize(
+    ("decay", "gluon", "units"),
+    [
+        # Output 1, A and P 1, U 1, states 2, Z and then dv 1, q and keys with decay 3. In the memory of two of these
+        # lie the gradients of the states, then dq and dk. A, P and the third are gone before d_log_decay (2) comes.
+        ("channel", True, 9.11),
+        # The same, with d_states 2 and d_log_decay 2 apart, and dv in the memory of the third.
+        ("channel", False, 12.14),
+        # Output 1, A and P 1, U and then dv 1, states and then dq and dk 2.
+        ("scalar", True, 5.11),
+        ("none", True, 5.08),
+        # Output 1, U 1, states 2, Z 1, d_states 2, dq, dk and dv 3.
+        ("scalar", False, 10.06),
+        ("none", False, 10.03),
+    ],
+)
+def test_peak(decay: str, gluon: bool, units: float, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if gluon and MISSING is not None:
+        pytest.skip(MISSING)
+    assert peak(decay, gluon, keep, monkeypatch) == pytest.approx(units, abs=0.006)
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    ("changes", "units"), [(dict(gates=torch.bfloat16), 9.11), (dict(key_heads=4), 13.06)], ids=str
+)
+def test_peak_where_gradients_are_changed_at_last(
+    changes: dict[str, Any], units: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into other dtypes, or to sums over the heads that share keys, with dq and dk in float32 before (4)."""
+    assert peak("channel", True, True, monkeypatch, **changes) == pytest.approx(units, abs=0.006)
