@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from deltazoo.ops.second_scan import scanning_again  # noqa: E402
 from deltazoo.ops.triton import operator, pipeline, plan  # noqa: E402
 from deltazoo.ops.triton.delta_rule_operator import triton_delta_rule  # noqa: E402
-from deltazoo.ops.triton.hopper.support import MISSING  # noqa: E402
+from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
 
 B, T, H, D = 8, 4096, 16, 128
 UNIT = 2 * B * T * H * D
