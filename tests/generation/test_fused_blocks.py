@@ -12,20 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_families
 import torch
 from helpers import run_python
 from outside_rule import forget_rules
+from tiny_families import tiny_original
 from tiny_models import tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import deltazoo
 from deltazoo.generation import fused_blocks
+from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.fused_blocks import FusedBlocks, why_not_fused
 from deltazoo.generation.merged_projections import MergedProjections
+from deltazoo.generation.static_cache import fixed_cache
 from deltazoo.layers import layer_class
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.ops.step_size import STEP_SIZES
 from deltazoo.spec import get_variant, register_variant
+from deltazoo.swap import swapped_layers
 
 SPEC_ALONE = ("delta_net", "gated_deltanet", "kda", "neg_delta_net", "neg_gated_deltanet", "linear_attention",
               "mamba2_style", "efla", "gated_efla", "longhorn", "gated_longhorn", "kaczmarz")  # fmt: skip
@@ -54,7 +59,20 @@ with mock.patch.object(tests.fused_blocks, "fused_kernels_fit", lambda x, past=N
             tests.check_logits(case, "cpu", tests.torch.float32, batch_size, **tests.SMALL)
     for case in tests.DOUBLED:
         tests.check_logits(case, "cpu", tests.torch.float32, 2, allow_neg_eigval=True, **tests.SMALL)
+    for swap in tests.SWAPPED:
+        tests.check_swapped_tokens(*swap, "cpu", new_tokens=3)
+        for batch_size in (1, 3):
+            tests.check_swapped_logits(*swap, "cpu", tests.torch.float32, batch_size)
 """
+SWAPPED = [
+    ("llama", "gated_deltanet", {}),
+    ("mistral", "kda", {}),
+    ("qwen2", "delta_net", {}),  # biases on queries, keys and values
+    ("smollm3", "mamba2_style", {}),
+    ("llama", "comba", {"rope": False}),
+    ("qwen2", "gated_deltaproduct", {"init": "random"}),
+]
+"""Families of transformers with the block of Llama, rules, and options of the swap."""
 
 
 SIZES = {"hidden_size": 192, "num_heads": 3, "head_dim": 64, "intermediate_size": 344, "initializer_range": 0.02}
@@ -66,9 +84,9 @@ def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     steps: list[object] = []
     step = fused_blocks._FusedBlock._step
 
-    def counted(self, x, state):
+    def counted(self, *arguments):
         steps.append(self)
-        return step(self, x, state)
+        return step(self, *arguments)
 
     monkeypatch.setattr(fused_blocks._FusedBlock, "_step", counted)
     return steps
@@ -110,6 +128,10 @@ def check_logits(case: str, device: str, dtype: torch.dtype, batch_size: int, **
     model = model.to(device, dtype)
     exact = tiny_model(case, **options).to(device, torch.float64)
     exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    compare_errors(model, exact, ids, dtype)
+
+
+def compare_errors(model: Any, exact: Any, ids: torch.Tensor, dtype: torch.dtype) -> None:
     expected = last_results(exact, ids)
     fused, ordinary = (last_results(model, ids, fused=x) for x in (True, False))
     assert fused.keys() == expected.keys()
@@ -127,6 +149,58 @@ def test_interpreted(monkeypatch):
     run_python(CHILD, str(here), str(here.parent), *INTERPRETED, timeout=300)
 
 
+def swapped_model(family: str, rule: str, options: dict[str, Any]) -> Any:
+    """With all parameters of the new layers different from head to head and from channel to channel."""
+    model = tiny_original(family)
+    torch.manual_seed(2)
+    deltazoo.swap_attention(model, rule, "1:1", **options)
+    with torch.no_grad():
+        for layer in swapped_layers(model).values():
+            for name, parameter in layer.delta.named_parameters():
+                scale = 0.5 if parameter.ndim == 1 and "norm" not in name else 0.1
+                parameter += scale * torch.randn(parameter.shape)
+    return model
+
+
+def check_swapped_tokens(family: str, rule: str, options: dict[str, Any], device: str, *, new_tokens: int = 9) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        steps = count_steps(patch)
+        model = swapped_model(family, rule, options).to(device)
+        for batch_size in (1, 3):
+            ids = tiny_families.tokens(batch_size, 7).to(device)
+            greedy = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+            plain = model.generate(ids, capture_step=False, **greedy)
+            assert not steps
+            assert torch.equal(deltazoo.generate(model, ids, max_new_tokens=new_tokens, eos_token_id=[]), plain)
+            assert len(set(map(id, steps))) == len(swapped_layers(model))
+            steps.clear()
+
+
+def check_swapped_logits(
+    family: str, rule: str, options: dict[str, Any], device: str, dtype: torch.dtype, batch_size: int
+) -> None:
+    """As `check_logits`."""
+    ids = tiny_families.tokens(batch_size, 30).to(device)
+    model = swapped_model(family, rule, options).to(device, dtype)
+    exact = swapped_model(family, rule, options).to(device, torch.float64)
+    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    compare_errors(model, exact, ids, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "rule", "options"), SWAPPED)
+def test_swapped_tokens_on_a_gpu(family, rule, options):
+    check_swapped_tokens(family, rule, options, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch_size", [1, 3, 65])
+@pytest.mark.parametrize(("family", "rule", "options"), SWAPPED)
+def test_swapped_logits_on_a_gpu(family, rule, options, batch_size, dtype):
+    check_swapped_logits(family, rule, options, "cuda", dtype, batch_size)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*FUSED, *ORDINARY])
 def test_tokens_on_a_gpu(case):
@@ -138,8 +212,8 @@ def last_results(model, ids, *, fused=None):
     None by neither."""
     projections = MergedProjections(model)
     blocks = FusedBlocks(model, projections)
-    assert fused is None or len(blocks.blocks) == len(model.model.layers)
-    cache = StaticCache(config=model.config, max_cache_len=100)
+    assert fused is None or len(blocks.blocks) == (len(swapped_layers(model)) or len(model.model.layers))
+    cache = fixed_cache(model, 100)
     with torch.no_grad():
         model(ids[:, :-2], past_key_values=cache)
         with blocks.active() if fused else nullcontext(), nullcontext() if fused is None else projections.active():
@@ -148,6 +222,7 @@ def last_results(model, ids, *, fused=None):
     states = {
         f"{name}_{number}": state.double()
         for number, layer in enumerate(cache.layers)
+        if isinstance(layer, DeltaRuleCacheLayer)
         for name, state in layer.state._asdict().items()
         if state is not None
     }
@@ -177,7 +252,7 @@ def test_logits_with_negative_eigenvalues_on_a_gpu(case):
 def on_any_device(monkeypatch):
     """Blocks on a CPU count as able to run fused; a step raises."""
 
-    def refuse(self, x, state):
+    def refuse(self, *arguments):
         raise AssertionError("fused")
 
     monkeypatch.setattr(fused_blocks, "fused_kernels_fit", lambda x, past=None: True)

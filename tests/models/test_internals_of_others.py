@@ -94,6 +94,7 @@ INTERNALS = (
     Internal("Olmo2RMSNorm", "transformers.models.olmo2.modeling_olmo2", "the same, rounded after the weight"),
     Internal("Gemma2RMSNorm", "transformers.models.gemma2.modeling_gemma2", "the same, with weights around zero"),
     Internal("LlamaMLP", "transformers.models.llama.modeling_llama", "MLPs known by their code"),
+    Internal("LlamaDecoderLayer", "transformers.models.llama.modeling_llama", "blocks known by their code"),
     Internal("SiLUActivation", "transformers.activations", "the activation of these"),
     Internal("create_masks_for_generate", "transformers.masking_utils", "masks that generate prepares"),
     Internal("create_recurrent_attention_mask", "transformers.masking_utils", "padding in later pieces of a prompt"),

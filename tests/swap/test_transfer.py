@@ -205,8 +205,9 @@ def test_outputs_start_about_as_long_as_the_originals():
 
 @pytest.mark.parametrize("fused", [None, True, False])
 def test_queries_and_keys_have_unit_length_after_the_original_norms(fused, monkeypatch):
-    # What the kernel computes, by torch: the kernel itself refuses a CPU.
+    # What the kernels compute, by torch: the kernels themselves refuse a CPU.
     monkeypatch.setattr(norm, "fused_rms_norm", lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps))
+    monkeypatch.setattr(norm, "fused_l2_norm", lambda x, eps: norm.l2_normalize(x, eps))
     layer = DropInDeltaAttention("delta_net", 32, 2, 16, qk_norm="head", fused_kernels=fused)
     for x in layer._normalize(torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 16)):
         torch.testing.assert_close(x.norm(dim=-1), torch.ones(1, 5, 2), rtol=0, atol=1e-5)

@@ -7,26 +7,30 @@
 
 Maps of low rank, as KDA's gates, take one launch more before the rule, and so do keys scaled by a moment (PGDN, PKDA).
 
+Blocks are our own, and those of transformers whose attention has been swapped, which turn queries and keys first.
+
 A block's own forward pass remains the definition. It runs wherever `why_not_fused` has an objection to the block, or
 `_FusedBlock` to a call. Results differ from the block's own by rounding, of which there is less: gates, queries, keys
 and values stay in float32 between the launches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticCache
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row_norm, is_swiglu
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.linear_maps import is_hooked, is_plain_sequence
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
+from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.rule import FUSED_STEP_SIZES, STEP_KEYS
 from deltazoo.layers.short_convolution import ShortConvolution
 from deltazoo.layers.state import MixerState, is_decoding_step
@@ -48,7 +52,7 @@ class FusedBlocks:
 
     def __init__(self, model: nn.Module, projections: MergedProjections) -> None:
         products = {id(product.linears[0]): product for product in projections.products}
-        blocks = [module for module in model.modules() if "step_parts" in vars(type(module))]
+        blocks = [module for module in model.modules() if _names_of_parts(type(module))]
         fused = [_FusedBlock(x, products) if why_not_fused(x, products) is None else None for x in blocks]
         for block, following in pairwise(fused):
             if block is not None:
@@ -70,29 +74,61 @@ class FusedBlocks:
                 fused.ready = None
 
 
+class _Parts(NamedTuple):
+    """The modules of a block: `x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    norm: Any
+    mixer: Any
+    mlp_norm: Any
+    mlp: Any
+    swapped: Any = None
+    """The attention of a block of transformers, in which the mixer is."""
+
+    @classmethod
+    def of(cls, block: Any) -> "_Parts":
+        norm, mixer, mlp_norm, mlp = (getattr(block, name) for name in _names_of_parts(type(block)))
+        if "step_parts" in vars(type(block)):
+            return cls(norm, mixer, mlp_norm, mlp)
+        return cls(norm, getattr(mixer, "delta", mixer), mlp_norm, mlp, mixer)
+
+    @property
+    def turns(self) -> bool:
+        """Whether queries and keys are turned by a rotary embedding."""
+        return self.swapped is not None and self.swapped.rope
+
+
+def _names_of_parts(kind: type[nn.Module]) -> tuple[str, ...]:
+    return vars(kind).get("step_parts") or block_parts(kind)
+
+
 def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
     """Why a block's decoding step cannot run fused; None if it can.
 
     Args:
-        block: with the modules that its class names in `step_parts`.
+        block: with the modules that its class names in `step_parts`, or one of transformers' with the same sums.
         products: the merged products of the model, by the identity of their first map.
     """
-    norm, mixer, mlp_norm, mlp = (getattr(block, name) for name in type(block).step_parts)
-    if "step_form" not in vars(type(mixer)) or type(mlp) is not SwiGLU:
+    parts = norm, mixer, mlp_norm, mlp, swapped = _Parts.of(block)
+    known = is_swiglu(mlp) if swapped is not None else type(mlp) is SwiGLU
+    if "step_form" not in vars(type(mixer)) or not known:
         return f"its layers are {type(mixer).__name__} and {type(mlp).__name__}"
     reason = _why_not_this_rule(mixer)
     if reason is not None:
         return reason
-    if not all(type(x) is RMSNorm for x in (norm, mlp_norm)) or type(mixer.o_norm) not in (RMSNorm, GatedRMSNorm):
+    if parts.turns and mixer.step_form().keys == "scaled":
+        return "its keys are turned, and scaled by a moment"
+    norms_known = [is_row_norm(x) if swapped is not None else type(x) is RMSNorm for x in (norm, mlp_norm)]
+    if not all(norms_known) or type(mixer.o_norm) not in (RMSNorm, GatedRMSNorm):
         return "a norm is of another kind"
-    if any(x.liger or x.fused is False for x in (norm, mlp_norm, mlp)) or mixer.fused_kernels is False:
+    others = [] if swapped is not None else [norm, mlp_norm, mlp]
+    if any(x.liger or x.fused is False for x in others) or mixer.fused_kernels is False:
         return "other kernels were asked for"
     if mixer.backend not in (None, "triton"):
         return f"backend={mixer.backend!r} was asked for"
     qkv = [mixer.q_proj, mixer.k_proj, mixer.v_proj]
     for first, others in ((qkv, _further_maps(mixer)), ([mlp.gate_proj], [mlp.up_proj])):
         product = products.get(id(first[0]))
-        merged = [] if product is None or product.bias is not None else list(product.linears)
+        merged = [] if product is None or (first != qkv and product.bias is not None) else list(product.linears)
         if merged[: len(first)] != first or any(linear not in merged for linear in others):
             return "the maps of one input could not be merged"
     if not all(_is_plain_linear(x) and x.bias is None for x in (mixer.o_proj, mlp.down_proj)):
@@ -127,8 +163,8 @@ def _why_not_this_rule(mixer: DeltaRuleAttention) -> str | None:
     if form.decay == "fixed" and spec.decay != "scalar":
         return "its decay is per head, and its spec has another"
     convolutions = [getattr(mixer, f"{name}_conv1d", None) for name in "qkv"]
-    if mixer.conv_size < 2 or mixer.activation != "silu" or any(type(x) is not ShortConvolution for x in convolutions):
-        return "queries, keys and values do not pass a short convolution and SiLU"
+    if mixer.conv_size < 2 or any(type(x) is not ShortConvolution for x in convolutions):
+        return "queries, keys and values do not pass a short convolution"
     low_rank = _low_rank_maps(mixer)
     if not all(is_plain_sequence(x) and len(x) == 2 and all(map(_is_plain_linear, x)) for x in low_rank):
         return "a gate of low rank is not two plain linear maps"
@@ -169,7 +205,13 @@ class _FusedBlock:
 
     def __init__(self, block: Any, products: dict[int, JointProduct]) -> None:
         self.block = block
-        self._norm, self._mixer, self._mlp_norm, self._mlp = (getattr(block, name) for name in type(block).step_parts)
+        self._parts = parts = _Parts.of(block)
+        self._mixer, self._mlp = parts.mixer, parts.mlp
+        own = parts.swapped is None
+        self._norm: Any = parts.norm if own else LibraryNorm(parts.norm)
+        self._mlp_norm: Any = parts.mlp_norm if own else LibraryNorm(parts.mlp_norm)
+        self.forward: Callable[..., Tensor] = self._forward_of_own if own else self._forward_of_library
+        """In place of the block's: the fused step if the call is one that it serves, else the block's own."""
         self._products = products
         self._into_mixer = products[id(self._mixer.q_proj)]
         self._into_mlp = products[id(self._mlp.gate_proj)]
@@ -189,27 +231,54 @@ class _FusedBlock:
         unmoved = self._into_mixer.is_current() and self._into_mlp.is_current()
         return unmoved and why_not_fused(self.block, self._products) is None
 
-    def forward(
+    def _forward_of_own(
         self, hidden_states: Tensor, batch: Any, softmax: Any = None, past_key_values: Cache | None = None
     ) -> Tensor:
-        """In place of the block's: the fused step if the call is one that it serves, else the block's own."""
-        layer = self._cache_layer(batch, past_key_values)
+        output = self._served(hidden_states, batch, past_key_values, None)
+        if output is None:
+            output = type(self.block).forward(self.block, hidden_states, batch, softmax, past_key_values)
+        return output
+
+    def _forward_of_library(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        past_key_values: Cache | None = None,
+        position_embeddings: Rotary | None = None,
+        delta_batch: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        turns, output = self._parts.turns, None
+        if not args and delta_batch is not None and (position_embeddings is not None or not turns):
+            rotary = position_embeddings if turns else None
+            output = self._served(hidden_states, delta_batch, past_key_values, rotary)
+        if output is None:
+            kwargs |= dict(
+                past_key_values=past_key_values, position_embeddings=position_embeddings, delta_batch=delta_batch
+            )
+            output = type(self.block).forward(self.block, hidden_states, *args, **kwargs)
+        return output
+
+    def _served(self, x: Tensor, batch: Any, cache: Cache | None, rotary: Rotary | None) -> Tensor | None:
+        """The fused step's output; None if it does not serve the call."""
+        layer = self._cache_layer(batch, cache)
         state = None if layer is None else layer.state
-        if layer is None or state is None or not self._fits(hidden_states, state):
-            return type(self.block).forward(self.block, hidden_states, batch, softmax, past_key_values)
-        output = self._step(hidden_states, state)
-        assert past_key_values is not None  # the layer is one of its
-        layer.store(state, 1, past_key_values.layers)
+        if layer is None or state is None or not self._fits(x, state, rotary):
+            return None
+        output = self._step(x, state, rotary)
+        assert cache is not None  # the layer is one of its
+        layer.store(state, 1, cache.layers)
         return output
 
     def _cache_layer(self, batch: Any, cache: Cache | None) -> DeltaRuleCacheLayer | None:
         """The block's layer of the cache, if its states stay at their addresses and no row has padding."""
         if not isinstance(cache, StaticCache) or not batch.sequences.whole_rows:
             return None
-        layer = cache.layers[self.block.layer_idx]
+        swapped = self._parts.swapped
+        layer = cache.layers[self.block.layer_idx if swapped is None else swapped.layer_idx]
         return layer if isinstance(layer, DeltaRuleCacheLayer) and layer.static else None
 
-    def _fits(self, x: Tensor, state: MixerState) -> bool:
+    def _fits(self, x: Tensor, state: MixerState, rotary: Rotary | None) -> bool:
         """Whether a call is one token per row without gradients, with tensors that the kernels take."""
         if not is_decoding_step(x) or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
             return False
@@ -217,30 +286,32 @@ class _FusedBlock:
             return False
         if state.conv is None or state.conv.dtype != x.dtype:
             return False
+        if rotary is not None and not all(_is_of_rows(angles, len(x), self._mixer.head_k_dim) for angles in rotary):
+            return False
         return all(tensor is None or tensor.is_contiguous() for tensor in (x, *state))
 
-    def _step(self, x: Tensor, state: MixerState) -> Tensor:
+    def _step(self, x: Tensor, state: MixerState, rotary: Rotary | None) -> Tensor:
         """The block's output for `[R, 1, hidden_size]`; advances the state in place."""
         for changed in state:
             if changed is not None and not changed.is_inference():  # autograd does not see what kernels write
                 torch.autograd.graph.increment_version(changed)
-        return self._step_one_row(x, state) if len(x) == 1 else self._step_rows(x, state)
+        return self._step_one_row(x, state, rotary) if len(x) == 1 else self._step_rows(x, state, rotary)
 
-    def _step_one_row(self, x: Tensor, state: MixerState) -> Tensor:
+    def _step_one_row(self, x: Tensor, state: MixerState, rotary: Rotary | None) -> Tensor:
         from deltazoo.ops.fused.kernels.token_product import token_product
 
         mixed = token_product(
             x[0], self._into_mixer.weight, norm_weight=self._norm.weight, norm_eps=self._norm.eps,
-            convolution=self._convolution(state), dtype=torch.float32,
+            bias=self._into_mixer.bias, convolution=self._convolution(state), dtype=torch.float32,
         )  # fmt: skip
-        z, norm = self._rule(mixed, state)
+        z, norm = self._rule(mixed, state, rotary)
         x = token_product(z, self._mixer.o_proj.weight, head_norm=norm, residual=x[0])
         h = token_product(
             x, self._into_mlp.weight, norm_weight=self._mlp_norm.weight, norm_eps=self._mlp_norm.eps, glu=True
         )
         return token_product(h, self._mlp.down_proj.weight, residual=x)[None]
 
-    def _step_rows(self, x: Tensor, state: MixerState) -> Tensor:
+    def _step_rows(self, x: Tensor, state: MixerState, rotary: Rotary | None) -> Tensor:
         from deltazoo.ops.fused.kernels.row_product import row_product
         from deltazoo.ops.fused.kernels.token_convolution import convolve_parts
         from deltazoo.ops.fused.kernels.token_norms import add_parts, norm_heads, swiglu_parts
@@ -250,8 +321,9 @@ class _FusedBlock:
             normed = self.ready[1]
         else:
             _, normed = add_parts(None, total, self._norm)
-        mixed = convolve_parts(row_product(normed, self._into_mixer.weight), self._convolution(state))
-        z = norm_heads(*self._rule(mixed, state), x.dtype)
+        product = row_product(normed, self._into_mixer.weight)
+        mixed = convolve_parts(product, self._convolution(state), self._into_mixer.bias)
+        z = norm_heads(*self._rule(mixed, state, rotary), x.dtype)
         total, normed = add_parts(row_product(z, self._mixer.o_proj.weight), total, self._mlp_norm)
         h = swiglu_parts(row_product(normed, self._into_mlp.weight), x.dtype)
         following = self.following
@@ -269,9 +341,10 @@ class _FusedBlock:
         mixer = self._mixer
         q_conv, k_conv, v_conv = mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d
         assert state.conv is not None
-        return Convolution((q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0]), state.conv)
+        taps = (q_conv.weight[:, 0], k_conv.weight[:, 0], v_conv.weight[:, 0])
+        return Convolution(taps, state.conv, mixer.activation == "silu")
 
-    def _rule(self, mixed: Tensor, state: MixerState) -> tuple[Tensor, Any]:
+    def _rule(self, mixed: Tensor, state: MixerState, rotary: Rotary | None) -> tuple[Tensor, Any]:
         from deltazoo.ops.fused.kernels.token_gates import LowRankGate, low_rank_gates
         from deltazoo.ops.fused.kernels.token_moment import scaled_keys
         from deltazoo.ops.fused.kernels.token_norms import HeadNorm
@@ -300,7 +373,9 @@ class _FusedBlock:
             keys=form.keys,
             micro_steps=mixer.projected_steps,
             undecayed=spec.erase_reads == "undecayed",
+            turned=0 if rotary is None else rotary[0].shape[-1],
         )
+        angles = None if rotary is None else (rotary[0].flatten(0, 1), rotary[1].flatten(0, 1))
         low_rank = [LowRankGate(self._columns[id(x[0])], x[1].weight, x[1].bias) for x in _low_rank_maps(mixer)]
         gates = low_rank_gates(mixed, low_rank) if low_rank else None
         softplus = form.decay in ("softplus", "saturating")
@@ -311,6 +386,21 @@ class _FusedBlock:
             write_keys = scaled_keys(mixed, state.auxiliary, key_parameters, *key_columns)
             key_parameters = []
         z, squares = token_rule(
-            mixed, gates, state.recurrent, A_log, dt_bias, mixer.o_norm.weight, shape, key_parameters, write_keys
+            mixed,
+            gates,
+            state.recurrent,
+            A_log,
+            dt_bias,
+            mixer.o_norm.weight,
+            shape,
+            key_parameters,
+            write_keys,
+            angles,
         )
         return z, HeadNorm(squares, mixer.head_v_dim, mixer.o_norm.eps)
+
+
+def _is_of_rows(angles: Tensor, rows: int, head_dim: int) -> bool:
+    """Whether cosines or sines are of one token per row, or of one for all rows, for channels of a head."""
+    B, T, d = angles.shape
+    return B in (1, rows) and T == 1 and d % 2 == 0 and d <= head_dim and angles.is_contiguous()

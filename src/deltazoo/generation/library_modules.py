@@ -8,6 +8,7 @@ by the code of its forward pass, not by its class. Results differ from the modul
 less: transformers rounds the norm before its weight, and SiLU before the product.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -20,7 +21,7 @@ from transformers.activations import SiLUActivation
 from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit, fused_rms_norm, fused_swiglu
 
-__all__ = ["LibraryModules", "joint_maps"]
+__all__ = ["LibraryModules", "LibraryNorm", "block_parts", "is_row_norm", "is_swiglu", "joint_maps"]
 
 
 class LibraryModules:
@@ -52,6 +53,42 @@ def joint_maps(kind: type[nn.Module]) -> tuple[str, ...]:
     return ("gate_proj", "up_proj") if _kernel_of(kind) is _mlp else ()
 
 
+def is_swiglu(module: nn.Module) -> bool:
+    """Whether it is an MLP of transformers that computes what `deltazoo.layers.mlp.SwiGLU` does, biases aside."""
+    return _kernel_of(type(module)) is _mlp and type(module.act_fn) in _SILU
+
+
+def is_row_norm(module: nn.Module) -> bool:
+    """Whether it is an RMSNorm of transformers with a plain weight."""
+    return _kernel_of(type(module)) is _norm
+
+
+class LibraryNorm:
+    """Such a norm as `deltazoo.ops.fused.kernels.token_norms.RowNorm`; reads the module anew every time."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    @property
+    def weight(self) -> Tensor:
+        """`[D]`."""
+        return self._module.weight
+
+    @property
+    def eps(self) -> float:
+        """Added to the mean square."""
+        return self._module.variance_epsilon
+
+
+def block_parts(kind: type[nn.Module]) -> tuple[str, ...]:
+    """As `deltazoo.models.block.DeltaRuleBlock.step_parts` of a block of transformers; empty if it is another sum."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    is_known = kind.__module__.startswith("transformers.models.") and _code(kind) == _code(LlamaDecoderLayer)
+    return ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp") if is_known else ()
+
+
+_SILU = (nn.SiLU, SiLUActivation)
 _Kernel = Callable[[Any, Tensor], Tensor | None]
 """Computes a module's output; None: it does not take the module's options or the input."""
 
@@ -73,7 +110,7 @@ def _norm_around_one(module: Any, x: Tensor) -> Tensor | None:
 
 
 def _mlp(module: Any, x: Tensor) -> Tensor | None:
-    if type(module.act_fn) not in (nn.SiLU, SiLUActivation):
+    if type(module.act_fn) not in _SILU:
         return None
     gate, up = module.gate_proj(x), module.up_proj(x)
     return module.down_proj(fused_swiglu(gate, up) if gate.dtype == up.dtype else module.act_fn(gate) * up)
@@ -98,5 +135,5 @@ def _kernel_of(kind: type[nn.Module]) -> _Kernel | None:
 def _code(kind: type[nn.Module]) -> tuple[Any, ...]:
     """What decides what a forward pass computes: instructions, constants and names, also of what norms call."""
     functions = (getattr(kind, name, None) for name in ("forward", "_norm"))
-    codes = (getattr(function, "__code__", None) for function in functions)
+    codes = (getattr(inspect.unwrap(function), "__code__", None) for function in functions if function is not None)
     return tuple((x.co_code, x.co_consts, x.co_names) for x in codes if x is not None)

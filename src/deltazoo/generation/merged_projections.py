@@ -57,8 +57,7 @@ class MergedProjections:
             for linear in _merging_candidates(layer):
                 if all(uses[id(p)] == 1 for p in linear.parameters()):
                     weight = linear.weight
-                    kind = weight.dtype, weight.device, linear.in_features, linear.bias is None
-                    groups.setdefault(kind, []).append(linear)
+                    groups.setdefault((weight.dtype, weight.device, linear.in_features), []).append(linear)
             self.products += [_joint_product(linears) for linears in groups.values() if _can_merge(linears)]
         # Made once, since compiled code recognises the functions that it was traced with.
         self._forwards = [product.forwards() for product in self.products]
@@ -81,14 +80,20 @@ class MergedProjections:
 
 
 class JointProduct:
-    """Several linear maps as one product. The first map computes it, and the others return their pieces of it."""
+    """Several linear maps as one product. The first map computes it, and the others return their pieces of it.
+
+    Attributes:
+        linears, sizes: the maps, and how many outputs each has.
+        weight: `[sum of sizes, inputs]`.
+        bias: zero for maps without one; None if none of them has one.
+    """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = linears
         self.sizes = [linear.out_features for linear in linears]
-        stacks = zip(*(linear.parameters() for linear in linears), strict=True)
-        self.weight, *biases = (_in_one_block(stack) for stack in stacks)
-        self.bias = biases[0] if biases else None
+        self.weight = _in_one_block([linear.weight for linear in linears])
+        biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears]
+        self.bias = None if all(x.bias is None for x in linears) else _in_one_block(biases)
         self._addresses = [
             (linear._parameters, name, p.data_ptr()) for linear in linears for name, p in linear.named_parameters()
         ]
@@ -151,7 +156,11 @@ def _merging_candidates(layer: nn.Module) -> list[nn.Linear]:
 def is_plain(linear: nn.Linear) -> bool:
     """Whether a step may read the weight itself: no hooks, no replaced forward pass, an ordinary tensor."""
     return not is_hooked(linear) and all(
-        type(p) is nn.Parameter and p.device.type != "meta" and p.is_contiguous() and not p.is_inference()
+        type(p) is nn.Parameter
+        and p.device.type != "meta"
+        and (p.dtype, p.device) == (linear.weight.dtype, linear.weight.device)
+        and p.is_contiguous()
+        and not p.is_inference()
         for p in linear.parameters()
     )
 
@@ -178,12 +187,13 @@ def _joint_product(linears: Sequence[nn.Linear]) -> JointProduct:
     return product
 
 
-def _in_one_block(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Stack parameters along their first axis, and make them parts of the result."""
+def _in_one_block(parameters: Sequence[Tensor]) -> Tensor:
+    """Stack tensors along their first axis, and make the parameters among them parts of the result."""
     # Tensors made in inference mode could never be trained again.
     with torch.inference_mode(False), torch.no_grad():
         block = torch.cat([p.detach() for p in parameters])
         for parameter, part in zip(parameters, block.split([len(p) for p in parameters]), strict=True):
             # For torch a storage of its own. It is the same memory, which it keeps alive.
-            parameter.data = from_dlpack(to_dlpack(part))
+            if isinstance(parameter, nn.Parameter):
+                parameter.data = from_dlpack(to_dlpack(part))
     return block

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from deltazoo.layers import DeltaRuleAttention, RMSNorm, ShortConvolution, layer_class
 from deltazoo.layers.initialization import Initializer
+from deltazoo.layers.rule import StepForm
 from deltazoo.spec import DeltaRuleSpec
 
 __all__ = ["DropInDeltaAttention", "drop_in_class"]
@@ -101,6 +102,11 @@ class DropInDeltaAttention(DeltaRuleAttention):
             k, v = k.repeat_interleave(shared, dim=2), v.repeat_interleave(shared, dim=2)
         return q, k, v
 
+    def step_form(self) -> StepForm | None:
+        """That of the layer it extends; None where queries and keys have norms, or heads share keys and values."""
+        plain = self.qk_norm is None and self.num_kv_heads == self.num_heads
+        return super().step_form() if plain else None
+
     def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
         """As in `DeltaRuleAttention`; the norms of queries and keys start with factors of one."""
         known = super().initializers(initializer_range)
@@ -125,7 +131,9 @@ _MADE: dict[type[Any], type[DropInDeltaAttention]] = {DeltaRuleAttention: DropIn
 
 def _drop_in(layer: type[DeltaRuleAttention]) -> type[DropInDeltaAttention]:
     if layer not in _MADE:
-        members = {"__module__": layer.__module__, "__doc__": layer.__doc__, "made_from": layer}
+        members: dict[str, Any] = {"__module__": layer.__module__, "__doc__": layer.__doc__, "made_from": layer}
+        if "step_form" in vars(layer):  # only a class that says so itself decodes in a fused step
+            members["step_form"] = DropInDeltaAttention.step_form
         _MADE[layer] = type(f"DropIn{layer.__name__}", (DropInDeltaAttention, layer), members)
     return _MADE[layer]
 

@@ -195,10 +195,16 @@ def convolution(rows: int) -> token_convolution.Convolution:
 def token_of(part: str) -> None:
     """The products of one row in a 374 M model."""
     x, norm = empty(1, 1024), {"norm_weight": empty(1024), "norm_eps": 1e-5}
-    weight = {"mixer": empty(3080, 1024), "o": empty(1024, 1024), "mlp": empty(5632, 1024), "down": empty(1024, 2816)}
+    weight = {part: empty(3080, 1024) for part in ("mixer", "swapped")} | {
+        "o": empty(1024, 1024),
+        "mlp": empty(5632, 1024),
+        "down": empty(1024, 2816),
+    }
     wide = torch.float32
-    if part == "mixer":
+    if part in ("mixer", "swapped"):
         options = {"convolution": convolution(1), "dtype": wide}
+        if part == "swapped":
+            options |= {"convolution": convolution(1)._replace(silu=False), "bias": empty(3080)}
         token_product.token_product(x, weight[part], **norm, **options)  # type: ignore[arg-type]
     elif part == "o":
         heads = token_norms.HeadNorm(empty(1, 8, 8, dtype=wide), 128, 1e-5)
@@ -219,7 +225,8 @@ def apply_rule(rows: int, gate: str, V: int, **more: Any) -> None:
     write_keys = empty(rows, 8, 128, dtype=wide) if shape.keys == "scaled" else None
     parameters = [A_log] * {"gated_query": 1, "feedback": 2, "unit_feedback": 2}.get(shape.keys, 0)
     mixed, state = empty(rows, 8192, dtype=wide), empty(rows, 8, 128, V, dtype=wide)
-    token_rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(V), shape, parameters, write_keys)
+    angles = (empty(rows, shape.turned), empty(rows, shape.turned)) if shape.turned else None
+    token_rule.token_rule(mixed, gates, state, A_log, dt_bias, empty(V), shape, parameters, write_keys, angles)
 
 
 def apply_channel_rule(rows: int) -> None:
@@ -325,7 +332,7 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
     "rotary_of_some_channels": (4, lambda: turn(16, 32)),
     "rotary_of_few_channels": (4, lambda: turn(32, 8)),
     "loss": (8, lose),
-    **{f"step_token_{part}": (3, partial(token_of, part)) for part in ("mixer", "o", "mlp", "down")},
+    **{f"step_token_{part}": (3, partial(token_of, part)) for part in ("mixer", "swapped", "o", "mlp", "down")},
     **{
         f"step_rule_{gate}_{rows}_{V}": (2, partial(apply_rule, rows, gate, V))
         for gate, rows, V in (("none", 1, 128), ("silu", 1, 256), ("silu", 64, 128))
@@ -349,6 +356,10 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         )
         for keys in ("feedback", "gated_query", "erase_first")
     },
+    **{
+        f"step_rule_turned_{rows}": (2, partial(apply_rule, rows, "silu", 128, normalize_k=True, turned=128))
+        for rows in (1, 64)
+    },
     "step_rule_doubled": (4, lambda: apply_rule(64, "silu", 128, doubled_step=True)),
     "step_rule_micro_steps": (2, lambda: apply_rule(64, "silu", 256, micro_steps=2)),
     "step_scaled_keys": (8, lambda: scale_keys(64)),
@@ -358,6 +369,10 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         for N, K in ((3080, 1024), (1024, 2816), (5632, 1024))
     },
     "step_convolution": (4, lambda: token_convolution.convolve_parts(empty(2, 64, 3080), convolution(64))),
+    "step_convolution_bias": (
+        4,
+        lambda: token_convolution.convolve_parts(empty(2, 64, 3080), convolution(64)._replace(silu=False), empty(3080)),
+    ),
     "step_add": (8, lambda: add(4)),
     "step_swiglu": (8, lambda: token_norms.swiglu_parts(empty(2, 64, 5632), torch.bfloat16)),
     "step_greedy": (4, choose),
@@ -398,7 +413,7 @@ def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile
         CALLS[name][1]()
     assert len(launched) == launches_of(name)
     for kernel, args, options in launched:
-        warps = options.pop("num_warps")
+        compiled_with = {option: options.pop(option) for option in ("num_warps", "maxnreg") if option in options}
         options.pop("launch_pdl", None)
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
         values = {parameter.name: given.pop(parameter.name) for parameter in kernel.params}
@@ -415,7 +430,7 @@ def compile_call(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile
             if isinstance(x, Tensor) or is_specialized(kernel, n) and isinstance(x, int) and x % 16 == 0
         }
         source = ASTSource(kernel, signature, constants, aligned)
-        yield triton.compile(source, target=HOPPER, options={"num_warps": warps})
+        yield triton.compile(source, target=HOPPER, options=compiled_with)
 
 
 def is_specialized(kernel: JITFunction, name: str) -> bool:

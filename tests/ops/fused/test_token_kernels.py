@@ -65,6 +65,8 @@ class Product:
     before: str = ""  # "norm" of the row, or of "heads"
     after: str = ""  # "residual", "glu" or "convolution"
     taps: int = 4
+    silu: bool = True
+    bias: bool = False
     dtype: torch.dtype = torch.float32
     in_parts: bool = False  # as for several rows: a product in parts, with launches of their own around it
 
@@ -82,6 +84,7 @@ class Product:
             "squares": draw(self.R, K // 8, 3, dtype=torch.float32).abs(),
             "residual": draw(self.R, N),
             "row_weight": draw(N),
+            "bias": draw(N),
             "taps": draw(channels, self.taps),
             "window": draw(self.R, channels, self.taps - 1),
         }
@@ -100,8 +103,10 @@ class Product:
         elif self.after == "glu":
             options["glu"] = True
         elif self.after == "convolution":
-            options["convolution"] = Convolution(x["taps"].chunk(3), x["window"])
+            options["convolution"] = Convolution(x["taps"].chunk(3), x["window"], self.silu)
             options["dtype"] = torch.float32
+        if self.bias:
+            options["bias"] = x["bias"]
         y = token_product.token_product(x["x"], x["weight"], **options)  # type: ignore[arg-type]
         return {"y": y, "window": x["window"]}
 
@@ -122,7 +127,8 @@ class Product:
         if self.after == "glu":
             y = swiglu_parts(parts, self.dtype)
         elif self.after == "convolution":
-            y = convolve_parts(parts, Convolution(x["taps"].chunk(3), x["window"]))
+            convolution = Convolution(x["taps"].chunk(3), x["window"], self.silu)
+            y = convolve_parts(parts, convolution, x["bias"] if self.bias else None)
         return {"y": y, "window": x["window"]}
 
     def plain(self, device: str, dtype: torch.dtype) -> Results:
@@ -135,6 +141,8 @@ class Product:
             scale = torch.rsqrt(x["squares"].sum(-1) / 8 + 1e-5)
             value = (value.unflatten(1, (-1, 8)) * scale[..., None]).flatten(1)
         y = value @ x["weight"].T
+        if self.bias:
+            y = y + x["bias"]
         if self.after == "residual":
             y = y + x["residual"]
             return {"y": y, "normed": rms(y) * x["row_weight"], "window": window}
@@ -144,7 +152,8 @@ class Product:
         elif self.after == "convolution":
             C = window.shape[1]
             history = torch.cat([window, y[:, :C, None]], dim=2)
-            y = torch.cat([F.silu((history * x["taps"]).sum(-1)), y[:, C:]], dim=1)
+            z = (history * x["taps"]).sum(-1)
+            y = torch.cat([F.silu(z) if self.silu else z, y[:, C:]], dim=1)
             window = history[..., 1:]
         return {"y": y, "window": window}
 
@@ -157,6 +166,8 @@ class Rule:
     shape: RuleShape
     B: int = 2
     key_size: float = 1.0
+    angles: int = 1
+    """Rows of angles."""
     dtype: torch.dtype = torch.float32
 
     def inputs(self, device: str) -> Results:
@@ -171,6 +182,7 @@ class Rule:
             "p0": (s.H,),
             "p1": (s.H,),
             "norm_weight": (s.V,),
+            "angles": (self.angles, s.turned // 2),
         }
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         drawn["mixed"][:, s.H * s.K : 2 * s.H * s.K] *= self.key_size
@@ -204,9 +216,11 @@ class Rule:
         A_log = x["A_log"] if form in ("softplus", "saturating", "fixed") else None
         dt_bias = x["dt_bias"] if form in ("softplus", "saturating") else None
         gates = x["gates"] if sum(self.low_rank_sizes) else None
+        angles = torch.cat([x["angles"]] * 2, 1)
         z, squares = token_rule.token_rule(
             x["mixed"], gates, x["state"], A_log, dt_bias, x["norm_weight"], self.shape._replace(columns=columns),
             [x[name] for name in KEY_PARAMETERS.get(self.shape.keys, ())],
+            angles=(angles.cos(), angles.sin()) if self.shape.turned else None,
         )  # fmt: skip
         return {"z": z, "squares": squares.sum(-1), "state": x["state"]}
 
@@ -246,7 +260,8 @@ class Rule:
             key = unit(per_head(first_key, s.K))
             state = read = erase(state, key, torch.zeros_like(state[:, :, 0]), further.sigmoid(), key)
         for k, v, b_step in zip(*(y.chunk(s.micro_steps, dim=1) for y in (ks, vs, b)), strict=True):
-            q, k, e, w = self.keys(per_head(raw_q, s.K), per_head(k, s.K), b, further, x)
+            turned_q, turned_k = (self.turned(per_head(y, s.K), x["angles"]) for y in (raw_q, k))
+            q, k, e, w = self.keys(turned_q, turned_k, b, further, x)
             v = per_head(v, s.V) * w
             if s.step == "none":
                 state = state + k.repeat_interleave(group, dim=1)[..., None] * v[..., None, :]
@@ -266,6 +281,13 @@ class Rule:
             g = per_head(g, s.V)
             z = z * (F.silu(g) if s.gate == "silu" else g.sigmoid())
         return {"z": z.flatten(1), "squares": o.square().sum(-1), "state": state}
+
+    def turned(self, y: Tensor, angles: Tensor) -> Tensor:
+        """Heads with channels i and i + d/2 turned by angle i."""
+        d = self.shape.turned
+        first, second, rest = y.split([d // 2, d // 2, y.shape[-1] - d], dim=-1)
+        cos, sin = angles[:, None].cos(), angles[:, None].sin()
+        return torch.cat([cos * first - sin * second, cos * second + sin * first, rest], dim=-1)
 
     def keys(self, q: Tensor, k: Tensor, b: Tensor, further: Tensor, x: Results) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Query, write key and erase key per key head, and what values are multiplied by."""
@@ -430,6 +452,23 @@ CASES: list[Product | Rule | Gates] = [
             (3, "none", "exact", False, False),
             (2, "channel", "euler", False, True),
             (2, "scalar", "none", False, False),
+        )
+    ),
+    *(
+        Product(f"bias-{int(silu)}-{R}", R, before="norm", after="convolution", silu=silu, bias=True, in_parts=R > 1)
+        for silu in (False, True)
+        for R in (1, 4, 65)
+    ),
+    Product("bias-half", dtype=HALF, bias=True, after="residual"),
+    *(
+        Rule(f"rule-turned-{turned}-{rows}-{keys}-{decay}", RuleShape(2, 4, 12, 20, True, False, decay, "silu", ANY,
+             low_rank, keys=keys, micro_steps=steps, turned=turned), B=3, angles=rows)
+        for turned, rows, keys, decay, low_rank, steps in (
+            (12, 1, "tied", "scalar", False, 1),
+            (12, 3, "tied", "channel", True, 1),
+            (8, 3, "tied", "none", False, 2),
+            (2, 1, "gated_query", "channel", True, 1),
+            (12, 3, "unit_feedback", "scalar", False, 1),
         )
     ),
     Rule("rule-wide", RuleShape(1, 1, 128, 128, True, False, "none", "none", ANY), B=1),

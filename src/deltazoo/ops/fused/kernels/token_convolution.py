@@ -1,6 +1,6 @@
 """Short convolutions of one token, within other kernels or after a product in parts, with SiLU and the new windows.
 
-    z = sum_i w_i x_{t-i}      y = z * sigmoid(z)
+    z = sum_i w_i x_{t-i}      y = z * sigmoid(z)  or z
 
 as in `short_conv_step`, without the L2 norm of heads. The outputs of a product may have further ones behind those that
 are convolved: gates, which stay as they are.
@@ -25,13 +25,14 @@ _CHANNELS = 256
 
 
 class Convolution(NamedTuple):
-    """Short convolutions of the first outputs of a product, and SiLU."""
+    """Short convolutions of the first outputs of a product, and SiLU if it is wanted."""
 
     taps: tuple[Tensor, Tensor, Tensor]
     """Of queries, keys and values, `[C_i, W]`, W at least 2; contiguous."""
     window: Tensor
     """`[R, C, W - 1]`: the product's outputs before this token, oldest first, C the sum of the C_i. Advanced in place.
     Contiguous."""
+    silu: bool = True
 
 
 @triton.jit
@@ -71,9 +72,10 @@ def convolve(
     C: tl.constexpr,
     W: tl.constexpr,
     BW: tl.constexpr,
+    SILU: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Convolve the outputs below C, advance their windows, apply SiLU; other outputs stay."""
+    """Convolve the outputs below C, advance their windows, apply SiLU if wanted; other outputs stay."""
     slots = tl.arange(0, BW)
     inside = columns < C
     newest = x.to(window.dtype.element_ty)  # rounded as the window keeps it
@@ -83,12 +85,13 @@ def convolve(
     moves = inside[:, None] & ((slots >= 1) & (slots < W - 1))[None, :]
     tl.store(window + first[:, None] + (slots - 1)[None, :], older, mask=moves)
     tl.store(window + first + (W - 2), newest, mask=inside)
-    return tl.where(inside, z * sigmoid(z, HALF), x)
+    return tl.where(inside, z * sigmoid(z, HALF) if SILU else z, x)
 
 
 @triton.jit
 def convolve_parts_kernel(
     parts,  # [S, R, N]
+    bias,  # [N] or None
     q_taps,
     k_taps,
     v_taps,
@@ -102,6 +105,7 @@ def convolve_parts_kernel(
     CV: tl.constexpr,
     W: tl.constexpr,
     BW: tl.constexpr,
+    SILU: tl.constexpr,
     BN: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
@@ -110,39 +114,42 @@ def convolve_parts_kernel(
     columns = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)
     mask = columns < N
     older, older_taps, newest_tap = load_windows(q_taps, k_taps, v_taps, window, row, columns, CQ, CK, CV, W, BW)
-    wait_for_inputs(AHEAD)
     total = tl.zeros([BN], tl.float32)
+    if bias is not None:
+        total += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(AHEAD)
     for part in tl.static_range(S):
         total += tl.load(parts + (part * R + row) * N + columns, mask=mask, other=0.0).to(tl.float32)
     HALF: tl.constexpr = window.dtype.element_ty != tl.float32
-    total = convolve(total, older, older_taps, newest_tap, row, columns, window, CQ + CK + CV, W, BW, HALF)
+    total = convolve(total, older, older_taps, newest_tap, row, columns, window, CQ + CK + CV, W, BW, SILU, HALF)
     tl.store(y + row * N + columns, total, mask=mask)
 
 
-def convolve_parts(parts: Tensor, convolution: Convolution) -> Tensor:
+def convolve_parts(parts: Tensor, convolution: Convolution, bias: Tensor | None = None) -> Tensor:
     """Convolve the first outputs of a product. No gradients: for inference.
 
     Args:
         parts: `[S, R, N]`, whose sum over S is the product; contiguous.
         convolution: whose windows advance.
+        bias: `[N]`, added to the product.
 
     Returns:
         `[R, N]` float32: queries, keys and values after SiLU, then the other outputs.
     """
     S, R, N = parts.shape
-    (q_taps, k_taps, v_taps), window = convolution
+    (q_taps, k_taps, v_taps), window, silu = convolution
     y = parts.new_empty(R, N, dtype=torch.float32)
     channels = len(q_taps), len(k_taps), len(v_taps)
-    constants = _constants(S, R, N, channels, window.shape[-1] + 1, launches_ahead(parts.device))
+    constants = _constants(S, R, N, channels, window.shape[-1] + 1, silu, launches_ahead(parts.device))
     with torch.cuda.device_of(parts):
-        launch(convolve_parts_kernel, constants, parts, q_taps, k_taps, v_taps, window, y)
+        launch(convolve_parts_kernel, constants, parts, bias, q_taps, k_taps, v_taps, window, y)
     return y
 
 
 @lru_cache(maxsize=1024)
-def _constants(S: int, R: int, N: int, channels: tuple[int, int, int], W: int, ahead: bool) -> Constants:
+def _constants(S: int, R: int, N: int, channels: tuple[int, int, int], W: int, silu: bool, ahead: bool) -> Constants:
     CQ, CK, CV = channels
     return Constants(
-        R * -(-N // _CHANNELS), R=R, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W, BW=triton.next_power_of_2(W - 1), BN=_CHANNELS,
-        AHEAD=ahead, num_warps=4, **launch_options(ahead),
+        R * -(-N // _CHANNELS), R=R, S=S, N=N, CQ=CQ, CK=CK, CV=CV, W=W, BW=triton.next_power_of_2(W - 1), SILU=silu,
+        BN=_CHANNELS, AHEAD=ahead, num_warps=4, **launch_options(ahead),
     )  # fmt: skip

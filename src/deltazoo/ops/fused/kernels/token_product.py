@@ -35,6 +35,7 @@ def token_product_kernel(
     weight,  # [N, K], with GLU [2 N, K]: gate, then up
     norm_weight,  # [K] or None: no norm of the row
     squares,  # [R, HEADS, PARTS] or None
+    bias,  # [N] or None
     residual,  # [R, N] or None
     q_taps,  # or None: no convolution
     k_taps,
@@ -53,6 +54,7 @@ def token_product_kernel(
     CV: tl.constexpr,
     W: tl.constexpr,
     BW: tl.constexpr,
+    SILU: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -104,11 +106,13 @@ def token_product_kernel(
         total *= inverse
         if GLU:
             total_up *= inverse
+    if bias is not None:
+        total += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)
     if GLU:
         total = total * sigmoid(total, HALF) * total_up
     if window is not None:
         total = convolve(total, older, older_taps, newest_tap, tl.program_id(1), columns, window, CQ + CK + CV, W, BW,
-                         HALF)  # fmt: skip
+                         SILU, HALF)  # fmt: skip
     outputs = tl.program_id(1) * N + columns
     if residual is not None:
         total += tl.load(residual + outputs, mask=column_mask, other=0.0).to(tl.float32)
@@ -125,12 +129,15 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def choose_tile(K: int, itemsize: int, convolves: bool) -> Tile:
+def choose_tile(K: int, itemsize: int, convolves: bool, silu: bool = True) -> Tile:
     """The tile of a product over K channels: at most 64 KiB of weights at once.
 
-    A convolution takes so many registers that with 8 warps not all programs of a 374 M model would fit at once.
+    A convolution takes so many registers that with 8 warps not all programs of a 374 M model would fit at once. One
+    without SiLU takes even more (217 a thread with 4 warps), hence half of the weights at once.
     """
     inner = min(triton.next_power_of_2(K), 8192 // itemsize)
+    if not silu:
+        inner = max(1, inner // 2)
     return Tile(8, inner, warps=4 if convolves and inner * itemsize <= 2048 else 8)
 
 
@@ -141,6 +148,7 @@ def token_product(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
     head_norm: HeadNorm | None = None,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
     convolution: Convolution | None = None,
     glu: bool = False,
@@ -156,6 +164,7 @@ def token_product(
         norm_weight: `[K]`: RMSNorm of x before the map.
         norm_eps: its epsilon.
         head_norm: RMSNorm of the heads of x instead.
+        bias: `[N]`, without `glu`.
         residual: `[R, N]`, added to the result.
         convolution: of the first outputs.
         glu: the result is `silu(gate) * up` of the two halves of the map.
@@ -169,14 +178,14 @@ def token_product(
     y = x.new_empty(R, N, dtype=dtype or weight.dtype)
     squares, head_dim, eps = (None, 1, norm_eps) if head_norm is None else head_norm
     q_taps, k_taps, v_taps, window = (None, None, None, None)
-    channels, width = (0, 0, 0), 2
+    channels, width, silu = (0, 0, 0), 2, True
     if convolution is not None:
-        (q_taps, k_taps, v_taps), window = convolution
+        (q_taps, k_taps, v_taps), window, silu = convolution
         channels, width = (len(q_taps), len(k_taps), len(v_taps)), window.shape[-1] + 1
     heads = (1, 1) if squares is None else squares.shape[1:]
-    tile = choose_tile(K, weight.element_size(), convolution is not None)
-    constants = _constants(R, N, K, glu, *heads, head_dim, eps, channels, width, tile, launches_ahead(x.device))
-    tensors = x, weight, norm_weight, squares, residual, q_taps, k_taps, v_taps, window, y
+    tile = choose_tile(K, weight.element_size(), convolution is not None, silu)
+    constants = _constants(R, N, K, glu, *heads, head_dim, eps, channels, width, silu, tile, launches_ahead(x.device))
+    tensors = x, weight, norm_weight, squares, bias, residual, q_taps, k_taps, v_taps, window, y
     with torch.cuda.device_of(x):
         launch(token_product_kernel, constants, *tensors)
     return y
@@ -185,11 +194,11 @@ def token_product(
 @lru_cache(maxsize=1024)
 def _constants(
     R: int, N: int, K: int, glu: bool, heads: int, parts: int, head_dim: int, eps: float,
-    channels: tuple[int, int, int], width: int, tile: Tile, ahead: bool,
+    channels: tuple[int, int, int], width: int, silu: bool, tile: Tile, ahead: bool,
 ) -> Constants:  # fmt: skip
     CQ, CK, CV = channels
     return Constants(
         -(-N // tile.outputs), R, eps=eps, N=N, K=K, GLU=glu, HEADS=heads, HEAD_DIM=head_dim, PARTS=parts, CQ=CQ,
-        CK=CK, CV=CV, W=width, BW=triton.next_power_of_2(width - 1), BN=tile.outputs, BK=tile.inner, AHEAD=ahead,
-        num_warps=tile.warps, **launch_options(ahead),
+        CK=CK, CV=CV, W=width, BW=triton.next_power_of_2(width - 1), SILU=silu, BN=tile.outputs, BK=tile.inner,
+        AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip

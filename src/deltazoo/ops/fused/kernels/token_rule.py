@@ -82,6 +82,8 @@ class RuleShape(NamedTuple):
     """Steps per token with keys, values and b of their own."""
     undecayed: bool = False
     """What is erased is read before the decay."""
+    turned: int = 0
+    """The first channels of queries and keys, which a rotary embedding turns before they are normalised."""
 
     @property
     def largest_gain(self) -> float:
@@ -96,6 +98,19 @@ class RuleShape(NamedTuple):
 def unit_head(x, NORMALIZE: tl.constexpr = True):
     """x by its L2 norm, or as it is."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + 1e-6) if NORMALIZE else x
+
+
+@triton.jit
+def _load_turned(x, keys, mask, cos, sin, TURNED: tl.constexpr):
+    """A query or key, with its first channels turned by their angles (`rotary_embedding`)."""
+    value = tl.load(x + keys, mask=mask, other=0.0)
+    if TURNED > 0:
+        first = keys < TURNED // 2
+        other = tl.load(
+            x + tl.where(first, keys + TURNED // 2, keys - TURNED // 2), mask=mask & (keys < TURNED), other=0.0
+        )
+        value = tl.where(keys < TURNED, cos * value + sin * tl.where(first, -other, other), value)
+    return value
 
 
 @triton.jit
@@ -156,6 +171,8 @@ def token_rule_kernel(
     p0,  # [H] float32, as KEYS takes it; or None
     p1,
     write_keys,  # [B, H, K] float32, if KEYS takes them from elsewhere; or None
+    cos,  # [B or 1, TURNED], sin likewise; or None
+    sin,
     norm_weight,  # [V]
     z,  # [B, HV, V] float32
     squares,  # [B, HV, BLOCKS] float32
@@ -175,6 +192,8 @@ def token_rule_kernel(
     KEYS: tl.constexpr,
     MICRO_STEPS: tl.constexpr,
     UNDECAYED: tl.constexpr,
+    TURNED: tl.constexpr,
+    ANGLE_ROW: tl.constexpr,
     DOUBLED: tl.constexpr,
     LARGEST_GAIN: tl.constexpr,
     DECAY: tl.constexpr,
@@ -224,7 +243,11 @@ def token_rule_kernel(
     mixed += (matrix // HV) * M
     if GATES > 0:
         gates += (matrix // HV) * GATES
-    raw_query = tl.load(mixed + key_head * K + keys, mask=key_mask, other=0.0)
+    if TURNED > 0:
+        angles = (matrix // HV) * ANGLE_ROW + keys
+        cos = tl.load(cos + angles, mask=keys < TURNED, other=0.0).to(tl.float32)
+        sin = tl.load(sin + angles, mask=keys < TURNED, other=0.0).to(tl.float32)
+    raw_query = _load_turned(mixed + key_head * K, keys, key_mask, cos, sin, TURNED)
     if GATE != "none":
         g = tl.load((gates if LOW_RANK else mixed + GATE_AT) + head * V + columns, mask=column_mask, other=0.0)
     if DECAY_FORM == "fixed":
@@ -241,7 +264,7 @@ def token_rule_kernel(
     if KEYS == "query_share":
         key_gate = tl.load(mixed + KEYS_AT + key_head)
     for step in tl.static_range(MICRO_STEPS):
-        k = tl.load(mixed + ((1 + step) * H + key_head) * K + keys, mask=key_mask, other=0.0)
+        k = _load_turned(mixed + ((1 + step) * H + key_head) * K, keys, key_mask, cos, sin, TURNED)
         u = tl.load(mixed + V_AT + (step * HV + head) * V + columns, mask=column_mask, other=0.0)
         q, k, e = _query_and_keys(raw_query, k, key_gate, p0, p1, KEYS, NORMALIZE_Q, NORMALIZE_K, LARGEST)
         if PER_CHANNEL:
@@ -310,6 +333,7 @@ def token_rule(
     shape: RuleShape,
     key_parameters: Sequence[Tensor] = (),
     write_keys: Tensor | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token of the rule. No gradients: for inference.
 
@@ -326,6 +350,7 @@ def token_rule(
         shape: of the layer.
         key_parameters: `[H]` float32, p0 and p1 of `shape.keys`, as far as it takes them.
         write_keys: `[B, H, K]` float32, of "scaled" keys.
+        angles: cosines and sines `[B or 1, shape.turned]`, contiguous, if anything is turned.
 
     Returns:
         `[B, HV * V]` float32: the output times norm weight and gate, without the division by its size per head; and
@@ -335,24 +360,27 @@ def token_rule(
     tile = choose_tile(B * shape.HV, shape.K, shape.V)
     z = mixed.new_empty(B, shape.HV * shape.V)
     squares = mixed.new_empty(B, shape.HV, -(-shape.V // tile.columns))
-    constants = _constants(B, M, shape, tile, launches_ahead(mixed.device))
+    cos, sin = angles or (None, None)
+    several = cos is not None and len(cos) > 1
+    constants = _constants(B, M, shape, tile, several, launches_ahead(mixed.device))
     p0, p1, *_ = *key_parameters, None, None
     with torch.cuda.device_of(mixed):
         launch(
-            token_rule_kernel, constants, mixed, gates, state, A_log, dt_bias, p0, p1, write_keys, norm_weight, z,
-            squares,
+            token_rule_kernel, constants, mixed, gates, state, A_log, dt_bias, p0, p1, write_keys, cos, sin,
+            norm_weight, z, squares,
         )  # fmt: skip
     return z, squares
 
 
 @lru_cache(maxsize=1024)
-def _constants(B: int, M: int, shape: RuleShape, tile: Tile, ahead: bool) -> Constants:
+def _constants(B: int, M: int, shape: RuleShape, tile: Tile, several_angles: bool, ahead: bool) -> Constants:
     at = shape.columns
     return Constants(
         B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
         V=shape.V, GATE_AT=at.gate, DECAY_AT=at.decay, STEP_AT=at.step, KEYS_AT=at.keys, NORMALIZE_Q=shape.normalize_q,
         NORMALIZE_K=shape.normalize_k, STEP=shape.step, KEYS=shape.keys, MICRO_STEPS=shape.micro_steps,
-        UNDECAYED=shape.undecayed, DOUBLED=shape.doubled_step, LARGEST_GAIN=shape.largest_gain, DECAY=shape.decay,
-        DECAY_FORM=shape.decay_form, GATE=shape.gate, LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K),
-        BV=tile.columns, AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
+        UNDECAYED=shape.undecayed, TURNED=shape.turned, ANGLE_ROW=several_angles * shape.turned,
+        DOUBLED=shape.doubled_step, LARGEST_GAIN=shape.largest_gain, DECAY=shape.decay, DECAY_FORM=shape.decay_form,
+        GATE=shape.gate, LOW_RANK=shape.low_rank_gate, BK=triton.next_power_of_2(shape.K), BV=tile.columns,
+        AHEAD=ahead, num_warps=tile.warps, **launch_options(ahead),
     )  # fmt: skip
