@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 from helpers import run_python
+from outside_rule import forget_rules
 
 import deltazoo
 from deltazoo import spec as registry
@@ -184,3 +185,30 @@ def test_variants_are_listed_without_torch() -> None:
     code = "import sys, deltazoo.variants, deltazoo.spec as s; print(len(s.list_variants()), 'torch' in sys.modules)"
     number, has_torch = run_python(code).split()
     assert int(number) >= len(NINE) and has_torch == "False"
+
+
+CELL = """
+from deltazoo import DeltaRuleSpec, register_variant
+from deltazoo.layers import DeltaRuleAttention
+
+def step(b, k):
+    return b
+
+@register_variant(DeltaRuleSpec(name="cell_rule", paper="-", summary="-", equation="-", step_size=step))
+class CellRule(DeltaRuleAttention):
+    pass
+"""
+
+
+def test_a_cell_of_a_notebook_can_run_again() -> None:
+    """It makes another function and another class of the same names."""
+    with forget_rules():
+        first, second = {"__name__": "__main__"}, {"__name__": "__main__"}
+        exec(CELL, first)
+        exec(CELL, second)
+        assert get_variant("cell_rule").step_size is second["step"] is not first["step"]
+        assert registered_layer("cell_rule") is second["CellRule"]
+        register_variant(get_variant("cell_rule"))
+        assert registered_layer("cell_rule") is second["CellRule"]
+        with pytest.raises(ValueError, match="taken by another spec"):
+            exec(CELL, {"__name__": "a_module"})

@@ -208,7 +208,8 @@ def register_variant(spec: DeltaRuleSpec, layer: type[Any] | str | None = None) 
         @register_variant(DeltaRuleSpec(name="my_rule", ...))
         class MyRule(DeltaRuleAttention): ...
 
-    Registering an equal spec again, with the same layer or none, changes nothing.
+    Registering an equal spec again, with the same layer or none, changes nothing. In `__main__`, a script or notebook, a
+    variant replaces one of its name from there: a cell that runs again makes other functions and classes.
 
     Args:
         spec: the variant.
@@ -229,6 +230,8 @@ def register_variant(spec: DeltaRuleSpec, layer: type[Any] | str | None = None) 
     module = layer.__module__ if isinstance(layer, type) else caller
     entry = _Entry(spec, layer, module)
     known = _REGISTRY.get(spec.name, entry)
+    if known.module == module == "__main__" and (known.spec != spec or layer not in (None, known.layer)):
+        known = entry
     if known.spec != spec:
         raise ValueError(f"the variant name {spec.name!r} is taken by another spec: {known.spec}")
     if known is entry and spec.hub_model_type is not None and not entry.comes_with_deltazoo:

@@ -1,5 +1,7 @@
 """Choosing layers, reports, dry runs, and refusals that leave the model as it was."""
 
+import re
+
 import pytest
 import torch
 from tiny_families import NUM_LAYERS, tiny_original, tokens
@@ -229,3 +231,14 @@ def test_what_can_be_set_is_what_the_original_can(family, has_experts, monkeypat
     if has_experts:
         model.set_experts_implementation("eager")
         assert model.config._experts_implementation == "eager"
+
+
+def test_the_report_says_when_no_softmax_layer_sees_all_tokens_any_more():
+    """Layers 1 and 3 of four see all tokens, the others have windows."""
+    model = tiny_original("gemma3_text")
+    for layers, left in (([1, 3], True), ([0, 1, 2], False), ("all", False)):
+        report = deltazoo.swap_attention(model, "gated_deltanet", layers, dry_run=True)
+        assert report.only_windows_left is left
+        assert ("have sliding windows" in re.sub(r"\s+", " ", str(report))) is left
+    windows_alone = tiny_original("mistral")
+    assert not deltazoo.swap_attention(windows_alone, "gated_deltanet", [0], dry_run=True).only_windows_left

@@ -49,6 +49,8 @@ class SwapReport:
     parameters_before: int
     parameters_after: int
     memory: tuple[MemoryAtLength, ...]
+    only_windows_left: bool
+    """Softmax layers that saw all tokens were swapped, and all that remain have sliding windows."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Group(self._layer_table(), self._summary_table())
@@ -62,7 +64,8 @@ class SwapReport:
     def _layer_table(self) -> Table:
         done = "would be swapped" if self.dry_run else "swapped"
         title = f"{self.model_type}: {len(self.layers)} of {self.num_layers} attention layers {done} for {self.variant}"
-        table = Table(title=title)
+        left = "All softmax layers that remain have sliding windows: those that saw all tokens are swapped."
+        table = Table(title=title, caption=left if self.only_windows_left else None)
         for heading in ("layers", "copied", "created", "dropped"):
             table.add_column(heading, overflow="fold")
         for layers in self._equal_layers():
@@ -118,6 +121,9 @@ def report_swap(
                 state_bytes=replacement.delta.state_bytes(model.dtype),
             )
         )
+    swapped = {layer.index for layer in layers}
+    windows = {index: sliding_window(model.config, index) for index in range(num_layers)}
+    remaining = [window for index, window in windows.items() if index not in swapped]
     before = sum(p.numel() for p in model.parameters())
     removed = sum(p.numel() for plan in plans for p in plan.attention.parameters())
     added = sum(p.numel() for replacement in replacements for p in replacement.parameters())
@@ -133,6 +139,7 @@ def report_swap(
         memory=memory_of_swap(
             model.config, plans[0].shape, model.dtype, num_layers, {layer.index: layer.state_bytes for layer in layers}
         ),
+        only_windows_left=bool(remaining) and None not in remaining and None in windows.values(),
     )
 
 
