@@ -208,8 +208,8 @@ def register_variant(spec: DeltaRuleSpec, layer: type[Any] | str | None = None) 
         @register_variant(DeltaRuleSpec(name="my_rule", ...))
         class MyRule(DeltaRuleAttention): ...
 
-    Registering an equal spec again, with the same layer or none, changes nothing. In `__main__`, a script or notebook, a
-    variant replaces one of its name from there: a cell that runs again makes other functions and classes.
+    Registering an equal spec again, with the same layer or none, changes nothing. In `__main__` (a script, a notebook)
+    a variant replaces one of its name from there: a cell that runs again makes other functions and classes.
 
     Args:
         spec: the variant.
