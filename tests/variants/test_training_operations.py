@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton")
 
 from deltazoo.layers import make_layer  # noqa: E402
-from deltazoo.spec import list_variants  # noqa: E402
+from deltazoo.spec import get_variant, list_variants  # noqa: E402
+from deltazoo.swap.drop_in_layer import drop_in_class  # noqa: E402
 
 PRODUCTS = {"mm", "addmm"}
 MEMORY = {"empty", "empty_like", "new_empty"}
@@ -63,3 +64,22 @@ def test_nothing_of_the_inputs_size_is_plain(variant: str) -> None:
     assert forward.names - PRODUCTS - MEMORY == left_forward
     assert backward.names - PRODUCTS - MEMORY - SUMS == left_backward
     assert forward.names & PRODUCTS and backward.names & PRODUCTS
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_nothing_is_plain_in_a_swapped_layer(variant: str) -> None:
+    """As `swap_attention` makes it: no SiLU, biases of gates, queries and keys turned before they are normalised."""
+    B, T, H, K = 2, 64, 2, 32
+    spec = get_variant(variant)
+    biases = {"gate_bias": spec.output_gate == "full", "beta_bias": spec.corrects}
+    options = {"activation": "identity", "expand_v": 1, "fused_kernels": True, "layer_idx": 0, "num_layers": 4}
+    layer = drop_in_class(variant)(variant, H * K, H, K, **biases, **options).to("meta", torch.bfloat16)
+    x = torch.empty(B, T, H * K, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    angles = torch.empty(1, T, K, device="meta", dtype=torch.bfloat16)
+    with LargeOperations(x.numel() // 2) as forward:
+        y = layer(x, rotary=(angles, angles))
+    with LargeOperations(x.numel() // 2) as backward:
+        y.backward(torch.empty_like(y))
+    left_forward, left_backward = LEFT.get(variant, (set(), set()))
+    assert forward.names - PRODUCTS - MEMORY == left_forward
+    assert backward.names - PRODUCTS - MEMORY - SUMS == left_backward
