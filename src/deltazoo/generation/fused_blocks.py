@@ -109,19 +109,18 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
         products: the merged products of the model, by the identity of their first map.
     """
     parts = norm, mixer, mlp_norm, mlp, swapped = _Parts.of(block)
-    known = is_swiglu(mlp) if swapped is not None else type(mlp) is SwiGLU
-    if "step_form" not in vars(type(mixer)) or not known:
+    own = swapped is None
+    if "step_form" not in vars(type(mixer)) or not (type(mlp) is SwiGLU if own else is_swiglu(mlp)):
         return f"its layers are {type(mixer).__name__} and {type(mlp).__name__}"
     reason = _why_not_this_rule(mixer)
     if reason is not None:
         return reason
     if parts.turns and mixer.step_form().keys == "scaled":
         return "its keys are turned, and scaled by a moment"
-    norms_known = [is_row_norm(x) if swapped is not None else type(x) is RMSNorm for x in (norm, mlp_norm)]
-    if not all(norms_known) or type(mixer.o_norm) not in (RMSNorm, GatedRMSNorm):
+    norms_known = all(type(x) is RMSNorm if own else is_row_norm(x) for x in (norm, mlp_norm))
+    if not norms_known or type(mixer.o_norm) not in (RMSNorm, GatedRMSNorm):
         return "a norm is of another kind"
-    others = [] if swapped is not None else [norm, mlp_norm, mlp]
-    if any(x.liger or x.fused is False for x in others) or mixer.fused_kernels is False:
+    if mixer.fused_kernels is False or (own and any(x.liger or x.fused is False for x in (norm, mlp_norm, mlp))):
         return "other kernels were asked for"
     if mixer.backend not in (None, "triton"):
         return f"backend={mixer.backend!r} was asked for"
