@@ -9,7 +9,6 @@ Nothing is downloaded. For every variant and share of layers, the script measure
 * held-out bits per byte after transfer, after each stage of the conversion, and of the same hybrid trained from scratch
   on as many tokens;
 * copying of passages and recall of pairs of tokens, before and after;
-* speed and memory of decoding after long contexts;
 * the effect of the stages that train the whole model on the original, so that gains from more training on the text are
   not credited to the swap.
 
@@ -38,7 +37,6 @@ from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.convert.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
 from deltazoo.workbench.convert.conversion_config import STAGES, FineTuningConfig, load_conversion
 from deltazoo.workbench.convert.layer_ranking import rank_layers
-from deltazoo.workbench.evaluate.long_context import measure_decoding
 from deltazoo.workbench.evaluate.recall_probes import cut_passages, probe_copying, probe_recall
 from deltazoo.workbench.provenance import describe_run
 from deltazoo.workbench.train.config import TokenizerConfig
@@ -65,7 +63,6 @@ class Preset:
         variants: the variants, unless others are named.
         pairs: numbers of pairs of the recall probe.
         passages: lengths of the passages of the copying probe.
-        contexts: lengths of the contexts after which decoding is timed.
         threads: of torch on a CPU.
     """
 
@@ -76,7 +73,6 @@ class Preset:
     variants: tuple[str, ...]
     pairs: tuple[int, ...]
     passages: tuple[int, ...]
-    contexts: tuple[int, ...]
     threads: int | None = None
 
 
@@ -92,7 +88,6 @@ PRESETS = {
         variants=("gated_deltanet", "delta_net"),
         pairs=(2, 4, 8, 16),
         passages=(16, 32, 64),
-        contexts=(256, 1024, 4096, 8192),
         threads=1,
     ),
     # 13 million tokens, four times the text: more would overfit. 52 M parameters.
@@ -107,7 +102,6 @@ PRESETS = {
         variants=("delta_net", "gated_deltanet", "kda", "efla"),
         pairs=(4, 16, 64, 128),
         passages=(32, 128, 448),
-        contexts=(1024, 4096, 16384, 32768, 65536, 131072),
     ),
 }  # fmt: skip
 
@@ -120,9 +114,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="section.key=value of the conversion, repeatable")
     parser.add_argument("--folder", type=Path, help="of the runs; default runs/swap_PRESET")
     parser.add_argument("--jobs", type=int, default=1, help="conversions at a time, each in a process of its own")
-    parser.add_argument(
-        "--conversions-only", action="store_true", help="leave out decoding after long contexts and the JSON file"
-    )
+    parser.add_argument("--conversions-only", action="store_true", help="leave out the JSON file")
     parser.add_argument("--json", type=Path, help="the result; default benchmarks/results/swap_PRESET.json")
     parser.add_argument("--commit", help="commit to record; read from git unless given")
     arguments = parser.parse_args()
@@ -147,7 +139,6 @@ def main() -> None:
     if arguments.conversions_only:
         return
     record["teacher"]["further"] = experiment.further_bits_per_byte()
-    record["decoding"] = experiment.decoding(variants[0], arguments.shares)
     command = ["--preset", arguments.preset, "--variants", *variants, "--shares", *arguments.shares]
     command += [part for override in arguments.set for part in ("--set", override)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,7 +190,7 @@ class Experiment:
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=len(self.tokenizer),
-                max_position_embeddings=max(self.preset.contexts) + 64,
+                max_position_embeddings=self.preset.teacher.row_length,
                 tie_word_embeddings=True,
                 bos_token_id=self.tokenizer.bos_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
@@ -311,23 +302,6 @@ class Experiment:
             "copying": [asdict(probe_copying(model, shown)) for shown in passages],
             "pairs": [asdict(probe_recall(model, pairs, sequences=64)) for pairs in self.preset.pairs],
         }
-
-    def decoding(self, variant: str, shares: Sequence[str]) -> list[dict[str, Any]]:
-        """Speed and memory of the teacher and of the variant's converted models."""
-        done = self.folder / "decoding.json"
-        if not done.is_file():
-            models = {"teacher": self.teacher_path}
-            for share in shares:
-                models[f"{variant}, {share}"] = self.folder / f"{variant}_{share}" / "conversion" / "model"
-            rows = []
-            for name, path in models.items():
-                model = self.load(path)
-                measure_decoding(model, 64, decoded=2)  # compiles and allocates what the first call needs
-                for context in self.preset.contexts:
-                    console.print(f"decoding after {context:,} tokens: {name}", highlight=False)
-                    rows.append({"model": name, **asdict(measure_decoding(model, context))})
-            done.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        return json.loads(done.read_text(encoding="utf-8"))
 
 
 def tokens_per_step(stage: Any) -> int:

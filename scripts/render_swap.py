@@ -11,7 +11,7 @@ from typing import Any
 
 from deltazoo.workbench.convert.conversion_plots import draw_conversion, draw_ranking
 from deltazoo.workbench.convert.layer_ranking import LayerScore, Ranking
-from deltazoo.workbench.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, new_figure, save_figure
+from deltazoo.workbench.figures import BLUE, GREEN, GREY, ORANGE, PINK, new_figure, save_figure
 from deltazoo.workbench.markdown import picture, table, with_part
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +87,6 @@ def section(name: str, record: dict[str, Any]) -> str:
         lines += [picture(draw_one_ranking(IMAGES / f"{name}_ranking.png", ranked[0]), PAGE, "Rise in loss by layer")]
     if teacher["recall"] is not None:
         lines += [recall_part(record)]
-    lines += [decoding_part(name, record)]
     return "\n".join(lines)
 
 
@@ -166,27 +165,6 @@ def recall_cells(found: dict[str, Any]) -> list[str]:
     return [*copying, *(f"{probe['among_shown']:.0%}" for probe in found["pairs"])]
 
 
-def decoding_part(name: str, record: dict[str, Any]) -> str:
-    rows = record["decoding"]
-    memory = "peak_bytes" if rows[0]["peak_bytes"] is not None else "cache_bytes"
-    header = ["model", "context", "tokens/s", "context read in, s", "cache, MiB"]
-    cells = [
-        [
-            row["model"],
-            f"{row['context']:,}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['prefill_seconds']:.2f}",
-            f"{row['cache_bytes'] / 2**20:.2f}",
-        ]
-        for row in rows
-    ]
-    drawn = draw_decoding(IMAGES / f"{name}_decoding.png", rows, memory)
-    return (
-        "Decoding speed after a long context, one sequence, medians of 32 tokens:\n\n"
-        f"{picture(drawn, PAGE, 'Decoding speed and memory')}\n{table(header, cells, text_columns=2)}"
-    )
-
-
 def draw_stages(path: Path, record: dict[str, Any]) -> Path:
     """One line per conversion from transfer to the last stage; open marks are the runs from scratch."""
     figure, [axis] = new_figure(1, width=8, height=4.5)
@@ -215,28 +193,6 @@ def draw_one_ranking(path: Path, conversion: dict[str, Any]) -> Path:
     layers = tuple(LayerScore(**score) for score in conversion["ranking"])
     ranking = Ranking(conversion["variant"], layers[0].loss - layers[0].rise, 0, layers)
     return draw_ranking(path, ranking, conversion["layers"])
-
-
-def draw_decoding(path: Path, rows: list[dict[str, Any]], memory: str) -> Path:
-    figure, axes = new_figure(2, width=9.6, height=4.2)
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    styles = zip(models, (BLACK, BLUE, ORANGE), ("^", "s", "o"), strict=False)
-    for model, colour, marker in styles:
-        found = [row for row in rows if row["model"] == model]
-        contexts = [row["context"] for row in found]
-        style = {"color": colour, "marker": marker, "label": model}
-        axes[0].plot(contexts, [row["tokens_per_second"] for row in found], **style)
-        axes[1].plot(contexts, [row[memory] / 2**20 for row in found], **style)
-    for axis in axes:
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("context, tokens")
-    axes[0].set_ylim(bottom=0)
-    axes[0].set_ylabel("decoded tokens per second")
-    axes[1].set_yscale("log")
-    kind = "cache" if memory == "cache_bytes" else "peak memory above the weights"
-    axes[1].set_ylabel(f"{kind}, MiB")
-    axes[1].legend(frameon=False, fontsize=8)
-    return save_figure(figure, path, dpi=150)
 
 
 if __name__ == "__main__":
