@@ -91,6 +91,15 @@ def test_the_ranking_is_printed_drawn_and_used(home: Path, tmp_path: Path, capsy
     assert layers_of(tmp_path / "best" / "model") == [best]
 
 
+def test_nothing_is_written_into_the_folder_of_a_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(home.rglob("*"))
+    assert call(home, "--output", str(home / "llama")) == 1
+    captured = capsys.readouterr()
+    shown = "".join(captured.err.split())
+    assert "llama holds a saved model (config.json): choose another --output".replace(" ", "") in shown
+    assert not captured.out and set(home.rglob("*")) == before
+
+
 @pytest.mark.parametrize("name", ["ranking.json", "ranking.png", "model"])
 def test_nothing_is_ranked_into_a_folder_with_results(
     home: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

@@ -80,6 +80,8 @@ def swap(
     )
     if output is None and not (dry_run or rank):
         raise ValueError("say with --output where the swapped model goes, or look first with --dry-run")
+    if output is not None and (Path(output) / "config.json").is_file():
+        raise ValueError(f"{output} holds a saved model (config.json): choose another --output")
     recipe = None
     if train is not None:
         recipe = load_conversion(find_config(train, conversions=True), [*(override or []), f"output={output}"])
