@@ -17,6 +17,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from deltazoo.generation.captured_generation import CapturedGeneration, without_single_tokens
+from deltazoo.generation.position_limit import check_positions
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.static_cache import fixed_cache
@@ -186,6 +187,9 @@ class Decoder:
                 raise ValueError("attention_mask must end with real tokens: pad prompts on the left")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        longest = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
+        what = f"{longest} prompt tokens and {max_new_tokens} new ones"
+        check_positions(self.model, longest + max_new_tokens, what)
         if self.max_length is not None and input_ids.shape[1] + max_new_tokens > self.max_length:
             raise ValueError(
                 f"{input_ids.shape[1]} prompt tokens and {max_new_tokens} new ones exceed max_length={self.max_length}"

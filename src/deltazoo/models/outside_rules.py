@@ -27,8 +27,8 @@ def module_of_variant(variant: str, recorded: str | None, *, remote_code: bool =
     """
     if variant not in list_variants() and recorded is not None:
         brought = (
-            "; a model saved with remote_code=True brings it along, for trust_remote_code=True in a process that has not "
-            "imported deltazoo"
+            "; a model saved with remote_code=True brings it along, for trust_remote_code=True in a process that has "
+            "not imported deltazoo"
         )
         raise ValueError(
             f"this model's layers are of the variant {variant!r}, which does not come with deltazoo: the module "

@@ -101,7 +101,7 @@ def swap(
     # These import torch, after the arguments are checked.
     from deltazoo.swap import swap_attention
     from deltazoo.swap.families import decoder_layers_of, family_of
-    from deltazoo.workbench.convert.conversion import save_swapped
+    from deltazoo.workbench.convert.conversion import check_row_lengths, save_swapped
     from deltazoo.workbench.convert.layer_ranking import check_best, rank_layers, ranking_rows
     from deltazoo.workbench.evaluate.loading import load_checkpoint, load_model
 
@@ -111,6 +111,7 @@ def swap(
     # Only reading text and saving the model need the tokenizer.
     model, tokenizer = (load_model(path, device), None) if dry_run and not ranks else load_checkpoint(path, device)
     if recipe is not None:
+        check_row_lengths(model, recipe)
         model.float()  # small updates would be lost in 16-bit parameters
     if ranks:
         assert tokenizer is not None
