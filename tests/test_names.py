@@ -17,6 +17,12 @@ from deltazoo.names import did_you_mean, one_slip_away, unknown
         (("variant", "zzz", ("kda",)), "unknown variant 'zzz'; known: kda"),
         (("value", 3, ("a", "b")), "unknown value 3; known: a, b"),
         (("key", "x", {}), "unknown key 'x'; known: "),
+        (("variant", "KDA", ["kda"]), "unknown variant 'KDA'; did you mean 'kda'? known: kda"),
+        (
+            ("variant", "Gated DeltaNet-2", ["gated_deltanet", "gated_deltanet2"]),
+            "unknown variant 'Gated DeltaNet-2'; did you mean 'gated_deltanet2'? known: gated_deltanet, "
+            "gated_deltanet2",
+        ),
     ],
 )
 def test_the_sentence_names_the_nearest_and_lists_all(arguments: tuple, sentence: str) -> None:

@@ -32,10 +32,17 @@ def did_you_mean(value: object, known: Iterable[str], *, cutoff: float = 0.6) ->
 def nearest(value: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known name most similar to `value`; None if none has a similarity of `cutoff` (0 to 1, as in difflib).
 
-    Among similar ones, a name that begins with `value` comes first.
+    Case, spaces, "-" and "_" do not count. Among similar ones, a name that begins with `value` comes first.
     """
-    near = get_close_matches(str(value), list(known), n=3, cutoff=cutoff)
-    return next((name for name in near if name.startswith(str(value))), next(iter(near), None))
+    plain, names = _plain(str(value)), {_plain(name): name for name in known}
+    near = get_close_matches(plain, names, n=3, cutoff=cutoff)
+    found = next((name for name in near if name.startswith(plain)), next(iter(near), None))
+    return None if found is None else names[found]
+
+
+def _plain(name: str) -> str:
+    """The name in lower case, without spaces, "-" and "_"."""
+    return name.lower().translate(dict.fromkeys(map(ord, " -_")))
 
 
 def one_slip_away(value: str, known: Iterable[str]) -> str | None:

@@ -198,6 +198,20 @@ class TestErrors:
         with pytest.raises(ValueError, match=message):
             Decoder(tiny_model("gated_deltanet")).stream(ids, **options)
 
+    @pytest.mark.parametrize(
+        ("ids", "error", "message"),
+        [
+            (tokens(1, 3)[0], ValueError, r"must have shape \[B, T\] with B and T >= 1, got \(3,\)"),
+            ("a prompt", TypeError, r"a tensor of token ids \[B, T\], from a tokenizer: .*; got str"),
+            ([[1, 2, 3]], TypeError, "got list"),
+        ],
+    )
+    def test_prompts_that_are_no_batch_of_tokens(self, ids, error, message):
+        with pytest.raises(error, match=message):
+            deltazoo.generate(tiny_model("kda"), ids)
+        with pytest.raises(error, match=message):
+            Decoder(tiny_model("kda")).stream(ids)
+
     @pytest.mark.parametrize("case", ["hybrid", "kda"])
     def test_a_prompt_too_long_for_the_decoder(self, case):
         with pytest.raises(ValueError, match="4 prompt tokens and 7 new ones exceed max_length=10"):

@@ -169,6 +169,7 @@ def test_a_fresh_process_needs_the_module_and_says_so(tmp_path: Path, monkeypatc
 
     refusal = fresh("unaided")
     assert "refused:" in refusal and "'trapezoid'" in refusal and "--load trapezoid.py" in refusal
+    assert "a model saved with remote_code=True brings it along" in refusal
     for way in ("imported", "remote code"):
         assert fresh(way).splitlines()[0] == "trapezoid trapezoid"
         assert torch.equal(torch.load(tmp_path / "model" / "logits.pt"), logits)

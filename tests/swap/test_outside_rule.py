@@ -77,6 +77,7 @@ def test_a_swapped_llama_generates_saves_and_loads_where_the_rule_is_known(tmp_p
     assert run_python(LOAD, str(tmp_path), str(RULES)).strip() == "trapezoid"
     refusal = run_python(LOAD, str(tmp_path), "")
     assert "refused:" in refusal and "--load trapezoid.py" in refusal
+    assert "remote_code" not in refusal, "a swapped model cannot be saved with it"
 
 
 def test_unswapping_leaves_nothing_of_the_rule() -> None:

@@ -135,10 +135,13 @@ class TestRefusedAndUntouched:
     def test_attention_that_looks_ahead(self):
         assert_untouched(tiny_original("gemma3_text", use_bidirectional_attention=True), "looks ahead")
 
-    def test_swapped_already(self):
+    @pytest.mark.parametrize(
+        ("keep_teacher", "advice"), [(True, "call unswap_attention, then"), (False, "start from the original model")]
+    )
+    def test_swapped_already(self, keep_teacher, advice):
         model = tiny_original("llama")
-        deltazoo.swap_attention(model, "delta_net", [0])
-        with pytest.raises(ValueError, match="is swapped already; unswap_attention first"):
+        deltazoo.swap_attention(model, "delta_net", [0], keep_teacher=keep_teacher)
+        with pytest.raises(ValueError, match=f"is swapped already: {advice}.*all layers to be swapped in one call"):
             deltazoo.swap_attention(model, "delta_net", [1])
         assert list(swapped_layers(model)) == [0]
 

@@ -17,6 +17,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from deltazoo.generation.captured_generation import CapturedGeneration, without_single_tokens
+from deltazoo.generation.position_limit import check_positions
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.sampling import Sampling
 from deltazoo.generation.static_cache import fixed_cache
@@ -134,6 +135,7 @@ class Decoder:
 
         Raises:
             ValueError: a prompt that does not fit the decoder.
+            TypeError: `input_ids` that are no tensor.
             RuntimeError: from the iterator; another stream of this decoder has begun.
         """
         self._check(input_ids, attention_mask, max_new_tokens)
@@ -166,8 +168,9 @@ class Decoder:
                 waiting.append(read_later(self.token[:, 0]))
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> None:
+        _check_prompt(input_ids)
         batch_size = len(self.token)
-        if input_ids.ndim != 2 or input_ids.shape[0] != batch_size or not input_ids.shape[1]:
+        if input_ids.shape[0] != batch_size:
             raise ValueError(f"input_ids must have shape [{batch_size}, T] with T >= 1, got {tuple(input_ids.shape)}")
         if input_ids.device != self.token.device:
             raise ValueError(f"input_ids must be on the model's device {self.token.device}, got {input_ids.device}")
@@ -184,6 +187,9 @@ class Decoder:
                 raise ValueError("attention_mask must end with real tokens: pad prompts on the left")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        longest = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
+        what = f"{longest} prompt tokens and {max_new_tokens} new ones"
+        check_positions(self.model, longest + max_new_tokens, what)
         if self.max_length is not None and input_ids.shape[1] + max_new_tokens > self.max_length:
             raise ValueError(
                 f"{input_ids.shape[1]} prompt tokens and {max_new_tokens} new ones exceed max_length={self.max_length}"
@@ -279,7 +285,9 @@ def generate(
     Raises:
         ValueError: a model that the loop cannot run, rules in its generation config that the loop does not compute, a
             prompt that does not fit, or an option out of its range.
+        TypeError: `input_ids` that are no tensor.
     """
+    _check_prompt(input_ids)
     decoder = Decoder(
         model,
         len(input_ids),
@@ -302,6 +310,16 @@ def generate(
     if streamer is not None:
         streamer.end()
     return torch.cat([input_ids, torch.stack(made, dim=1).to(input_ids.device)], dim=1)
+
+
+def _check_prompt(input_ids: Any) -> None:
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            "input_ids must be a tensor of token ids [B, T], from a tokenizer: "
+            f'tokenizer(text, return_tensors="pt").input_ids; got {type(input_ids).__name__}'
+        )
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids must have shape [B, T] with B and T >= 1, got {tuple(input_ids.shape)}")
 
 
 def check_model(model: Any) -> None:

@@ -11,12 +11,13 @@ _REMOTE_CODE = "transformers_modules"
 """The package in which transformers imports a checkpoint's own code."""
 
 
-def module_of_variant(variant: str, recorded: str | None) -> str | None:
+def module_of_variant(variant: str, recorded: str | None, *, remote_code: bool = True) -> str | None:
     """The module that registers a variant, which a configuration records beside the variant's name.
 
     Args:
         variant: its name.
         recorded: the module that a config.json names; not imported.
+        remote_code: whether such a model can be saved with `remote_code=True`; only for the message.
 
     Returns:
         The module's name; None: the variant comes with deltazoo.
@@ -25,12 +26,15 @@ def module_of_variant(variant: str, recorded: str | None) -> str | None:
         ValueError: no such variant; the message names the missing module, if it is recorded, and how to supply it.
     """
     if variant not in list_variants() and recorded is not None:
+        brought = (
+            "; a model saved with remote_code=True brings it along, for trust_remote_code=True in a process that has "
+            "not imported deltazoo"
+        )
         raise ValueError(
             f"this model's layers are of the variant {variant!r}, which does not come with deltazoo: the module "
             f"{recorded!r} registers it. Import that module before loading the model, or on the command line give its "
             f"file with --load {recorded.rpartition('.')[2]}.py. It is not imported because the configuration names "
-            "it; a model saved with remote_code=True brings it along, for trust_remote_code=True in a process that has "
-            "not imported deltazoo."
+            f"it{brought if remote_code else ''}."
         )
     get_variant(variant)
     return _recorded_name(registering_module(variant))

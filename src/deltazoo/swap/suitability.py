@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deltazoo.swap.families import ModelFamily, decoder_layers_of, family_of
+from deltazoo.swap.swapped_attention import SwappedAttention
 from deltazoo.swap.swapped_models import SwappedModel, original_classes
 
 __all__ = ["check_model"]
@@ -25,8 +26,11 @@ def check_model(model: nn.Module) -> ModelFamily:
             "the model inside"
         )
     if isinstance(model, SwappedModel):
+        swapped = [module for module in model.modules() if isinstance(module, SwappedAttention)]
+        kept = all(layer.teacher is not None for layer in swapped)
+        first = "call unswap_attention" if kept else "start from the original model"
         raise ValueError(
-            f"{type(model).__name__} is swapped already; unswap_attention first, or name all layers in one call"
+            f"{type(model).__name__} is swapped already: {first}, then name all layers to be swapped in one call"
         )
     config = model.config
     if getattr(config, "is_encoder_decoder", False):

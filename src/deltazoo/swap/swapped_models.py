@@ -58,7 +58,8 @@ class SwappedModel(ModelWithDeltaLayers):
         family = FAMILIES[config.original_model_type]
         decoder_layers = decoder_layers_of(self, family)
         for index, options in recorded_layers(config).items():
-            module_of_variant(options["variant"], config.mixer_module)  # says what is missing
+            # Says what is missing.
+            module_of_variant(options["variant"], config.mixer_module, remote_code=False)
             attention = build_swapped_attention(family, config, index, options)
             setattr(decoder_layers[index], family.attention, attention)
         _adapt(self)

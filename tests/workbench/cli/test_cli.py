@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from command_line import call
@@ -167,7 +168,7 @@ def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[
         (["train", "quickstart_cpu", "--set", "training.betas=[0.9"], "training.betas must be a list of 2 values"),
         (["train", "quickstart_cpu", "--resume", "--output", "/nowhere"], "there is nothing to resume in /nowhere"),
         (["eval", "./nowhere"], "there is no folder './nowhere'"),
-        (["eval", "./nowhere", "--text", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
+        (["eval", "./nowhere", "--text", "nowhere.txt"], "there is no folder './nowhere'"),
         (["eval", "./nowhere", "--json", "/nowhere/score.json"], "there is no folder '/nowhere'"),
         (["diagnose", "./nowhere"], "there is no folder './nowhere'"),
         (["diagnose", "./nowhere", "--picture", "/nowhere/a.png"], "there is no folder '/nowhere' for --picture"),
@@ -198,12 +199,15 @@ def test_a_filter_without_sampling_is_refused(option: list[str], capsys: pytest.
     assert "with --temperature 0 there is none: leave them out" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["eval"], ["diagnose"], ["eval", "--text", "x"]])
 def test_a_name_that_is_nowhere_is_asked_for_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], offline: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """transformers asks for each file six times, for 25 seconds, before it reports that there is no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
     asked = names_asked(monkeypatch)
-    assert call("generate", "runs/nowhere", "--prompt", "x") == 1
+    assert call(command[0], "runs/nowhere", *command[1:]) == 1
     shown = " ".join(capsys.readouterr().err.split())
     assert shown == "Error: there is no folder 'runs/nowhere', and the Hub cannot be asked for it: no network"
     assert asked == ["runs/nowhere"]

@@ -11,7 +11,7 @@ import command_line
 import pytest
 import torch
 from tiny_runs import write_text_folder
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import deltazoo.workbench.convert.conversion as conversion
 from deltazoo.swap import swapped_layers
@@ -89,6 +89,15 @@ def test_the_ranking_is_printed_drawn_and_used(home: Path, tmp_path: Path, capsy
     best = min(ranking["layers"], key=lambda score: score["rise"])["layer"]
     assert call(home, "--layers", "best:1", *text, "--output", str(tmp_path / "best")) == 0
     assert layers_of(tmp_path / "best" / "model") == [best]
+
+
+def test_nothing_is_written_into_the_folder_of_a_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(home.rglob("*"))
+    assert call(home, "--output", str(home / "llama")) == 1
+    captured = capsys.readouterr()
+    shown = "".join(captured.err.split())
+    assert "llama holds a saved model (config.json): choose another --output".replace(" ", "") in shown
+    assert not captured.out and set(home.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["ranking.json", "ranking.png", "model"])
@@ -187,6 +196,35 @@ def test_bad_input_is_one_message_and_status_1(
     assert "Traceback" not in captured.err
     assert not captured.out, "nothing is measured first"
     assert not (tmp_path / "x" / "model").exists()
+
+
+def test_a_model_with_learned_positions_takes_no_longer_rows(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig("byte"), [])
+    sizes = {"n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 1}
+    for part in (GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)), tokenizer):
+        part.save_pretrained(tmp_path / "gpt2")
+    swap = ("swap", str(tmp_path / "gpt2"), "--variant", "kda", "--device", "cpu", "--layers")
+    swapped = str(tmp_path / "swapped")
+    assert command_line.call(*swap, "0", "--output", swapped) == 0
+    text = ("--text", str(home / "text"), "--device", "cpu")
+    for model in (str(tmp_path / "gpt2"), swapped):
+        assert command_line.call("eval", model, *text, "--max-bytes", "500") == 0
+    assert command_line.call("diagnose", swapped, *text, "--tokens", "48") == 0
+    capsys.readouterr()
+
+    prompt = ("--prompt", "defgh", "--device", "cpu")
+    refused = {
+        "documents of --length 25": ("diagnose", swapped, *text, "--length", "25"),
+        "6 prompt tokens and --max-new-tokens 20 together": ("generate", swapped, *prompt, "--max-new-tokens", "20"),
+        "rows of align.row_length=32": (*swap, "0", "--train", str(home / "recipe.yaml"), "--output", swapped + "2"),
+    }
+    for what, command in refused.items():
+        assert command_line.call(*command) == 1
+        shown = " ".join(capsys.readouterr().err.split())
+        assert f"Error: {what} exceed the 24 learned positions of" in shown
+    assert command_line.call("generate", swapped, *prompt, "--max-new-tokens", "18") == 0
 
 
 def test_a_model_without_tokenizer_is_reported_on_and_not_swapped(

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import write_text_folder
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainerCallback,
+)
 
 import deltazoo.workbench.convert.conversion as conversion
 from deltazoo.swap import swap_attention, swapped_layers
@@ -236,6 +244,14 @@ def test_several_processes_are_refused(home: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(conversion, "training_arguments", lambda run: Arguments())
     with pytest.raises(ValueError, match="this is one of 2"):
         convert(*fresh(home), recipe(home / "text", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_beyond_the_learned_positions_are_refused(home: Path, tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_positions=47, n_embd=32, n_layer=1, n_head=2))
+    swap_attention(model, "gated_deltanet", keep_teacher=True)
+    with pytest.raises(ValueError, match="rows of align.row_length=48 exceed the 47 learned positions"):
+        convert(model, fresh(home)[1], recipe(home / "text", tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 

@@ -55,6 +55,13 @@ def test_a_bad_recipe_names_the_key(tmp_path: Path, override: str, message: str)
         load_conversion(written(tmp_path, align=STAGE, distill=STAGE), [override])
 
 
+def test_the_missing_keys_of_all_stages_are_named_at_once(tmp_path: Path) -> None:
+    some = {"steps": 4, "learning_rate": 1e-3}
+    message = "align.row_length, align.rows_per_batch, distill.rows_per_batch are missing; they have no default"
+    with pytest.raises(ValueError, match=message):
+        load_conversion(written(tmp_path, align=some, distill={**some, "row_length": 16}, finetune=None))
+
+
 def test_a_recipe_without_a_stage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of the stages"):
         load_conversion(written(tmp_path))

@@ -68,6 +68,25 @@ def test_the_score_is_that_of_each_document_alone(
     assert score.perplexity == pytest.approx(math.exp(expected / size), rel=1e-5)
 
 
+@pytest.mark.parametrize("tokens_at_once", [7, 8192])
+def test_rows_are_no_longer_than_a_models_learned_positions(
+    tokenizer: PreTrainedTokenizerBase, tokens_at_once: int
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"n_positions": 20, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=258, **sizes)).eval()
+    score = score_documents(model, tokenizer, [Document("a", "x" * 50, "")], tokens_at_once=tokens_at_once)
+    ids = torch.tensor([[0] + [_BYTE_IDS[ord("x")]] * 50])
+    expected = 0.0
+    size = min(tokens_at_once, 20)
+    for first in range(0, 50, size):
+        targets = ids[0, first + 1 : first + 1 + size]
+        logits = model(ids[:, first : first + len(targets)]).logits[0].detach().double()
+        expected += float(F.cross_entropy(logits, targets, reduction="sum"))
+    assert score.nats == pytest.approx(expected, rel=1e-5)
+    assert score.tokens == 50
+
+
 def test_only_models_that_restart_their_state_are_given_packed_documents(model: PreTrainedModel) -> None:
     assert packs_documents(model) == (model.config.model_type != "llama")
 

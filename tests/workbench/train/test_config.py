@@ -140,7 +140,18 @@ def test_what_is_no_yaml_is_a_string(minimal: Path) -> None:
 def test_a_missing_key_is_named(minimal: Path) -> None:
     values = yaml.safe_load(minimal.read_text())
     del values["training"]["steps"]
-    with pytest.raises(ValueError, match=r"training.steps is missing"):
+    with pytest.raises(ValueError, match=r"^training.steps is missing; it has no default$"):
+        from_mapping(RunConfig, values)
+
+
+def test_all_missing_keys_are_named(minimal: Path) -> None:
+    values = yaml.safe_load(minimal.read_text())
+    del values["output"], values["training"]["steps"], values["training"]["row_length"]
+    message = "^output, training.steps, training.row_length are missing; they have no default$"
+    with pytest.raises(ValueError, match=message):
+        from_mapping(RunConfig, values)
+    values["training"]["stepps"] = 10
+    with pytest.raises(ValueError, match="unknown key 'training.stepps'; did you mean 'steps'"):
         from_mapping(RunConfig, values)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from deltazoo.generation.position_limit import check_positions
 from deltazoo.swap.surgery import swapped_layers
 from deltazoo.workbench.console import console, no_transformers_bars
 from deltazoo.workbench.convert.conversion_config import (
@@ -46,6 +47,7 @@ __all__ = [
     "ConversionResult",
     "ConversionText",
     "StageResult",
+    "check_row_lengths",
     "convert",
     "read_stage",
     "run_stage",
@@ -140,6 +142,12 @@ def save_swapped(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     return target
 
 
+def check_row_lengths(model: PreTrainedModel, config: ConversionConfig) -> None:
+    """Raise ValueError if the rows of a stage exceed the model's learned positions."""
+    for stage in config.stages:
+        check_positions(model, stage.row_length, f"rows of {stage.section}.row_length={stage.row_length}")
+
+
 def convert(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -159,8 +167,9 @@ def convert(
         text: ``config.data`` read with this tokenizer, if several conversions share it.
 
     Raises:
-        ValueError: the model is not swapped or has no teachers; there is more than one process; the folder holds a run
-            and ``resume`` is false; swap, configuration or text differ from those that the run began with.
+        ValueError: the model is not swapped or has no teachers; rows exceed its learned positions; there is more than
+            one process; the folder holds a run and ``resume`` is false; swap, configuration or text differ from those
+            that the run began with.
         TrainingDiverged: a loss became NaN or infinite.
         SaveError: the disk is full; earlier saves are intact.
     """
@@ -175,6 +184,7 @@ def convert(
             f"the model's parameters are {model.dtype}, in which small updates are lost: load it with "
             "dtype=torch.float32 (bf16 products are a matter of the stage's precision)"
         )
+    check_row_lengths(model, config)
     if text is not None and text.data != config.data:
         raise ValueError(f"text was read from {text.data}, and the recipe asks for {config.data}")
     folder = Path(config.output)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from deltazoo.generation.position_limit import max_positions
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
 from deltazoo.workbench.console import track
@@ -90,7 +91,7 @@ def ranking_rows(
         documents = read_corpus(source, data, DEFAULT_TOKENIZER_SAMPLE).validation
     else:
         documents = first_documents(source, max_tokens * _BYTES_PER_TOKEN)
-    row_length = min(1024, getattr(model.config, "max_position_embeddings", None) or 1024, max_tokens)
+    row_length = min(1024, max_positions(model) or 1024, max_tokens)
     encoded = encode_documents(tokenizer, documents, "tokenizing the text to rank on")
     return pack_in_order(encoded, row_length)[: max_tokens // row_length]
 

@@ -37,8 +37,8 @@ def choose_documents(path: str, text: DataConfig | None = None, max_bytes: int |
     Raises:
         ValueError: no ``text`` for a model that does not say what it was trained on, or there is no text.
     """
-    source = None if text is None else open_text(text)
     config = training_config_of(path)
+    source = None if text is None else open_text(text)
     if text is None and config is None:
         where = path if Path(path).expanduser().is_dir() else f"{path}, which is no folder here,"
         raise ValueError(f"{where} does not say what text it was trained on: name a text with --text")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from deltazoo.generation.position_limit import learned_positions
 from deltazoo.workbench.console import track
 from deltazoo.workbench.evaluation_mode import evaluation_mode
 from deltazoo.workbench.train.corpus import num_bytes
@@ -63,7 +64,8 @@ def score_documents(
     """Score whole documents, each after the beginning token.
 
     If the model supports packed sequences, documents are packed to ``tokens_at_once`` tokens; otherwise they are scored
-    one by one. A longer document is read in pieces, with the model's cache carried from piece to piece.
+    one by one. A longer document is read in pieces, with the model's cache carried from piece to piece; if the model
+    has learned positions, in pieces of at most so many tokens, without a cache.
 
     Args:
         model: a causal language model.
@@ -78,12 +80,16 @@ def score_documents(
     if not documents:
         raise ValueError("there is no document to score")
     encoded = encode_documents(tokenizer, documents, "tokenizing held-out text")
+    limit = learned_positions(model)
     groups = _groups(encoded, tokens_at_once if packs_documents(model) else 0)
     nats = 0.0
     began = time.perf_counter()
     with evaluation_mode(model):
         for group in track(groups, "scoring held-out text"):
-            nats += _score_packed(model, group) if len(group) > 1 else _score_alone(model, group[0], tokens_at_once)
+            if len(group) > 1:
+                nats += _score_packed(model, group)
+            else:
+                nats += _score_alone(model, group[0], min(tokens_at_once, limit or tokens_at_once), carried=not limit)
     seconds = time.perf_counter() - began
     return Score(
         nats=nats,
@@ -129,13 +135,14 @@ def _score_packed(model: PreTrainedModel, group: Sequence[np.ndarray]) -> float:
     return packed_nats(model, collate([{"input_ids": ids.astype(np.int64), "starts": start} for ids in group]))
 
 
-def _score_alone(model: PreTrainedModel, ids: np.ndarray, tokens_at_once: int) -> float:
+def _score_alone(model: PreTrainedModel, ids: np.ndarray, tokens_at_once: int, *, carried: bool) -> float:
+    """Negative log-likelihood of one document in nats; the cache is `carried` from piece to piece, or none is used."""
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)
     cache, nats = None, 0.0
     for first in range(0, len(tokens) - 1, tokens_at_once):
         piece = tokens[first : first + tokens_at_once]
         whole = first == 0 and len(tokens) - 1 <= tokens_at_once
-        outputs = as_trained(model)(input_ids=piece[None], past_key_values=cache, use_cache=not whole)
+        outputs = as_trained(model)(input_ids=piece[None], past_key_values=cache, use_cache=carried and not whole)
         cache = outputs.past_key_values
         targets = tokens[first + 1 : first + 1 + len(piece)]
         nats += nats_of(outputs.logits[0, : len(targets)], targets)

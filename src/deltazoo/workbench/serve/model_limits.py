@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from deltazoo.generation.position_limit import max_positions
 from deltazoo.generation.row_table import has_softmax_layers
 from deltazoo.models import DeltaRuleForCausalLM
 
@@ -25,7 +26,7 @@ def context_limit_of(model: Any, given: int | None) -> int | None:
     """Most tokens of prompt and answer, None for any number; ValueError for more than the model has positions."""
     if unlimited(model):
         return given
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max_positions(model)
     if given is not None and longest is not None and given > longest:
         raise ValueError(
             f"context_limit must be at most the max_position_embeddings={longest} of the model's configuration, "

@@ -13,11 +13,11 @@ def check_on_hub(name: str, kind: Literal["model", "dataset"]) -> None:
     Raises:
         ValueError: no such name on the Hub, or the Hub cannot be reached and nothing of that name is cached.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     missing = f"there is no {'folder' if kind == 'model' else 'file or folder'} {name!r}"
-    if constants.HF_HUB_OFFLINE or _cached(name, kind):
+    if _cached(name, kind):
         return
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=10)

@@ -47,24 +47,41 @@ def from_mapping(cls: type[T], mapping: Any, where: str = "") -> T:
         where: dotted path of the section, for messages; empty at the top.
 
     Raises:
-        ValueError: an unknown key (the nearest known one is named), a missing key, or a value of the wrong type.
+        ValueError: an unknown key (the nearest known one is named), missing keys (all are named), or a value of the
+            wrong type.
     """
+    missing = _missing_keys(cls, mapping, where)
+    if missing:
+        verb, pronoun = ("is", "it has") if len(missing) == 1 else ("are", "they have")
+        raise ValueError(f"{', '.join(missing)} {verb} missing; {pronoun} no default")
+    hints = typing.get_type_hints(cls)
+    return cls(**{name: _convert(hints[name], value, _join(where, name)) for name, value in (mapping or {}).items()})
+
+
+def _missing_keys(cls: Any, mapping: Any, where: str) -> list[str]:
+    """The keys without default that are missing, also in nested sections; ValueError for unknown keys."""
     if mapping is None:
         mapping = {}
     if not isinstance(mapping, Mapping):
         raise ValueError(f"{where or 'the configuration'} must be a mapping of keys to values, got {mapping!r}")
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in mapping:
         if key not in fields:
             raise ValueError(unknown("key", str(key), sorted(fields), within=f"{where}." if where else ""))
     hints = typing.get_type_hints(cls)
-    values = {}
+    missing = []
     for name, field in fields.items():
-        if name in mapping:
-            values[name] = _convert(hints[name], mapping[name], _join(where, name))
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{_join(where, name)} is missing; it has no default")
-    return cls(**values)
+        hint, path = hints[name], _join(where, name)
+        if name not in mapping:
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                missing.append(path)
+            continue
+        options = typing.get_args(hint)
+        if mapping[name] is None and type(None) in options:
+            continue
+        for section in filter(dataclasses.is_dataclass, (hint, *options)):
+            missing += _missing_keys(section, mapping[name], path)
+    return missing
 
 
 def _join(where: str, name: Any) -> str:

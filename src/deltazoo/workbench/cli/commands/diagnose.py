@@ -27,7 +27,14 @@ def diagnose(
         typer.Option(help="This text (as data.text in a configuration), not the run's held-out part."),
     ] = None,
     text_field: TextFieldOption = "text",
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a document; the rest of it is left out.")] = 2048,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of a document; the rest of it is left out. Default: 2048, or the model's number of learned "
+            "positions if that is smaller.",
+        ),
+    ] = None,
     tokens: Annotated[
         int,
         typer.Option(min=2, help="No document is added beyond so many tokens in all; the first one is always there."),
@@ -52,10 +59,14 @@ def diagnose(
     documents = choose_documents(path, data, max_bytes=None if text is None else 64 * tokens)
 
     import deltazoo
+    from deltazoo.generation.position_limit import check_positions, learned_positions
     from deltazoo.workbench.diagnose.text_batch import text_batch
     from deltazoo.workbench.evaluate.loading import load_checkpoint
 
     model, tokenizer = load_checkpoint(path, device)
+    if length is None:
+        length = min(2048, learned_positions(model) or 2048)
+    check_positions(model, length, f"documents of --length {length}")
     found = deltazoo.diagnose(model, text_batch(tokenizer, documents.held_out, length, tokens))
     typer.echo(f"{documents.description}\n{found}")
     if picture is not None:

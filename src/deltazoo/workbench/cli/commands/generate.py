@@ -52,6 +52,7 @@ def generate(
     from transformers import TextStreamer, set_seed
 
     from deltazoo.generation import generate as continue_prompt
+    from deltazoo.generation.position_limit import check_positions
     from deltazoo.models import DeltaRuleForCausalLM
     from deltazoo.workbench.evaluate.loading import load_checkpoint
 
@@ -59,6 +60,10 @@ def generate(
     with errors.status(f"loading {path}"):
         model, tokenizer = load_checkpoint(path, device)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    length = inputs["input_ids"].shape[1]
+    check_positions(
+        model, length + max_new_tokens, f"{length} prompt tokens and --max-new-tokens {max_new_tokens} together"
+    )
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
     sampling: dict[str, Any] = {}
     if temperature > 0:
@@ -77,5 +82,5 @@ def generate(
         options = {"do_sample": temperature > 0, "prefill_chunk_size": prefill_chunk, "max_new_tokens": max_new_tokens}
         output = model.generate(**inputs, **sampling, **options, streamer=streamer)  # type: ignore[operator]
     seconds = time.perf_counter() - began
-    made = output.shape[1] - inputs["input_ids"].shape[1]
+    made = output.shape[1] - length
     errors.print(f"{made} tokens in {seconds:.1f} s: {made / seconds:.0f} tokens/s", style="dim", highlight=False)

@@ -80,6 +80,8 @@ def swap(
     )
     if output is None and not (dry_run or rank):
         raise ValueError("say with --output where the swapped model goes, or look first with --dry-run")
+    if output is not None and (Path(output) / "config.json").is_file():
+        raise ValueError(f"{output} holds a saved model (config.json): choose another --output")
     recipe = None
     if train is not None:
         recipe = load_conversion(find_config(train, conversions=True), [*(override or []), f"output={output}"])
@@ -99,7 +101,7 @@ def swap(
     # These import torch, after the arguments are checked.
     from deltazoo.swap import swap_attention
     from deltazoo.swap.families import decoder_layers_of, family_of
-    from deltazoo.workbench.convert.conversion import save_swapped
+    from deltazoo.workbench.convert.conversion import check_row_lengths, save_swapped
     from deltazoo.workbench.convert.layer_ranking import check_best, rank_layers, ranking_rows
     from deltazoo.workbench.evaluate.loading import load_checkpoint, load_model
 
@@ -109,6 +111,7 @@ def swap(
     # Only reading text and saving the model need the tokenizer.
     model, tokenizer = (load_model(path, device), None) if dry_run and not ranks else load_checkpoint(path, device)
     if recipe is not None:
+        check_row_lengths(model, recipe)
         model.float()  # small updates would be lost in 16-bit parameters
     if ranks:
         assert tokenizer is not None
