@@ -652,7 +652,7 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     assert f"| softmax attention | {finished.costs['softmax'].tokens_per_second:,.0f} \N{DAGGER} |" in costs
     with pytest.raises(ValueError, match="another text than the manifest"):
         write_text_page(tmp_path / "text.md", finished, {**manifest, "sha256": "0"}, images=images)
-    assert "At commit" not in costs
+    assert "of commit" not in costs
     other = finished.costs["delta_net"]
     results.add(replace(other, environment=replace(other.environment, commit="0123456789")))
     page = write_text_page(tmp_path / "text.md", results, manifest, images=images).read_text()

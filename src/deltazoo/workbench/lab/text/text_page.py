@@ -330,8 +330,8 @@ def _costs(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> s
         notes.append(f"{_ALL_STEPS} Training speed and memory of all steps, not of the first {recipe.rungs[0]:,}.")
     if len(commits) > 1:
         others = (f"{_listed(names, len(names))} (`{commit}`)" for commit, names in commits.items() if commit != most)
-        not_these = f"{_OTHER_COMMIT} At commit `{most}`, but for {'; '.join(others)}"
-        notes.append(f"{not_these}: kernels may differ from commit to commit.")
+        notes.append(f"Rows without {_OTHER_COMMIT} are of commit `{most}`.")
+        notes.append(f"{_OTHER_COMMIT} {'; '.join(others)}: kernels may differ from commit to commit.")
     return table(header, rows, text_columns=1) + "\n" + filled(" ".join(notes)) + "\n"
 
 
