@@ -18,6 +18,7 @@ from deltazoo.workbench.cli import main
 from deltazoo.workbench.convert.conversion_config import AlignmentConfig, DistillationConfig, FineTuningConfig
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text.building import SourceFile, build_corpus
+from deltazoo.workbench.lab.text.results import TextResults
 from deltazoo.workbench.lab.text.text_configurations import build_model
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
@@ -311,17 +312,20 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(finished: Convers
     assert "## What is missing\n\nNothing." in page
     findings = page.split("## Findings")[1].split("##")[0]
     assert findings.count("Gated DeltaNet has the fewest bits") == 2 and "with nothing swapped, changes by" in findings
+    assert "converted so far" not in findings and "In rows 2 times as long as in training" in findings
+    assert "Memory beside the weights" not in findings and "trained from the start" not in findings
     (teacher,) = finished.teachers.values()
     size = sum(finished.header["file_bytes"])
     original = sum(teacher.scores["64"]["file_nats"]) / math.log(2) / size
     for conversion, result in finished.conversions.items():
         points = {stage: bits for stage, _, bits in result.points}
         cells = page.split("## Beyond")[0].split(f"| {_label(conversion)} | ")[1].splitlines()[0].split(" | ")
-        assert cells[0] == f"{original:.4f}" and cells[4] == f"{points['finetune']:.4f}"
-        assert math.isclose(float(cells[5].split()[0]), points["finetune"] - original, abs_tol=1e-4)
+        assert cells[0] == f"{result.parameters:,}" and cells[1] == f"{original:.4f}"
+        assert cells[5] == f"{points['finetune']:.4f}"
+        assert math.isclose(float(cells[6].split()[0]), points["finetune"] - original, abs_tol=1e-4)
         if conversion != CONTROL:
             recovered = (points["transfer"] - points["finetune"]) / (points["transfer"] - original)
-            assert math.isclose(float(cells[6].split("%")[0]) / 100, recovered, rel_tol=0.02)
+            assert math.isclose(float(cells[7].split("%")[0]) / 100, recovered, rel_tol=0.02)
     spread = [abs(a.points[-1][2] - b.points[-1][2]) for a, b in _pairs(finished)]
     assert f"differ by up to {max(spread):.4f} bits per byte" in page
     some = tmp_path / "some.jsonl"
@@ -329,9 +333,29 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(finished: Convers
     partial = write_conversion_page(tmp_path / "some.md", ConversionResults.read(some), None, images=images).read_text()
     assert "Of 5 conversions, 4 are not done: Gated DeltaNet, all layers; nothing swapped" in partial
     assert "Decoding of 3 models is not measured." in re.sub(r"\s+", " ", partial) and "## Decoding" not in partial
-    assert "Worse than it" not in partial and "No conversion has two seeds yet" in partial
+    assert "Worse than it" not in partial and "No conversion has two seeds yet" in " ".join(partial.split())
     (picture,) = re.findall(r"!\[.*\]\((.*)\)", page)
     assert (tmp_path / picture).stat().st_size > 5000
+
+
+def test_findings_beside_other_models_come_from_both_result_files(tmp_path: Path) -> None:
+    results = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+    conversions = ConversionResults.read(results / "text_conversions.jsonl")
+    configurations = TextResults.read(results / "text.jsonl")
+    page = write_conversion_page(tmp_path / "page.md", conversions, configurations, images=tmp_path).read_text()
+    findings = " ".join(page.split("## Findings")[1].split("##")[0].split())
+    kda = Conversion("kda", "all")
+    size = sum(conversions.header["file_bytes"])
+    nats = [
+        sum(found.scores["4096"]["file_nats"])
+        for found in (conversions.conversions[kda], configurations.configurations["kda", 0])
+    ]
+    assert f"KDA, all layers: {(nats[0] - nats[1]) / math.log(2) / size:+.4f} [" in findings
+    peak = conversions.decodings[CONTROL].decoding["131072"]["peak_bytes"] / 2**20
+    assert f"after 131,072 tokens: {peak:,.0f} MiB for the softmax model" in findings
+    rules = len({done.rule for done in conversions.conversions if done.layers == "1:1"})
+    said = findings.split("* 1:1: ")[1].split(" * ")[0]
+    assert (f"fewest bits per byte of {rules} rules converted so far" in said) == (rules < 4)
 
 
 def _pairs(results: ConversionResults) -> list[tuple]:

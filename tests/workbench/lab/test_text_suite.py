@@ -34,7 +34,7 @@ from deltazoo.workbench.lab.text.text_configurations import (
     model_config,
 )
 from deltazoo.workbench.lab.text.text_corpus import TextCorpus
-from deltazoo.workbench.lab.text.text_page import _recalled, _tie, write_text_page
+from deltazoo.workbench.lab.text.text_page import _judged_though_dropped, _mixer, _recalled, _tie, write_text_page
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 from deltazoo.workbench.lab.text.training import Training
 
@@ -616,7 +616,11 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     most = max(shares.values(), key=lambda found: found[0] / found[1])
     assert f"{most[0] / most[1]:.1%}" in choices.split("recall within the row")[1]
     fastest = max(finished.costs.values(), key=lambda result: result.tokens_per_second)
-    assert f"| training | {configuration_label(fastest.configuration)} | {fastest.tokens_per_second:,.0f}" in choices
+    name, speed = fastest.configuration, f"{fastest.tokens_per_second:,.0f}"
+    assert re.search(rf"\| training \| {re.escape(configuration_label(name))} \| [^|]* \| {speed}", choices)
+    asked = next(iter(shares.values()))[1]
+    assert f"For recall {asked:,} second occurrences" in " ".join(choices.split())
+    assert "| DeltaNet | `delta_net` |" in page
     assert f"{len(base_configurations()) - 2} are not trained" in page and "KDA" in page.split("## What is missing")[1]
     pictures = re.findall(r"!\[.*\]\((.*)\)", page)
     assert len(pictures) == 5 and all((tmp_path / name).stat().st_size > 5000 for name in pictures)
@@ -640,19 +644,20 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(
     results.add(replace(finished.costs["softmax"], training_steps=RECIPE.steps))
     page = write_text_page(tmp_path / "text.md", results, manifest, images=images).read_text()
     assert "Not measured: the costs of DeltaNet." in page
-    best = f"| {configuration_label('softmax')} | {finished.costs['softmax'].decoding_figure(1)} tokens/s | - |"
+    speed = finished.costs["softmax"].decoding_figure(1)
+    best = f"| {configuration_label('softmax')} | any; all layers `full_attention` | {speed} tokens/s | - |"
     assert f"| decoding 1 row {best}" in page
     costs = page.split("## Costs")[1].split("##")[0]
-    assert (
-        costs.count("| - | - | - | - | - | - |") == 1 and "of all steps, not the first 2: softmax attention." in costs
-    )
+    assert costs.count("| - | - | - | - | - | - |") == 1 and "of all steps, not of the first 2." in costs
+    assert f"| softmax attention | {finished.costs['softmax'].tokens_per_second:,.0f} \N{DAGGER} |" in costs
     with pytest.raises(ValueError, match="another text than the manifest"):
         write_text_page(tmp_path / "text.md", finished, {**manifest, "sha256": "0"}, images=images)
-    assert "At commit" not in costs
+    assert "of commit" not in costs
     other = finished.costs["delta_net"]
     results.add(replace(other, environment=replace(other.environment, commit="0123456789")))
     page = write_text_page(tmp_path / "text.md", results, manifest, images=images).read_text()
     assert "DeltaNet (`0123456`): kernels may differ from commit to commit." in " ".join(page.split())
+    assert page.count("| DeltaNet \N{DOUBLE DAGGER} |") == 1
 
 
 def test_shares_within_two_standard_errors_tie() -> None:
@@ -693,3 +698,14 @@ def test_the_committed_pages_are_what_the_script_renders(tmp_path: Path) -> None
     pages = render.main(tmp_path)
     assert [page.name for page in pages] == ["text.md", "text_conversions.md"]
     assert all(page.read_text() == (render.DOCS / page.name).read_text() for page in pages)
+
+
+def test_the_name_to_give_as_mixer() -> None:
+    assert _mixer("hybrid:comba") == "`comba`, hybrid" and _mixer("kda+neg") == "`kda`, `allow_neg_eigval: true`"
+
+
+def test_losses_that_successive_halving_would_not_have_are_found() -> None:
+    results = TextResults.read(Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "text.jsonl")
+    early = _judged_though_dropped(results, results.recipe)
+    assert early.keys() == {"gated_deltanet", "kda", "delta_net"} and set(map(tuple, early.values())) == {(0.001,)}
+    assert {results.trials[name, 0.001, 512].environment.commit for name in early} == {"5ee44a0"}

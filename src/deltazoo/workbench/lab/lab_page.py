@@ -42,7 +42,9 @@ Claims of the papers behind this project are tried here on small models of every
 runs the suite mini (two CPU cores, about three minutes). `deltazoo lab --suite full --device cuda --workers 12` runs
 the suite full on one large GPU or several, and `--suite family` every rule on the same tasks; workers that share a GPU
 are fastest under CUDA's multi-process service. `--suite causes` asks on one CPU core why claims of the others are not
-met.
+met. Two further suites have pages of their own: `--suite text` trains every rule on real text ([text.md](text.md)), and
+`--suite text-conversions` converts its softmax model to delta-rule layers ([text_conversions.md](text_conversions.md)).
+
 `scripts/render_lab.py` writes this page from the result files under `benchmarks/results`.
 
 - The column *paper* shows what a paper reports. Each claim says how our recipe differs from the paper's.

@@ -24,6 +24,7 @@ _EXAMPLE = (
     "(its softmax model, converted)"
 )
 _OF_TEXT = ("text", "text-conversions")
+_NOT_TEXT = "Not for text and text-conversions."
 _NOT_OF_TEXT = ("variants", "workers", "load", "steps", "measure", "fresh")
 
 
@@ -34,7 +35,9 @@ def register(app: typer.Typer) -> None:
 
 def lab(
     context: typer.Context,
-    suite: Annotated[str, typer.Option(help="mini, full, family, causes, text or text-conversions.")] = "mini",
+    suite: Annotated[
+        str, typer.Option(help="mini, full, family, causes, text or text-conversions; the last two take no --load.")
+    ] = "mini",
     only: Annotated[
         str,
         typer.Option(
@@ -45,7 +48,8 @@ def lab(
     variants: Annotated[
         str,
         typer.Option(
-            help="Configurations instead of each experiment's own: variant[+option...], comma separated, or softmax."
+            help="Configurations instead of each experiment's own: variant[+option...], comma separated, or softmax. "
+            + _NOT_TEXT
         ),
     ] = "",
     out: Annotated[
@@ -58,9 +62,11 @@ def lab(
             help="cpu; cuda, all GPUs, over which workers (text: trainings) are spread; or one of them: cuda:1."
         ),
     ] = "cpu",
-    workers: Annotated[int, typer.Option(min=1, help="Processes; several share one GPU.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help=f"Processes; several share one GPU. {_NOT_TEXT}")] = 2,
     load: LoadOption = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train, instead of each recipe's.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help=f"Steps to train, instead of each recipe's. {_NOT_TEXT}")
+    ] = None,
     time_limit: Annotated[
         float | None,
         typer.Option(
@@ -71,12 +77,15 @@ def lab(
             "command continues.",
         ),
     ] = None,
-    measure: Annotated[bool, typer.Option(help="Also measure numerics and complexity.")] = True,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results in --out.")] = False,
+    measure: Annotated[bool, typer.Option(help=f"Also measure numerics and complexity. {_NOT_TEXT}")] = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help=f"Discard earlier results in --out. {_NOT_TEXT}")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record; read from git unless given.")] = None,
     show: Annotated[bool, typer.Option("--list", help="List what can be run, and stop.")] = False,
     corpus: Annotated[
-        Path | None, typer.Option(help="text: the file that scripts/build_python_text.py wrote, if not in the cache.")
+        Path | None,
+        typer.Option(
+            help="text and text-conversions: the file that scripts/build_python_text.py wrote, if not in the cache."
+        ),
     ] = None,
 ) -> None:
     """Train small models of every variant on tasks on which they differ, and write a page with plots."""

@@ -1,11 +1,12 @@
 """The page of the suite, made from its result file and the manifest of its text alone."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.lab.configurations import SOFTMAX
+from deltazoo.workbench.lab.configurations import SOFTMAX, parse_configuration
 from deltazoo.workbench.lab.text.results import TextResult, TextResults, Trial
 from deltazoo.workbench.lab.text.suite import HYBRIDS, SECOND_SEEDS
 from deltazoo.workbench.lab.text.text_comparison import (
@@ -33,6 +34,7 @@ _FIXED = (
 )
 _AS_FAST = 0.05
 """Speeds that differ by less count as equal."""
+_ALL_STEPS, _OTHER_COMMIT = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 _CAPTIONS = {
     "bits": "Bits per byte of every model",
     "position": "Bits per byte by position in the row",
@@ -127,7 +129,9 @@ def _choices(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
         best = max(speed, key=speed.__getitem__)
         ties = [other for other in speed if other != best and speed[other] >= (1 - _AS_FAST) * speed[best]]
         rows.append((use, best, f"{speed[best]:,.0f} tokens/s", ties))
-    shown = [[use, configuration_label(best), found, _listed(ties) or "-"] for use, best, found, ties in rows]
+    shown = [
+        [use, configuration_label(best), _mixer(best), found, _listed(ties) or "-"] for use, best, found, ties in rows
+    ]
     if seed_spread(results) is None:
         for row in shown[: len(lengths)]:
             row[-1] = "not known before second seeds"
@@ -135,7 +139,36 @@ def _choices(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
         f"As good: no difference is called; recall differs by less than two standard errors; speed by less than "
         f"{_AS_FAST:.0%}."
     )
-    return table(("for", "best", "figure", "as good"), shown, text_columns=4) + "\n" + filled(note) + "\n"
+    asked = recall[ranked[0]][1]
+    if asked:
+        share = max(map(_share, recall.values()))
+        error = 100 * math.sqrt(share * (1 - share) / asked)
+        note += (
+            f" For recall {asked:,} second occurrences of identifiers are scored: the standard error of the best share "
+            f"is {error:.2f} percentage points, that of its difference from a share near it {math.sqrt(2) * error:.2f}."
+        )
+    header = ("for", "best", "`mixer`", "figure", "as good")
+    return table(header, shown, text_columns=5) + "\n" + filled(note) + "\n\n" + filled(_how_to_build(recipe)) + "\n"
+
+
+def _how_to_build(recipe: TextRecipe) -> str:
+    pattern = f"{recipe.softmax_every - 1} times `linear_attention`, then `full_attention`"
+    return (
+        "`mixer` is the key to set in a model's configuration: `model.mixer` for `deltazoo train`, the argument "
+        "`mixer` of the model type `delta_rule` in Python. Options beside it are keys of the same configuration. The "
+        f"[next table](#bits-per-byte) has both for all models. A {recipe.softmax_every - 1}:1 hybrid has two keys "
+        f"more: `layer_types`, {pattern}, repeated over all layers; and `num_attention_heads`, the number of heads of "
+        "its softmax layers ([models.md](models.md#build))."
+    )
+
+
+def _mixer(configuration: str) -> str:
+    """What to give as `mixer`, with its options."""
+    parsed = parse_configuration(configuration.removeprefix(HYBRID))
+    if parsed.spec is None:
+        return "any; all layers `full_attention`"
+    options = (f"`{key}: {json.dumps(value)}`" for key, value in parsed.options.items())
+    return ", ".join([f"`{parsed.spec.name}`", *options, *(["hybrid"] if configuration.startswith(HYBRID) else [])])
 
 
 def _listed(configurations: Sequence[str], most: int = 5) -> str:
@@ -204,6 +237,7 @@ def _quality(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
     others = [other for other in (REFERENCE, SOFTMAX) if other in ranked]
     header = [
         "model",
+        "`mixer`",
         "bits per byte",
         *(f"minus {configuration_label(other)}" for other in others),
         "recall",
@@ -220,6 +254,7 @@ def _quality(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
         rows.append(
             [
                 configuration_label(configuration),
+                _mixer(configuration),
                 str(interval(configuration, results)),
                 *differences,
                 recall,
@@ -233,7 +268,7 @@ def _quality(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) ->
         "length. Training loss: nats per token at the end of the first seed's training, on text that it has read "
         "before."
     )
-    return table(header, rows, text_columns=1) + "\n" + filled(note) + "\n"
+    return table(header, rows, text_columns=2) + "\n" + filled(note) + "\n"
 
 
 def _difference(configuration: str, other: str, results: TextResults) -> str:
@@ -265,37 +300,39 @@ def _costs(results: TextResults, ranked: Sequence[str], recipe: TextRecipe) -> s
         *(f"state after {length:,} tokens, MiB" for length in recipe.scored_lengths[:2]),
         "parameters",
     ]
+    measured = {name: results.costs[name] for name in ranked if name in results.costs}
+    longer = {name for name, costs in measured.items() if costs.training_steps > recipe.rungs[0]}
+    commits: dict[str, list[str]] = {}
+    for name, costs in measured.items():
+        commits.setdefault(costs.environment.commit[:7], []).append(name)
+    most = max(commits, key=lambda commit: len(commits[commit]), default="")
     rows = []
     for configuration in ranked:
         first = results.of_configuration(configuration)[0]
-        costs = results.costs.get(configuration)
+        found = measured.get(configuration)
+        label = configuration_label(configuration)
+        steps = f" {_ALL_STEPS}" if configuration in longer else ""
         rows.append(
             [
-                configuration_label(configuration),
-                f"{costs.tokens_per_second:,.0f}" if costs else "-",
-                f"{costs.peak_bytes / 2**30:.1f}" if costs and costs.peak_bytes else "-",
-                *(costs.decoding_figure(batch) if costs else "-" for batch in recipe.decode_batches),
+                label if found is None or configuration in commits[most] else f"{label} {_OTHER_COMMIT}",
+                f"{found.tokens_per_second:,.0f}{steps}" if found else "-",
+                f"{found.peak_bytes / 2**30:.1f}{steps}" if found and found.peak_bytes else "-",
+                *(found.decoding_figure(batch) if found else "-" for batch in recipe.decode_batches),
                 *(
-                    f"{costs.state_bytes[str(length)] / 2**20:.1f}" if costs else "-"
+                    f"{found.state_bytes[str(length)] / 2**20:.1f}" if found else "-"
                     for length in recipe.scored_lengths[:2]
                 ),
                 f"{first.parameters:,}",
             ]
         )
-    note = f"Measured on one {results.card}."
-    longer = [name for name in ranked if name in results.costs and results.costs[name].training_steps > recipe.rungs[0]]
+    notes = [f"Measured on one {results.card}."]
     if longer:
-        names = _listed(longer, len(longer))
-        note += f" Training speed and memory of all steps, not the first {recipe.rungs[0]:,}: {names}."
-    commits: dict[str, list[str]] = {}
-    for name in ranked:
-        if name in results.costs:
-            commits.setdefault(results.costs[name].environment.commit[:7], []).append(name)
+        notes.append(f"{_ALL_STEPS} Training speed and memory of all steps, not of the first {recipe.rungs[0]:,}.")
     if len(commits) > 1:
-        most = max(commits, key=lambda commit: len(commits[commit]))
         others = (f"{_listed(names, len(names))} (`{commit}`)" for commit, names in commits.items() if commit != most)
-        note += f" At commit `{most}`, but for {'; '.join(others)}: kernels may differ from commit to commit."
-    return table(header, rows, text_columns=1) + "\n" + filled(note) + "\n"
+        notes.append(f"Rows without {_OTHER_COMMIT} are of commit `{most}`.")
+        notes.append(f"{_OTHER_COMMIT} {'; '.join(others)}: kernels may differ from commit to commit.")
+    return table(header, rows, text_columns=1) + "\n" + filled(" ".join(notes)) + "\n"
 
 
 def _recall(result: TextResult, length: int) -> str:
@@ -331,7 +368,7 @@ def _missing(results: TextResults | None, recipe: TextRecipe) -> str:
         f"trained: {'; '.join(configurations)}."
         if configurations
         else "Every rule and softmax attention is trained.",
-        f"{hybrids} hybrids are trained, {HYBRIDS} are planned; {seconds} second seeds, {SECOND_SEEDS} are planned.",
+        f"Hybrids: {hybrids} of {HYBRIDS} planned are trained. Second seeds: {seconds} of {SECOND_SEEDS} planned.",
     ]
     if results is not None and (unmeasured := done - results.costs.keys()):
         names = "; ".join(
@@ -449,7 +486,28 @@ def _rates(results: TextResults, recipe: TextRecipe) -> str:
     )
     if at_ends:
         note += f" It is an end of the sweep, so one beyond it may be better: {'; '.join(at_ends)}."
+    if early := _judged_though_dropped(results, recipe):
+        names = "; ".join(configuration_label(name) for name in early)
+        rates = " and ".join(f"{rate:g}" for rate in sorted({rate for found in early.values() for rate in found}))
+        note += (
+            f" {names}: a loss at {rates} is shown after more steps than the halving gives that rate, since these "
+            "models had been trained at it to the end before the halving was introduced ([log.md](log.md#the-text-"
+            "suite-short-trials-do-not-order-learning-rates))."
+        )
     return table(header, rows, text_columns=1) + "\n" + filled(note) + "\n"
+
+
+def _judged_though_dropped(results: TextResults, recipe: TextRecipe) -> dict[str, list[float]]:
+    """By configuration the rates that have a loss at a rung which they did not reach by successive halving."""
+    found: dict[str, list[float]] = {}
+    for configuration in dict.fromkeys(configuration for configuration, _, _ in results.trials):
+        losses = results.losses(configuration)
+        for rung in recipe.rungs[1:]:
+            left, _ = recipe.standing({key: loss for key, loss in losses.items() if key[1] < rung})
+            out = [rate for rate in recipe.rates if rate not in left and (rate, rung) in losses]
+            if out:
+                found[configuration] = sorted({*found.get(configuration, []), *out})
+    return found
 
 
 def _rate_cell(results: TextResults, configuration: str, rate: float) -> str:

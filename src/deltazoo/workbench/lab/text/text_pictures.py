@@ -17,6 +17,7 @@ __all__ = ["REFERENCE", "draw_all", "position_bits", "recall_by_distance"]
 REFERENCE = "gated_deltanet"
 _COLOURED = 5
 _PALE = "#C4C4C4"
+_OTHERS = "other rules"
 
 
 def draw_all(folder: Path, results: TextResults, ranked: Sequence[str]) -> dict[str, Path]:
@@ -149,10 +150,36 @@ def _draw_lines(
     low = min((value for _, value in points), default=0.0)
     # A configuration that fails beyond its training length would flatten all others: what is within it sets the top.
     high = max((value for place, value in points if mark is None or place <= mark), default=1.0)
-    for axis in axes:
-        axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) + 1e-6)
+    top = high + 0.05 * (high - low) + 1e-6
+    for axis, (_, lines) in zip(axes, panels, strict=True):
+        axis.set_ylim(low - 0.05 * (high - low), top)
+        if mark is not None:
+            leaving = (_leaving(configuration, points, top) for configuration, points in lines.items())
+            axis.annotate(
+                "\n".join(line for line in leaving if line),
+                (mark, 0.98),
+                xycoords=("data", "axes fraction"),
+                xytext=(-4, 0),
+                textcoords="offset points",
+                fontsize=7,
+                ha="right",
+                va="top",
+            )
+    if any(lines[configuration] for _, lines in panels for configuration in lines.keys() - colours.keys()):
+        axes[-1].plot([], [], color=_PALE, lw=0.8, label=_OTHERS)
     axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return save_figure(figure, path)
+
+
+def _leaving(configuration: str, points: Sequence[tuple[int, float]], top: float) -> str | None:
+    """Where a line leaves its panel at the top, and its highest value; None if it does not."""
+    place, highest = max(points, key=lambda point: point[1], default=(0, top))
+    if highest <= top:
+        return None
+    label = configuration_label(configuration)
+    last = max((x for x, value in points if x < place and value <= top), default=None)
+    where = "" if last is None else f"after {last:,} tokens "
+    return f"{label} leaves the panel\n{where}and reaches {highest:.2f} at {place:,}"
 
 
 def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours: dict[str, str]) -> Path:
@@ -183,6 +210,8 @@ def _draw_costs(path: Path, results: TextResults, ranked: Sequence[str], colours
         axis.locator_params(axis="x", nbins=6)
         axis.xaxis.set_major_formatter(lambda speed, _: f"{speed:,.0f}")
     axes[0].set_ylabel("bits per byte (lower is better)")
+    if set(ranked) - colours.keys():
+        axes[0].plot([], [], "o", color=GREY, label=_OTHERS)
     shown = axes[0].get_legend_handles_labels()  # the other panel may lack some, by errors
     axes[-1].legend(*shown, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return save_figure(figure, path)

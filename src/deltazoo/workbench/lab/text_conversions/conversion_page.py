@@ -9,8 +9,9 @@ import numpy as np
 from deltazoo.workbench.convert.conversion_config import DistillationConfig, StageConfig
 from deltazoo.workbench.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, new_figure, save_figure
 from deltazoo.workbench.lab.configurations import label_of
-from deltazoo.workbench.lab.text.results import TextResults
+from deltazoo.workbench.lab.text.results import TextResult, TextResults
 from deltazoo.workbench.lab.text.text_comparison import LEVEL, RESAMPLES, Interval, bits_per_byte, ratio_interval
+from deltazoo.workbench.lab.text.text_configurations import HYBRID
 from deltazoo.workbench.lab.text_conversions.conversion_recipe import CONTROL, Conversion, ConversionRecipe, tokens_of
 from deltazoo.workbench.lab.text_conversions.conversion_results import ConversionResults, DecodingResult, Measured
 from deltazoo.workbench.markdown import filled, picture, table
@@ -18,6 +19,7 @@ from deltazoo.workbench.markdown import filled, picture, table
 __all__ = ["write_conversion_page"]
 
 _COLOURS = (GREEN, BLUE, ORANGE, PINK)
+_STAGES = {"align": "align", "distill": "distill", "finetune": "fine-tune"}
 _PURPOSES = {
     "gated_deltanet": "the reference of the suite",
     "kda": "its decay differs from channel to channel",
@@ -44,13 +46,14 @@ def write_conversion_page(
         parts.append("Nothing has been converted yet; what is planned is below.\n")
     else:
         shown = [conversion for conversion in recipe.conversions() if conversion in results.conversions]
-        parts += ["## Findings\n", _findings(results, recipe)]
-        parts += ["## Bits per byte\n", _quality(shown, results, _of_same_text(configurations, results), recipe)]
+        alike = _of_same_text(configurations, results)
+        parts += ["## Findings\n", _findings(results, alike, recipe)]
+        parts += ["## Bits per byte\n", _quality(shown, results, alike, recipe)]
         parts.append(
             picture(
                 _draw(images / "text_conversions.png", results, recipe),
                 page,
-                "Bits per byte by tokens read, beginning above the panels",
+                "Bits per byte by tokens read, beginning above the panels, whose vertical scales differ",
             )
         )
         parts += ["## Beyond the training length\n", _lengths(shown, results, recipe)]
@@ -89,7 +92,7 @@ def _introduction(recipe: ConversionRecipe) -> str:
     )
 
 
-def _findings(results: ConversionResults, recipe: ConversionRecipe) -> str:
+def _findings(results: ConversionResults, configurations: TextResults | None, recipe: ConversionRecipe) -> str:
     """One sentence each; only what the rule of the design calls is said to differ."""
     size, spread = _bytes(results), _seed_spread(results)
     above = {
@@ -104,8 +107,10 @@ def _findings(results: ConversionResults, recipe: ConversionRecipe) -> str:
         best = min(done, key=lambda conversion: above[conversion].sum())
         result = results.conversions[best]
         lost = _bits(result.transfer_nats, results) - _scored(results.teacher_of(result), results)
+        missing = len(done) < len(recipe.rules)
+        among = f" of {len(done)} {'rule' if len(done) == 1 else 'rules'} converted so far" if missing else ""
         lines.append(
-            f"{_in_words(layers)}: {label_of(best.rule)} has the fewest bits per byte, "
+            f"{_in_words(layers)}: {label_of(best.rule)} has the fewest bits per byte{among}, "
             f"{_signed(ratio_interval(above[best], size))} beside the softmax model; it recovers "
             f"{_share(ratio_interval(lost - above[best], lost))} of what the swap lost."
         )
@@ -120,7 +125,71 @@ def _findings(results: ConversionResults, recipe: ConversionRecipe) -> str:
     if CONTROL in above:
         change = _signed(ratio_interval(above[CONTROL], size))
         lines.append(f"The softmax model itself, trained on with nothing swapped, changes by {change}.")
+    further = (
+        _beside_the_start(results, configurations, recipe),
+        _in_longer_rows(results, recipe),
+        _memory_of_the_longest_context(results, recipe),
+    )
+    lines += [line for line in further if line]
     return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
+
+
+def _beside_the_start(
+    results: ConversionResults, configurations: TextResults | None, recipe: ConversionRecipe
+) -> str | None:
+    """Each conversion minus the model with the same rule in the same layers that was trained from the start."""
+    differences = []
+    for conversion, result in results.conversions.items():
+        started = _trained_from_the_start(conversion, configurations, recipe)
+        if started is not None and not conversion.seed:
+            started_bits = _bits(started.scores[str(recipe.text.row_length)]["file_nats"], results)
+            found = ratio_interval(_scored(result, results) - started_bits, _bytes(results))
+            differences.append(f"{conversion.label}: {_signed(found)}")
+    if not differences:
+        return None
+    said = "Bits per byte of a conversion minus those of the same rule in the same layers, trained from the start"
+    return f"{said} on {recipe.text.tokens / 1e6:.0f} M tokens: {'; '.join(differences)}."
+
+
+def _in_longer_rows(results: ConversionResults, recipe: ConversionRecipe) -> str | None:
+    lengths = recipe.text.scored_lengths[1:]
+    if not lengths:
+        return None
+    models: dict[str, list[Measured]] = {"in the softmax model": list(results.teachers.values())}
+    for layers in recipe.layers:
+        found = [result for conversion, result in results.conversions.items() if conversion.layers == layers]
+        models[f"with {_in_words(layers).lower()} swapped" if layers == "all" else f"in {layers}"] = list(found)
+    changes = {
+        who: [[_length_change(model, length, results).value for model in found] for length in lengths]
+        for who, found in models.items()
+        if found
+    }
+    said = (f"{' and '.join(map(_range_of, by_length))} {who}" for who, by_length in changes.items())
+    times = " and ".join(f"{length / recipe.text.row_length:g}" for length in lengths)
+    return f"In rows {times} times as long as in training, bits per byte change by {'; '.join(said)}."
+
+
+def _range_of(values: Sequence[float]) -> str:
+    low, high = f"{min(values):+.4f}", f"{max(values):+.4f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _memory_of_the_longest_context(results: ConversionResults, recipe: ConversionRecipe) -> str | None:
+    context = recipe.decode_contexts[-1]
+    peaks: dict[str, list[str]] = {}
+    for conversion in recipe.decodings():
+        measured = results.decodings.get(conversion)
+        peak = measured.decoding[str(context)].get("peak_bytes") if measured is not None else None
+        if peak is not None:
+            peaks.setdefault(conversion.layers, []).append(f"{peak / 2**20:,.0f}")
+    if peaks.keys() <= {CONTROL.layers}:
+        return None
+    said = []
+    for layers, found in peaks.items():
+        low, high = (pick(found, key=lambda size: int(size.replace(",", ""))) for pick in (min, max))
+        who = "the softmax model" if layers == CONTROL.layers else _in_words(layers).lower()
+        said.append(f"{low if low == high else f'{low} to {high}'} MiB for {who}")
+    return f"Memory beside the weights in decoding one row after {context:,} tokens: {'; '.join(said)}."
 
 
 def _quality(
@@ -131,32 +200,45 @@ def _quality(
 ) -> str:
     stages = [stage.section for stage in recipe.stages]
     titles = {"align": "aligned", "distill": "distilled", "finetune": "fine-tuned"}
-    header = ["conversion", "softmax model", "swapped", *(titles[stage] for stage in stages)]
+    header = ["conversion", "parameters", "softmax model", "swapped", *(titles[stage] for stage in stages)]
     header += ["minus softmax model", "recovered", "trained from the start"]
-    rows = []
+    one_teacher = _one_teacher(shown, results)
+    alone = f"{_scored(one_teacher, results).sum() / _bytes(results).sum():.4f}"
+    rows = [["softmax model", f"{one_teacher.parameters:,}", alone, *(["-"] * (len(header) - 3))]]
     for conversion in shown:
         result = results.conversions[conversion]
         last = {stage: f"{bits:.4f}" for stage, _, bits in result.points}
         size, swapped = _bytes(results), _bits(result.transfer_nats, results)
         teacher, converted = _scored(results.teacher_of(result), results), _scored(result, results)
+        started = _trained_from_the_start(conversion, configurations, recipe)
         rows.append(
             [
                 _label(conversion),
+                f"{result.parameters:,}",
                 f"{teacher.sum() / size.sum():.4f}",
                 last["transfer"] if result.swapped else "-",
                 *(last.get(stage, "-") for stage in stages),
                 _signed(ratio_interval(converted - teacher, size)),
                 _share(ratio_interval(swapped - converted, swapped - teacher)) if result.swapped else "-",
-                _from_the_start(conversion, configurations, recipe),
+                f"{bits_per_byte(started, configurations):.4f}" if started is not None and configurations else "-",
             ]
         )
     spread = _seed_spread(results)
+    hybrids = f"{recipe.text.softmax_every - 1}:1"
+    other_rules = _hybrids_of_other_rules(shown, configurations, recipe)
     return (
         table(header, rows, text_columns=1)
         + "\n"
         + filled(
-            "Recovered: (swapped - converted) / (swapped - softmax model). Brackets: "
-            f"{LEVEL:.0%} of bootstrap resamples of held-out files; they leave out what seeds change. "
+            "Recovered: (swapped - converted) / (swapped - softmax model). It does not order the rules, since its "
+            "denominator is what each rule's own swap lost. "
+            + (
+                f"Trained from the start: the {hybrids} hybrids of the suite are of other rules "
+                f"({'; '.join(other_rules)}), so no {hybrids} conversion has one. "
+                if other_rules
+                else ""
+            )
+            + f"Brackets: {LEVEL:.0%} of bootstrap resamples of held-out files; they leave out what seeds change. "
             + (
                 "No conversion has two seeds yet."
                 if spread is None
@@ -173,9 +255,7 @@ def _lengths(shown: Sequence[Conversion], results: ConversionResults, recipe: Co
     models |= {_label(conversion): results.conversions[conversion] for conversion in shown}
     rows = []
     for label, model in models.items():
-        nats = {length: _bits(score["file_nats"], results) for length, score in model.scores.items()}
-        size, trained = _bytes(results), nats[str(recipe.text.row_length)]
-        rows.append([label, *(_signed(ratio_interval(nats[str(length)] - trained, size)) for length in longer)])
+        rows.append([label, *(_signed(_length_change(model, length, results)) for length in longer)])
     return table(["change in bits per byte", *(f"rows of {length:,}" for length in longer)], rows, text_columns=1)
 
 
@@ -245,7 +325,8 @@ def _design(recipe: ConversionRecipe) -> str:
         "is no merit of a conversion.",
         "From the start": "The suite's configuration with the same rule in the same layers, which read "
         f"{text.tokens / 1e6:.0f} M tokens. Its convolutions and norms are those of the rule's paper, and its MLP "
-        "makes up for what the mixer has more. There is none of 1:1.",
+        "makes up for what the mixer has more. The suite has no 1:1 models, and "
+        f"{text.softmax_every - 1}:1 models only of the rules that are best on its text.",
         "Decoding": f"Weights in bfloat16, one row, greedy, captured, {text.decode_tokens} tokens after {contexts}, by "
         "the loop of `deltazoo.generate`, for the softmax model as for the swapped ones. Speed and memory do not "
         "depend on what the weights are, so they are measured apart from the conversions.",
@@ -305,15 +386,27 @@ def _draw(path: Path, results: ConversionResults, recipe: ConversionRecipe) -> P
                 axis.plot(tokens, bits, "o-", ms=3, color=colour, label=label_of(rule))
         for label, level, colour in _levels(results):
             axis.axhline(level, color=colour, lw=1, ls="--", label=label)
-        axis.set_title(_in_words(layers), loc="left", fontsize=10)
-        axis.set_xlabel("tokens read since the swap (millions); dotted: next stage")
+        axis.set_title(_in_words(layers), loc="left", fontsize=10, pad=14)
+        axis.set_xlabel("tokens read since the swap (millions)")
         trained = [bits for line in axis.get_lines() for bits in line.get_ydata()[1:]]
         low, high = min(trained), max(trained)  # without that before training, which would flatten all others
         if high > low:
             axis.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-        for end in np.cumsum([tokens_of(stage) for stage in recipe.stages])[:-1]:
-            axis.axvline(end / 1e6, color=GREY, lw=1, ls=":")
-    axes[0].set_ylabel("bits per byte (lower is better)")
+        begin = 0.0
+        for stage in recipe.stages:
+            if begin:
+                axis.axvline(begin, color=GREY, lw=1, ls=":")
+            axis.annotate(
+                _STAGES[stage.section],
+                (begin, 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(2, 1),
+                textcoords="offset points",
+                fontsize=7,
+                color=GREY,
+            )
+            begin += tokens_of(stage) / 1e6
+    axes[0].set_ylabel("bits per byte (lower is better);\nvertical scales differ between panels")
     handles = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     axes[-1].legend(
         handles.values(), handles.keys(), fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False
@@ -359,6 +452,12 @@ def _scored(model: Measured, results: ConversionResults) -> np.ndarray:
     return _bits(model.scores[str(results.header["recipe"]["text"]["row_length"])]["file_nats"], results)
 
 
+def _length_change(model: Measured, length: int, results: ConversionResults) -> Interval:
+    """Bits per byte of the same text in rows of a length, minus those in rows of the training length."""
+    longer = _bits(model.scores[str(length)]["file_nats"], results)
+    return ratio_interval(longer - _scored(model, results), _bytes(results))
+
+
 def _seed_spread(results: ConversionResults) -> float | None:
     """The largest difference between two seeds of one conversion, in bits per byte beside its softmax model.
 
@@ -382,14 +481,25 @@ def _of_same_text(configurations: TextResults | None, results: ConversionResults
     return configurations if configurations.header["recipe"] == results.header["recipe"]["text"] else None
 
 
-def _from_the_start(conversion: Conversion, configurations: TextResults | None, recipe: ConversionRecipe) -> str:
+def _trained_from_the_start(
+    conversion: Conversion, configurations: TextResults | None, recipe: ConversionRecipe
+) -> TextResult | None:
     configuration = conversion.configuration(recipe.text.softmax_every)
-    found = (
-        configurations.configurations.get((configuration, 0))
-        if configurations is not None and configuration is not None
-        else None
-    )
-    return f"{bits_per_byte(found, configurations):.4f}" if found is not None and configurations is not None else "-"
+    if configurations is None or configuration is None:
+        return None
+    return configurations.configurations.get((configuration, 0))
+
+
+def _hybrids_of_other_rules(
+    shown: Sequence[Conversion], configurations: TextResults | None, recipe: ConversionRecipe
+) -> list[str]:
+    """The rules whose hybrids are trained from the start, by label, if no conversion that is shown is of one."""
+    if configurations is None:
+        return []
+    hybrids = {name for name, _ in configurations.configurations if name.startswith(HYBRID)}
+    if hybrids & {conversion.configuration(recipe.text.softmax_every) for conversion in shown}:
+        return []
+    return sorted(label_of(name.removeprefix(HYBRID)) for name in hybrids)
 
 
 def _signed(found: Interval) -> str:
