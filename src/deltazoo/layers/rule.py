@@ -167,6 +167,9 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
 
     Returns:
         `[B, T, HV]` float32, such that no transition expands the state.
+
+    Raises:
+        ValueError: a step size of another shape.
     """
     function = function_of("step_size", spec.step_size, step_size.STEP_SIZES)
     if function is step_size.euler:
@@ -176,6 +179,11 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
         beta = recomputable(step_size.OF_SQUARED_NORM[function], b, lengths)
     else:
         beta = recomputable(function, b, k)
+        if beta.shape != b.shape:
+            raise ValueError(
+                f"the step size of {spec.name!r} must be [B, T, HV] as its gate, {tuple(b.shape)}, got "
+                f"{tuple(beta.shape)}"
+            )
     if allow_neg_eigval:
         beta = 2 * beta
     if allow_neg_eigval or step_size.may_expand(function, unit_keys=spec.normalize_k):
