@@ -207,7 +207,7 @@ def test_the_bounded_gate_takes_the_place_of_the_softplus_gate_alone() -> None:
         DeltaRuleAttention(spec, 16, 2, 8, decay_lower_bound=-5.0)
 
 
-def test_a_step_size_of_another_shape_is_refused():
+def test_a_step_size_of_another_shape_is_refused() -> None:
     spec = replace(get_variant("delta_net"), name="per_channel", step_size=lambda b, k: k)
     with pytest.raises(ValueError, match=r"the step size of 'per_channel' must be .* \(1, 5, 2\), got \(1, 5, 2, 4\)"):
-        effective_step(spec, torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4), allow_neg_eigval=False)
+        rule.effective_step(spec, torch.rand(1, 5, 2), torch.randn(1, 5, 2, 4), allow_neg_eigval=False)
