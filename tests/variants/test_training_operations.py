@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
-from deltazoo.layers import make_layer  # noqa: E402
+from deltazoo.layers import LayerStates, Sequences, describe_sequences, make_layer  # noqa: E402
+from deltazoo.layers.sequences import WHOLE_ROWS  # noqa: E402
+from deltazoo.layers.state import StateAccess  # noqa: E402
 from deltazoo.spec import get_variant, list_variants  # noqa: E402
 from deltazoo.swap.drop_in_layer import drop_in_class  # noqa: E402
 
@@ -83,3 +85,18 @@ def test_nothing_is_plain_in_a_swapped_layer(variant: str) -> None:
     left_forward, left_backward = LEFT.get(variant, (set(), set()))
     assert forward.names - PRODUCTS - MEMORY == left_forward
     assert backward.names - PRODUCTS - MEMORY - SUMS == left_backward
+
+
+def test_which_calls_sum_up_the_moment_in_one_kernel() -> None:
+    """Whole rows without states; the operator serves packed rows, caches, few long rows and other backends."""
+
+    def fused(B: int, T: int, store: Any = None, sequences: Sequences = WHOLE_ROWS, **options: Any) -> bool:
+        layer: Any = make_layer("pgdn", 64, 2, 32, fused_kernels=True, layer_idx=0, **options)
+        return layer._sums_fused(torch.empty(B, T, 2, 32, device="meta"), StateAccess(store, 0), sequences)
+
+    packed = describe_sequences(1, 64, cu_seqlens=torch.tensor([0, 10, 64]))
+    assert fused(2, 64) and fused(1, 512) and fused(2, 64, backend="triton")
+    assert not fused(1, 513)
+    assert not fused(2, 64, LayerStates())
+    assert not fused(2, 64, backend="chunkwise")
+    assert not fused(1, 64, sequences=packed)

@@ -14,7 +14,7 @@ from deltazoo.layers.rule import StepForm, run_rule
 from deltazoo.layers.state import StateAccess
 from deltazoo.ops.decay import softplus_decay
 from deltazoo.ops.dtypes import at_least_float32
-from deltazoo.ops.fused import fused_scaled_key, fused_weighted_squares
+from deltazoo.ops.fused import MOST_SUMMED_CHANNELS, fused_decayed_sum, fused_scaled_key, fused_weighted_squares
 
 __all__ = ["Preconditioned"]
 
@@ -93,19 +93,33 @@ class Preconditioned(DeltaRuleAttention):
         k = inputs.k
         gate, step = (self.project(name, hidden_states) for name in (self.moment_decay, "b_atk_proj"))
         squares = recomputable(self._weighted_squares, step, k)
-        ones = torch.ones_like(squares[..., :1])
         log_decay = softplus_decay(gate, self.A_log_atk, self.dt_bias_atk)
-        moment, state = run_rule(
-            RuleInputs(ones, ones, squares, None, log_decay).mask_padding(sequences),
-            past.auxiliary,
-            sequences,
-            in_place=past.in_place,
-            backend=self.backend,
-        )
+        state = None
+        if self._sums_fused(squares, past, sequences):
+            moment = recomputable(fused_decayed_sum, squares, log_decay)
+        else:
+            ones = torch.ones_like(squares[..., :1])
+            moment, state = run_rule(
+                RuleInputs(ones, ones, squares, None, log_decay).mask_padding(sequences),
+                past.auxiliary,
+                sequences,
+                in_place=past.in_place,
+                backend=self.backend,
+            )
         write_key = recomputable(self._scaled_key, moment, self.log_atk_scale, k)
         inputs = inputs._replace(k=write_key, erase_key=k)
         may_expand = self.allow_neg_eigval or not self.spec.normalize_k
         return (inputs.bounded(fused=self.runs_fused(k)) if may_expand else inputs), state
+
+    def _sums_fused(self, squares: Tensor, past: StateAccess, sequences: Sequences) -> bool:
+        """Whether one kernel sums up the moment: in whole rows, without states before and after.
+
+        Few long rows are left to the operator, which works on their chunks side by side.
+        """
+        B, T, H, K = squares.shape
+        fits = K <= MOST_SUMMED_CHANNELS and T <= 256 * B * H and squares.dtype == torch.float32
+        whole = sequences.whole_rows and not past.wanted
+        return whole and fits and self.backend in (None, "triton") and self.runs_fused(squares)
 
     def _weighted_squares(self, step: Tensor, k: Tensor) -> Tensor:
         return (fused_weighted_squares if self.runs_fused(k) else _weighted_squares)(step, k)

@@ -39,9 +39,11 @@ from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.layers.rotary import rotate
 from deltazoo.layers.rule import bounded_step, effective_step
 from deltazoo.layers.short_convolution import convolve_token
+from deltazoo.ops import linear_attention
 from deltazoo.ops.fused import (
     fused_add_rms_norm,
     fused_cross_entropy_,
+    fused_decayed_sum,
     fused_erase_gain,
     fused_gated_rms_norm,
     fused_kernels_fit,
@@ -440,6 +442,32 @@ class UnitHeads:
 
 
 @dataclass(frozen=True)
+class DecayedSum:
+    """The moment of PGDN's keys, a sum that decays, and all gradients; by the operator where it is not fused."""
+
+    name: str
+    shape: tuple[int, ...] = (2, 70, 3, 12)
+    decay: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+    def run(self, device: str, *, fused: bool, dtype: torch.dtype | None = None) -> Results:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.dtype).to(device, dtype or self.dtype)
+
+        x, d_y = draw(*self.shape).requires_grad_(), draw(*self.shape)
+        log_decay = (-self.decay * draw(*self.shape[:3]).abs()).requires_grad_()
+        if fused:
+            y = fused_decayed_sum(x, log_decay)
+        else:
+            ones = torch.ones_like(x[..., :1])
+            y, _ = linear_attention(ones, ones, x, log_decay, backend="chunkwise")
+        d_x, d_log_decay = torch.autograd.grad(y, [x, log_decay], d_y)
+        return {"y": y.detach(), "d_x": d_x, "d_log_decay": d_log_decay}
+
+
+@dataclass(frozen=True)
 class Rotation:
     """The rotary embedding of the first channels of each head, and its gradient."""
 
@@ -623,6 +651,10 @@ CASES = [
     StepSize("step_size_of_many_rows", "efla", shape=(3, 150, 5, 7)),
     *(StepSize(f"step_size_of_{variant}_half", variant, dtype=HALF) for variant in ("efla", "longhorn", "kaczmarz")),
     *(UnitHeads(f"unit_heads_of_size_{size:g}", size=size) for size in (1, 1e-3, 0)),
+    *(DecayedSum(f"decayed_sum_{decay:g}", decay=decay) for decay in (0, 0.1, 10)),
+    DecayedSum("decayed_sum_of_one_channel", shape=(1, 64, 2, 1)),
+    DecayedSum("decayed_sum_of_many_channels", shape=(1, 40, 2, 150)),
+    DecayedSum("decayed_sum_of_long_rows", shape=(1, 1000, 1, 24)),
     UnitHeads("unit_heads_alone_half", shape=(3, 50, 2, 24), dtype=HALF),
     Rotation("rotary"),
     Rotation("rotary_of_rows", shape=(3, 5, 2, 24), channels=24, shared=False),

@@ -27,6 +27,7 @@ from deltazoo.layers import RMSNorm  # noqa: E402
 from deltazoo.ops.fused import MOST_NORM_COLUMNS  # noqa: E402
 from deltazoo.ops.fused.kernels import (  # noqa: E402
     cross_entropy,
+    decayed_sum,
     gated_norm,
     greedy_token,
     key_products,
@@ -150,6 +151,12 @@ def make_keys(keys: str, K: int) -> None:
     given = {"query_share": (empty(4, 4096, 8), None, None), "gated_query": (x, p, None)}.get(keys, (None, p, p))
     made = rule_keys._forward(x, x, *given, keys, 1.0)
     rule_keys._backward(x, x, *given, keys, 1.0, *made)
+
+
+def sum_up(channels: int) -> None:
+    x, log_decay = empty(4, 4096, 8, channels, dtype=torch.float32), empty(4, 4096, 8, dtype=torch.float32)
+    decayed_sum._forward(x, log_decay)
+    decayed_sum._backward(x, log_decay, x)
 
 
 def weigh_squares() -> None:
@@ -320,6 +327,8 @@ CALLS: dict[str, tuple[int, Callable[[], None]]] = {
         f"keys_{keys}_{K}": (4, partial(make_keys, keys, K))
         for keys, K in (("query_share", 128), ("gated_query", 128), ("feedback", 256), ("unit_feedback", 256))
     },
+    "moment_sum": (2, lambda: sum_up(128)),
+    "moment_sum_256": (1, lambda: sum_up(256)),
     "moment_squares": (8, weigh_squares),
     "key_products": (8, measure_keys),
     "moment_key": (8, scale_key),

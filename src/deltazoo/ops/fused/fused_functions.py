@@ -17,8 +17,10 @@ __all__ = [
     "FUSED_ACTIVATIONS",
     "L2_NORM_EPS",
     "MOST_NORM_COLUMNS",
+    "MOST_SUMMED_CHANNELS",
     "fused_add_rms_norm",
     "fused_cross_entropy_",
+    "fused_decayed_sum",
     "fused_erase_gain",
     "fused_gated_rms_norm",
     "fused_kernels_fit",
@@ -44,6 +46,9 @@ FUSED_ACTIVATIONS = ("silu", "sigmoid")
 
 MOST_NORM_COLUMNS = 8192
 """The longest axis of the RMSNorm kernels: a program holds whole rows in registers."""
+
+MOST_SUMMED_CHANNELS = 256
+"""Of a head whose sum decays: a program has all of them, since the gradient of the decay sums over them."""
 
 
 def fused_kernels_fit(x: Tensor, past: Tensor | None = None) -> bool:
@@ -392,6 +397,33 @@ def fused_weighted_squares(step: Tensor, k: Tensor) -> Tensor:
     from deltazoo.ops.fused.kernels.moment_keys import weighted_squares
 
     return weighted_squares(step, k)
+
+
+def fused_decayed_sum(x: Tensor, log_decay: Tensor) -> Tensor:
+    """`y_t = exp(log_decay_t) y_{t-1} + x_t` over the tokens of each row, from zero.
+
+    Args:
+        x: `[B, T, H, K]` float32, K at most `MOST_SUMMED_CHANNELS`.
+        log_decay: `[B, T, H]` float32, natural log.
+
+    Returns:
+        `[B, T, H, K]` float32.
+
+    Raises:
+        NotImplementedError: no Triton, another device than an NVIDIA GPU, or more channels.
+        ValueError: tensors that do not fit each other, of another dtype, or on several devices.
+    """
+    _require_triton(x, log_decay)
+    if x.ndim != 4 or log_decay.shape != x.shape[:3] or {x.dtype, log_decay.dtype} != {torch.float32}:
+        raise ValueError(
+            f"expected x [B, T, H, K] and log_decay [B, T, H] in float32, got {x.dtype} {tuple(x.shape)} and "
+            f"{log_decay.dtype} {tuple(log_decay.shape)}"
+        )
+    if x.shape[-1] > MOST_SUMMED_CHANNELS:
+        raise NotImplementedError(f"the kernel takes heads of up to {MOST_SUMMED_CHANNELS} channels, not {x.shape[-1]}")
+    from deltazoo.ops.fused.kernels.decayed_sum import decayed_sum
+
+    return decayed_sum(x, log_decay)
 
 
 def fused_scaled_key(moment: Tensor, log_scale: Tensor, k: Tensor) -> Tensor:
