@@ -152,13 +152,14 @@ def run_conversions(
             if job.decoding:
                 watch(_DECODING_SECONDS)
                 result: Any = _decode(job.conversion, corpus, recipe, device, environment)
-                report(f"{job.name}: {_speeds(result)}")
+                line = _speeds(result)
             else:
                 assert teacher is not None
                 result = _convert(job.conversion, results, recipe, corpus, teacher, environment, watch)
                 bits = " ".join(f"{stage} {found:.4f}" for stage, _, found in result.points)
-                report(f"{job.name}: bits per byte {bits}; {result.seconds:.0f} s")
+                line = f"bits per byte {bits}; {result.seconds:.0f} s"
             results.add(result)
+            report(f"{job.name}: {line}")
         except OutOfTime:
             report(f"{job.name}: no time left for it")
         except Exception as error:  # raised at the end, so that it does not end the other jobs
