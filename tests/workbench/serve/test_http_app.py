@@ -367,6 +367,7 @@ def test_models_health_and_metrics(client: Any, url: str) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "deltazoo"
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    client.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=2)
     answer = httpx.get(f"{url}/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
