@@ -8,6 +8,7 @@ from helpers import record_precision
 from torch import Tensor
 
 from deltazoo.layers import (
+    DeltaNet,
     DeltaRuleAttention,
     LayerStates,
     PaddedSequences,
@@ -19,6 +20,7 @@ from deltazoo.layers import (
 )
 from deltazoo.ops import delta_rule
 from deltazoo.spec import get_variant, list_variants
+from deltazoo.swap.drop_in_layer import drop_in_class
 
 REPEATS = 16_384
 
@@ -130,16 +132,43 @@ def test_doubling_acts_on_erase_and_write_or_on_erase_alone(neg_eigval: str) -> 
     torch.testing.assert_close(beta[..., None] * written, (2 if neg_eigval == "both" else 1) * b[..., None] * v)
 
 
+ALWAYS_FAST = {
+    "comba", "comba_unit_erase", "delta_net", "eda", "efla", "fg2_gdn", "gated_deltanet", "gated_deltanet2",
+    "gated_efla", "gated_longhorn", "kaczmarz", "kda", "longhorn",
+}  # fmt: skip
+"""Rules whose erase gain never exceeds 1; tests/variants/test_safety.py shows it."""
+
+
 @pytest.mark.parametrize("variant", [name for name in list_variants() if get_variant(name).corrects])
-def test_step_sizes_above_one_never_run_in_fast_precision(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast precision is for step sizes up to 1, and nothing else on a CPU would show that a layer asks for it."""
+def test_layers_ask_for_fast_precision_where_no_gain_exceeds_one(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = record_precision(monkeypatch, rule)
-    try:
-        layer = make_layer(variant, 16, 2, 8, allow_neg_eigval=True)
-    except ValueError:
-        layer = make_layer(variant, 16, 2, 8)  # its step size cannot be doubled
-    layer(torch.randn(1, 3, 16))
-    assert asked and set(asked) <= {None, "strict"}
+    for layer in (make_layer(variant, 16, 2, 8), drop_in_class(variant)(variant, 16, 2, 8)):
+        asked.clear()
+        layer(torch.randn(1, 3, 16))
+        assert set(asked) == {"fast" if variant in ALWAYS_FAST else None}
+        if variant not in ("comba", "comba_unit_erase", "q_delta"):  # their step sizes cannot be doubled
+            asked.clear()
+            type(layer)(variant, 16, 2, 8, allow_neg_eigval=True)(torch.randn(1, 3, 16))
+            assert set(asked) == {None}
+
+
+def test_a_layer_of_another_class_or_step_size_leaves_the_precision_to_the_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class LongerKeys(DeltaRuleAttention):
+        def rule_inputs(self, *arguments: Tensor) -> RuleInputs:
+            inputs = super().rule_inputs(*arguments)
+            return inputs._replace(k=2 * inputs.k)
+
+    asked = record_precision(monkeypatch, rule)
+    unknown = replace(get_variant("delta_net"), name="own", step_size=lambda b, k: 3 * b)
+    raw_keys = replace(get_variant("delta_net"), name="raw", normalize_k=False)
+    LongerKeys("delta_net", 16, 2, 8)(torch.randn(1, 3, 16))
+    for spec in (unknown, raw_keys):
+        DeltaRuleAttention(spec, 16, 2, 8)(torch.randn(1, 3, 16))
+    assert asked == [None] * 3
+    DeltaNet(16, 2, 8)(torch.randn(1, 3, 16))
+    assert asked[3:] == ["fast"]
 
 
 def constant_input_layer() -> DeltaRuleAttention:

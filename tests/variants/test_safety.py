@@ -10,10 +10,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers import record_precision
 from torch import Tensor
 from transitions import factors_and_writes, steps
 
-from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, make_layer
+from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, make_layer, rule
 from deltazoo.ops import delta_rule
 from deltazoo.spec import get_variant, list_variants
 
@@ -166,3 +167,23 @@ def test_two_tokens_of_a_separate_erase_key_can_grow_together() -> None:
     zeros, ones = torch.zeros(1, T, 1, 2).double(), torch.ones(1, T, 1).double()
     state = delta_rule(keys, keys, zeros, ones, erase_key=erase_keys, initial_state=start).final_state
     assert norm(state).item() ** (2 / T) == pytest.approx(growth, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", [name for name in list_variants() if get_variant(name).corrects])
+def test_the_gain_of_a_layer_that_asks_for_fast_precision_stays_below_the_threshold(
+    variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of keys as rounded; where tokens erase under keys of their own, of any two tokens, as the operator counts it."""
+    threshold = pytest.importorskip("deltazoo.ops.triton.chunk.inverse", reason="needs Triton").MAX_FAST_GAIN
+    layer = make(variant, 4, dtype)
+    inputs = run(layer, torch.cat([scale * torch.randn(4, 64, HIDDEN) for scale in SCALES]).to(dtype))
+    largest = 0.0
+    for k, e, _, beta in steps(layer, inputs):
+        of_two = torch.einsum("bth,bthd,bshd->bhts", beta, e, k).abs().tril()
+        largest = max(largest, (of_two if inputs.erase_key is not None else of_two.diagonal(0, -2, -1)).max().item())
+    assert largest > 0.8
+    asked = record_precision(monkeypatch, rule)
+    layer(torch.randn(1, 3, HIDDEN, dtype=dtype))
+    if asked == ["fast"]:
+        assert largest <= threshold.value

@@ -14,7 +14,7 @@ from deltazoo.layers.linear_maps import called_as_is, is_hooked, is_plain_sequen
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, fuses_rows, l2_normalize, l2_normalize_both
 from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
-from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, run_rule
+from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import Sequences, SharedSequences, describe_sequences, describe_shared
 from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve, state_after
 from deltazoo.layers.state import LayerStates, MixerState, StateAccess, StateStore
@@ -113,6 +113,9 @@ class DeltaRuleAttention(Float32Parameters):
     projects_micro_steps: ClassVar[bool] = True
     """Whether `k_proj`, `v_proj` and `b_proj` project to every micro-step. False for a subclass that makes the steps of
     its spec itself, or takes no more than one: its `num_micro_steps` cannot be changed."""
+    gain_at_most_one: ClassVar[bool] = True
+    """Whether `rule_inputs` keeps the erase gain at 1 or below, with the step sizes that `precision_for` knows. It
+    counts in a class that states it itself, not by inheritance, since a subclass may have other keys."""
     context: ContextParallel | None = None
     """The ranks that share the rows which the layer is called with by itself (`deltazoo.context_parallel`)."""
     A_log: nn.Parameter
@@ -455,7 +458,12 @@ class DeltaRuleAttention(Float32Parameters):
             num_micro_steps=self.num_micro_steps,
             in_place=past.in_place,
             backend=self.backend,
+            precision=self._precision(),
         )
+
+    def _precision(self) -> str | None:
+        stated = vars(type(self)).get("gain_at_most_one", False)
+        return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if stated else None
 
     def _project_output(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         # The gated norm stays apart: a kernel for both is slower than the two that it would replace (docs/log.md).

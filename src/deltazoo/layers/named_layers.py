@@ -51,6 +51,7 @@ class DeltaNet(_NamedLayer):
     """Variant `delta_net` (arXiv:2406.06484): write the error of what the state recalls under the key."""
 
     variant = "delta_net"
+    gain_at_most_one = True
 
 
 class NegativeEigenvalueDeltaNet(_NamedLayer):
@@ -63,24 +64,28 @@ class GatedDeltaNet(_NamedLayer):
     """Variant `gated_deltanet` (arXiv:2412.06464): DeltaNet that can also forget, one decay per head."""
 
     variant = "gated_deltanet"
+    gain_at_most_one = True
 
 
 class EFLA(_NamedLayer):
     """Variant `efla` (arXiv:2512.12602): the delta rule's differential equation solved exactly, with raw keys."""
 
     variant = "efla"
+    gain_at_most_one = True
 
 
 class KimiDeltaAttention(_NamedLayer):
     """Variant `kda` (arXiv:2510.26692): Gated DeltaNet with one decay per key channel."""
 
     variant = "kda"
+    gain_at_most_one = True
 
 
 class Longhorn(_NamedLayer):
     """Variant `longhorn` (arXiv:2407.14207): the implicit step of online regression, with raw keys."""
 
     variant = "longhorn"
+    gain_at_most_one = True
 
 
 class LinearAttention(_NamedLayer):

@@ -22,7 +22,16 @@ from deltazoo.ops.fused import fused_erase_gain, fused_squared_norm
 from deltazoo.ops.named_choices import function_of
 from deltazoo.spec import DeltaRuleSpec
 
-__all__ = ["FUSED_STEP_SIZES", "STEP_KEYS", "RuleInputs", "StepForm", "bounded_step", "effective_step", "run_rule"]
+__all__ = [
+    "FUSED_STEP_SIZES",
+    "STEP_KEYS",
+    "RuleInputs",
+    "StepForm",
+    "bounded_step",
+    "effective_step",
+    "precision_for",
+    "run_rule",
+]
 
 
 STEP_KEYS = (
@@ -113,6 +122,7 @@ def run_rule(
     num_micro_steps: int = 1,
     in_place: bool = False,
     backend: str | None = None,
+    precision: str | None = None,
 ) -> DeltaRuleOutput:
     """Call the operator, in its form for one token where that is all there is.
 
@@ -123,7 +133,7 @@ def run_rule(
         erase_reads: as of `delta_rule`.
         num_micro_steps: steps per token.
         in_place: whether a decoding step may overwrite `state`.
-        backend: of the operator.
+        backend, precision: of the operator.
 
     Returns:
         `[B, T, HV, V]` in v's dtype, and the state after the last token.
@@ -152,7 +162,7 @@ def run_rule(
         rows["context"] = sequences.context
     if beta is None:
         return linear_attention(q, k, v, log_decay, **rows)
-    return delta_rule(q, k, v, beta, log_decay, **correction, **rows)
+    return delta_rule(q, k, v, beta, log_decay, **correction, **rows, precision=precision)
 
 
 def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigval: bool, fused: bool = False) -> Tensor:
@@ -189,6 +199,18 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
     if allow_neg_eigval or step_size.may_expand(function, unit_keys=spec.normalize_k):
         beta = bounded_step(beta, k, fused=fused)
     return beta
+
+
+def precision_for(spec: DeltaRuleSpec, *, allow_neg_eigval: bool) -> str | None:
+    """Precision of the operator for step sizes of `effective_step`, where tokens erase under the key they write under.
+
+    "fast" if the erase gain cannot exceed 1 but for the rounding of unit keys, which the operator's threshold allows
+    for: its default gives the same bits there, in three launches more and one more for the gradients. None otherwise.
+    """
+    if allow_neg_eigval or not spec.corrects:
+        return None
+    function = function_of("step_size", spec.step_size, step_size.STEP_SIZES)
+    return None if step_size.may_expand(function, unit_keys=spec.normalize_k) else "fast"
 
 
 def bounded_step(

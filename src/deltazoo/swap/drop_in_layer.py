@@ -34,6 +34,8 @@ class DropInDeltaAttention(DeltaRuleAttention):
         ValueError: as for `DeltaRuleAttention`; options that do not fit together.
     """
 
+    gain_at_most_one = True
+
     def __init__(
         self,
         variant: str | DeltaRuleSpec,
@@ -134,6 +136,8 @@ def _drop_in(layer: type[DeltaRuleAttention]) -> type[DropInDeltaAttention]:
         members: dict[str, Any] = {"__module__": layer.__module__, "__doc__": layer.__doc__, "made_from": layer}
         if "step_form" in vars(layer):  # only a class that says so itself decodes in a fused step
             members["step_form"] = DropInDeltaAttention.step_form
+        if "gain_at_most_one" in vars(layer):  # likewise
+            members["gain_at_most_one"] = layer.gain_at_most_one
         _MADE[layer] = type(f"DropIn{layer.__name__}", (DropInDeltaAttention, layer), members)
     return _MADE[layer]
 

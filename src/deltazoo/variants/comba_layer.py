@@ -23,6 +23,7 @@ class Comba(DeltaRuleAttention):
     float32_parameters = (*DeltaRuleAttention.float32_parameters, "decay", "D")
     tensor_parallel: ClassVar = {"decay": "heads", "D": "heads"}
     projects_micro_steps = False
+    gain_at_most_one = True
 
     def make_parameters(self) -> None:
         """Both numbers per head."""
@@ -67,6 +68,8 @@ class Comba(DeltaRuleAttention):
 
 class CombaUnitErase(Comba):
     """Normalises last: `l2(q - d c k)`, `l2(k)`, erase key `l2(c k)`, of q and k as the convolutions give them."""
+
+    gain_at_most_one = True
 
     def step_form(self) -> StepForm | None:
         """As `query_and_keys`."""

@@ -24,6 +24,7 @@ class EraseThenDeltaAttention(DeltaRuleAttention):
     input_projections = (*DeltaRuleAttention.input_projections, "erase_proj", "erase_b_proj")
     tensor_parallel: ClassVar = {"erase_proj": "low_rank", "erase_b_proj": "heads"}
     projects_micro_steps = False
+    gain_at_most_one = True
     erase_proj: nn.Sequential
 
     def make_parameters(self) -> None:

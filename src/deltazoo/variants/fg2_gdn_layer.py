@@ -12,6 +12,8 @@ __all__ = ["FG2GatedDeltaNet"]
 class FG2GatedDeltaNet(ChannelGates):
     """Scales key and value by the roots of their gates."""
 
+    gain_at_most_one = True
+
     def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
         """Gated keys and values, with a step size of one."""
         key_gate, value_gate = self.channel_gates(hidden_states)

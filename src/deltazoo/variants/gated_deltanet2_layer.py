@@ -12,6 +12,8 @@ __all__ = ["GatedDeltaNet2"]
 class GatedDeltaNet2(ChannelGates):
     """Erases under the gated key, and writes the gated value under the key."""
 
+    gain_at_most_one = True
+
     def make_parameters(self) -> None:
         """The gates, unless an option cannot act on them."""
         if self.neg_eigval == "erase":

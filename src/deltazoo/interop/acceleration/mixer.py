@@ -30,7 +30,7 @@ from deltazoo.interop.acceleration.transformers_layers import (
 from deltazoo.layers.backend_report import RuleDescription, describe_update
 from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.layers.norm import l2_normalize_both
-from deltazoo.layers.rule import RuleInputs, effective_step, run_rule
+from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
 from deltazoo.layers.state import MixerState, is_decoding_step
@@ -157,7 +157,10 @@ class AcceleratedMixer:
         """Call the operator: `[B, T, HV, V]`, and the state after the last token."""
         described = sequences if isinstance(sequences, SharedSequences) else WHOLE_ROWS
         state = None if before is None else before.recurrent
-        return run_rule(inputs, state, described, in_place=in_place, backend=self.deltazoo_backend)
+        precision = precision_for(get_variant(self.arrangement.variant), allow_neg_eigval=self._doubles_steps())
+        return run_rule(
+            inputs, state, described, in_place=in_place, backend=self.deltazoo_backend, precision=precision
+        )  # fmt: skip
 
     def _replay(
         self: Any, qkv: Tensor, inputs: RuleInputs, sequences: Sequences, before: MixerState | None, count: int
@@ -207,9 +210,12 @@ class AcceleratedMixer:
             get_variant(self.arrangement.variant),
             self.step_gate(projections),
             k,
-            allow_neg_eigval=getattr(self, "allow_neg_eigval", False),  # not every layer class has it
+            allow_neg_eigval=self._doubles_steps(),
         )
         return RuleInputs(q, k, v, beta, projections.log_decay)
+
+    def _doubles_steps(self: Any) -> bool:
+        return getattr(self, "allow_neg_eigval", False)  # not every layer class has it
 
     def step_gate(self: Any, projections: Projections) -> Tensor:
         """The gate that the rule turns into the step size, `[B, T, HV]` float32."""
