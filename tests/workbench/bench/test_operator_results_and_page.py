@@ -134,6 +134,12 @@ def test_the_page_takes_what_works_of_flash_linear_attention_and_says_how(result
     assert gdn[7:11] == ["3.08 (TileLang)", "2.00x", "1.23", "0.80x"]
     assert "2.0 to 2.0 times as fast as flash-linear-attention; FlashQLA takes 1.23 ms for gdn." in page
     assert "RuntimeError: wrong results" not in page
+    results.add(
+        OperatorRow(TRAIN, "gdn", "medium", "deltazoo", measure="forward_backward_graph_ms", value=0.77, run="one")
+    )
+    answer = render_page(results, {}).splitlines()[2]
+    assert "replayed from a CUDA graph, take 0.77 ms with one decay per head" in answer
+    assert "FlashQLA takes 1.23 ms in an eager call for gdn" in answer and "times as fast" not in answer
 
 
 def test_the_summary_counts_and_lists_what_was_missed(results: OperatorResults) -> None:
