@@ -94,7 +94,7 @@ LANGUAGE = (
         experiments=(BYTES,),
         judge=_extrapolation,
         tried="a decay per channel for EFLA, with which its loss rises less. In the suite text (50 M parameters, 201 M "
-        "tokens, rows of 4,096) no delta rule's loss rises in rows 16 times as long, with or without a decay: the budget "
-        "is the reason",
+        "tokens, rows of 4,096) no delta rule's loss rises in rows 16 times as long, with or without a decay: the "
+        "budget is the reason",
     ),
 )
