@@ -261,12 +261,18 @@ def test_repeated_keys(beta: float, decay: str) -> None:
 class RecordedCall:
     """A recorded call, and its gradients by way of autograd."""
 
-    def __init__(self, inputs: DeltaRuleInputs, compiled: bool = False, recomputed: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: DeltaRuleInputs,
+        compiled: bool = False,
+        recomputed: bool = False,
+        precision: str | None = None,
+    ) -> None:
         self.leaves = {name: x.clone().requires_grad_() for name, x in inputs.leaves().items()}
         self.d_results = (inputs.d_output, inputs.d_final_state)
 
         def call(*leaves: Tensor) -> DeltaRuleOutput:
-            return delta_rule(**dict(zip(self.leaves, leaves, strict=True)), backend="triton")
+            return delta_rule(**dict(zip(self.leaves, leaves, strict=True)), backend="triton", precision=precision)
 
         if compiled:
             torch.compiler.reset()
@@ -296,6 +302,10 @@ def test_same_bits_every_time_and_every_way(decay: str) -> None:
         assert all_equal(again.gradients(retain_graph), first)
     # Where the fused forward pass serves, a second scan repeats other roundings.
     assert decay != "channel" or all_equal(first, expected)
+    with scanning_again():  # fast, the fused forward pass runs again
+        again = RecordedCall(inputs, precision="fast")
+    for retain_graph in (True, False):
+        assert all_equal(again.gradients(retain_graph), expected)
     assert all_equal(RecordedCall(inputs, recomputed=True).gradients(), expected)
     assert all_equal(RecordedCall(inputs, compiled=True).gradients(), expected)
     graph = torch.cuda.CUDAGraph()

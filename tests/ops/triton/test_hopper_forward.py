@@ -72,7 +72,7 @@ def launches(p: pipeline.Problem, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "launch", record)
-        patch.setattr(pipeline, "serves_forward", lambda _: True)
+        patch.setattr(pipeline, "serves_forward", lambda *_: True)
         pipeline.infer(p)
     return found
 
@@ -171,7 +171,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     if not available(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper GPU and a Triton with Gluon")
-    monkeypatch.setattr(pipeline, "serves_forward", lambda _: True)
+    monkeypatch.setattr(pipeline, "serves_forward", lambda *_: True)
     monkeypatch.setattr(plan, "segments_of", lambda chunks, programs: (1, chunks))  # the kernel takes whole rows
     plan.plan_for.cache_clear()
     yield

@@ -1,9 +1,9 @@
 """Which kernels run in which order, and what is kept for the backward pass.
 
 Forward: prepare (chunk-parallel) -> scan (serial over chunks). Backward: scan again for the states, reverse scan, chunk
-gradients (chunk-parallel). Many heads on Hopper take one kernel for the whole forward pass (`fused_forward`), unless
-the backward pass is to scan again, and one for all gradients (`fused_gradients`). Where Gluon kernels scan, the forward
-pass keeps the states, unless it is told not to.
+gradients (chunk-parallel). Many heads on Hopper take one kernel for the whole forward pass (`fused_forward`), and one
+for all gradients (`fused_gradients`). Where Gluon kernels scan, the forward pass keeps the states, unless it is told
+not to: then the backward pass scans again, or the whole fused forward pass runs again (`keeps_nothing`).
 
 Few heads and long rows leave most of the GPU idle in the serial scans. Rows are then cut into segments: one scan finds
 each segment's final state X from a zero state, another its transition M (the final state from the identity, without
@@ -107,7 +107,8 @@ class Kept(NamedTuple):
     """What the forward pass keeps for the backward pass besides the inputs; None where a call has no such tensor."""
 
     AP: Tensor
-    """Of every chunk the transposed inverse and P `[slots, 2, C, C]`, or without step sizes P `[slots, 1, C, C]`."""
+    """Of every chunk the transposed inverse and P `[slots, 2, C, C]`, or without step sizes P `[slots, 1, C, C]`; empty
+    if nothing is kept."""
     beta: Tensor | None = None
     """Step sizes `[slots, C]`."""
     G: Tensor | None = None
@@ -169,8 +170,10 @@ def prepared_fields(plan: Plan) -> tuple[bool, ...]:
 
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
     """Output, final state, and what the backward pass needs; with `keep` so that it need not scan again."""
-    plan, kept = p.plan, Kept.empty(p.plan, p.q, keep)
-    if kept.U is not None and plan.fused_backward and serves_forward(p):
+    plan, kept = p.plan, new_kept(p.plan, p.q, keep)
+    if not keep and keeps_nothing(plan, p.q):
+        return *fused_forward(p, None), kept
+    if keep and plan.fused_backward and serves_forward(plan, p.q):
         return *fused_forward(p, kept), kept
     prepare(p, kept)
     starts = p.initial_state if plan.segments == 1 else segment_starts(p, kept)
@@ -184,7 +187,7 @@ def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
 
 def infer(p: Problem) -> tuple[Tensor, Tensor]:
     """Output and final state, where nothing has to be kept for gradients: in one kernel, if it serves the call."""
-    return fused_forward(p, None) if serves_forward(p) else forward(p, keep=False)[:2]
+    return fused_forward(p, None) if serves_forward(p.plan, p.q) else forward(p, keep=False)[:2]
 
 
 def fused_forward(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
@@ -212,9 +215,23 @@ def fused_forward(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
     return output, final
 
 
-def serves_forward(p: Problem) -> bool:
+def serves_forward(plan: Plan, q: Tensor) -> bool:
     """Whether the fused forward pass serves a call."""
-    return p.plan.hopper and forward_refusal(p.plan, p.q.dtype, multiprocessors(p.q.device)) is None
+    return plan.hopper and forward_refusal(plan, q.dtype, multiprocessors(q.device)) is None
+
+
+def keeps_nothing(plan: Plan, q: Tensor) -> bool:
+    """Whether a forward pass keeps nothing but the inputs if the backward pass is to scan again.
+
+    The fused forward pass prepares chunks in little more time than it takes to read what another one has prepared. Not
+    so where chunks may have large gains: those are prepared by kernels of their own, which would run twice.
+    """
+    return plan.fused_backward and not plan.by_gain and serves_forward(plan, q)
+
+
+def new_kept(plan: Plan, q: Tensor, keep: bool) -> Kept:
+    """Uninitialised, what `forward` returns."""
+    return Kept(q.new_empty(0)) if not keep and keeps_nothing(plan, q) else Kept.empty(plan, q, keep)
 
 
 def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor, final: Tensor) -> None:
