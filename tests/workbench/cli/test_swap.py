@@ -67,6 +67,17 @@ def test_a_dry_run_reports_and_leaves_nothing(home: Path, capsys: pytest.Capture
     assert set(home.rglob("*")) == before
 
 
+def test_a_dry_run_shows_the_training_too(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(home.rglob("*"))
+    recipe = ("--train", str(home / "recipe.yaml"), "--set", "align.steps=1000")
+    assert call(home, "--layers", "2:1", "--dry-run", *recipe) == 0
+    shown = capsys.readouterr().out
+    assert "would be swapped" in shown
+    stages = [line.split() for line in shown.replace("│", " ").splitlines() if "0.001" in line]
+    assert stages == [["align", "swapped", "1,000", "64,000", "0.001"], ["distill", "all", "2", "128", "0.001"]]
+    assert set(home.rglob("*")) == before
+
+
 @pytest.mark.parametrize(("choice", "expected"), [("0,2", [0, 2]), ("all", [0, 1, 2]), ("1:1", [0, 2])])
 def test_a_swapped_model_is_saved_with_its_tokenizer(
     home: Path, tmp_path: Path, choice: str, expected: list[int], capsys: pytest.CaptureFixture[str]
@@ -174,7 +185,8 @@ def test_an_interrupted_conversion_says_how_to_go_on(
         (["--layers", "best:4", "--text", "TEXT", "--output", "x"], "best:4 asks for 4 of 3 layers"),
         (["--text", "TEXT", "--output", "x"], "act with --rank and --layers best:K only"),
         (["--rank", "--text", "TEXT", "--layers", "0"], "leave out --layers"),
-        (["--dry-run", "--train", "swap_cpu"], "--train acts on a swap"),
+        (["--rank", "--train", "swap_cpu"], "--train acts on a swap"),
+        (["--dry-run", "--train", "swap_cpu", "--set", "align.stepps=1"], "did you mean 'steps'"),
         (["--output", "x", "--resume"], "act with --train only"),
         (["--output", "x", "--train", "swap_cp"], "did you mean 'swap_cpu'"),
         (["--output", "x", "--train", "quickstart_cpu"], "names no preset"),
