@@ -11,6 +11,7 @@ _INSTALLED, _CHECKOUT = _PACKAGE / "configs", _PACKAGE.parents[1] / "configs"
 
 
 _CONVERSION = "swap_"  # the names of conversion recipes begin like this
+_FOR_CPUS = "_cpu"  # the names of configurations for CPUs end like this; the comments of all others name GPUs
 
 
 def presets(*, conversions: bool = False) -> dict[str, Path]:
@@ -42,3 +43,9 @@ def find_config(name: str, *, conversions: bool = False) -> Path:
     if near or path.parent != Path():
         raise ValueError(f"there is no file or folder {name!r}{near}")
     raise ValueError(f"there is no file or folder {name!r}, and it names no preset: {unknown('preset', name, known)}")
+
+
+def is_for_gpus(name: str) -> bool:
+    """Whether a name or path, as for `find_config`, means a training configuration of the project that is for GPUs."""
+    path = find_config(name).resolve()
+    return path in presets().values() and not path.stem.endswith(_FOR_CPUS)

@@ -8,7 +8,7 @@ import pytest
 from command_line import call
 from outside_rule import RULES, forget_rules
 
-from deltazoo.spec import list_variants
+from deltazoo.spec import DeltaRuleSpec, list_variants, register_variant
 from deltazoo.workbench.check import CHECKS, check_rule
 from deltazoo.workbench.rule_files import load_rule_file
 
@@ -50,6 +50,13 @@ def test_a_rule_that_draws_random_numbers_is_called_so_and_not_checked_further()
         load_rule_file(RULES / "draws_random_numbers.py")
         (finding,) = check_rule("draws_random_numbers")
     assert "two equal calls give different outputs" in (finding.problem or "")
+
+
+def test_a_misspelt_step_size_is_said_once() -> None:
+    with forget_rules():
+        register_variant(DeltaRuleSpec(name="misspelt", paper="", summary="", equation="", step_size="eulr"))
+        (finding,) = check_rule("misspelt")
+    assert "raised ValueError: unknown step_size 'eulr'; did you mean 'euler'?" in (finding.problem or "")
 
 
 def test_a_step_size_that_is_clipped_is_mentioned() -> None:

@@ -322,6 +322,21 @@ def test_an_interruption_has_the_status_of_its_signal(
     assert "stopped before anything was saved" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("preset", ["quickstart_gpu", str(presets()["quickstart_gpu"]), "quickstart_cpu"])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_preset_for_gpus_says_that_there_is_none(
+    preset: str, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deltazoo.workbench.train.train", train)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    assert call("train", preset, "--output", str(tmp_path / "nothing")) == 130
+    said = f"{preset} is a preset for GPUs, and there is none here" in capsys.readouterr().err
+    assert said == (not gpu and preset != "quickstart_cpu")
+
+
 def test_options_without_effect_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("eval", str(run), "--max-bytes", "100") == 1
     assert "act on --text only" in capsys.readouterr().err

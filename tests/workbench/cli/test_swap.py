@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_runs import write_text_folder
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.generation import GenerationMixin
 
 import deltazoo.workbench.convert.conversion as conversion
 from deltazoo.swap import swapped_layers
@@ -64,6 +65,17 @@ def test_a_dry_run_reports_and_leaves_nothing(home: Path, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert "would be swapped" in shown
     assert "q_proj.weight" in shown
+    assert set(home.rglob("*")) == before
+
+
+def test_a_dry_run_shows_the_training_too(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(home.rglob("*"))
+    recipe = ("--train", str(home / "recipe.yaml"), "--set", "align.steps=1000")
+    assert call(home, "--layers", "2:1", "--dry-run", *recipe) == 0
+    shown = capsys.readouterr().out
+    assert "would be swapped" in shown
+    stages = [line.split() for line in shown.replace("│", " ").splitlines() if "0.001" in line]
+    assert stages == [["align", "swapped", "1,000", "64,000", "0.001"], ["distill", "all", "2", "128", "0.001"]]
     assert set(home.rglob("*")) == before
 
 
@@ -174,7 +186,8 @@ def test_an_interrupted_conversion_says_how_to_go_on(
         (["--layers", "best:4", "--text", "TEXT", "--output", "x"], "best:4 asks for 4 of 3 layers"),
         (["--text", "TEXT", "--output", "x"], "act with --rank and --layers best:K only"),
         (["--rank", "--text", "TEXT", "--layers", "0"], "leave out --layers"),
-        (["--dry-run", "--train", "swap_cpu"], "--train acts on a swap"),
+        (["--rank", "--train", "swap_cpu"], "--train acts on a swap"),
+        (["--dry-run", "--train", "swap_cpu", "--set", "align.stepps=1"], "did you mean 'steps'"),
         (["--output", "x", "--resume"], "act with --train only"),
         (["--output", "x", "--train", "swap_cp"], "did you mean 'swap_cpu'"),
         (["--output", "x", "--train", "quickstart_cpu"], "names no preset"),
@@ -225,6 +238,37 @@ def test_a_model_with_learned_positions_takes_no_longer_rows(
         shown = " ".join(capsys.readouterr().err.split())
         assert f"Error: {what} exceed the 24 learned positions of" in shown
     assert command_line.call("generate", swapped, *prompt, "--max-new-tokens", "18") == 0
+
+
+def test_generate_takes_the_shorter_loop_where_it_serves_the_model(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(home, "--layers", "1:1", "--output", str(tmp_path)) == 0
+    asked: list[str] = []
+    ordinary = GenerationMixin.generate
+
+    def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(type(model).__name__)
+        return ordinary(model, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", counted)
+
+    def text(path: Path, *options: str) -> str:
+        capsys.readouterr()
+        prompt = ("--prompt", "def f", "--max-new-tokens", "12", "--device", "cpu")
+        assert command_line.call("generate", str(path), *prompt, *options) == 0
+        return capsys.readouterr().out
+
+    greedy = text(tmp_path, "--temperature", "0")
+    assert text(tmp_path, "--seed", "1") == text(tmp_path, "--seed", "1") != text(tmp_path, "--seed", "2")
+    assert not asked
+    text(home / "llama")
+    assert asked == ["LlamaForCausalLM"]
+    rules = tmp_path / "model" / "generation_config.json"
+    config = json.loads(rules.read_text())
+    rules.write_text(json.dumps({**config, "exponential_decay_length_penalty": [100, 1.0]}))  # it begins after the end
+    assert text(tmp_path, "--temperature", "0") == greedy
+    assert asked == ["LlamaForCausalLM", "DeltazooLlamaForCausalLM"]
 
 
 def test_a_model_without_tokenizer_is_reported_on_and_not_swapped(

@@ -289,8 +289,9 @@ def test_the_command_line_lists_and_converts(
             main(arguments)
         return ended.value.code
 
-    assert status([*command, "--list"]) == 0
-    assert capsys.readouterr().out == "gated_deltanet@all, seed 0\ngated_deltanet@all, seed 1\n"
+    for corpus_given in (command[3:5], []):
+        assert status([*command[:3], *corpus_given, *command[5:], "--list"]) == 0
+        assert capsys.readouterr().out == "gated_deltanet@all, seed 0\ngated_deltanet@all, seed 1\n"
     assert status([*command, "--limit", "600"]) == 0
     assert "gated_deltanet@all, seed 0: bits per byte transfer" in capsys.readouterr().out
     assert list(ConversionResults.read(tmp_path / "found.jsonl").conversions) == [

@@ -668,6 +668,7 @@ def test_the_command_line_trains_within_a_limit(corpus: TextCorpus, tmp_path: Pa
     monkeypatch.setattr("deltazoo.workbench.lab.text.text_recipe.TextRecipe", lambda: RECIPE)
     corpus.save(tmp_path / "text.xz")
     command = ["lab", "--suite", "text", "--corpus", str(tmp_path / "text.xz"), "--out", str(tmp_path / "text.jsonl")]
+    without_corpus = [*command[:3], *command[5:], "--list"]
 
     def status(arguments: list[str]) -> object:
         with pytest.raises(SystemExit) as ended:
@@ -676,10 +677,15 @@ def test_the_command_line_trains_within_a_limit(corpus: TextCorpus, tmp_path: Pa
 
     assert status([*command, "--only", "delta_net", "--list"]) == 0
     assert "delta_net, seed 0" in capsys.readouterr().out
+    assert status(without_corpus) == 0
+    assert "kda, seed 0" in capsys.readouterr().out.splitlines()
     assert status([*command, "--only", "delta_net", "--limit", "600"]) == 0
     printed = capsys.readouterr().out
     assert "bits per byte" in printed and "delta_net, costs" in printed and "0 jobs are missing" in printed
     assert set(open_results(tmp_path / "text.jsonl", RECIPE, corpus).configurations) == {("delta_net", 0)}
+    assert status(without_corpus) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert "kda, seed 0" in listed and "delta_net, seed 0" not in listed
     assert (
         status([*command, "--steps", "3", "--no-measure"]) == 1
         and "has no --steps, --measure" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import deltazoo
 import deltazoo.models  # noqa: F401
 from deltazoo.workbench.convert.conversion_config import STAGES, load_conversion
+from deltazoo.workbench.presets import is_for_gpus
 from deltazoo.workbench.train import TokenizerConfig, load_config
 from deltazoo.workbench.train.model import build_model
 from deltazoo.workbench.train.tokenizer import build_tokenizer
@@ -47,6 +48,12 @@ def test_a_preset_says_what_each_key_does(path: Path) -> None:
     sections = {key for key, value in values.items() if isinstance(value, dict)}
     commented = {line.split(":")[0].strip() for line in lines if "  # " in line}
     assert set(keys(values)) - sections == commented
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_preset_for_gpus_says_so_in_its_comment(path: Path) -> None:
+    comment = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    assert ("GPU" in comment) == is_for_gpus(path.stem)
 
 
 def test_every_preset_can_be_shortened_to_a_few_steps() -> None:

@@ -15,6 +15,7 @@ from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_la
 __all__ = [
     "clipped_step_sizes",
     "difference",
+    "make",
     "parameters_are_filled_and_act",
     "same_decoded",
     "same_gradients_as_finite_differences",

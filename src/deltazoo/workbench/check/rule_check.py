@@ -8,6 +8,7 @@ import torch
 from deltazoo.spec import get_variant
 from deltazoo.workbench.check.layer_checks import (
     clipped_step_sizes,
+    make,
     parameters_are_filled_and_act,
     same_decoded,
     same_gradients_as_finite_differences,
@@ -56,7 +57,7 @@ class Finding(NamedTuple):
 def check_rule(variant: str) -> Iterator[Finding]:
     """Check a registered variant; findings come as they are made.
 
-    A rule whose results differ from call to call gets no further check.
+    A rule whose layers cannot be made gets no check; one whose results differ from call to call gets no further one.
 
     Args:
         variant: its name.
@@ -65,6 +66,11 @@ def check_rule(variant: str) -> Iterator[Finding]:
         ValueError: no such variant.
     """
     get_variant(variant)
+    try:
+        make(variant)
+    except Exception as error:  # a rule under test may raise anything
+        yield Finding("a layer can be made", _raised(error))
+        return
     for title, check in CHECKS.items():
         torch.manual_seed(0)
         remark, raised = None, False
@@ -72,8 +78,12 @@ def check_rule(variant: str) -> Iterator[Finding]:
             problem = check(variant)
             if problem is None and title in _REMARKS:
                 remark = _REMARKS[title](variant)
-        except Exception as error:  # a rule under test may raise anything
-            problem, raised = f"raised {type(error).__name__}: {error}", True
+        except Exception as error:
+            problem, raised = _raised(error), True
         yield Finding(title, problem, remark)
         if title == _REPEATABLE and problem is not None and not raised:
             return
+
+
+def _raised(error: Exception) -> str:
+    return f"raised {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from deltazoo.workbench.evaluate.comparison import Baseline
 
 if TYPE_CHECKING:  # these import torch, which a table of facts does not need
     from deltazoo.workbench.convert.conversion import ConversionResult
+    from deltazoo.workbench.convert.conversion_config import ConversionConfig
     from deltazoo.workbench.convert.layer_ranking import Ranking
     from deltazoo.workbench.evaluate.score import Score
 
@@ -45,6 +46,17 @@ def ranking_table(ranking: "Ranking") -> Table:
     for score in sorted(ranking.layers, key=lambda score: score.rise):
         table.add_row(str(score.layer), f"{score.loss:.4f}", f"{score.rise:+.4f}")
     table.add_row("none", f"{ranking.loss:.4f}", "", style="dim")
+    return table
+
+
+def stages_table(recipe: "ConversionConfig") -> Table:
+    """The stages of a conversion before it is run."""
+    table = Table(title=f"training that would follow, on {recipe.data.text}")
+    for heading in ("stage", "trains", "steps", "tokens", "learning rate"):
+        table.add_column(heading, justify="left" if heading in ("stage", "trains") else "right")
+    for stage in recipe.stages:
+        tokens = stage.steps * stage.rows_of_a_step * stage.row_length
+        table.add_row(stage.section, stage.trains, f"{stage.steps:,}", f"{tokens:,}", f"{stage.learning_rate:g}")
     return table
 
 

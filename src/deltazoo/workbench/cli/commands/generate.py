@@ -68,19 +68,30 @@ def generate(
     sampling: dict[str, Any] = {}
     if temperature > 0:
         sampling = {"temperature": temperature, "top_p": 0.95 if top_p is None else top_p, "top_k": top_k}
+    if compile_step and not isinstance(model, DeltaRuleForCausalLM):
+        raise ValueError(f"--compile acts on delta-rule models, not on {type(model).__name__}")
     options: dict[str, Any]
     began = time.perf_counter()
-    if isinstance(model, DeltaRuleForCausalLM):
+    if compile_step or _runs_in_our_loop(model):
         options = {"seed": seed, "prefill_chunk": prefill_chunk, "compile": compile_step}
         output = continue_prompt(
             model, **inputs, **sampling, **options, max_new_tokens=max_new_tokens, streamer=streamer
         )
     else:
-        if compile_step:
-            raise ValueError(f"--compile acts on delta-rule models, not on {type(model).__name__}")
         set_seed(seed)
         options = {"do_sample": temperature > 0, "prefill_chunk_size": prefill_chunk, "max_new_tokens": max_new_tokens}
         output = model.generate(**inputs, **sampling, **options, streamer=streamer)  # type: ignore[operator]
     seconds = time.perf_counter() - began
     made = output.shape[1] - length
     errors.print(f"{made} tokens in {seconds:.1f} s: {made / seconds:.0f} tokens/s", style="dim", highlight=False)
+
+
+def _runs_in_our_loop(model: Any) -> bool:
+    """Whether `deltazoo.generate` serves a model."""
+    from deltazoo.generation import Decoder
+
+    try:
+        Decoder(model, max_length=1)
+    except ValueError:
+        return False
+    return True

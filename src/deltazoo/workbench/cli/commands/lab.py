@@ -160,12 +160,14 @@ def _run_on_text(
     from deltazoo.workbench.lab.lab_records import Environment
     from deltazoo.workbench.lab.text.text_corpus import TextCorpus, default_corpus_path
 
-    corpus = TextCorpus.load(corpus_path or default_corpus_path())
+    listed_alone = show and corpus_path is None  # names of jobs need no text
+    corpus = None if listed_alone else TextCorpus.load(corpus_path or default_corpus_path())
     run, missing_names = (_trainings if suite == "text" else _conversions)(path, corpus, only, device)
     if show:
         _report("\n".join(missing_names()))
         return
     missing = run(
+        corpus=corpus,
         environment=Environment.here(device, commit),
         limit=None if limit is None else limit - (time.monotonic() - began),
         only=only,
@@ -178,16 +180,16 @@ _Run = tuple[Callable[..., Sequence[object]], Callable[[], list[str]]]
 """What runs the jobs that a result file lacks and returns those that are left, and what names them beforehand."""
 
 
-def _trainings(path: Path, corpus: "TextCorpus", only: list[str], device: str) -> _Run:
+def _trainings(path: Path, corpus: "TextCorpus | None", only: list[str], device: str) -> _Run:
     from deltazoo.workbench.lab.text.suite import devices_of, missing_jobs, open_results, run_text_suite
     from deltazoo.workbench.lab.text.text_recipe import TextRecipe
 
     results = open_results(path, TextRecipe(), corpus)
-    run = partial(run_text_suite, results, corpus, devices=devices_of(device))
+    run = partial(run_text_suite, results, devices=devices_of(device))
     return run, lambda: [job.name for job in missing_jobs(results, only)]
 
 
-def _conversions(path: Path, corpus: "TextCorpus", only: list[str], device: str) -> _Run:
+def _conversions(path: Path, corpus: "TextCorpus | None", only: list[str], device: str) -> _Run:
     from deltazoo.workbench.lab.text_conversions.conversion_recipe import ConversionRecipe
     from deltazoo.workbench.lab.text_conversions.conversion_suite import (
         missing_conversion_jobs,
@@ -198,7 +200,7 @@ def _conversions(path: Path, corpus: "TextCorpus", only: list[str], device: str)
 
     recipe = ConversionRecipe()
     results = open_conversions(path, recipe, corpus)
-    run = partial(run_conversions, results, recipe, corpus, device=device, teacher_path=default_teacher_path())
+    run = partial(run_conversions, results, recipe, device=device, teacher_path=default_teacher_path())
     return run, lambda: [job.name for job in missing_conversion_jobs(results, recipe, only)]
 
 

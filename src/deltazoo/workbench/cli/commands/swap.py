@@ -58,7 +58,7 @@ def swap(
 ) -> None:
     """Replace softmax attention by delta-rule layers; --rank measures layers first, --train trains the result."""
     from deltazoo.spec import get_variant
-    from deltazoo.workbench.cli.tables import facts_table
+    from deltazoo.workbench.cli.tables import facts_table, stages_table
     from deltazoo.workbench.convert.conversion_config import STAGES, load_conversion
     from deltazoo.workbench.evaluate.checkpoint_path import resolve_checkpoint
     from deltazoo.workbench.presets import find_config
@@ -70,7 +70,7 @@ def swap(
     ranks = rank or best is not None
     _refuse_without_effect(
         {
-            "--train acts on a swap, not with --dry-run or --rank": bool(train) and (dry_run or rank),
+            "--train acts on a swap, not with --rank": bool(train) and rank,
             "--set and --resume act with --train only": train is None and bool(override or resume),
             "--text, --text-field and --rank-tokens act with --rank and --layers best:K only": not ranks
             and (text is not None or text_field != "text" or rank_tokens != 16384),
@@ -84,7 +84,8 @@ def swap(
         raise ValueError(f"{output} holds a saved model (config.json): choose another --output")
     recipe = None
     if train is not None:
-        recipe = load_conversion(find_config(train, conversions=True), [*(override or []), f"output={output}"])
+        folder_of_run = [] if output is None else [f"output={output}"]
+        recipe = load_conversion(find_config(train, conversions=True), [*(override or []), *folder_of_run])
     if ranks and text is None and recipe is None:
         raise ValueError("ranking the layers needs a text: name one with --text")
     folder = None if output is None else Path(output)
@@ -128,6 +129,8 @@ def swap(
 
     report = swap_attention(model, variant, layers=chosen, dry_run=dry_run, keep_teacher=bool(recipe), **options)
     console.print(report)
+    if dry_run and recipe is not None:
+        console.print(stages_table(recipe))
     if dry_run or folder is None or tokenizer is None:
         return
     if recipe is None:

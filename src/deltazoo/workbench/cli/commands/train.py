@@ -76,6 +76,8 @@ def train_model(
     if gpus is not None and started not in (None, gpus):
         raise ValueError(f"--gpus {gpus}: the command runs in {started} processes already; leave --gpus out")
     divide_rows(run.training, started or gpus or 1)
+    if started is None and config is not None:
+        _say_if_gpu_is_missing(config)
     if started is None and gpus is not None and gpus > 1:
         options: list[tuple[str, str | None]] = [("--text", text), ("--output", output)]
         options += [("--set", each) for each in overrides]
@@ -139,6 +141,17 @@ def _quickstart() -> str:
     import torch
 
     return "quickstart_gpu" if torch.cuda.is_available() else "quickstart_cpu"
+
+
+def _say_if_gpu_is_missing(name: str) -> None:
+    from deltazoo.workbench.console import say
+    from deltazoo.workbench.presets import is_for_gpus
+
+    if is_for_gpus(name):
+        import torch
+
+        if not torch.cuda.is_available():
+            say(f"{name} is a preset for GPUs, and there is none here: it may take very long, or run out of memory")
 
 
 def _say_how_to_go_on(folder: Path) -> None:

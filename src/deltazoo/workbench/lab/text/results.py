@@ -117,8 +117,8 @@ class SuiteResults(ABC):
     Args:
         path: of the JSON lines; need not exist.
         recipe: as of the trainings to come.
-        corpus_digest: as of their text.
-        file_bytes: scored bytes of the held-out files.
+        corpus_digest: as of their text; None: of any text, to see what the file lacks and add nothing.
+        file_bytes: scored bytes of the held-out files; None with `corpus_digest`.
 
     Raises:
         ValueError: the file holds results of another recipe or corpus, or something else.
@@ -128,14 +128,17 @@ class SuiteResults(ABC):
     kinds: ClassVar[Mapping[str, type[Any]]]
     """What a line after the first one holds, by its key `kind`."""
 
-    def __init__(self, path: Path, recipe: Any, corpus_digest: str, file_bytes: list[int]) -> None:
+    def __init__(
+        self, path: Path, recipe: Any, corpus_digest: str | None = None, file_bytes: list[int] | None = None
+    ) -> None:
         self.path = path
-        content = json.loads(json.dumps(recipe.as_json()))
-        self.header = {"suite": self.suite, "recipe": content, "corpus": corpus_digest, "file_bytes": file_bytes}
+        self.header = {"suite": self.suite, "recipe": json.loads(json.dumps(recipe.as_json()))}
+        if corpus_digest is not None:
+            self.header |= {"corpus": corpus_digest, "file_bytes": file_bytes}
         self._make_empty()
         if path.exists() and "\n" in path.read_text(encoding="utf-8"):  # a first line that was cut is written anew
             self.reload()
-            check_header(path, self.header)
+            self.header = checked_header(path, self.header)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -290,14 +293,16 @@ def read_header(path: Path, suite: str) -> dict[str, Any]:
     return header
 
 
-def check_header(path: Path, expected: dict[str, Any]) -> None:
-    """Raise ValueError unless a result file is of the same suite, recipe and corpus."""
-    for key, theirs in read_header(path, expected["suite"]).items():
-        if theirs != expected.get(key):
+def checked_header(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """The first line of a result file; ValueError unless it holds what is expected, such as recipe and corpus."""
+    found = read_header(path, expected["suite"])
+    for key, ours in expected.items():
+        if found.get(key) != ours:
             raise ValueError(
-                f"{path} holds results of another {key} ({_short(theirs)}, now {_short(expected.get(key))}),"
+                f"{path} holds results of another {key} ({_short(found.get(key))}, now {_short(ours)}),"
                 " which do not mix: give another --out"
             )
+    return found
 
 
 def _short(x: object) -> str:

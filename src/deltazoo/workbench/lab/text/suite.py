@@ -47,8 +47,10 @@ _DECODING_SECONDS = 40.0
 """Guess of the time that measuring the decoding of a configuration takes, after the steps that time its training."""
 
 
-def open_results(path: Path, recipe: TextRecipe, corpus: TextCorpus) -> TextResults:
-    """The result file of a recipe on a corpus; see `TextResults`."""
+def open_results(path: Path, recipe: TextRecipe, corpus: TextCorpus | None) -> TextResults:
+    """The result file of a recipe on a corpus, or, to see what it lacks, on any; see `TextResults`."""
+    if corpus is None:
+        return TextResults(path, recipe)
     return TextResults(path, recipe, corpus.digest, file_bytes(corpus, recipe).tolist())
 
 

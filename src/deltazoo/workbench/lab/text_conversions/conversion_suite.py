@@ -60,8 +60,10 @@ class ConversionJob:
         return f"{self.conversion.name}, {'decoding' if self.decoding else f'seed {self.conversion.seed}'}"
 
 
-def open_conversions(path: Path, recipe: ConversionRecipe, corpus: TextCorpus) -> ConversionResults:
-    """The result file of a recipe on a corpus; see `ConversionResults`."""
+def open_conversions(path: Path, recipe: ConversionRecipe, corpus: TextCorpus | None) -> ConversionResults:
+    """The result file of a recipe on a corpus, or, to see what it lacks, on any; see `ConversionResults`."""
+    if corpus is None:
+        return ConversionResults(path, recipe)
     return ConversionResults(path, recipe, corpus.digest, file_bytes(corpus, recipe.text).tolist())
 
 
