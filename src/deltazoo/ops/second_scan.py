@@ -1,7 +1,7 @@
 """Whether the backward pass of the operator scans again for what the forward pass could have kept.
 
 On a GPU that is the corrections and the states that enter the chunks: with heads of 128, three quarters of what a call
-keeps besides its inputs.
+keeps besides its inputs. Where one kernel makes the whole forward pass, it is everything.
 """
 
 from collections.abc import Iterator

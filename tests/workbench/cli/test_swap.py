@@ -269,6 +269,10 @@ def test_generate_takes_the_shorter_loop_where_it_serves_the_model(
     rules.write_text(json.dumps({**config, "exponential_decay_length_penalty": [100, 1.0]}))  # it begins after the end
     assert text(tmp_path, "--temperature", "0") == greedy
     assert asked == ["LlamaForCausalLM", "DeltazooLlamaForCausalLM"]
+    rules.write_text(json.dumps({**config, "min_p": 0.1}))
+    assert text(tmp_path, "--temperature", "0") == greedy and len(asked) == 2  # nothing is drawn
+    text(tmp_path)
+    assert len(asked) == 3
 
 
 def test_a_model_without_tokenizer_is_reported_on_and_not_swapped(

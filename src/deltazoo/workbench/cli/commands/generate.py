@@ -9,6 +9,8 @@ from deltazoo.workbench.cli.options import CheckpointArgument, DeviceOption
 from deltazoo.workbench.rule_files import LoadOption
 
 _EXAMPLE = 'Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]'
+_DRAWN_OTHERWISE = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+"""Of a generation config: ways to draw tokens that only `model.generate` knows. 0, 1 or None: not wanted."""
 
 
 def register(app: typer.Typer) -> None:
@@ -72,7 +74,7 @@ def generate(
         raise ValueError(f"--compile acts on delta-rule models, not on {type(model).__name__}")
     options: dict[str, Any]
     began = time.perf_counter()
-    if compile_step or _runs_in_our_loop(model):
+    if compile_step or _runs_in_our_loop(model, draws=temperature > 0):
         options = {"seed": seed, "prefill_chunk": prefill_chunk, "compile": compile_step}
         output = continue_prompt(
             model, **inputs, **sampling, **options, max_new_tokens=max_new_tokens, streamer=streamer
@@ -86,10 +88,12 @@ def generate(
     errors.print(f"{made} tokens in {seconds:.1f} s: {made / seconds:.0f} tokens/s", style="dim", highlight=False)
 
 
-def _runs_in_our_loop(model: Any) -> bool:
-    """Whether `deltazoo.generate` serves a model."""
+def _runs_in_our_loop(model: Any, *, draws: bool) -> bool:
+    """Whether `deltazoo.generate` serves a model, and draws its tokens as the model's generation config asks for."""
     from deltazoo.generation import Decoder
 
+    if draws and any(getattr(model.generation_config, name, None) not in (None, 0, 1) for name in _DRAWN_OTHERWISE):
+        return False
     try:
         Decoder(model, max_length=1)
     except ValueError:
