@@ -4,7 +4,7 @@
 |---|---|---|
 | `none` | whatever autograd saves | nothing |
 | `elementwise` | results of matrix products and of the operators | norms, activations, gates, convolutions |
-| `states` | the same but for what linear layers can make again: states that enter chunks, and corrections | these, too |
+| `states` | the same but for what linear layers can make again: states of chunks, corrections | these, too |
 | `block` | the block's input | all of it, as with transformers' gradient checkpointing |
 
 Matrix products are nearly all of the work and elementwise results most of the memory, so the levels between save memory
