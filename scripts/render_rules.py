@@ -104,6 +104,10 @@ means in use.
   [2605.22791](https://arxiv.org/abs/2605.22791)); `eda` 28.44 against 27.81 (2.5 B, 400 B tokens, 3:1 hybrid) and
   49.38 against 48.31 (25 B mixture of experts, [2606.26560](https://arxiv.org/abs/2606.26560)). EDA's authors also
   report that it recalls old values under their own key less well than KDA. None of these figures were repeated here.
+* **A small language model**: three layers of a rule to one of softmax attention ([how](models.md#build)). In our own
+  comparison on [real text](text.md) such hybrids of `comba`, `eda`, `pgdn` and `gated_longhorn` are ahead of softmax
+  attention and of every rule alone. No rule alone is ahead of softmax attention there, and only `gated_longhorn` is
+  ahead of Gated DeltaNet.
 * **Keys whose length means something**: `efla`, `longhorn`, `kaczmarz` and their gated forms take keys of any length.
 * **A baseline without an erase**: `gla`, `lightning_attention`, `mamba2_style`, `linear_attention`.
 
