@@ -59,8 +59,8 @@ def _backward(
 ):  # fmt: skip
     """Gradients of the tensors but `cu_seqlens`, in their dtypes; None for those that were not given.
 
-    With `in_place` what the forward pass kept may be overwritten and freed. If it has been `overwritten`, or there is
-    nothing, it is computed again.
+    With `in_place` what the forward pass kept may be overwritten and freed. If it has been `overwritten` it is computed
+    again.
     """
     *saved, d_output, d_final = rest
     kept = Kept(*saved)
@@ -68,9 +68,8 @@ def _backward(
         p = Problem(
             q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
         )
-        nothing = not keep and pipeline.keeps_nothing(p.plan, p.q)
-        if nothing or (overwritten and (kept.U is not None or not p.plan.fused_backward)):
-            kept, keep = pipeline.forward(p)[2], True
+        if overwritten and (kept.U is not None or not p.plan.fused_backward):
+            kept = pipeline.forward(p)[2]
         dq, dk, de, dv, d_beta, d_log_decay, d_initial = pipeline.backward(p, kept, d_output, d_final, keep, in_place)
     # Those not named here are in their dtypes already.
     return dq, dk, dv, _like(d_beta, beta), _like(d_log_decay, log_decay), _like(d_initial, initial_state), de

@@ -255,7 +255,10 @@ def backward(
     `keep` is that of the forward pass. With `in_place` what was kept is no longer needed: gradients may lie in its
     memory, and what nothing reads any more is freed.
     """
-    plan, kept = p.plan, kept.of_plan(p.plan, keep)
+    plan = p.plan
+    if not keep and keeps_nothing(plan, p.q):
+        kept, keep = forward(p)[2], True
+    kept = kept.of_plan(plan, keep)
     d_output = contiguous(d_output, p.alignment)
     d_final = None if d_final is None else d_final.float().contiguous()
     starts = p.initial_state
