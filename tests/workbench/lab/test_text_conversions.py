@@ -314,6 +314,7 @@ def test_the_page_shows_what_there_is_and_says_what_is_missing(finished: Convers
     findings = page.split("## Findings")[1].split("##")[0]
     assert findings.count("Gated DeltaNet has the fewest bits") == 2 and "with nothing swapped, changes by" in findings
     assert "converted so far" not in findings and "In rows 2 times as long as in training" in findings
+    assert findings.count("* Decoding one row after") == 2 and "tokens/s for the softmax model; " in findings
     assert "Memory beside the weights" not in findings and "trained from the start" not in findings
     (teacher,) = finished.teachers.values()
     size = sum(finished.header["file_bytes"])

@@ -128,7 +128,7 @@ def _findings(results: ConversionResults, configurations: TextResults | None, re
     further = (
         _beside_the_start(results, configurations, recipe),
         _in_longer_rows(results, recipe),
-        _memory_of_the_longest_context(results, recipe),
+        *_in_decoding(results, recipe),
     )
     lines += [line for line in further if line]
     return "\n".join(filled(line, bullet="* ") for line in lines) + "\n"
@@ -174,22 +174,32 @@ def _range_of(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _memory_of_the_longest_context(results: ConversionResults, recipe: ConversionRecipe) -> str | None:
-    context = recipe.decode_contexts[-1]
-    peaks: dict[str, list[str]] = {}
+def _in_decoding(results: ConversionResults, recipe: ConversionRecipe) -> list[str | None]:
+    """Speed after each context, and memory after the longest."""
+    contexts = recipe.decode_contexts
+    speeds = [_by_layers("Decoding one row", "tokens_per_second", "tokens/s", 1, x, results, recipe) for x in contexts]
+    memory = "Memory beside the weights in decoding one row"
+    return [*speeds, _by_layers(memory, "peak_bytes", "MiB", 2**20, contexts[-1], results, recipe)]
+
+
+def _by_layers(
+    what: str, key: str, unit: str, size: int, context: int, results: ConversionResults, recipe: ConversionRecipe
+) -> str | None:
+    """What was measured in decoding after a context, of the softmax model and of each choice of layers."""
+    values: dict[str, list[float]] = {}
     for conversion in recipe.decodings():
         measured = results.decodings.get(conversion)
-        peak = measured.decoding[str(context)].get("peak_bytes") if measured is not None else None
-        if peak is not None:
-            peaks.setdefault(conversion.layers, []).append(f"{peak / 2**20:,.0f}")
-    if peaks.keys() <= {CONTROL.layers}:
+        value = measured.decoding[str(context)].get(key) if measured is not None else None
+        if value is not None:
+            values.setdefault(conversion.layers, []).append(value / size)
+    if values.keys() <= {CONTROL.layers}:
         return None
     said = []
-    for layers, found in peaks.items():
-        low, high = (pick(found, key=lambda size: int(size.replace(",", ""))) for pick in (min, max))
+    for layers, found in values.items():
+        low, high = f"{min(found):,.0f}", f"{max(found):,.0f}"
         who = "the softmax model" if layers == CONTROL.layers else _in_words(layers).lower()
-        said.append(f"{low if low == high else f'{low} to {high}'} MiB for {who}")
-    return f"Memory beside the weights in decoding one row after {context:,} tokens: {'; '.join(said)}."
+        said.append(f"{low if low == high else f'{low} to {high}'} {unit} for {who}")
+    return f"{what} after {context:,} tokens: {'; '.join(said)}."
 
 
 def _quality(
