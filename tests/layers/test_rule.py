@@ -1,5 +1,6 @@
 """Step sizes of the variants, and the guard that keeps rounded keys from blowing up the state."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,14 @@ from helpers import record_precision
 from torch import Tensor
 
 from deltazoo.layers import (
+    EFLA,
     DeltaNet,
     DeltaRuleAttention,
+    GatedDeltaNet,
+    KimiDeltaAttention,
     LayerStates,
+    Longhorn,
+    NegativeEigenvalueDeltaNet,
     PaddedSequences,
     RuleInputs,
     bounded_step,
@@ -167,8 +173,20 @@ def test_a_layer_of_another_class_or_step_size_leaves_the_precision_to_the_opera
     for spec in (unknown, raw_keys):
         DeltaRuleAttention(spec, 16, 2, 8)(torch.randn(1, 3, 16))
     assert asked == [None] * 3
-    DeltaNet(16, 2, 8)(torch.randn(1, 3, 16))
-    assert asked[3:] == ["fast"]
+    asked.clear()
+    for layer in (DeltaNet, EFLA, GatedDeltaNet, KimiDeltaAttention, Longhorn):
+        layer(16, 2, 8)(torch.randn(1, 3, 16))
+    copy.deepcopy(drop_in_class("kda")("kda", 16, 2, 8))(torch.randn(1, 3, 16))
+    assert asked == ["fast"] * 6
+    asked.clear()
+    NegativeEigenvalueDeltaNet(16, 2, 8)(torch.randn(1, 3, 16))
+    assert asked == [None]
+
+
+@pytest.mark.parametrize("variant", ["fg2_gdn", "gated_deltanet2", "qed"])
+def test_a_rule_with_gates_per_channel_takes_no_other_step_size(variant: str) -> None:
+    with pytest.raises(ValueError, match=r"step_size='exact' cannot act: leave it at 'euler'"):
+        make_layer(replace(get_variant(variant), step_size="exact"), 16, 2, 8)
 
 
 def constant_input_layer() -> DeltaRuleAttention:

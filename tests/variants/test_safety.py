@@ -185,5 +185,5 @@ def test_the_gain_of_a_layer_that_asks_for_fast_precision_stays_below_the_thresh
     assert largest > 0.8
     asked = record_precision(monkeypatch, rule)
     layer(torch.randn(1, 3, HIDDEN, dtype=dtype))
-    if asked == ["fast"]:
+    if "fast" in asked:
         assert largest <= threshold.value

@@ -202,10 +202,10 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
 
 
 def precision_for(spec: DeltaRuleSpec, *, allow_neg_eigval: bool) -> str | None:
-    """Precision of the operator for step sizes of `effective_step`, where tokens erase under the key they write under.
+    """Precision of the operator for step sizes of `effective_step` and a layer whose keys are those of the spec.
 
     "fast" if the erase gain cannot exceed 1 but for the rounding of unit keys, which the operator's threshold allows
-    for: its default gives the same bits there, in three launches more and one more for the gradients. None otherwise.
+    for: its default gives the same bits there, in more launches. None otherwise.
     """
     if allow_neg_eigval or not spec.corrects:
         return None

@@ -1,7 +1,7 @@
 """Whether the backward pass of the operator scans again for what the forward pass could have kept.
 
 On a GPU that is the corrections and the states that enter the chunks: with heads of 128, three quarters of what a call
-keeps besides its inputs. Where one kernel makes the whole forward pass, it is everything.
+keeps besides its inputs. Where one kernel makes the whole forward pass, in fast precision, it is everything.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _ACTIVE = ContextVar("scanning_again", default=False)
 
 @contextmanager
 def scanning_again() -> Iterator[None]:
-    """Inside, in this thread, recorded calls keep neither; gradients are the same, up to rounding."""
+    """Inside, in this thread, recorded calls do not keep that; gradients are the same, up to rounding."""
     token = _ACTIVE.set(True)
     try:
         yield

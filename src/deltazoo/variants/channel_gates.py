@@ -13,6 +13,7 @@ from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.recompute import recomputable
 from deltazoo.ops.dtypes import at_least_float32, wide_dtype
 from deltazoo.ops.fused import fused_sigmoid_gate
+from deltazoo.spec import choice_name
 
 __all__ = ["ChannelGates"]
 
@@ -26,6 +27,11 @@ class ChannelGates(DeltaRuleAttention):
 
     def make_parameters(self) -> None:
         """The gates per channel; `b_proj` takes the place of the gate per head."""
+        if self.spec.step_size != "euler":
+            raise ValueError(
+                f"variant {self.spec.name!r} has gates per channel in place of a step size, so "
+                f"step_size={choice_name(self.spec.step_size)!r} cannot act: leave it at 'euler'"
+            )
         bias = self.b_proj.bias is not None
         self.b_proj = nn.Linear(self.hidden_size, self.num_heads * self.head_k_dim, bias=bias)
         self.w_proj = nn.Linear(self.hidden_size, self.num_v_heads * self.head_v_dim, bias=False)

@@ -188,6 +188,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(
         (["--rank", "--text", "TEXT", "--layers", "0"], "leave out --layers"),
         (["--rank", "--train", "swap_cpu"], "--train acts on a swap"),
         (["--dry-run", "--train", "swap_cpu", "--set", "align.stepps=1"], "did you mean 'steps'"),
+        (["--dry-run", "--train", "swap_cpu", "--resume"], "and --dry-run starts none"),
         (["--output", "x", "--resume"], "act with --train only"),
         (["--output", "x", "--train", "swap_cp"], "did you mean 'swap_cpu'"),
         (["--output", "x", "--train", "quickstart_cpu"], "names no preset"),

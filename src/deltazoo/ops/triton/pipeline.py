@@ -171,10 +171,8 @@ def prepared_fields(plan: Plan) -> tuple[bool, ...]:
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
     """Output, final state, and what the backward pass needs; with `keep` so that it need not scan again."""
     plan, kept = p.plan, new_kept(p.plan, p.q, keep)
-    if not keep and keeps_nothing(plan, p.q):
-        return *fused_forward(p, None), kept
-    if keep and plan.fused_backward and serves_forward(plan, p.q):
-        return *fused_forward(p, kept), kept
+    if plan.fused_backward and serves_forward(plan, p.q) and (keep or not plan.by_gain):
+        return *fused_forward(p, kept if keep else None), kept
     prepare(p, kept)
     starts = p.initial_state if plan.segments == 1 else segment_starts(p, kept)
     output = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V)

@@ -39,7 +39,7 @@ _METHOD = """\
   before the clock starts; all of the operator's own preparation counts.
 - **Times** are medians of CUDA events around warmed-up calls, with the L2 cache flushed before each: eager, or replayed
   from a CUDA graph where a table says graph. An eager call takes the time of its launches where that is longer than
-  the GPU's own, which graphs show; it depends on the machine's processor.
+  the GPU's own, which graphs show. That time depends on the machine's processor.
 - **Shapes** read B x T x H x K x V: sequences, tokens, heads, channels of a key and of a value.
 - **Operators**: delta has no decay, gdn one decay per head, kda one per key channel. Gates are uniform with a mean
   log-decay per token of {gates}.
@@ -131,7 +131,8 @@ class _Page:
             return ""
 
         times = enumerated([f"{_number(row.value)} ms {_OPERATORS[op]}" for op, row, _ in found])
-        ratios = [peer.value / row.value for _, row, peer in found if peer and peer.value and row.value]
+        faster = {op: peer.value / row.value for op, row, peer in found if peer and peer.value and row.value}
+        ratios = list(faster.values())
         flashqla, softmax = of_peer("gdn", "medium", "flashqla"), of_peer("softmax", "none", "sdpa")
         sentence = (
             f"Forward and backward pass of {shape.B} x {shape.T:,} tokens with {shape.H} heads of {shape.K}"
@@ -139,7 +140,8 @@ class _Page:
             f"{self.results.runs[found[0][1].run].machine}"
         )
         if ratios:
-            sentence += f", {min(ratios):.1f} to {max(ratios):.1f} times as fast as flash-linear-attention"
+            of_which = "" if len(faster) == len(found) else f" ({enumerated(list(faster))})"
+            sentence += f", {min(ratios):.1f} to {max(ratios):.1f} times as fast as flash-linear-attention{of_which}"
         if flashqla:
             sentence += f"; FlashQLA takes {flashqla} for gdn"
         if softmax:

@@ -9,8 +9,9 @@ from deltazoo.workbench.cli.options import CheckpointArgument, DeviceOption
 from deltazoo.workbench.rule_files import LoadOption
 
 _EXAMPLE = 'Example: [bold]deltazoo generate runs/quickstart --prompt "def read(self, size=-1):"[/]'
-_DRAWN_OTHERWISE = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-"""Of a generation config: ways to draw tokens that only `model.generate` knows. 0, 1 or None: not wanted."""
+_DRAWN_OTHERWISE = {"min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
+"""Of a generation config: ways to draw tokens that only `model.generate` knows, and the value that changes nothing, as
+None does."""
 
 
 def register(app: typer.Typer) -> None:
@@ -70,11 +71,14 @@ def generate(
     sampling: dict[str, Any] = {}
     if temperature > 0:
         sampling = {"temperature": temperature, "top_p": 0.95 if top_p is None else top_p, "top_k": top_k}
+    ours = _runs_in_our_loop(model, draws=temperature > 0)
     if compile_step and not isinstance(model, DeltaRuleForCausalLM):
         raise ValueError(f"--compile acts on delta-rule models, not on {type(model).__name__}")
+    if compile_step and not ours:
+        raise ValueError("--compile acts on deltazoo.generate, and the model's generation_config.json asks for more")
     options: dict[str, Any]
     began = time.perf_counter()
-    if compile_step or _runs_in_our_loop(model, draws=temperature > 0):
+    if ours:
         options = {"seed": seed, "prefill_chunk": prefill_chunk, "compile": compile_step}
         output = continue_prompt(
             model, **inputs, **sampling, **options, max_new_tokens=max_new_tokens, streamer=streamer
@@ -92,7 +96,8 @@ def _runs_in_our_loop(model: Any, *, draws: bool) -> bool:
     """Whether `deltazoo.generate` serves a model, and draws its tokens as the model's generation config asks for."""
     from deltazoo.generation import Decoder
 
-    if draws and any(getattr(model.generation_config, name, None) not in (None, 0, 1) for name in _DRAWN_OTHERWISE):
+    config = model.generation_config
+    if draws and any(getattr(config, name, None) not in (None, unused) for name, unused in _DRAWN_OTHERWISE.items()):
         return False
     try:
         Decoder(model, max_length=1)

@@ -72,6 +72,7 @@ def swap(
         {
             "--train acts on a swap, not with --rank": bool(train) and rank,
             "--set and --resume act with --train only": train is None and bool(override or resume),
+            "--resume goes on with a run, and --dry-run starts none": resume and dry_run,
             "--text, --text-field and --rank-tokens act with --rank and --layers best:K only": not ranks
             and (text is not None or text_field != "text" or rank_tokens != 16384),
             "--rank measures every layer alone: leave out --layers and --dry-run": rank

@@ -82,9 +82,9 @@ LANGUAGE = (
         tried="the suite causes, claim text: a small Gated DeltaNet leads at both learning rates, early and late in "
         "the context. It leads here too on training batches, at all positions. Graded are the last 256 bytes of "
         "held-out windows; every configuration with a decay needs more bits there than on training batches, the others "
-        "about as many or fewer. In the suite text (50 M parameters, 201 M tokens, all positions graded) the order is "
-        "the paper's, and Gated DeltaNet ties with softmax attention. So this recipe is the reason; whether its budget "
-        "or the graded positions is open",
+        "about as many or fewer. In the suite text (50 M parameters, 201 M tokens, all positions graded) the order of "
+        "the three is the paper's, and Gated DeltaNet ties with softmax attention. So this recipe is the reason; "
+        "whether its budget or the graded positions is open",
     ),
     Claim(
         name="extrapolation",
@@ -94,7 +94,7 @@ LANGUAGE = (
         experiments=(BYTES,),
         judge=_extrapolation,
         tried="a decay per channel for EFLA, with which its loss rises less. In the suite text (50 M parameters, 201 M "
-        "tokens, rows of 4,096) no delta rule's loss rises in rows 16 times as long, with or without a decay: the "
-        "budget is the reason",
+        "tokens, rows of 4,096, all positions graded) no delta rule's loss is higher in rows 16 times as long. So this "
+        "recipe is the reason; whether its budget, its row length or the graded positions is open",
     ),
 )

@@ -164,6 +164,7 @@ class SuiteResults(ABC):
 
     def add(self, result: Any) -> None:
         """Keep a result; it is on disk when this returns."""
+        assert "corpus" in self.header, "opened without its text, to look only"
         (kind,) = (kind for kind, made in self.kinds.items() if isinstance(result, made))
         append_line(self.path, self.header, {"kind": kind, **asdict(result)})
         self._keep(result)
