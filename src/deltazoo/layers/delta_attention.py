@@ -165,6 +165,7 @@ class DeltaRuleAttention(Float32Parameters):
         self._activate = activation_function(activation)
         self.allow_neg_eigval = self.spec.allow_neg_eigval if allow_neg_eigval is None else allow_neg_eigval
         self.neg_eigval = neg_eigval
+        self._states_its_gain = vars(type(self)).get("gain_at_most_one", False)  # compiled code cannot look there
         self.decay_lower_bound = self.spec.decay_lower_bound if decay_lower_bound is None else decay_lower_bound
         self.num_micro_steps = self.spec.num_micro_steps if num_micro_steps is None else num_micro_steps
         self.projected_steps = self.num_micro_steps if self.projects_micro_steps else 1
@@ -462,8 +463,7 @@ class DeltaRuleAttention(Float32Parameters):
         )
 
     def _precision(self) -> str | None:
-        stated = vars(type(self)).get("gain_at_most_one", False)
-        return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if stated else None
+        return precision_for(self.spec, allow_neg_eigval=self.allow_neg_eigval) if self._states_its_gain else None
 
     def _project_output(self, output: Tensor, hidden_states: Tensor) -> Tensor:
         # The gated norm stays apart: a kernel for both is slower than the two that it would replace (docs/log.md).
