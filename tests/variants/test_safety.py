@@ -17,6 +17,7 @@ from transitions import factors_and_writes, steps
 from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, make_layer, rule
 from deltazoo.ops import delta_rule
 from deltazoo.spec import get_variant, list_variants
+from deltazoo.variants.comba_layer import Comba
 
 HIDDEN, HEADS = 16, 2
 SCALES = (0.1, 1.0, 10.0, 1000.0)
@@ -177,12 +178,14 @@ def test_the_gain_of_a_layer_that_asks_for_fast_precision_stays_below_the_thresh
     """Of keys as rounded; where tokens erase under keys of their own, of any two tokens, as the operator counts it."""
     threshold = pytest.importorskip("deltazoo.ops.triton.chunk.inverse", reason="needs Triton").MAX_FAST_GAIN
     layer = make(variant, 4, dtype)
+    if isinstance(layer, Comba):  # the feedback all the way open
+        torch.nn.init.constant_(layer.decay, 10.0)
     inputs = run(layer, torch.cat([scale * torch.randn(4, 64, HIDDEN) for scale in SCALES]).to(dtype))
     largest = 0.0
     for k, e, _, beta in steps(layer, inputs):
         of_two = torch.einsum("bth,bthd,bshd->bhts", beta, e, k).abs().tril()
         largest = max(largest, (of_two if inputs.erase_key is not None else of_two.diagonal(0, -2, -1)).max().item())
-    assert largest > 0.8
+    assert largest > 0.9
     asked = record_precision(monkeypatch, rule)
     layer(torch.randn(1, 3, HIDDEN, dtype=dtype))
     if "fast" in asked:

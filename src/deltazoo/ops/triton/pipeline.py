@@ -221,7 +221,7 @@ def serves_forward(plan: Plan, q: Tensor) -> bool:
 def keeps_nothing(plan: Plan, q: Tensor) -> bool:
     """Whether a forward pass keeps nothing but the inputs if the backward pass is to scan again.
 
-    The fused forward pass prepares chunks in little more time than it takes to read what another one has prepared. Not
+    Running the fused forward pass twice costs less than a preparation and two scans, by the times of these parts. Not
     so where chunks may have large gains: those are prepared by kernels of their own, which would run twice.
     """
     return plan.fused_backward and not plan.by_gain and serves_forward(plan, q)
