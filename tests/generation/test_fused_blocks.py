@@ -5,6 +5,7 @@ The interpreter has to be chosen before Triton is imported, so a child process r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -53,14 +54,14 @@ from unittest import mock
 no_kernels = mock.patch("deltazoo.ops.backends.triton_obstacle", lambda *args: "interpreted")
 with mock.patch.object(tests.fused_blocks, "fused_kernels_fit", lambda x, past=None: True), no_kernels:
     for case in sys.argv[3:]:
-        tests.check_tokens(case, "cpu", fused=True, new_tokens=3)
+        tests.check_tokens(case, "cpu", fused=True, new_tokens=3, batch_sizes=(3,))
     for case in tests.OWN_FORM:
         for batch_size in (1, 3):
             tests.check_logits(case, "cpu", tests.torch.float32, batch_size, **tests.SMALL)
     for case in tests.DOUBLED:
         tests.check_logits(case, "cpu", tests.torch.float32, 2, allow_neg_eigval=True, **tests.SMALL)
     for swap in tests.SWAPPED:
-        tests.check_swapped_tokens(*swap, "cpu", new_tokens=3)
+        tests.check_swapped_tokens(*swap, "cpu", new_tokens=3, batch_sizes=(3,))
         for batch_size in (1, 3):
             tests.check_swapped_logits(*swap, "cpu", tests.torch.float32, batch_size)
 """
@@ -92,7 +93,9 @@ def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return steps
 
 
-def check_tokens(case: str, device: str, *, fused: bool, new_tokens: int = 9) -> None:
+def check_tokens(
+    case: str, device: str, *, fused: bool, new_tokens: int = 9, batch_sizes: Sequence[int] = (1, 3)
+) -> None:
     with pytest.MonkeyPatch.context() as patch, forget_rules():
         options = {}
         if case == RAW_KEYS:
@@ -101,7 +104,7 @@ def check_tokens(case: str, device: str, *, fused: bool, new_tokens: int = 9) ->
         elif case in OWN_FORM:
             options = {"num_v_heads": 4, "expand_v": 1.5}
         steps = count_steps(patch)
-        for batch_size in (1, 3):
+        for batch_size in batch_sizes:
             model, ids = tiny_model(case, **options).to(device), tokens(batch_size, 7).to(device)
             greedy = {"max_new_tokens": new_tokens, "do_sample": False}
             plain = model.generate(ids, capture_step=False, **greedy)
@@ -162,11 +165,14 @@ def swapped_model(family: str, rule: str, options: dict[str, Any]) -> Any:
     return model
 
 
-def check_swapped_tokens(family: str, rule: str, options: dict[str, Any], device: str, *, new_tokens: int = 9) -> None:
+def check_swapped_tokens(
+    family: str, rule: str, options: dict[str, Any], device: str, *, new_tokens: int = 9,
+    batch_sizes: Sequence[int] = (1, 3),
+) -> None:  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         steps = count_steps(patch)
         model = swapped_model(family, rule, options).to(device)
-        for batch_size in (1, 3):
+        for batch_size in batch_sizes:
             ids = tiny_families.tokens(batch_size, 7).to(device)
             greedy = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
             plain = model.generate(ids, capture_step=False, **greedy)

@@ -23,12 +23,13 @@ COPY_ENGINE = 62
 
 @dataclass(frozen=True)
 class Tile:
-    """A 16-bit tensor as a kernel gets it for the copy engine: address, sizes and strides; rows of the boxes copied."""
+    """A tensor as a kernel gets it for the copy engine: address, sizes and strides, rows of a box, bytes per number."""
 
     start: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     rows: int
+    itemsize: int
 
 
 @dataclass
@@ -54,13 +55,13 @@ class Rendezvous:
 
 def box_of(tile: Tile, at: int, corner: list[int]) -> tuple[Array, Array, Array]:
     """Of each element of a box with rows of 128 bytes: its bytes in shared memory, its address, whether it exists."""
-    box = [1] * (len(corner) - 2) + [tile.rows, 64]
+    box = [1] * (len(corner) - 2) + [tile.rows, 128 // tile.itemsize]
     index = np.stack(np.unravel_index(np.arange(prod(box)), box)) + np.array(corner)[:, None]
-    where = at + 2 * np.arange(prod(box))
+    where = at + tile.itemsize * np.arange(prod(box))
     where ^= (where >> 7 & 7) << 4  # swizzled
     inside = ((index >= 0) & (index < np.array(tile.shape)[:, None])).all(0)
-    source = tile.start + 2 * (index * np.array(tile.strides)[:, None]).sum(0)
-    return where[:, None] + np.arange(2), source, inside
+    source = tile.start + tile.itemsize * (index * np.array(tile.strides)[:, None]).sum(0)
+    return where[:, None] + np.arange(tile.itemsize), source, inside
 
 
 class Block:
@@ -239,7 +240,8 @@ class Group(ThreadBlock):
         at = int(self.address(a[0 if loads else 1], "u32")[thread])
         if loads:
             where, source, inside = box_of(tile, at, corner)
-            data = np.where(inside[:, None], self.memory[np.where(inside, source, 0)[:, None] + np.arange(2)], 0)
+            data = self.memory[np.where(inside, source, 0)[:, None] + np.arange(tile.itemsize)]
+            data = np.where(inside[:, None], data, 0)
             self.block.load(where, data.astype(np.uint8), int(self.address(a[2], "u32")[thread]))
         else:
             self.stores[-1].append((tile, at, corner))
@@ -259,7 +261,7 @@ class Group(ThreadBlock):
         where, target, inside = box_of(tile, at, corner)
         unfenced = ~self.shared.fenced[where[inside]]
         self.shared.record("copy without a fence", f"to tile {self.block.tiles.index(tile)}", unfenced)
-        self.memory[target[inside][:, None] + np.arange(2)] = self.shared.bytes[where[inside]]
+        self.memory[target[inside][:, None] + np.arange(tile.itemsize)] = self.shared.bytes[where[inside]]
 
     # What `ThreadBlock` knows of one group only.
 

@@ -30,7 +30,7 @@ from deltazoo.ops.triton.launch import Constants  # noqa: E402
 from deltazoo.ops.triton.plan import Plan, sizes_of  # noqa: E402
 
 CHUNK = 64
-DECAYS = ("none", "scalar")
+DECAYS = ("none", "scalar", "channel")
 STRONG = (-1e-3, -0.1, -5.0, -50.0, "mixed", "reset")
 compiles = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1" or MISSING is not None, reason=MISSING or "the interpreter knows no Gluon"
@@ -107,11 +107,13 @@ def test_completing_has_the_limits_of_a_grid() -> None:
 
 
 def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast: one kernel; by gain three more, which complete what it leaves."""
+    """Fast: one kernel; by gain three more, which complete what it leaves, per channel in any precision."""
     rest = ["prepare_rest_kernel", "invert_kernel", "scan_kernel"]
     if MISSING is None:
         assert list(launches(problem("none", strict=False), monkeypatch)) == ["hopper_forward_kernel"]
         assert list(launches(problem("none"), monkeypatch)) == ["hopper_forward_kernel", *rest]
+        rest = ["prepare_channel_kernel", "scan_kernel"]
+        assert list(launches(problem("channel", strict=False), monkeypatch)) == ["hopper_forward_kernel", *rest]
 
 
 def test_says_why_a_call_is_left_to_several_kernels() -> None:
@@ -119,6 +121,7 @@ def test_says_why_a_call_is_left_to_several_kernels() -> None:
         return forward_refusal(problem(**dict(decay="scalar", T=1024) | options).plan, dtype, 132)
 
     assert refusal() is None and refusal(decay="none", groups=4, state=True, strict=False) is None
+    assert refusal(decay="channel") is None
     assert refusal(B=1, HV=80) is None and refusal(B=1, HV=264) is None
     for heads in (32, 79, 133, 158):
         assert refusal(B=1, HV=heads) == f"{heads} heads in all leave multiprocessors idle"
@@ -126,14 +129,13 @@ def test_says_why_a_call_is_left_to_several_kernels() -> None:
     assert forward_refusal(problem("none", B=1, HV=60).plan, torch.bfloat16, 78) == "long rows are cut into segments"
     assert forward_refusal(problem("none", B=1, HV=60, T=2048).plan, torch.bfloat16, 78) is None
     assert refusal(torch.float16) == "inputs are torch.float16"
-    assert refusal(decay="channel") == "the decay is one per channel"
     assert refusal(strict=True) == "precision is strict"
     assert refusal(D=64) == "heads have 64 key and 64 value channels, not 128"
 
 
 def complete_what_is_left() -> None:
     """From the state at a chunk on: the same bits as the whole, and nothing else is touched."""
-    for decay in DECAYS:
+    for decay in ("none", "scalar"):
         case = DeltaRuleCase(decay, B=2, T=200, H=1, groups=2, K=16, V=16, decay=decay, initial_state=True, beta=0.7)
         inputs = case.make(dtype=torch.float16)
         inputs.beta[1, 150, 1] = 1.9
@@ -202,9 +204,9 @@ def test_agrees_with_the_loop(decay: str, T: int, precision: str | None) -> None
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("log_decay", STRONG)
-def test_decays(log_decay: float | str) -> None:
-    assert_right(shaped(decay="scalar", log_decay=log_decay).make(device="cuda", dtype=torch.bfloat16))
+@pytest.mark.parametrize(("decay", "log_decay"), [*product(("scalar", "channel"), STRONG), ("channel", "uneven")])
+def test_decays(decay: str, log_decay: float | str) -> None:
+    assert_right(shaped(decay=decay, log_decay=log_decay).make(device="cuda", dtype=torch.bfloat16))
 
 
 @pytest.mark.gpu

@@ -89,7 +89,7 @@ class Model:
         arguments: list[Any] = []
         for x in given:
             if isinstance(x, Tile):
-                arguments.append(TileInMemory(start(x.base), x.shape, x.strides, x.block_shape[-2]))
+                arguments.append(TileInMemory(start(x.base), x.shape, x.strides, x.block_shape[-2], x.base.itemsize))
                 arguments += [*x.shape, *x.strides]
             else:
                 arguments.append(start(x) if isinstance(x, Tensor) else x)
@@ -262,9 +262,19 @@ MANY = [
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("case", [SHORT, replace(SHORT, name="fresh", decay="none", initial_state=False)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        SHORT,
+        replace(SHORT, name="fresh", decay="none", initial_state=False),
+        replace(SHORT, name="channel", decay="channel"),
+        replace(SHORT, name="channel-uneven", decay="channel", log_decay="uneven", H=2, T=200, initial_state=False),
+    ],
+    ids=str,
+)
 def test_fused_forward_pass(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = {"hopper_forward_kernel", "prepare_rest_kernel", "invert_kernel", "hopper_scan_kernel"}
+    rest = {"prepare_channel_kernel"} if case.decay == "channel" else {"prepare_rest_kernel"}
+    kernels = {"hopper_forward_kernel", "invert_kernel", "hopper_scan_kernel"} | rest
     judge(case, torch.bfloat16, monkeypatch, kernels, some_zero_and_large, recorded=False)
 
 

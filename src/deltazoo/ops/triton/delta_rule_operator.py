@@ -68,7 +68,7 @@ def _backward(
         p = Problem(
             q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, strict, erase_key, undecayed, num_micro_steps
         )
-        if overwritten and (kept.U is not None or not p.plan.fused_backward):
+        if overwritten and kept.AP.numel() and (kept.U is not None or not p.plan.fused_backward):
             kept = pipeline.forward(p)[2]
         dq, dk, de, dv, d_beta, d_log_decay, d_initial = pipeline.backward(p, kept, d_output, d_final, keep, in_place)
     # Those not named here are in their dtypes already.

@@ -45,7 +45,7 @@ class Tile:
     only. Triton's launcher reads the same attributes of both.
 
     Args:
-        base: the tensor, 16-bit, aligned to 16 bytes.
+        base: the tensor, of 16 or 32 bits, aligned to 16 bytes.
         shape, strides: the dimensions that tiles are cut from, in elements; the last one contiguous.
         block_shape: size of a tile in each of them.
     """
@@ -63,7 +63,8 @@ class Tile:
         from triton.experimental.gluon.language import NVMMASharedLayout
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(self.shape))
+        bits = 8 * self.base.element_size()
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=len(self.shape))
         return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape), layout)
 
 

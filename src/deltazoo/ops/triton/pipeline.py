@@ -171,8 +171,23 @@ def prepared_fields(plan: Plan) -> tuple[bool, ...]:
 def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
     """Output, final state, and what the backward pass needs; with `keep` so that it need not scan again."""
     plan, kept = p.plan, new_kept(p.plan, p.q, keep)
-    if plan.fused_backward and serves_forward(plan, p.q) and (keep or not plan.by_gain):
-        return *fused_forward(p, kept if keep else None), kept
+    if not keep and keeps_nothing(plan, p.q):
+        return *infer(p), kept
+    if keep and plan.fused_backward and serves_forward(plan, p.q):
+        return *fused_forward(p, kept), kept
+    return *several_kernels(p, kept), kept
+
+
+def infer(p: Problem) -> tuple[Tensor, Tensor]:
+    """Output and final state, where nothing has to be kept for gradients: in one kernel, if it serves the call."""
+    if serves_forward(p.plan, p.q):
+        return fused_forward(p, None)
+    return several_kernels(p, Kept.empty(p.plan, p.q, keep=False))
+
+
+def several_kernels(p: Problem, kept: Kept) -> tuple[Tensor, Tensor]:
+    """Output and final state by a preparation and scans, which fill what is kept."""
+    plan = p.plan
     prepare(p, kept)
     starts = p.initial_state if plan.segments == 1 else segment_starts(p, kept)
     output = p.v.new_empty(plan.B, plan.tokens, plan.HV, plan.V)
@@ -180,12 +195,7 @@ def forward(p: Problem, keep: bool = True) -> tuple[Tensor, Tensor, Kept]:
     scan(p, kept, p.v, starts, final, output, kept.U, kept.states)
     if plan.segments > 1:
         final = final.unflatten(0, (plan.N, plan.segments))[:, -1].contiguous()
-    return output, final, kept
-
-
-def infer(p: Problem) -> tuple[Tensor, Tensor]:
-    """Output and final state, where nothing has to be kept for gradients: in one kernel, if it serves the call."""
-    return fused_forward(p, None) if serves_forward(p.plan, p.q) else forward(p, keep=False)[:2]
+    return output, final
 
 
 def fused_forward(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
@@ -202,11 +212,16 @@ def fused_forward(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
         U, states, AP = token_tiles(kept.U, plan.V // 2), states_tiles(kept.states, plan), matrix_tiles(kept.AP, CHUNK)
         filled = U, states, AP, kept.beta, kept.G
     output, final = torch.empty_like(v), p.float32(plan.B, plan.HV, plan.K, plan.V)
-    stopped = v.new_empty(plan.B, plan.HV, dtype=torch.int32) if plan.by_gain else None
+    stopped = v.new_empty(plan.B, plan.HV, dtype=torch.int32) if plan.by_gain or plan.per_channel else None
+    log_decay: Tile | Tensor | None = p.log_decay
+    if plan.per_channel:
+        assert p.log_decay is not None
+        gates = p.log_decay if p.log_decay.itemsize < 8 else p.log_decay.float()
+        log_decay = token_tiles(contiguous(gates, p.alignment), plan.K)
     launch(
         hopper_forward_kernel, plan.fused_forward(p.initial_state is not None, kept is not None),
         *(token_tiles(x, plan.K) for x in (p.q, p.k)), *(token_tiles(x, plan.V // 2) for x in (v, output)),
-        p.beta, p.log_decay, p.initial_state, final, stopped, *filled,
+        p.beta, log_decay, p.initial_state, final, stopped, *filled,
     )  # fmt: skip
     if stopped is not None:
         complete(p, Kept.empty(p.plan, p.q, keep=False) if kept is None else kept, stopped, output, final)
@@ -222,9 +237,10 @@ def keeps_nothing(plan: Plan, q: Tensor) -> bool:
     """Whether a forward pass keeps nothing but the inputs if the backward pass is to scan again.
 
     Running the fused forward pass twice costs less than a preparation and two scans, by the times of these parts. Not
-    so where chunks may have large gains: those are prepared by kernels of their own, which would run twice.
+    so where chunks may have large gains: those are prepared by kernels of their own, which would run twice. With a
+    decay per channel the preparation runs twice: it makes four times as much as its inputs' values to keep.
     """
-    return plan.fused_backward and not plan.by_gain and serves_forward(plan, q)
+    return plan.per_channel or (plan.fused_backward and not plan.by_gain and serves_forward(plan, q))
 
 
 def new_kept(plan: Plan, q: Tensor, keep: bool) -> Kept:
@@ -235,6 +251,10 @@ def new_kept(plan: Plan, q: Tensor, keep: bool) -> Kept:
 def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor, final: Tensor) -> None:
     """The chunks that the fused forward pass left, with the strict kernels, from the states in `final`."""
     plan = p.plan
+    if plan.per_channel:
+        prepare(p, kept, stopped)
+        scan(p, kept, p.v, final, final, output, stopped=stopped)
+        return
     # With heads of 128 the rows of L are as long as those of the states, which the last launch stores over them.
     strict_L = p.float32(plan.slots, CHUNK, CHUNK) if kept.states is None else kept.states[0].view(torch.float32)
     launch(
@@ -255,7 +275,7 @@ def backward(
     """
     plan = p.plan
     if not keep and keeps_nothing(plan, p.q):
-        kept, keep = forward(p)[2], True
+        kept, keep = (prepared_again(p), False) if plan.per_channel else (forward(p)[2], True)
     kept = kept.of_plan(plan, keep)
     d_output = contiguous(d_output, p.alignment)
     d_final = None if d_final is None else d_final.float().contiguous()
@@ -285,8 +305,8 @@ def backward(
     return *gradients, d_initial
 
 
-def prepare(p: Problem, kept: Kept) -> None:
-    """Fill what is kept of every chunk."""
+def prepare(p: Problem, kept: Kept, stopped: Tensor | None = None) -> None:
+    """Fill what is kept of every chunk; per channel of those from `stopped` on, if given, a number for each head."""
     plan = p.plan
     AP, beta, G, large_gain, q_in, k_in, k_out, strong_decay, *_ = kept
     # L of strict chunks, from which the last launch makes their inverse. The memory is free again after that.
@@ -295,7 +315,7 @@ def prepare(p: Problem, kept: Kept) -> None:
         for constants in plan.prepare_channel():
             launch(
                 prepare_channel_kernel, constants,
-                p.q, p.k, p.erase_key, p.beta, p.log_decay, AP, beta, G, strong_decay, large_gain, strict_L,
+                p.q, p.k, p.erase_key, p.beta, p.log_decay, stopped, AP, beta, G, strong_decay, large_gain, strict_L,
                 q_in, k_in, k_out, *p.chunk_offsets,
             )  # fmt: skip
     else:
@@ -310,28 +330,30 @@ def prepare(p: Problem, kept: Kept) -> None:
 def scan(
     p: Problem, kept: Kept, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
     output: Tensor | None = None, U: Tensor | None = None, states: Tensor | None = None,
+    stopped: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The scan from the states `initial` (None: zero), or without values from the identity.
 
     Fills `final` and, if given, `output`, the corrections U and the states that enter the chunks. If it keeps `states`
-    without `output`, it fills `final` only where a strict launch begins.
+    without `output`, it fills `final` only where a strict launch begins. `stopped`, for Gluon kernels, has the number
+    of the chunk that each head begins at.
     """
     plan = p.plan
     start = FROM_IDENTITY if v is None else FROM_ZERO if initial is None else FROM_STATE
     for strict in plan.scan_modes:
         if strict and plan.by_gain:  # this launch continues where the other one stopped
-            start, initial = FROM_STATE, final
-        launch_scan(p, kept, start, v, initial, final, output, U, states, strict)
+            start, initial, stopped = FROM_STATE, final, None
+        launch_scan(p, kept, start, v, initial, final, output, U, states, strict, stopped)
 
 
 def launch_scan(
     p: Problem, kept: Kept, start: int, v: Tensor | None, initial: Tensor | None, final: Tensor | None,
-    output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool,
+    output: Tensor | None, U: Tensor | None, states: Tensor | None, strict: bool, stopped: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One launch of `scan`; `start` says what it starts from, as of `Plan.scan`."""
     plan, (keys, chunks) = p.plan, scanned(p, kept)
     if plan.hopper:
-        hopper_scan(plan, start, keys, v, chunks, initial, final, output, U, states, strict)
+        hopper_scan(plan, start, keys, v, chunks, initial, final, output, U, states, strict, stopped)
         return
     constants = plan.scan(start, v is not None, output is not None, states is not None, strict, by_token(states))
     # The kernel ignores the one of output and U that it does not fill; each stands in for the other.
@@ -345,7 +367,7 @@ def launch_scan(
 def hopper_scan(
     plan: Plan, start: int, keys: tuple[Tensor | None, ...], v: Tensor | None, chunks: tuple[Tensor | None, ...],
     initial: Tensor | None, final: Tensor | None, output: Tensor | None, U: Tensor | None, states: Tensor | None,
-    strict: bool,
+    strict: bool, stopped: Tensor | None,
 ) -> None:  # fmt: skip
     """`launch_scan` in Gluon."""
     q_in, k_in, k_out = keys
@@ -364,7 +386,7 @@ def hopper_scan(
         None if output is None else token_tiles(output, plan.V // 2),
         None if U is None else token_tiles(U, plan.V // 2),
         None if states is None else states_tiles(states, plan),
-        beta, G, large_gain, initial, final,
+        beta, G, large_gain, stopped, initial, final,
     )  # fmt: skip
 
 
@@ -400,6 +422,15 @@ def segment_end_gradients(p: Problem, kept: Kept, d_output: Tensor, d_final: Ten
     gradients = torch.empty_like(added)
     launch(chain_kernel, p.plan.chain(True), kept.transitions, added, d_final, gradients)
     return gradients
+
+
+def prepared_again(p: Problem) -> Kept:
+    """What a forward pass that kept it would have left, without corrections and states."""
+    kept = Kept.empty(p.plan, p.q, keep=False)
+    prepare(p, kept)
+    if p.plan.segments > 1:
+        segment_starts(p, kept)
+    return kept
 
 
 def scan_for_states(p: Problem, kept: Kept, initial: Tensor | None) -> tuple[Tensor, Tensor]:

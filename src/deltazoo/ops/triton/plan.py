@@ -9,8 +9,8 @@ from torch import Tensor
 
 from deltazoo.ops.triton.hopper.launch_options import (
     BACKWARD,
+    FEWER_STAGES,
     FUSED_FORWARD,
-    KEPT_STAGES,
     reverse_scan_options,
     scan_options,
 )  # fmt: skip
@@ -228,9 +228,9 @@ class Plan:
     @per_plan
     def fused_forward(self, initial: bool, keep: bool) -> Constants:
         """The launch of the fused forward pass; `initial`: from a given state, `keep`: a backward pass follows."""
-        options = FUSED_FORWARD | dict(STAGES=KEPT_STAGES) if keep else FUSED_FORWARD
+        options = FUSED_FORWARD | dict(STAGES=FEWER_STAGES) if keep or self.per_channel else FUSED_FORWARD
         return Constants(
-            self.B * self.HV, scale=self.scale, T=self.T, H=self.H, HV=self.HV, DECAY=self.decay == 1, INITIAL=initial,
+            self.B * self.HV, scale=self.scale, T=self.T, H=self.H, HV=self.HV, DECAY=self.decay, INITIAL=initial,
             BY_GAIN=self.by_gain, KEEP=keep, **options,
         )  # fmt: skip
 

@@ -302,6 +302,7 @@ def prepare_channel_kernel(
     erase_key,
     beta,
     log_decay,
+    stopped,
     AP,
     chunk_beta,
     G,
@@ -340,7 +341,7 @@ def prepare_channel_kernel(
     `k_in` has the erase keys if there are any; UNDECAYED, with the decay up to the token before.
 
     PART selects the chunks of a launch: all (0), those without strong decay, with the flags of all (1), or those with
-    strong decay (2). Grid (HV, NT, B).
+    strong decay (2). With `stopped`, a number for each head, they are those from this number on. Grid (HV, NT, B).
     """
     i_h, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, rows = chunk_bounds(cu_seqlens, chunk_sequence, chunk_offsets, i_t, i_b, T, C, PACKED)
@@ -348,7 +349,10 @@ def prepare_channel_kernel(
     if PART == 2:
         strong = tl.load(strong_decay + slot) != 0
     else:
-        if rows <= 0:
+        ended = rows <= 0
+        if stopped is not None:
+            ended = i_t < tl.load(stopped + i_b * HV + i_h)
+        if ended:
             tl.store(strong_decay + slot, 0)
             if BY_GAIN:
                 tl.store(large_gain + slot, 0)

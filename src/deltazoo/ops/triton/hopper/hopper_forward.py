@@ -22,6 +22,8 @@ first a proxy fence of the thread that wrote it, and then a barrier of its warps
 that barrier only. What ordinary loads read needs the barriers alone.
 """
 
+import triton
+
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
 from deltazoo.ops.triton.hopper.gluon import (
     barrier,
@@ -64,6 +66,11 @@ def _as_tile(buffer, channels: gl.constexpr):
     return buffer._reinterpret(buffer.dtype, [1, C, channels], gl.NVMMASharedLayout(128, 16, 3))
 
 
+@triton.constexpr_function
+def _tile_layout(dtype, rank):
+    return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, rank)
+
+
 @jit
 def _read_scalar(x, warps: gl.constexpr):
     return gl.max(x.load(gl.BlockedLayout([1], [32], [warps], [0])), 0)
@@ -71,12 +78,13 @@ def _read_scalar(x, warps: gl.constexpr):
 
 @jit
 def copy_chunks(
-    copied, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr
+    copied, DECAY: gl.constexpr, STOPS: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Copy q, k and v of every chunk, and store its step sizes and factors of decay. One warp."""
-    tiles, rings, bars, factors, large, beta, log_decay, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC = copied
-    q_tiles, k_tiles, v_tiles = tiles
+    tiles, rings, channel, bars, factors, large, beta, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC = copied
+    q_tiles, k_tiles, v_tiles, log_decay = tiles
     q_ring, k_ring, v_ring = rings
+    _, _, gates, gates_full, gates_empty, _ = channel
     full, empty = bars
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, C, TOKENS)
@@ -89,11 +97,11 @@ def copy_chunks(
         token = c * C
         m_t = token + o_t < T
         b_beta = gl.load(beta + base + o_t * HV, mask=m_t, other=0.0).to(gl.float32)
-        if DECAY:
+        if DECAY == 1:
             g = gl.load(log_decay + base + o_t * HV, mask=m_t, other=0.0).to(gl.float32) * LOG2E
             g = gl.maximum(g, LOG2_FLOOR)
         mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-        if BY_GAIN and c >= STAGES:
+        if STOPS and c >= STAGES:
             end = gl.where(_read_scalar(large.index(stage), 1) != 0, c, end)  # it stopped at chunk c - STAGES
         if c < end:
             bar = full.index(stage)
@@ -104,8 +112,13 @@ def copy_chunks(
                 column = i_h * D + half * HALF
                 v_half = v_ring.index(2 * stage + half)
                 tma.async_copy_global_to_shared(v_tiles, [i_b, token, column], bar, _as_tile(v_half, HALF))
+            if DECAY == 2:
+                mbarrier.wait(gates_empty.index(0), (c & 1) ^ 1)
+                mbarrier.expect(gates_full.index(0), C * D * gates.dtype.primitive_bitwidth // 8)
+                gate_tile = gates._reinterpret(gates.dtype, [1, C, D], _tile_layout(gates.dtype, 3))
+                tma.async_copy_global_to_shared(log_decay, [i_b, token, i_h * D], gates_full.index(0), gate_tile)
             vectors = stage * VECTORS
-            if DECAY:
+            if DECAY == 1:
                 G = gl.associative_scan(g, 0, _add)
                 last = gl.sum(g, 0)
                 if KEEP:
@@ -123,9 +136,11 @@ def copy_chunks(
             slots += C * HV
             c += 1
     # Of a head that stopped, chunks after the one it stopped at may still be on their way.
-    if BY_GAIN:
+    if STOPS:
         for i in range(gl.maximum(c - STAGES, 0), c):
             mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+        if DECAY == 2:
+            mbarrier.wait(gates_full.index(0), (c & 1) ^ 1)
 
 
 @jit
@@ -141,14 +156,16 @@ def _store_output(tiles, coordinates, buffer, O):
 
 @jit
 def carry_state(
-    carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, BY_GAIN: gl.constexpr,
+    carried, PART: gl.constexpr, DECAY: gl.constexpr, INITIAL: gl.constexpr, STOPS: gl.constexpr,
     KEEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The state of value channels `PART * 64` on, from chunk to chunk, and their outputs. Four warps."""
-    tiles, rings, bars, prepared, factors, large, buffers, initial, final, stopped, scale, i_b, i_h, B, NC = carried
+    tiles, rings, channel, bars, prepared, factors, large, buffers, ends, scale, i_b, i_h, B, NC = carried
+    initial, final, stopped = ends
     o_tiles, U_tiles, states_tiles = tiles
     output, U_buffers, states_buffers = buffers
     q_ring, k_ring, v_ring = rings
+    written_ring, totals, _, _, _, _ = channel
     full, empty = bars
     T_ring, L_ring, P_ring, ready = prepared
     DTYPE: gl.constexpr = output.dtype
@@ -179,7 +196,10 @@ def carry_state(
         vectors = stage * VECTORS
         k, q = k_ring.index(stage), q_ring.index(stage)
         T, L, P = T_ring.index(stage), L_ring.index(stage), P_ring.index(stage)
+        written = written_ring.index(stage) if DECAY == 2 else k
         S_left = gl.convert_layout(S.to(DTYPE), CHUNK_LEFT)
+        if DECAY == 2:  # q and k are those with the decay
+            mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         Y = warpgroup_mma(S_left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         if KEEP:  # output and corrections of the chunk before, and the state
@@ -195,7 +215,7 @@ def carry_state(
             _store_output(o_tiles, [i_b, token, column], buffer, O_before)
         v = v_ring.index(2 * stage + PART).permute((1, 0)).load(CHUNK)
         Y = warpgroup_mma_wait(0, deps=[Y])
-        if DECAY:
+        if DECAY == 1:
             since_start = factors.index(vectors + SINCE_START).load(gl.SliceLayout(0, CHUNK))
             Y = Y * since_start[None, :]
         R = v.to(gl.float32) - Y
@@ -207,12 +227,12 @@ def carry_state(
         O = warpgroup_mma(S_left, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
         O = warpgroup_mma_wait(0, deps=[O])
-        if BY_GAIN:  # of a chunk that this kernel must not process, T is zero and the state stays as it is
+        if STOPS:  # of a chunk that this kernel must not process, T is zero and the state stays as it is
             is_large = _read_scalar(large.index(stage), 4) != 0
             end = gl.where(is_large, c + 1, end)
             stopped_at = gl.where(is_large, c, stopped_at)
         U1 = warpgroup_mma(R1_left, T.slice(0, 32, dim=0).permute((1, 0)), none, use_acc=False, is_async=True)
-        if DECAY:
+        if DECAY == 1:
             O = O * factors.index(vectors + OUTPUT).load(gl.SliceLayout(0, CHUNK))[None, :]
             total = factors.index(vectors + TOTAL).load(gl.SliceLayout(1, STATE))
             S = S * total[:, None]
@@ -226,36 +246,38 @@ def carry_state(
             U_buffer.slice(0, 32, dim=0).permute((1, 0)).store(U1.to(DTYPE))
         R2 = warpgroup_mma(U1_left, L.slice(32, 32, dim=0).permute((1, 0)), R2, is_async=True)
         # The products of S and O take U1 from registers of their own; otherwise ptxas makes all products wait (C7512).
-        U1_out = U1_left if DECAY else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
-        if DECAY:
+        U1_out = U1_left if DECAY == 1 else gl.convert_layout((U1 * scale).to(DTYPE), BLOCK_LEFT)
+        if DECAY == 1:
             to_end = factors.index(vectors + TO_END)
             U1 = U1 * to_end.slice(0, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
         U1 = gl.convert_layout(U1.to(DTYPE), STATE_LEFT)
         R2 = warpgroup_mma_wait(0, deps=[R2])
         R2_left = gl.convert_layout(R2.to(DTYPE), BLOCK_LEFT)
         U2 = warpgroup_mma(R2_left, T.slice(32, 32, dim=0).permute((1, 0)), none, use_acc=False, is_async=True)
-        S = warpgroup_mma(U1, k.slice(0, 32, dim=0), S, is_async=True)
+        S = warpgroup_mma(U1, written.slice(0, 32, dim=0), S, is_async=True)
         U1_out = gl.convert_layout(U1_out, CHUNK_LEFT)
         O = warpgroup_mma(U1_out, P.slice(0, 32, dim=1).permute((1, 0)), O, is_async=True)
         U2, S, O = warpgroup_mma_wait(0, deps=[U2, S, O])
         if KEEP:
             U_buffer.slice(32, 32, dim=0).permute((1, 0)).store(U2.to(DTYPE))
-        U2_out = gl.convert_layout((U2 if DECAY else U2 * scale).to(DTYPE), CHUNK_LEFT)
-        if DECAY:
+        U2_out = gl.convert_layout((U2 if DECAY == 1 else U2 * scale).to(DTYPE), CHUNK_LEFT)
+        if DECAY == 1:
             U2 = U2 * to_end.slice(32, 32).load(gl.SliceLayout(0, BLOCK))[None, :]
-        S = warpgroup_mma(gl.convert_layout(U2.to(DTYPE), STATE_LEFT), k.slice(32, 32, dim=0), S, is_async=True)
+        S = warpgroup_mma(gl.convert_layout(U2.to(DTYPE), STATE_LEFT), written.slice(32, 32, dim=0), S, is_async=True)
         O = warpgroup_mma(U2_out, P.slice(32, 32, dim=1).permute((1, 0)), O, is_async=True)
         S, O = warpgroup_mma_wait(0, deps=[S, O])
         O_before = O.to(DTYPE)
         token = c * C
         barrier()  # all warps are done with the operands
         mbarrier.arrive(empty.index(stage), count=1)
+        if DECAY == 2:  # behind the barrier, since loads before it would take registers from the products
+            S = S * totals.index(c % (2 * STAGES)).load(gl.SliceLayout(0, STATE))[None, :]
         c += 1
     _store_output(o_tiles, [i_b, token, column], buffer, O_before)
     if KEEP:
         tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], _as_tile(U_buffer, HALF))
     gl.store(final + o_state, S)
-    if BY_GAIN and PART == 0:
+    if STOPS and PART == 0:
         gl.store(stopped, stopped_at)
     tma.store_wait(0)
 
@@ -289,11 +311,12 @@ def hopper_forward_kernel(
     PREPARE_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ):
-    """Output and final states of the delta rule; no decay or one per head, value heads in groups. Grid (B * HV,).
+    """Output and final states of the delta rule; DECAY is 0 for none, 1 per head, 2 per channel. Grid (B * HV,).
 
-    With BY_GAIN a program stops at the first chunk whose largest erase gain needs strict precision. It stores the
-    number of this chunk in `stopped [B, HV]` (the number of chunks if there is none), and the state that enters it in
-    `final`. Outputs from this chunk on are not valid. With KEEP it also stores what the backward pass reads.
+    A program stops at the first chunk that is not for it: with BY_GAIN one whose largest erase gain needs strict
+    precision, per channel one that decays too far (`decayed_keys`). It stores the number of this chunk in `stopped
+    [B, HV]` (the number of chunks if there is none), and the state that enters it in `final`. Outputs from this chunk
+    on are not valid. With KEEP it also stores what the backward pass reads; no decay or one per head.
     """
     DTYPE: gl.constexpr = q_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -305,6 +328,7 @@ def hopper_forward_kernel(
     i_h = i % HV
     i_k = i_h // (HV // H)
     NC = (T + C - 1) // C
+    STOPS: gl.constexpr = BY_GAIN or DECAY == 2
     q_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     v_ring = gl.allocate_shared_memory(DTYPE, [2 * STAGES, C, HALF], OPERAND)
@@ -318,6 +342,16 @@ def hopper_forward_kernel(
     large = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     diagonal = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     inverses = gl.allocate_shared_memory(DTYPE, [4, 16, 16], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
+    written_ring, totals, gates, fewest, gates_full, gates_empty = (factors,) * 6
+    if DECAY == 2:
+        written_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
+        totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D], VECTOR)
+        gates = gl.allocate_shared_memory(log_decay.dtype, [C, D], _tile_layout(log_decay.dtype, 2))
+        fewest = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
+        gates_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        gates_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(gates_full.index(0), count=1)
+        mbarrier.init(gates_empty.index(0), count=1)
     U_buffers, states_buffers, A_buffer, P_buffer, corner = (output,) * 5
     if KEEP:
         U_buffers = gl.allocate_shared_memory(DTYPE, [2, C, HALF], OPERAND)
@@ -338,12 +372,13 @@ def hopper_forward_kernel(
     barrier()
     state = i.to(gl.int64) * (D * D)
     final += state
-    if BY_GAIN:
+    if STOPS:
         stopped += i
     if INITIAL:
         initial += state
-    tiles = (q_tiles, k_tiles, v_tiles)
+    tiles = (q_tiles, k_tiles, v_tiles, log_decay)
     rings = (q_ring, k_ring, v_ring)
+    channel = (written_ring, totals, gates, gates_full, gates_empty, fewest)
     bars = (full, empty)
     prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)
@@ -354,20 +389,19 @@ def hopper_forward_kernel(
         gl.num_programs(0) // HV,
     )
     carried = (
-        out_tiles, rings, bars, prepared, factors, large, buffers, initial, final, stopped, scale, i_b, i_h, B, NC
+        out_tiles, rings, channel, bars, prepared, factors, large, buffers, (initial, final, stopped), scale,
+        i_b, i_h, B, NC,
     )  # fmt: skip
     copied = (
-        tiles, rings, bars, factors, large, beta, log_decay, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC
+        tiles, rings, channel, bars, factors, large, beta, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC
     )  # fmt: skip
+    prepared_chunks = (rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC)
     gl.warp_specialize(
         [
-            (carry_state, (carried, 0, DECAY, INITIAL, BY_GAIN, KEEP, STAGES)),
-            (carry_state, (carried, 1, DECAY, INITIAL, BY_GAIN, KEEP, STAGES)),
-            (
-                prepare_chunks,
-                (rings, bars, prepared, factors, large, scratch, kept, scale, NC, DECAY, BY_GAIN, KEEP, STAGES),
-            ),
-            (copy_chunks, (copied, DECAY, BY_GAIN, KEEP, STAGES)),
+            (carry_state, (carried, 0, DECAY, INITIAL, STOPS, KEEP, STAGES)),
+            (carry_state, (carried, 1, DECAY, INITIAL, STOPS, KEEP, STAGES)),
+            (prepare_chunks, (prepared_chunks, DECAY, BY_GAIN, KEEP, STAGES)),
+            (copy_chunks, (copied, DECAY, STOPS, KEEP, STAGES)),
         ],
         [4, 4, 1],
         [STATE_REGISTERS, PREPARE_REGISTERS, COPY_REGISTERS],

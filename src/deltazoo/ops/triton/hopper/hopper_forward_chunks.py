@@ -9,6 +9,7 @@ block fits them, and one key repeated errs less than with products in higher pre
 """
 
 from deltazoo.ops.triton.chunk.inverse import MAX_FAST_GAIN
+from deltazoo.ops.triton.hopper.decayed_keys import RANGE, decay_keys
 from deltazoo.ops.triton.hopper.gluon import (
     barrier,
     fence_async_shared,
@@ -71,11 +72,12 @@ def _twice(x, LAYOUT: gl.constexpr):
 
 @jit
 def prepare_chunks(
-    rings, bars, prepared, factors, large, scratch, kept, scale, NC,
-    DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr,
+    chunks, DECAY: gl.constexpr, BY_GAIN: gl.constexpr, KEEP: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """P, T11 and T22, and -L21 of every chunk, and whether its largest gain is too large. Four warps."""
+    rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC = chunks
     q_ring, k_ring, _ = rings
+    written_ring, totals, gates, gates_full, gates_empty, fewest = channel
     full, _ = bars
     T_ring, L_ring, P_ring, ready = prepared
     diagonal, inverses, gains, order = scratch
@@ -127,16 +129,23 @@ def prepare_chunks(
         vectors = stage * VECTORS
         k, q = k_ring.index(stage), q_ring.index(stage)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        L = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        written = written_ring.index(stage) if DECAY == 2 else k
+        if DECAY == 2:
+            mbarrier.wait(gates_full.index(0), c & 1)
+            decay_keys(q, k, written, gates, totals.index(c % (2 * STAGES)), fewest)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(gates_empty.index(0), count=1)
+        L = warpgroup_mma(k, written.permute((1, 0)), zero, use_acc=False, is_async=True)
         # exp(G_i - G_j) on and below the diagonal, 0 above it. `order` holds i * 2^30. As comparisons of indices the
         # masks would stay in registers from chunk to chunk, 64 packed predicates (docs/log.md).
-        if DECAY:
+        if DECAY == 1:
             i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
             G = factors.index(vectors + LOG2_DECAY)
             G_row, G_column = G.load(gl.SliceLayout(1, SQUARE)), G.load(gl.SliceLayout(0, SQUARE))
             E = gl.exp2(gl.minimum(G_row[:, None] - G_column[None, :], i_row[:, None] - i_column[None, :]))
         L = -warpgroup_mma_wait(0, deps=[L])
-        if DECAY:
+        if DECAY == 1:
             L = L * E
         if KEEP:
             L = L * factors.index(vectors + STEP).load(gl.SliceLayout(1, SQUARE))[:, None]
@@ -152,16 +161,16 @@ def prepare_chunks(
         below = gl.convert_layout(gl.where(warp < 2, B0, B2).to(DTYPE).reshape([4, 16, 16]), RIGHT)
         diagonal.store(own.reshape([4, 16, 16]).permute((1, 0, 2)).reshape([C, 16]))
         L_ring.index(stage).store(gl.convert_layout(left.to(DTYPE), PAIR))
-        P = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        P = warpgroup_mma(q, written.permute((1, 0)), zero, use_acc=False, is_async=True)
         P = warpgroup_mma_wait(0, deps=[P])
-        if DECAY:
+        if DECAY == 1:
             P = P * (E * scale)
         else:
             i_row, i_column = order.load(gl.SliceLayout(1, SQUARE)), order.load(gl.SliceLayout(0, SQUARE))
             P = gl.where(i_row[:, None] >= i_column[None, :], P, 0.0)
         P_ring.index(stage).store(P.to(DTYPE))
         if KEEP:
-            P_buffer.permute((1, 0)).store((P if DECAY else P * scale).to(DTYPE))
+            P_buffer.permute((1, 0)).store((P if DECAY == 1 else P * scale).to(DTYPE))
         # Rows of (1 / beta - L)^-1 from the first to the last: b_r (e_r + sum_n -L_rn x_n); of A without b_r.
         steps = _split16(factors.index(vectors + STEP).reshape([4, 16]).load(STEPS))
         gain = gl.full([4], 0.0, gl.float32, gl.SliceLayout(1, COLUMN))
@@ -215,13 +224,19 @@ def prepare_chunks(
             A = A_buffer.permute((1, 0))
             A.slice(0, 32, dim=1).store(gl.where(upper, T, M.to(DTYPE)))
             A.slice(32, 32, dim=1).store(gl.where(upper, none.to(DTYPE), T))
-        if BY_GAIN:
-            is_large = gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN
+        if BY_GAIN or DECAY == 2:
+            is_large = gl.to_tensor(False)
+            if BY_GAIN:
+                is_large = gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN
+            if DECAY == 2:
+                is_large |= gl.min(fewest.load(gl.BlockedLayout([4], [32], [4], [0])), 0) < -RANGE
             large.index(stage).store(gl.full([1], 0, gl.int32, SPREAD) + is_large.to(gl.int32))
             if is_large:  # the state passes this chunk unchanged
                 T_ring.index(stage).store(gl.full([C, 32], 0.0, DTYPE, PAIR))
-                if DECAY:
+                if DECAY == 1:
                     factors.index(vectors + TOTAL).store(gl.full([C], 1.0, gl.float32, SPREAD))
+                if DECAY == 2:
+                    totals.index(c % (2 * STAGES)).store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
                 end = c + 1
         fence_async_shared()  # T, L and P, of every thread that wrote them
         barrier()  # ... before the arrival, which one thread makes for all

@@ -162,8 +162,8 @@ def second_term(x, DTYPE: gl.constexpr):
 @jit
 def state_partition(
     walk, PART: gl.constexpr, DECAY: gl.constexpr, SEPARATE: gl.constexpr, INITIAL: gl.constexpr, HAS_V: gl.constexpr,
-    OUTPUT: gl.constexpr, KEEP: gl.constexpr, BY_TOKEN: gl.constexpr, STRICT: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr, KEEP: gl.constexpr, BY_TOKEN: gl.constexpr, STRICT: gl.constexpr, REST: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of 64 value channels through `count` chunks."""
     tiles, rings, barriers, factors, totals, buffers, initial_state, final_state, where, store_final = walk
@@ -180,7 +180,7 @@ def state_partition(
     o_k = gl.arange(0, D, gl.SliceLayout(0, STATE))
     o_state = state_slot * (D * D) + o_k[None, :] * D + o_v[:, None]
     if INITIAL == 1:
-        if STRICT:  # mostly a launch that finds nothing to do reads nothing
+        if STRICT or REST:  # mostly a launch that finds nothing to do reads nothing
             S = gl.load(initial_state + o_state, mask=o_v[:, None] < D * count, other=0.0)
         else:
             S = gl.load(initial_state + o_state)
@@ -317,6 +317,7 @@ def hopper_scan_kernel(
     beta,
     G,
     large_gain,
+    stopped,
     initial_state,
     final_state,
     scale,
@@ -343,12 +344,14 @@ def hopper_scan_kernel(
     """As `chunk.scan.scan_kernel`: heads of 128 channels, 16-bit inputs, rows that are not packed.
 
     One program owns `64 * PARTS` value channels of one value head of one row or segment. Grid (2 / PARTS * HV * N).
-    With BY_TOKEN the states lie as `backward_kernel` reads them.
+    With BY_TOKEN the states lie as `backward_kernel` reads them. `stopped`, if given, has the number of the chunk that
+    each head begins at.
     """
     DTYPE: gl.constexpr = k_in_tiles.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SPLIT: gl.constexpr = 2 // PARTS
+    REST: gl.constexpr = stopped is not None
     part = gl.program_id(0) % SPLIT
     i_h = gl.program_id(0) // SPLIT % HV
     i_n = gl.program_id(0) // (SPLIT * HV)
@@ -357,6 +360,11 @@ def hopper_scan_kernel(
     slot = (row * NT + first_chunk) * HV + i_h
     count = gl.cdiv(gl.minimum(T - first, chunks * C), C)
     store_final = True
+    if stopped is not None:
+        done = gl.load(stopped + i_n * HV + i_h)
+        first += done * C
+        slot += done * HV
+        count -= done
     if BY_GAIN:
         stop = first_large(large_gain, slot, count, HV)
         if STRICT:
@@ -368,6 +376,8 @@ def hopper_scan_kernel(
             if KEEP and not OUTPUT:  # only the launch with STRICT reads it, if chunks remain for it
                 store_final = stop < count
             count = stop
+    if REST:
+        store_final = count > 0
 
     k_in_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
     q_ring, k_out_ring, v_ring, rest_ring, out_buffers, states_buffers, totals = (k_in_ring,) * 7
@@ -421,16 +431,16 @@ def hopper_scan_kernel(
     if PARTS == 2:
         gl.warp_specialize([
             (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               BY_TOKEN, STRICT, PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, STRICT, REST, PARTS, STAGES, LATE_STAGES)),
             (state_partition, (walk, 1, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               BY_TOKEN, STRICT, PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, STRICT, REST, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (state_partition, (walk, 0, DECAY, SEPARATE, INITIAL, HAS_V, OUTPUT, KEEP,
-                               BY_TOKEN, STRICT, PARTS, STAGES, LATE_STAGES)),
+                               BY_TOKEN, STRICT, REST, PARTS, STAGES, LATE_STAGES)),
             (copy_partition, (tiles, rings, barriers, factors, totals, beta, G, where, DECAY, UNDECAYED, SEPARATE,
                               HAS_V, OUTPUT, PARTS, STAGES, LATE_STAGES)),
         ], [1], [24])  # fmt: skip

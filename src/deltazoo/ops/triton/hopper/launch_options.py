@@ -3,7 +3,7 @@
 from deltazoo.ops.triton.hopper.served_calls import HEAD
 from deltazoo.ops.triton.tiling import CHUNK, HOPPER
 
-__all__ = ["BACKWARD", "FUSED_FORWARD", "KEPT_STAGES", "reverse_scan_options", "scan_options"]
+__all__ = ["BACKWARD", "FEWER_STAGES", "FUSED_FORWARD", "reverse_scan_options", "scan_options"]
 
 BACKWARD = dict(WALK_REGISTERS=168, GRADIENT_REGISTERS=160, COPY_REGISTERS=24, num_warps=4)
 """Options of `backward_kernel`: registers per thread of its partitions; the one that is not named gets what remains."""
@@ -11,8 +11,9 @@ BACKWARD = dict(WALK_REGISTERS=168, GRADIENT_REGISTERS=160, COPY_REGISTERS=24, n
 FUSED_FORWARD = dict(STAGES=3, STATE_REGISTERS=184, PREPARE_REGISTERS=120, COPY_REGISTERS=24, num_warps=4)
 """Options of the fused forward pass: 219 of 227 KiB of shared memory, and all registers of a multiprocessor."""
 
-KEPT_STAGES = 2
-"""Stages where the fused forward pass keeps something for the backward pass, which takes buffers."""
+FEWER_STAGES = 2
+"""Stages where the fused forward pass keeps something for the backward pass, which takes buffers, or has a decay per
+channel, whose keys and log-decays do."""
 
 KEYS, PART, MATRIX, STATE = 2 * CHUNK * HEAD, 2 * CHUNK * HEAD // 2, 2 * CHUNK * CHUNK, 2 * HEAD * HEAD // 2
 """Bytes of tiles: keys of a chunk, values for a part of their channels, A or P, and a part of a state."""

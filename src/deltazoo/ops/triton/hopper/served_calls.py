@@ -85,8 +85,6 @@ def forward_refusal(plan: Plan, dtype: torch.dtype, multiprocessors: int) -> str
         return reason
     if dtype != torch.bfloat16:
         return f"inputs are {dtype}"
-    if plan.per_channel:
-        return "the decay is one per channel"
     if plan.strict:
         return "precision is strict"
     if plan.has_erase_key or plan.undecayed:
