@@ -269,6 +269,7 @@ MANY = [
         replace(SHORT, name="fresh", decay="none", initial_state=False),
         replace(SHORT, name="channel", decay="channel"),
         replace(SHORT, name="channel-uneven", decay="channel", log_decay="uneven", H=2, T=200, initial_state=False),
+        replace(SHORT, name="channel-strong", decay="channel", log_decay=-2.0),  # about half a RANGE beyond one
     ],
     ids=str,
 )

@@ -1,12 +1,13 @@
 """Queries and keys with the decay per channel multiplied in, for the fused forward pass (`hopper_forward`).
 
-With G the decay since the chunk's start, in log2, a query or key reads the state as `q o exp2(G)` and `k o exp2(G)`,
-and a key is written as `k o exp2(-G)`. These serve the products of a chunk with itself as well as the state:
+With G the decay since the chunk's start, in log2, a query or key reads the state as `q o exp2(G - m)` and `k o exp2(G -
+m)`, and a key is written as `k o exp2(m - G)`. These serve the products of a chunk with itself as well as the state:
 
-    S' = exp2(G_last) o (S + (k o exp2(-G))^T U)
+    S~ = exp2(m) o S    S' = exp2(G_last - m) o (S~ + (k o exp2(m - G))^T U)
 
-so nothing else needs the decay. What is written must stay in range, so a chunk in which some channel decays by more
-than `2^-RANGE` is left to other kernels (`chunk.prepare_channel`).
+so nothing else needs the decay. Where a channel decays by up to `2^-RANGE` over the chunk, m is 0. Where it decays by
+more, m is half of that, so by rounding results of a token depend on later ones of its chunk. A chunk in which some
+channel decays by more than twice RANGE is left to other kernels (`chunk.prepare_channel`).
 """
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2E
@@ -15,7 +16,7 @@ from deltazoo.ops.triton.hopper.gluon import gl, jit
 __all__ = ["RANGE", "decay_keys"]
 
 RANGE = gl.constexpr(96.0)
-"""The largest decay of a chunk, in log2. What is written is then below 2^96, which leaves 2^31 for its sums with U."""
+"""The largest factor of a key, in log2. In float32 that leaves 2^31 for the sums of what is written and U."""
 
 ROWS = gl.constexpr(16)  # tokens at a time
 
@@ -26,19 +27,25 @@ def _add(a, b):
 
 
 @jit
-def decay_keys(q, k, written, gates, total, fewest):
-    """Replace q and k `[C, K]` in shared memory, fill `written`, and the decay of the chunk, `total [K]`. Four warps.
+def decay_keys(q, k, written, gates, entry, total, fewest):
+    """Replace q and k `[C, K]` in shared memory, fill `written` and the factors of the state. Four warps.
 
-    `fewest [4]` becomes the least log2-decay of any channel, for each warp. Warps own channels, all tokens of them.
+    `entry [K]` and `total [K]` are factors of the state before and after the chunk, and `fewest [4]` the least log2-decay
+    of any channel over the chunk, for each warp. Warps own channels, all tokens of them.
     """
     DTYPE: gl.constexpr = q.dtype
     C: gl.constexpr = q.shape[0]
     K: gl.constexpr = q.shape[1]
     # Two lanes four rows apart: with the swizzle they are in different banks.
     LAYOUT: gl.constexpr = gl.BlockedLayout([4, 2], [2, 16], [1, 4], [1, 0])
-    before = gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, LAYOUT))
+    zero = gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, LAYOUT))
+    whole = zero
     for part in gl.static_range(C // ROWS):
-        g = gates.slice(part * ROWS, ROWS, dim=0).load(LAYOUT).to(gl.float32) * LOG2E
+        whole += gl.sum(_log2_decays(gates, part, LAYOUT), 0)
+    middle = gl.where(whole >= -RANGE, 0.0, gl.maximum(gl.floor(0.5 * whole), -RANGE))
+    before = zero - middle
+    for part in gl.static_range(C // ROWS):
+        g = _log2_decays(gates, part, LAYOUT)
         G = gl.associative_scan(g, 0, _add) + before[None, :]
         before += gl.sum(g, 0)
         decay = gl.exp2(G)
@@ -48,5 +55,11 @@ def decay_keys(q, k, written, gates, total, fewest):
         k_rows.store((key * decay).to(DTYPE))
         undone = gl.exp2(gl.minimum(-G, RANGE))
         written.slice(part * ROWS, ROWS, dim=0).store((key * undone).to(DTYPE))
-    total.store(gl.exp2(before))
-    fewest.store(gl.min(before.reshape([4, K // 4]), 1))
+    entry.store(gl.exp2(middle))
+    total.store(gl.exp2(whole - middle))
+    fewest.store(gl.min(whole.reshape([4, K // 4]), 1))
+
+
+@jit
+def _log2_decays(gates, part: gl.constexpr, LAYOUT: gl.constexpr):
+    return gates.slice(part * ROWS, ROWS, dim=0).load(LAYOUT).to(gl.float32) * LOG2E

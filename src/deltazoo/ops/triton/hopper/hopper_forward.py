@@ -84,7 +84,7 @@ def copy_chunks(
     tiles, rings, channel, bars, factors, large, beta, chunk_beta, chunk_G, scale, i_b, i_k, i_h, T, HV, NC = copied
     q_tiles, k_tiles, v_tiles, log_decay = tiles
     q_ring, k_ring, v_ring = rings
-    _, _, gates, gates_full, gates_empty, _ = channel
+    _, _, _, gates, gates_full, gates_empty, _ = channel
     full, empty = bars
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, C, TOKENS)
@@ -144,6 +144,13 @@ def copy_chunks(
 
 
 @jit
+def _times_columns(S, x, y, LAYOUT: gl.constexpr):
+    """S with every column multiplied by the product of two factors in shared memory."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    return S * (x.load(COLUMNS) * y.load(COLUMNS))[None, :]
+
+
+@jit
 def _store_output(tiles, coordinates, buffer, O):
     """Copy the transposed output of a chunk to memory, through `buffer`."""
     tma.store_wait(0)
@@ -165,7 +172,7 @@ def carry_state(
     o_tiles, U_tiles, states_tiles = tiles
     output, U_buffers, states_buffers = buffers
     q_ring, k_ring, v_ring = rings
-    written_ring, totals, _, _, _, _ = channel
+    written_ring, entries, totals, _, _, _, _ = channel
     full, empty = bars
     T_ring, L_ring, P_ring, ready = prepared
     DTYPE: gl.constexpr = output.dtype
@@ -197,9 +204,10 @@ def carry_state(
         k, q = k_ring.index(stage), q_ring.index(stage)
         T, L, P = T_ring.index(stage), L_ring.index(stage), P_ring.index(stage)
         written = written_ring.index(stage) if DECAY == 2 else k
-        S_left = gl.convert_layout(S.to(DTYPE), CHUNK_LEFT)
         if DECAY == 2:  # q and k are those with the decay
             mbarrier.wait(ready.index(stage), (c // STAGES) & 1)
+            S = _times_columns(S, entries.index(stage), totals.index((c + 2 * STAGES - 1) % (2 * STAGES)), STATE)
+        S_left = gl.convert_layout(S.to(DTYPE), CHUNK_LEFT)
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         Y = warpgroup_mma(S_left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         if KEEP:  # output and corrections of the chunk before, and the state
@@ -270,9 +278,9 @@ def carry_state(
         token = c * C
         barrier()  # all warps are done with the operands
         mbarrier.arrive(empty.index(stage), count=1)
-        if DECAY == 2:  # behind the barrier, since loads before it would take registers from the products
-            S = S * totals.index(c % (2 * STAGES)).load(gl.SliceLayout(0, STATE))[None, :]
         c += 1
+    if DECAY == 2:
+        S = S * totals.index((c - 1) % (2 * STAGES)).load(gl.SliceLayout(0, STATE))[None, :]
     _store_output(o_tiles, [i_b, token, column], buffer, O_before)
     if KEEP:
         tma.async_copy_shared_to_global(U_tiles, [i_b, token, column], _as_tile(U_buffer, HALF))
@@ -342,9 +350,10 @@ def hopper_forward_kernel(
     large = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     diagonal = gl.allocate_shared_memory(gl.float32, [C, 16], PLAIN)
     inverses = gl.allocate_shared_memory(DTYPE, [4, 16, 16], gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
-    written_ring, totals, gates, fewest, gates_full, gates_empty = (factors,) * 6
+    written_ring, entries, totals, gates, fewest, gates_full, gates_empty = (factors,) * 7
     if DECAY == 2:
         written_ring = gl.allocate_shared_memory(DTYPE, [STAGES, C, D], OPERAND)
+        entries = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
         totals = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D], VECTOR)
         gates = gl.allocate_shared_memory(log_decay.dtype, [C, D], _tile_layout(log_decay.dtype, 2))
         fewest = gl.allocate_shared_memory(gl.float32, [4], VECTOR)
@@ -368,6 +377,8 @@ def hopper_forward_kernel(
         mbarrier.init(ready.index(n), count=1)
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     order.store(gl.arange(0, C, SPREAD).to(gl.float32) * 1073741824.0)
+    if DECAY == 2:  # behind the chunk before the first one
+        totals.index(2 * STAGES - 1).store(gl.full([D], 1.0, gl.float32, SPREAD))
     fence_async_shared()
     barrier()
     state = i.to(gl.int64) * (D * D)
@@ -378,7 +389,7 @@ def hopper_forward_kernel(
         initial += state
     tiles = (q_tiles, k_tiles, v_tiles, log_decay)
     rings = (q_ring, k_ring, v_ring)
-    channel = (written_ring, totals, gates, gates_full, gates_empty, fewest)
+    channel = (written_ring, entries, totals, gates, gates_full, gates_empty, fewest)
     bars = (full, empty)
     prepared = (T_ring, L_ring, P_ring, ready)
     scratch = (diagonal, inverses, gains, order)

@@ -77,7 +77,7 @@ def prepare_chunks(
     """P, T11 and T22, and -L21 of every chunk, and whether its largest gain is too large. Four warps."""
     rings, channel, bars, prepared, factors, large, scratch, kept, scale, NC = chunks
     q_ring, k_ring, _ = rings
-    written_ring, totals, gates, gates_full, gates_empty, fewest = channel
+    written_ring, entries, totals, gates, gates_full, gates_empty, fewest = channel
     full, _ = bars
     T_ring, L_ring, P_ring, ready = prepared
     diagonal, inverses, gains, order = scratch
@@ -132,7 +132,8 @@ def prepare_chunks(
         written = written_ring.index(stage) if DECAY == 2 else k
         if DECAY == 2:
             mbarrier.wait(gates_full.index(0), c & 1)
-            decay_keys(q, k, written, gates, totals.index(c % (2 * STAGES)), fewest)
+            entry, total = entries.index(stage), totals.index(c % (2 * STAGES))
+            decay_keys(q, k, written, gates, entry, total, fewest)
             fence_async_shared()
             barrier()
             mbarrier.arrive(gates_empty.index(0), count=1)
@@ -229,14 +230,15 @@ def prepare_chunks(
             if BY_GAIN:
                 is_large = gl.max(gains.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > MAX_FAST_GAIN
             if DECAY == 2:
-                is_large |= gl.min(fewest.load(gl.BlockedLayout([4], [32], [4], [0])), 0) < -RANGE
+                is_large |= gl.min(fewest.load(gl.BlockedLayout([4], [32], [4], [0])), 0) < -2 * RANGE
             large.index(stage).store(gl.full([1], 0, gl.int32, SPREAD) + is_large.to(gl.int32))
             if is_large:  # the state passes this chunk unchanged
                 T_ring.index(stage).store(gl.full([C, 32], 0.0, DTYPE, PAIR))
                 if DECAY == 1:
                     factors.index(vectors + TOTAL).store(gl.full([C], 1.0, gl.float32, SPREAD))
                 if DECAY == 2:
-                    totals.index(c % (2 * STAGES)).store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
+                    entry.store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
+                    total.store(gl.full([2 * C], 1.0, gl.float32, SPREAD))
                 end = c + 1
         fence_async_shared()  # T, L and P, of every thread that wrote them
         barrier()  # ... before the arrival, which one thread makes for all
