@@ -30,8 +30,8 @@ def _add(a, b):
 def decay_keys(q, k, written, gates, entry, total, fewest):
     """Replace q and k `[C, K]` in shared memory, fill `written` and the factors of the state. Four warps.
 
-    `entry [K]` and `total [K]` are factors of the state before and after the chunk, and `fewest [4]` the least log2-decay
-    of any channel over the chunk, for each warp. Warps own channels, all tokens of them.
+    `entry [K]` and `total [K]` are factors of the state before and after the chunk, and `fewest [4]` the least
+    log2-decay of any channel over the chunk, for each warp. Warps own channels, all tokens of them.
     """
     DTYPE: gl.constexpr = q.dtype
     C: gl.constexpr = q.shape[0]
