@@ -68,8 +68,9 @@ def delta_rule(
 
     with `D_t = exp(log_decay_t)`: the identity, one factor per head, or one per key channel. The erase key e_t is the
     write key k_t unless `erase_key` is given. All arguments get exact gradients, the final state's gradient included.
-    Deterministic. A result never depends on later tokens, as long as no input is NaN or infinite (log_decay may be
-    -inf): on chunkwise and triton one that is makes results of its whole chunk of 64 tokens (or micro-steps) NaN.
+    Deterministic. A result never depends on later tokens (on triton, by rounding, on those of its chunk of 64 tokens or
+    micro-steps), as long as no input is NaN or infinite (log_decay may be -inf): on chunkwise and triton one that is
+    makes results of its whole chunk NaN.
 
     A token may take n = `num_micro_steps` updates: one decay, then n times erase and write, then one output. The
     micro-steps of a token lie side by side in k, v, beta and erase_key (all of token 0, then all of token 1, ...), with

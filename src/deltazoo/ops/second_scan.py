@@ -1,7 +1,8 @@
 """Whether the backward pass of the operator scans again for what the forward pass could have kept.
 
 On a GPU that is the corrections and the states that enter the chunks: with heads of 128, three quarters of what a call
-keeps besides its inputs. Where one kernel makes the whole forward pass, in fast precision, it is everything.
+keeps besides its inputs. With a decay per channel, or where one kernel makes the whole forward pass in fast precision,
+it is everything.
 """
 
 from collections.abc import Iterator

@@ -54,7 +54,7 @@ def middle_of(g_last):
     """A whole number near half the decay of a chunk, for each channel.
 
     `exp2(G - middle)` and `exp2(middle - G)` are both in range for twice the decay that `exp2(G)` and `exp2(-G)` are.
-    The forward pass does not use it, for results of a token would depend on later ones by their rounding.
+    `prepare_channel_kernel` does not use it, for results of a token would depend on later ones by their rounding.
     """
     return tl.floor(0.5 * g_last)
 
