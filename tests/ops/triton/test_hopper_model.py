@@ -203,8 +203,8 @@ def some_zero_and_large(x: DeltaRuleInputs) -> None:
     ids=str,
 )
 def test_gradients_with_a_second_scan_are_the_same(case: DeltaRuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit by bit, but where the fused forward pass, which rounds otherwise, serves calls that keep the states."""
-    fused = case.name in ("short", "whole_chunks")
+    """Bit by bit, but for what the fused forward pass, which rounds otherwise, makes in one of both."""
+    fused, channel = case.name in ("short", "whole_chunks"), case.decay == "channel"
     cut_segments(case, monkeypatch)
     x, scans = case.make(dtype=torch.bfloat16), []
     some_zero_and_large(x)
@@ -213,12 +213,13 @@ def test_gradients_with_a_second_scan_are_the_same(case: DeltaRuleCase, monkeypa
         model = Model()
         found.append(results(x, case.K**-0.5, model, monkeypatch, keep=keep))
         assert {"backward_kernel", "hopper_reverse_scan_kernel"} & set(model.names)
-        assert ("hopper_forward_kernel" in model.names) == (fused and keep)
+        assert ("hopper_forward_kernel" in model.names) == (fused and keep or channel and not keep)
         scans.append(model.names.count("hopper_scan_kernel"))
     if fused:
         assert_right(x, *found)
     else:
-        assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+        same = [name for name in found[0] if name.startswith("d_") or not channel]
+        assert all(torch.equal(found[0][name], found[1][name]) for name in same)
     # Of two launches one is for chunks with large gains; the fused forward pass spares the other.
     assert scans[1] == scans[0] + 2 + fused
 
