@@ -26,7 +26,7 @@ COMPLAINT = 9
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `delta_rule`; `lengths` packs sequences into one row."""
+    """One call of `delta_rule`; `lengths` packs sequences into one row, only a `recorded` call has a backward pass."""
 
     decay: str
     K: int = 128
@@ -36,10 +36,13 @@ class Call:
     dtype: str = "bfloat16"
     precision: str | None = None
     lengths: tuple[int, ...] = ()
+    B: int = 1
+    recorded: bool = True
 
     def __str__(self) -> str:
         packed = f" packed {self.lengths}" if self.lengths else f" T{self.T}"
-        return f"{self.decay} {self.K}x{self.V}{packed} HV{self.HV} {self.dtype} {self.precision or ''}".strip()
+        more = ("" if self.B == 1 else f" B{self.B}") + ("" if self.recorded else " forward")
+        return f"{self.decay} {self.K}x{self.V}{packed} HV{self.HV} {self.dtype} {self.precision or ''}".strip() + more
 
     def run(self) -> None:
         """Forward and backward with an initial state, two key heads."""
@@ -49,18 +52,19 @@ class Call:
         dtype = getattr(torch, self.dtype)
 
         def normal(*size: int, of: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.randn(size, device="cuda").to(of).requires_grad_()
+            return torch.randn(size, device="cuda").to(of).requires_grad_(self.recorded)
 
-        q, k = (torch.nn.functional.normalize(normal(1, T, 2, self.K), dim=-1).to(dtype) for _ in range(2))
-        v, beta = normal(1, T, self.HV, self.V, of=dtype), normal(1, T, self.HV).sigmoid()
-        gate = {"none": None, "scalar": (1, T, self.HV), "channel": (1, T, self.HV, self.K)}[self.decay]
+        q, k = (torch.nn.functional.normalize(normal(self.B, T, 2, self.K), dim=-1).to(dtype) for _ in range(2))
+        v, beta = normal(self.B, T, self.HV, self.V, of=dtype), normal(self.B, T, self.HV).sigmoid()
+        gate = {"none": None, "scalar": (self.B, T, self.HV), "channel": (self.B, T, self.HV, self.K)}[self.decay]
         log_decay = None if gate is None else -0.1 * normal(*gate).abs()
-        state = normal(len(self.lengths) or 1, self.HV, self.K, self.V)
+        state = normal(len(self.lengths) or self.B, self.HV, self.K, self.V)
         bounds = torch.tensor([0, *self.lengths], device="cuda").cumsum(0) if self.lengths else None
         output, final = delta_rule(
             q, k, v, beta, log_decay, initial_state=state, cu_seqlens=bounds, backend="triton", precision=self.precision
         )
-        (output.float().sum() + final.sum()).backward()
+        if self.recorded:
+            (output.float().sum() + final.sum()).backward()
         torch.cuda.synchronize()
 
 
@@ -74,6 +78,8 @@ CALLS = (
     Call("scalar", 256, 256, T=70),
     *(Call(decay, 64, 64, T=70, dtype="float32") for decay in ("scalar", "channel")),
     Call("channel", dtype="float16"),
+    *(Call(decay, B=40, recorded=False) for decay in ("none", "scalar", "channel")),  # heads that fill a large GPU
+    Call("scalar", B=40, precision="fast"),
 )
 
 
