@@ -1,7 +1,7 @@
 """Queries and keys with the decay per channel multiplied in, for the fused forward pass (`hopper_forward`).
 
-With G the decay since the chunk's start, in log2, a query or key reads the state as `q o exp2(G - m)` and `k o exp2(G -
-m)`, and a key is written as `k o exp2(m - G)`. These serve the products of a chunk with itself as well as the state:
+With G the decay since the chunk's start, in log2, the state is read by `q o exp2(G - m)` and `k o exp2(G - m)`, and
+`k o exp2(m - G)` is written. These serve the products of a chunk with itself as well as the state:
 
     S~ = exp2(m) o S    S' = exp2(G_last - m) o (S~ + (k o exp2(m - G))^T U)
 
