@@ -220,6 +220,7 @@ def test_gradients_with_a_second_scan_are_the_same(case: DeltaRuleCase, monkeypa
     else:
         same = [name for name in found[0] if name.startswith("d_") or not channel]
         assert all(torch.equal(found[0][name], found[1][name]) for name in same)
+        assert_right(x, *found)
     # Of two launches one is for chunks with large gains; the fused forward pass spares the other.
     assert scans[1] == scans[0] + 2 + fused
 

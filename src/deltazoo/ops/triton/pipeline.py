@@ -201,9 +201,9 @@ def several_kernels(p: Problem, kept: Kept) -> tuple[Tensor, Tensor]:
 def fused_forward(p: Problem, kept: Kept | None) -> tuple[Tensor, Tensor]:
     """Output and final state in one kernel, which fills what is `kept` if a backward pass follows.
 
-    It stops a head at its first chunk with a large erase gain, with the state so far in `final` and the number
-    of the chunk in `stopped`. The kernels of the strict path complete these heads. Where none stopped they return at
-    once, so that the host need not know.
+    It stops a head at its first chunk with a large erase gain, or with a decay per channel beyond its range, with the
+    state so far in `final` and the number of the chunk in `stopped`. Other kernels complete these heads. Where none
+    stopped they return at once, so that the host need not know.
     """
     plan, v = p.plan, p.v
     filled: tuple[Tile | Tensor | None, ...] = (None,) * 5
@@ -249,7 +249,7 @@ def new_kept(plan: Plan, q: Tensor, keep: bool) -> Kept:
 
 
 def complete(p: Problem, kept: Kept, stopped: Tensor, output: Tensor, final: Tensor) -> None:
-    """The chunks that the fused forward pass left, with the strict kernels, from the states in `final`."""
+    """The chunks that the fused forward pass left, from the states in `final`; strict, but with a decay per channel."""
     plan = p.plan
     if plan.per_channel:
         prepare(p, kept, stopped)

@@ -13,7 +13,7 @@ channel decays by more than twice RANGE is left to other kernels (`chunk.prepare
 from deltazoo.ops.triton.chunk.decay_factors import LOG2E
 from deltazoo.ops.triton.hopper.gluon import gl, jit
 
-__all__ = ["RANGE", "decay_keys"]
+__all__ = ["RANGE", "add", "decay_keys"]
 
 RANGE = gl.constexpr(96.0)
 """The largest factor of a key, in log2. In float32 that leaves 2^31 for the sums of what is written and U."""
@@ -22,7 +22,8 @@ ROWS = gl.constexpr(16)  # tokens at a time
 
 
 @jit
-def _add(a, b):
+def add(a, b):
+    """For running sums."""
     return a + b
 
 
@@ -46,7 +47,7 @@ def decay_keys(q, k, written, gates, entry, total, fewest):
     before = zero - middle
     for part in gl.static_range(C // ROWS):
         g = _log2_decays(gates, part, LAYOUT)
-        G = gl.associative_scan(g, 0, _add) + before[None, :]
+        G = gl.associative_scan(g, 0, add) + before[None, :]
         before += gl.sum(g, 0)
         decay = gl.exp2(G)
         q_rows, k_rows = q.slice(part * ROWS, ROWS, dim=0), k.slice(part * ROWS, ROWS, dim=0)

@@ -25,6 +25,7 @@ that barrier only. What ordinary loads read needs the barriers alone.
 import triton
 
 from deltazoo.ops.triton.chunk.decay_factors import LOG2_FLOOR, LOG2E
+from deltazoo.ops.triton.hopper.decayed_keys import add
 from deltazoo.ops.triton.hopper.gluon import (
     barrier,
     fence_async_shared,
@@ -53,11 +54,6 @@ __all__ = ["hopper_forward_kernel"]
 D = gl.constexpr(128)  # channels per head
 HALF = gl.constexpr(64)  # value channels of one state partition
 NOWHERE = gl.constexpr(0x7FFF0000)  # a token beyond every sequence: the copy engine drops what is written there
-
-
-@jit
-def _add(a, b):
-    return a + b
 
 
 @jit
@@ -119,7 +115,7 @@ def copy_chunks(
                 tma.async_copy_global_to_shared(log_decay, [i_b, token, i_h * D], gates_full.index(0), gate_tile)
             vectors = stage * VECTORS
             if DECAY == 1:
-                G = gl.associative_scan(g, 0, _add)
+                G = gl.associative_scan(g, 0, add)
                 last = gl.sum(g, 0)
                 if KEEP:
                     gl.store(chunk_G + slots + o_t, G)
