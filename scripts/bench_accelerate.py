@@ -36,6 +36,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import deltazoo
 from deltazoo.generation import Decoder
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.workbench.bench.result_files import write_results
 from deltazoo.workbench.bench.timing import now
 from deltazoo.workbench.provenance import describe_run
@@ -235,7 +236,7 @@ def phases(model: Any, ids: torch.Tensor, *, accelerated: bool) -> Iterator[Phas
     """All that is measured of a model as it is."""
 
     def prompt() -> Any:
-        return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        return model(input_ids=ids, use_cache=True, logits_to_keep=1)[CACHE]
 
     def train(**packing: Any) -> None:
         rows = ids.reshape(1, -1) if packing else ids
@@ -250,7 +251,7 @@ def phases(model: Any, ids: torch.Tensor, *, accelerated: bool) -> Iterator[Phas
         positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])[None]
         yield Phase("packed training", partial(train, position_ids=positions), ids.numel())
     with inference(model):
-        step = partial(model, input_ids=ids[:, :1], past_key_values=prompt())
+        step = partial(model, input_ids=ids[:, :1], **{CACHE: prompt()})
         yield Phase("step", step, ids.shape[0])
         yield from decoding(model, ids[:, :PROMPT], accelerated=accelerated)
 

@@ -62,6 +62,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
          "output_gate_type": "sigmoid", "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
          "indexer_budget": 32, "indexer_compress_ratio": 2},
     ),
+    "lara_mini": (
+        "LaraMiniForCausalLM",
+        "LaraMiniConfig",
+        {**GDN, **EXPERTS, "shared_expert_intermediate_size": 16},
+    ),
     "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", {**GDN, "linear_allow_neg_eigval": True}),
     "kimi_linear": (
         "KimiLinearForCausalLM",

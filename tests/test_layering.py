@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "variants": {"runtime", "ops", "spec", "layers"},
     "_auto_registration": {"spec"},
     "generation": {"runtime", "ops", "spec", "layers", "variants"},
-    "distributed": {"_lazy", "runtime", "ops", "spec", "layers", "variants"},
+    "distributed": {"_lazy", "runtime", "ops", "spec", "layers", "variants", "generation"},
     "models": {
         *("runtime", "ops", "spec", "layers", "variants", "_auto_registration"),
         *("generation", "distributed"),

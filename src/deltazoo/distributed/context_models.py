@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.distributed.shared_attention import SHARED_ATTENTION, register_shared_attention
+from deltazoo.generation.cache_argument import cache_in
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.ops import ContextParallel
 from deltazoo.ops.context.context_group import agreed_lengths, sum_over_ranks
@@ -37,7 +38,7 @@ def context_parallel(model: M, ranks: DeviceMesh | ProcessGroup | ContextParalle
     of their gradients is its gradient, which is what DDP and FSDP take over data-parallel ranks too. With
     `num_items_in_batch` the summed loss is divided by that.
 
-    An empty `DynamicCache` in `past_key_values` is filled on every rank with what the whole rows leave there. So the
+    An empty `DynamicCache` that the model is given is filled on every rank with what the whole rows leave there. So the
     ranks run a long prompt but for its last token together, and after `context_parallel(model, None)` each of them, or
     one, generates from the cache. Not in accelerated models.
 
@@ -90,7 +91,7 @@ def _call_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 def _complete_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of a base model: gather the keys and values of softmax layers; the other layers have all."""
     context: ContextParallel | None = model.deltazoo_context
-    cache: Cache | None = _call_of(model, args, kwargs).get("past_key_values")
+    cache = cache_in(_call_of(model, args, kwargs))
     if context is None or cache is None:
         return
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized]

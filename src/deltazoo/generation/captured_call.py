@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from deltazoo.generation.cache_argument import CACHE, cache_in
 from deltazoo.generation.kept_steps import KeptSteps
 from deltazoo.generation.static_cache import move_cache
 from deltazoo.generation.static_decoding import StaticDecoding
@@ -78,7 +79,7 @@ class CapturedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass: of the prompt, of one token by a captured step, or the ordinary one."""
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if args or cache is None or torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if cache is self._source:
@@ -99,7 +100,7 @@ class CapturedCall:
             self.steps.decline(str(error), self.required)
             return outputs
         move_cache(source, decoding.cache)  # type: ignore[arg-type]
-        outputs.past_key_values = decoding.cache
+        setattr(outputs, CACHE, decoding.cache)
         self._decoding = decoding
         return outputs
 
@@ -117,7 +118,7 @@ class CapturedCall:
                 self.steps.record_failure(self.model, error)
                 return self.forward(**kwargs)
         self.steps.last = "captured"
-        return CausalLMOutputWithPast(logits=decoding.replay(kwargs), past_key_values=decoding.cache)
+        return CausalLMOutputWithPast(logits=decoding.replay(kwargs), **{CACHE: decoding.cache})
 
 
 def _is_filled(cache: Any) -> bool:

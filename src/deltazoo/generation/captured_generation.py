@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_masks_for_generate, create_recurrent_attention_mask
 
 from deltazoo.generation.cache import is_used
+from deltazoo.generation.cache_argument import CACHE, cache_in
 from deltazoo.generation.capture_conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
 from deltazoo.generation.captured_call import CapturedCall
 from deltazoo.generation.kept_steps import KeptSteps
@@ -47,7 +48,7 @@ class CapturedGeneration:
         """
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if kwargs.get("inputs_embeds") is None:
-            _check_tokens_to_run(prompt, kwargs.get("attention_mask"), kwargs.get("past_key_values"))
+            _check_tokens_to_run(prompt, kwargs.get("attention_mask"), cache_in(kwargs))
         with _call_offered(self, capture_step, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -75,12 +76,12 @@ class CapturedGeneration:
         max_cache_length: int,
     ) -> Any:
         """Prepare the cache; transformers calls this once all arguments of `generate` are known."""
-        is_the_callers = model_kwargs.get("past_key_values") is not None
+        is_the_callers = cache_in(model_kwargs) is not None
         generation_config.prefill_chunk_size = without_single_tokens(generation_config.prefill_chunk_size)
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        cache = model_kwargs.get("past_key_values")
+        cache = cache_in(model_kwargs)
         if cache is not None:
             self.prepare_cache(cache)  # type: ignore[attr-defined]
             if generation_config.is_assistant:
@@ -119,8 +120,8 @@ def _check_tokens_to_run(prompt: Any, mask: Any, cache: Any) -> None:
     held, given = int(cache.get_seq_length()), prompt.shape[1]
     if held >= given:
         raise ValueError(
-            f"past_key_values holds {held} tokens, and the prompt has {given}, those in the cache included: at least "
-            "one must follow them. Take the cache from before the prompt's last token, leave past_key_values out, or "
+            f"{CACHE} holds {held} tokens, and the prompt has {given}, those in the cache included: at least "
+            f"one must follow them. Take the cache from before the prompt's last token, leave {CACHE} out, or "
             "give new tokens alone and an attention_mask of all"
         )
 

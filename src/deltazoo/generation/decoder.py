@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.captured_generation import CapturedGeneration, without_single_tokens
 from deltazoo.generation.position_limit import check_positions
 from deltazoo.generation.read_later import read_later
@@ -365,7 +366,7 @@ def prepared_inputs(
     if model._supports_logits_to_keep():
         options["logits_to_keep"] = 1
     return model.prepare_inputs_for_generation(
-        tokens, past_key_values=cache, attention_mask=mask, position_ids=positions, use_cache=True, **options
+        tokens, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: cache}, **options
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticCache
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
+from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row_norm, is_swiglu
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
 from deltazoo.layers import DeltaRuleAttention
@@ -230,19 +231,16 @@ class _FusedBlock:
         unmoved = self._into_mixer.is_current() and self._into_mlp.is_current()
         return unmoved and why_not_fused(self.block, self._products) is None
 
-    def _forward_of_own(
-        self, hidden_states: Tensor, batch: Any, softmax: Any = None, past_key_values: Cache | None = None
-    ) -> Tensor:
-        output = self._served(hidden_states, batch, past_key_values, None)
+    def _forward_of_own(self, hidden_states: Tensor, batch: Any, softmax: Any = None, **kwargs: Any) -> Tensor:
+        output = self._served(hidden_states, batch, cache_in(kwargs), None)
         if output is None:
-            output = type(self.block).forward(self.block, hidden_states, batch, softmax, past_key_values)
+            output = type(self.block).forward(self.block, hidden_states, batch, softmax, **kwargs)
         return output
 
     def _forward_of_library(
         self,
         hidden_states: Tensor,
         *args: Any,
-        past_key_values: Cache | None = None,
         position_embeddings: Rotary | None = None,
         delta_batch: Any = None,
         **kwargs: Any,
@@ -250,11 +248,9 @@ class _FusedBlock:
         turns, output = self._parts.turns, None
         if not args and delta_batch is not None and (position_embeddings is not None or not turns):
             rotary = position_embeddings if turns else None
-            output = self._served(hidden_states, delta_batch, past_key_values, rotary)
+            output = self._served(hidden_states, delta_batch, cache_in(kwargs), rotary)
         if output is None:
-            kwargs |= dict(
-                past_key_values=past_key_values, position_embeddings=position_embeddings, delta_batch=delta_batch
-            )
+            kwargs |= dict(position_embeddings=position_embeddings, delta_batch=delta_batch)
             output = type(self.block).forward(self.block, hidden_states, *args, **kwargs)
         return output
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.decoder import prepared_inputs
 from deltazoo.generation.read_later import wait_for
 from deltazoo.generation.row_copies import RowState, RowStates
@@ -189,7 +190,7 @@ class _RowsInOneBatch:
         mask = self._mask.at(positions)
         batch = BatchDescription(sequences, positions, mask)
         arguments: dict[str, Any] = dict(position_ids=positions, attention_mask=mask, delta_batch=batch)
-        results = self.model.base_model(self._tokens[:size], past_key_values=cache, use_cache=True, **arguments)
+        results = self.model.base_model(self._tokens[:size], use_cache=True, **{CACHE: cache}, **arguments)
         return results.last_hidden_state
 
 

@@ -7,6 +7,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from deltazoo.generation.cache import CacheStates
+from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.layers import make_layer
 from deltazoo.layers.batch_description import BatchDescription
 from deltazoo.layers.mlp import SwiGLU
@@ -57,12 +58,13 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
             module.liger = bool(options.liger)
             module.fused = options.fused_kernels
 
+    @takes_cache()  # by that name gradient checkpointing keeps the cache from a block that runs twice
     def forward(
         self,
         hidden_states: Tensor,
         batch: BatchDescription,
         softmax: SoftmaxInputs | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Map `[B, T, hidden_size]` to the same shape.
 
@@ -70,28 +72,28 @@ class DeltaRuleBlock(GradientCheckpointingLayer):
             hidden_states: the residual stream.
             batch: where sequences begin, the same for all blocks.
             softmax: masks and rotary embeddings, needed by softmax layers only.
-            past_key_values: a cache that `prepare_cache` has prepared.
+            cache: one that `prepare_cache` has prepared.
         """
         # Gradient checkpointing keeps less than any level. A cache must not be written to twice.
-        keeps_all = not self.training or self.gradient_checkpointing or past_key_values is not None
+        keeps_all = not self.training or self.gradient_checkpointing or cache is not None
         level = "none" if keeps_all else level_of(self.recompute, hidden_states.device)
-        return run_block(level, self._run, hidden_states, batch, softmax, past_key_values, exchanges=batch.shared)
+        return run_block(level, self._run, hidden_states, batch, softmax, cache, exchanges=batch.shared)
 
     def _run(
         self,
         hidden_states: Tensor,
         batch: BatchDescription,
         softmax: SoftmaxInputs | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
     ) -> Tensor:
         mixed = self.attn_norm(hidden_states)
         if isinstance(self.attn, SoftmaxAttention):
             assert softmax is not None
             mixed, _ = self.attn(
-                mixed, softmax.position_embeddings, softmax.attention_mask, past_key_values, **softmax.kernel_kwargs
+                mixed, softmax.position_embeddings, softmax.attention_mask, cache, **softmax.kernel_kwargs
             )
         else:
-            mixed = self._mix(mixed, batch, past_key_values)
+            mixed = self._mix(mixed, batch, cache)
         normalized, hidden_states = self.mlp_norm(mixed, residual=hidden_states)
         return hidden_states + self.mlp(normalized)
 

@@ -21,6 +21,7 @@ from transformers.generation import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from deltazoo.distributed.parallel_plans import FSDP_PLAN, PIPELINE_PLAN, tensor_parallel_plan
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.layers import make_layer
 from deltazoo.layers.batch_description import LAYER_TYPES
 from deltazoo.layers.mlp import default_intermediate_size
@@ -120,7 +121,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "delta_rule"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE]
     base_model_pp_plan: ClassVar[dict[str, Any]] = PIPELINE_PLAN
     base_model_fsdp_plan: ClassVar[dict[Any, str]] = FSDP_PLAN
 

@@ -1,12 +1,14 @@
 """The arguments of a forward pass: what they say of the batch, and which further ones there are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from deltazoo.generation.cache import why_not_shared
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.layers.batch_description import (
     PACKING_ARGUMENTS,
     BatchDescription,
@@ -16,13 +18,15 @@ from deltazoo.layers.batch_description import (
 from deltazoo.names import did_you_mean
 from deltazoo.ops import ContextParallel
 
-__all__ = ["describe_arguments", "refuse_unknown", "softmax_arguments", "unwrapped"]
+__all__ = ["describe_arguments", "refuse_dropped", "refuse_unknown", "softmax_arguments", "unwrapped"]
 
 # transformers' trainer, generation and pipelines pass them to models; softmax kernels and loss functions use them.
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
 # Callers may pass them to any model. Tokenizers return token types unasked, and a decoder has no embeddings for them.
 # `generate` hands on the tokenizer by which it finds stop strings.
 _WITHOUT_EFFECT = ("is_causal", "labels", "logits_to_keep", "token_type_ids", "tokenizer", "assistant_tokenizer")
+
+_KNOWN = (*PACKING_ARGUMENTS, *_PASSED_THROUGH, *_WITHOUT_EFFECT)
 
 
 def unwrapped(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -33,10 +37,28 @@ def unwrapped(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError for an argument that no model knows."""
-    known = (*PACKING_ARGUMENTS, *_PASSED_THROUGH, *_WITHOUT_EFFECT)
     for key in kwargs:
-        if key not in known:
-            raise TypeError(f"forward() got an unexpected argument {key!r}{did_you_mean(key, known)}")
+        if key not in _KNOWN:
+            raise TypeError(f"forward() got an unexpected argument {key!r}{did_you_mean(key, _KNOWN)}")
+
+
+def refuse_dropped(layer: nn.Module, kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise TypeError for an argument that a decoder layer passes down and that would have no effect.
+
+    A cache, a mask or the boundaries of documents under a name of another version of transformers are such. None says
+    nothing, whatever its name.
+
+    Args:
+        layer: that was called, in the slot of an attention layer of transformers.
+        kwargs: what its `forward` does not name.
+        known: those that the layer reads itself, or may leave out.
+    """
+    for key, value in kwargs.items():
+        if value is not None and key not in known and key not in _KNOWN:
+            raise TypeError(
+                f"{type(layer).__name__}.forward() got {key!r}, which it does not know under transformers "
+                f"{transformers.__version__}{did_you_mean(key, (CACHE, *known, *_KNOWN))}"
+            )
 
 
 def describe_arguments(

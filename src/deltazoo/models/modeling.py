@@ -22,6 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 import deltazoo.distributed.tensor_parallel  # noqa: F401  (its styles must be known when a plan names them)
 from deltazoo.generation.cache import prepare_cache
+from deltazoo.generation.cache_argument import CACHE, takes_cache
 from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.layers.batch_description import BatchDescription
 from deltazoo.layers.norm import RMSNorm
@@ -53,7 +54,7 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     _input_embed_layer = "embeddings"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DeltaRuleBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -127,6 +128,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         self.norm.fused = options.fused_kernels
         self.norm.liger = bool(options.liger)
 
+    @takes_cache()
     @_no_cache_while_recomputing
     @merge_with_config_defaults
     @capture_outputs
@@ -135,7 +137,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | Mapping[str, Tensor | None] | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         delta_batch: BatchDescription | None = None,
@@ -147,7 +149,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             input_ids: `[B, T]` token numbers.
             attention_mask: `[B, past + T]`, 1 = real token; padding may be anywhere.
             position_ids: `[B, T]`, for rotary embeddings; positions that start again mark packed documents.
-            past_key_values: the cache to continue; changed in place.
+            cache: to continue; changed in place. Before transformers 5.24 its name is `past_key_values`.
             inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
             use_cache: return a cache; a packed batch returns none, since no further call could continue it.
             delta_batch: the description that `describe_batch` makes of the arguments; made here unless given.
@@ -163,36 +165,36 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embeddings(input_ids)
-        if past_key_values is not None:
-            self.prepare_cache(past_key_values)
+        if cache is not None:
+            self.prepare_cache(cache)
         batch = delta_batch
         if batch is None:
-            batch = self.describe(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+            batch = self.describe(inputs_embeds, attention_mask, position_ids, cache, kwargs)
         recomputes = self.training and self.runtime.recompute not in (None, "none")
-        if use_cache and past_key_values is None and not (batch.packed or batch.shared or recomputes):
-            past_key_values = DynamicCache(config=self.config)
-            self.prepare_cache(past_key_values)
+        if use_cache and cache is None and not (batch.packed or batch.shared or recomputes):
+            cache = DynamicCache(config=self.config)
+            self.prepare_cache(cache)
 
-        softmax = self._softmax_inputs(inputs_embeds, batch, past_key_values, kwargs)
+        softmax = self._softmax_inputs(inputs_embeds, batch, cache, kwargs)
         hidden_states = inputs_embeds
         for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states = layer(hidden_states, batch=batch, softmax=softmax, past_key_values=past_key_values)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+            hidden_states = layer(hidden_states, batch=batch, softmax=softmax, **{CACHE: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
 
     def describe(
         self,
         tokens: Tensor,
         attention_mask: Tensor | Mapping[str, Tensor | None] | None,
         position_ids: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         kwargs: Mapping[str, Any],
     ) -> BatchDescription:
         """Where the sequences of a batch begin; `tokens` are `[B, T]` numbers or `[B, T, hidden_size]` embeddings."""
         # A pipeline stage fills only its own layers of the cache; transformers replaces the others by identities.
         here = next((i for i, layer in enumerate(self.layers) if not isinstance(layer, nn.Identity)), 0)
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length(here)
+        past_length = 0 if cache is None else cache.get_seq_length(here)
         context = self.deltazoo_context
-        return describe_arguments(context, tokens, past_key_values, past_length, attention_mask, position_ids, kwargs)
+        return describe_arguments(context, tokens, cache, past_length, attention_mask, position_ids, kwargs)
 
     def _softmax_inputs(
         self, x: Tensor, batch: BatchDescription, cache: Cache | None, kwargs: Mapping[str, Any]
@@ -207,8 +209,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
                 config=self.config,
                 inputs_embeds=x,
                 attention_mask=batch.attention_mask,
-                past_key_values=cache,
                 position_ids=packed,
+                **{CACHE: cache},
             )
         kernel_kwargs = {**softmax_arguments(kwargs), "position_ids": packed, "delta_batch": batch}
         return SoftmaxInputs(mask, self.rotary_emb(x, batch.position_ids), kernel_kwargs)
@@ -237,13 +239,14 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         """As for the base model, and how the loss is computed."""
         return f"{super().describe_training()}\n{describe_loss(self)}"
 
+    @takes_cache()
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | Mapping[str, Tensor | None] | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -267,17 +270,17 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         batch = None
         if labels is not None and tokens is not None:
-            if past_key_values is not None:
-                self.prepare_cache(past_key_values)
-            batch = self.model.describe(tokens, attention_mask, position_ids, past_key_values, kwargs)
+            if cache is not None:
+                self.prepare_cache(cache)
+            batch = self.model.describe(tokens, attention_mask, position_ids, cache, kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             delta_batch=batch,
+            **{CACHE: cache},
             **kwargs,
         )
         hidden_states = _select_positions(outputs.last_hidden_state, logits_to_keep)
@@ -304,9 +307,9 @@ class DeltaRuleForCausalLM(CapturedGeneration, DeltaRulePreTrainedModel, Generat
         return output(
             loss=loss,
             logits=logits,  # type: ignore[arg-type]
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
 

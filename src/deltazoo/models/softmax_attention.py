@@ -83,7 +83,7 @@ class SoftmaxAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -92,7 +92,7 @@ class SoftmaxAttention(nn.Module):
             hidden_states: `[B, T, hidden_size]`.
             position_embeddings: cosine and sine `[B or 1, T, d]`.
             attention_mask: as `create_causal_mask` makes it for the chosen implementation.
-            past_key_values: the cache that holds this layer's keys and values.
+            cache: that holds this layer's keys and values.
             kwargs: for the implementation, such as the boundaries of packed sequences.
 
         Returns:
@@ -105,8 +105,8 @@ class SoftmaxAttention(nn.Module):
         )
         query, key = (rotate(x, position_embeddings, fused=self.fused_kernels) for x in (query, key))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or "eager", _eager_attention)
         output, weights = attend(
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.head_dim**-0.5, **kwargs

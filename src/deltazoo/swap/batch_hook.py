@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from deltazoo.generation.cache_argument import cache_in
 from deltazoo.models.forward_arguments import describe_arguments
 from deltazoo.ops import ContextParallel
 
@@ -42,7 +43,7 @@ def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -
         tokens = kwargs.get("inputs_embeds")
     if tokens is None or kwargs.get("delta_batch") is not None:
         return kwargs  # the model raises; the batch is described already
-    cache, position_ids = kwargs.get("past_key_values"), kwargs.get("position_ids")
+    cache, position_ids = cache_in(kwargs), kwargs.get("position_ids")
     past_length = 0 if cache is None else cache.get_seq_length()
     mask = _token_mask(kwargs)
     batch = describe_arguments(context, tokens, cache, past_length, mask, position_ids, kwargs)

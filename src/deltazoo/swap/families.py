@@ -42,8 +42,8 @@ class ModelFamily:
     """Whether queries and keys get rotary embeddings."""
     rope_switch: str | None = None
     """Attribute of the attention module that says whether this layer has them; None: all layers as `rope` says."""
-    cache_argument: str = "past_key_values"
-    """Name of the argument by which the decoder layer passes its cache to attention."""
+    cache_argument: str | None = None
+    """Name of the argument by which the decoder layer passes its cache to attention; None: as all models are called."""
 
 
 _QUERY_KEY_NORMS = ("q_norm", "k_norm")

@@ -7,13 +7,18 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from deltazoo.generation.cache import CacheStates, prepare_cache_layer
-from deltazoo.layers.batch_description import BatchDescription
+from deltazoo.generation.cache_argument import takes_cache
+from deltazoo.layers.batch_description import PACKING_ARGUMENTS, BatchDescription
 from deltazoo.layers.rotary import Rotary
 from deltazoo.layers.sequences import WHOLE_ROWS
+from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.swap.drop_in_layer import DropInDeltaAttention
 from deltazoo.swap.families import ModelFamily
 
 __all__ = ["SwappedAttention"]
+
+_LEFT_TO_THE_MODEL = ("position_ids", "use_cache", "output_router_logits")
+"""Arguments of softmax attention that say nothing to a delta-rule layer that `delta_batch` does not say."""
 
 
 class SwappedAttention(nn.Module):
@@ -63,11 +68,13 @@ class SwappedAttention(nn.Module):
             parameter.requires_grad_(self._trainable[name])
         return teacher.train(self.training)
 
+    @takes_cache()
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: Rotary | None = None,
         attention_mask: Any = None,
+        cache: Cache | None = None,
         delta_batch: BatchDescription | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
@@ -78,13 +85,28 @@ class SwappedAttention(nn.Module):
             position_embeddings: the model's cosines and sines `[B or 1, T, d]`.
             attention_mask: the model's mask over pairs of tokens, which a recurrence does not use; padding and packing
                 come in `delta_batch`.
+            cache: of the model; the layer's state goes into it.
             delta_batch: as the base model describes it to its swapped layers; None: every row is one whole sequence.
-            kwargs: further arguments of the model, its cache among them.
+            kwargs: further arguments of the model, and the cache where the family calls it by another name.
 
         Returns:
             `[B, T, hidden_size]`, and None in place of attention weights.
+
+        Raises:
+            ValueError: a mask or packed documents that no `delta_batch` describes.
+            TypeError: an argument that the layer does not know.
         """
-        cache: Cache | None = kwargs.get(self._cache_argument)
+        if cache is None and self._cache_argument is not None:
+            cache = kwargs.pop(self._cache_argument, None)
+        refuse_dropped(self, kwargs, _LEFT_TO_THE_MODEL)
+        if delta_batch is None:
+            told = {"attention_mask": attention_mask, **{name: kwargs.get(name) for name in PACKING_ARGUMENTS}}
+            told = [name for name, value in told.items() if value is not None]
+            if told:
+                raise ValueError(
+                    f"{type(self).__name__} was given {', '.join(told)}, and no model around it has described the "
+                    "batch in delta_batch: call the whole model"
+                )
         rotary = position_embeddings if self.rope else None
         sequences = WHOLE_ROWS if delta_batch is None else delta_batch.sequences
         if cache is None or (delta_batch is not None and delta_batch.packed):

@@ -111,17 +111,11 @@ class SwappedGeneration(CapturedGeneration, GenerationMixin):
     """Generation with swapped layers."""
 
     def prepare_inputs_for_generation(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
+        self, input_ids: Tensor, *, attention_mask: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """As in the original. Padding also stays known where masks are prepared ahead of the model."""
         inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids,  # type: ignore[arg-type]
-            past_key_values=past_key_values,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             **kwargs,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.interop.acceleration.layer_states import keep_state, record_call, stored_state
 from deltazoo.interop.acceleration.packing_hook import (
     EXPLICIT_PACKING,
@@ -34,6 +35,7 @@ from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_
 from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences, SharedSequences
 from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
 from deltazoo.layers.state import MixerState, is_decoding_step
+from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.ops import DeltaRuleOutput
 from deltazoo.ops.context.token_exchange import tokens_before
 from deltazoo.ops.dtypes import at_least_float32
@@ -43,6 +45,8 @@ from deltazoo.spec import get_variant
 __all__ = ["AcceleratedMixer", "accelerated_class", "rule_of"]
 
 _PREFIX = "Accelerated"
+_KNOWN = (POSITIONS, SHARED_BATCH, "position_ids", "position_embeddings", "use_cache", "output_router_logits")
+"""Arguments that decoder layers pass down: what the model's hook has made, and what says nothing to a linear layer."""
 
 
 class AcceleratedMixer:
@@ -59,10 +63,11 @@ class AcceleratedMixer:
     """Triton kernels for the convolution, the decay gate and the gated norm."""
 
     @force_accelerate_hooks("conv1d")
+    @takes_cache("cache_params")
     def forward(
         self: Any,
         hidden_states: Tensor,
-        cache_params: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -70,17 +75,20 @@ class AcceleratedMixer:
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            cache_params: the model's cache; the layer reads and writes its state there as its original does.
+            cache: that of the model; the layer reads and writes its state there as its original does.
             attention_mask: `[B, T]` for these tokens, nonzero = real. Padding may be anywhere: it does not influence
                 other positions, and its outputs are zeros.
-            kwargs: further arguments of the decoder layer; only the position of each token in its document is read.
+            kwargs: further arguments of the decoder layer; those are read that the model around it has made of the
+                description of the batch.
 
         Returns:
             `[B, T, hidden_size]`.
 
         Raises:
             ValueError: packed documents that the model around the layer did not describe.
+            TypeError: an argument that the layer does not know.
         """
+        refuse_dropped(self, kwargs, _KNOWN)
         positions = kwargs.get(POSITIONS)
         if positions is None and has_explicit_packing(kwargs):
             raise ValueError(
@@ -97,11 +105,11 @@ class AcceleratedMixer:
         hidden_states = sequences.arrange(hidden_states)
 
         projections = self.arrangement.project(self, hidden_states)
-        before = stored_state(cache_params, self.layer_idx, self.conv_kernel_size)
-        if positions is None and sequences.whole_rows and self._may_overwrite(before, projections.qkv, cache_params):
+        before = stored_state(cache, self.layer_idx, self.conv_kernel_size)
+        if positions is None and sequences.whole_rows and self._may_overwrite(before, projections.qkv, cache):
             output = self._step(projections, before)
         else:
-            output = self._mix(projections, before, sequences, positions, cache_params)
+            output = self._mix(projections, before, sequences, positions, cache)
         output = self._norm_and_gate(output, projections.output_gate)
         output = self.get_submodule(self.arrangement.output)(output.flatten(2))
         return sequences.restore(output)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltazoo.generation.cache_argument import CACHE, cache_in
 from deltazoo.layers.batch_description import (
     agreeing_starts,
     describe_shared_batch,
@@ -30,7 +31,7 @@ __all__ = [
     "layers_over_neighbours",
 ]
 
-FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
 """The first arguments of every base model's forward, in order."""
 EXPLICIT_PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that say where documents begin and mean nothing else."""
@@ -91,7 +92,7 @@ def _with_shared_batch(
     """The arguments with a description of this rank's piece of rows that several ranks share."""
     given = {name: call.pop(name, None) for name in ("attention_mask", "cu_seqlens", "cu_seq_lens_q", "seq_idx")}
     positions = _text_positions(call.get("position_ids"), shape)
-    wrong = None if call.get("past_key_values") is None else "accelerated models fill no cache on several ranks"
+    wrong = None if cache_in(call) is None else "accelerated models fill no cache on several ranks"
     batch = describe_shared_batch(context, *shape, device, position_ids=positions, wrong_cache=wrong, **given)
     if batch.sequences.positions is not None:
         _check_layers(model)
@@ -148,7 +149,7 @@ def _starts_by_positions(
         # meant, and then do so whatever the values.
         return None if mask is not None or _fills_cache(model, call) else starts
     padded = mask is not None and not bool(mask.all())
-    if padded or call.get("past_key_values") is not None:
+    if padded or cache_in(call) is not None:
         restarts = positions.diff(dim=1) <= 0
         if mask is not None:
             restarts = restarts & mask[:, 1:] & mask[:, :-1]
@@ -156,7 +157,7 @@ def _starts_by_positions(
             other = "padding" if padded else "a cache"
             raise ValueError(
                 f"position_ids start again inside a row, which packs documents, and there is {other}: transformers' "
-                "softmax layers do not separate documents then. Pass neither attention_mask nor past_key_values"
+                "softmax layers do not separate documents then. Pass neither attention_mask nor a cache"
             )
         return None
     return starts if bool(starts[:, 1:].any()) else None
@@ -166,7 +167,7 @@ def _fills_cache(model: nn.Module, call: Mapping[str, Any]) -> bool:
     use_cache = call.get("use_cache")
     if use_cache is None:
         use_cache = model.config.use_cache  # type: ignore[union-attr]
-    return bool(use_cache) or call.get("past_key_values") is not None
+    return bool(use_cache) or cache_in(call) is not None
 
 
 def layers_over_neighbours(config: Any) -> str | None:
@@ -195,9 +196,9 @@ def _drop_padding_mask(call: dict[str, Any], mask: Tensor | None) -> None:
 
 
 def _refuse_cache(call: dict[str, Any]) -> None:
-    if call.get("past_key_values") is not None or call.get("use_cache"):
+    if cache_in(call) is not None or call.get("use_cache"):
         raise ValueError(
-            "a packed batch cannot fill or continue a cache: pass use_cache=False and no past_key_values, "
+            "a packed batch cannot fill or continue a cache: pass use_cache=False and no cache, "
             "or run the documents as rows of a batch"
         )
     call["use_cache"] = False

@@ -101,6 +101,7 @@ LAYER_ARRANGEMENTS: Mapping[str, LayerArrangement] = {
     "Qwen3_5GatedDeltaNet": _FUSED_QKV,
     "Qwen3_5MoeGatedDeltaNet": replace(_FUSED_QKV, family="qwen3_5_moe"),
     "Qwen4ExpTextGatedDeltaNet": replace(_FUSED_QKV, family="qwen4_exp"),
+    "LaraMiniGatedDeltaNet": replace(_FUSED_QKV, family="lara_mini"),
     "OlmoHybridGatedDeltaNet": LayerArrangement(
         "olmo_hybrid", "gated_deltanet", _separate, ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")
     ),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.generation import Decoder
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.workbench.bench.model_results import ModelRow
 from deltazoo.workbench.bench.timing import Spread, clock_for
 
@@ -93,12 +94,12 @@ def _plain_steps(model: Any, ids: Tensor, new_tokens: int) -> Iterator[Tensor]:
     """Greedy tokens of any causal model, with the prompt in pieces and the model's own cache."""
     cache = None
     for piece in ids.split(_PIECE, dim=1):
-        output = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        output = model(piece, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        cache = getattr(output, CACHE)
     for _ in range(new_tokens):
         token = output.logits[:, -1:].argmax(-1)
         yield token[:, 0].cpu()
-        output = model(token, past_key_values=cache, use_cache=True)
+        output = model(token, use_cache=True, **{CACHE: cache})
 
 
 def _stream_gaps(steps: Iterator[Tensor], clock: Callable[[], float]) -> list[float]:

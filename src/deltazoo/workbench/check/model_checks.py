@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.swap import swap_attention
 from deltazoo.workbench.check.layer_checks import difference
@@ -50,8 +51,8 @@ def same_generated(variant: str) -> str | None:
 
 def _with_cache(model: Any, ids: Tensor) -> Tensor:
     first = model(ids[:, :5], use_cache=True)
-    logits, cache = [first.logits], first.past_key_values
-    logits += [model(token, past_key_values=cache).logits for token in ids[:, 5:].split(1, dim=1)]
+    logits, cache = [first.logits], getattr(first, CACHE)
+    logits += [model(token, **{CACHE: cache}).logits for token in ids[:, 5:].split(1, dim=1)]
     return torch.cat(logits, dim=1)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.position_limit import learned_positions
 from deltazoo.workbench.console import track
 from deltazoo.workbench.evaluation_mode import evaluation_mode
@@ -142,8 +143,8 @@ def _score_alone(model: PreTrainedModel, ids: np.ndarray, tokens_at_once: int, *
     for first in range(0, len(tokens) - 1, tokens_at_once):
         piece = tokens[first : first + tokens_at_once]
         whole = first == 0 and len(tokens) - 1 <= tokens_at_once
-        outputs = as_trained(model)(input_ids=piece[None], past_key_values=cache, use_cache=carried and not whole)
-        cache = outputs.past_key_values
+        outputs = as_trained(model)(input_ids=piece[None], use_cache=carried and not whole, **{CACHE: cache})
+        cache = getattr(outputs, CACHE)
         targets = tokens[first + 1 : first + 1 + len(piece)]
         nats += nats_of(outputs.logits[0, : len(targets)], targets)
     return nats

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from deltazoo.generation import Decoder, snapshot
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.workbench.bench.result_files import one_line
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
@@ -20,7 +21,7 @@ _WARM_UP = 4
 def state_bytes(model: DeltaRuleForCausalLM, tokens: int) -> int:
     """Memory of what a row of so many tokens leaves for the next one: states, or keys and values."""
     output = model(input_ids=torch.zeros(1, tokens, dtype=torch.long, device=model.device), use_cache=True)
-    return snapshot(output.past_key_values).nbytes
+    return snapshot(getattr(output, CACHE)).nbytes
 
 
 def decoding(
