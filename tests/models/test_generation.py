@@ -162,24 +162,6 @@ def test_prefill_of_padded_prompts_in_chunks(overrides, chunk, options):
     assert torch.equal(model.generate(ids, prefill_chunk_size=chunk, **options), expected)
 
 
-@pytest.mark.parametrize("case", FEW)
-@pytest.mark.feature("prompt-lookup decoding")
-def test_prompt_lookup(case):
-    model, ids = tiny_model(case), tokens(1, 6).repeat(1, 4)
-    generated = model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4)
-    assert torch.equal(generated, greedy_loop(model, ids, 20))
-
-
-@pytest.mark.parametrize("case", FEW)
-@pytest.mark.parametrize("assistant", ["itself", "another"])
-@pytest.mark.feature("assisted decoding")
-def test_assisted(case, assistant):
-    model, ids = tiny_model(case), tokens(1, 6)
-    helper = model if assistant == "itself" else tiny_model("delta_net", num_hidden_layers=1)
-    generated = model.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=helper)
-    assert torch.equal(generated, greedy_loop(model, ids, 20))
-
-
 @pytest.mark.parametrize("case", ["gated_deltanet", *MORE])
 @pytest.mark.feature("streaming")
 def test_streaming_hands_out_every_token_once(case):
@@ -265,10 +247,6 @@ class TestFewerLayers:
         assert torch.equal(first(ids).logits, model(ids).logits)
         assert torch.equal(first.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
         assert first.config.layer_types == model.config.layer_types[:1]
-
-    def test_early_exit(self, case):
-        model, ids = tiny_model(case), tokens(1, 5)
-        assert torch.equal(model.generate(ids, assistant_early_exit=1, **GREEDY), model.generate(ids, **GREEDY))
 
 
 @pytest.mark.parametrize("capture_step", [None, True])

@@ -74,7 +74,16 @@ class CapturedGeneration:
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        """Prepare the cache; transformers calls this once all arguments of `generate` are known."""
+        """Prepare the cache; transformers calls this once all arguments of `generate` are known.
+
+        Raises:
+            ValueError: the model is the assistant of another, which would take tokens back from the cache.
+        """
+        if generation_config.is_assistant:
+            raise ValueError(
+                f"{type(self).__name__} has delta-rule layers, whose state cannot take rejected tokens back: it cannot "
+                "be the assistant of another model"
+            )
         is_the_callers = model_kwargs.get("past_key_values") is not None
         generation_config.prefill_chunk_size = without_single_tokens(generation_config.prefill_chunk_size)
         super()._prepare_cache_for_generation(  # type: ignore[misc]
@@ -83,8 +92,6 @@ class CapturedGeneration:
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             self.prepare_cache(cache)  # type: ignore[attr-defined]
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
         _begin_offered_call(self, generation_config, cache, is_the_callers, generation_mode, max_cache_length)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +158,7 @@ def _call_offered(model: Any, wanted: bool | None, kwargs: Mapping[str, Any]) ->
     if reason is None and not steps.in_use.acquire(blocking=False):
         reason = "another call of generate is running"
     call = CapturedCall(model, steps, required=bool(wanted)) if reason is None else None
-    # A call may begin others of the same model (assistants, processors of logits), which are not "the last call".
+    # A call may begin others of the same model (processors of logits), which are not "the last call".
     if reason is not None and (wanted or not steps.running):
         steps.decline(reason, bool(wanted))
     steps.running.append(call)
