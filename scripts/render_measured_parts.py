@@ -1,9 +1,9 @@
-"""Writes the measured parts of docs/training.md, generation.md and serving.md from committed results.
+"""Writes the measured parts of docs/training.md and serving.md from committed results.
 
     python scripts/render_measured_parts.py
 
 Each part stands between two marked lines; the rest of the pages stays as it is. The results are those of
-bench_native_training.py, measure_drafts.py and load_servers.sh.
+bench_native_training.py and load_servers.sh.
 """
 
 import json
@@ -18,13 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 BEGIN = "<!-- measured: written by scripts/render_measured_parts.py from benchmarks/results/{name}.json -->"
-DECODING = {
-    "plain": "`generate`, steps not captured",
-    "prompt_lookup": "`generate`, prompt lookup of 8 tokens",
-    "draft": "`generate`, a draft model, 5 tokens at a time",
-    "captured": "`generate`, captured steps",
-    "deltazoo.generate": "`deltazoo.generate`, captured steps",
-}
 TRAINING = {
     "whole": "ours, one document in each row",
     "packed": "ours, several documents in each row",
@@ -77,43 +70,6 @@ def native_training(content: dict[str, Any]) -> str:
     )
     header = ["preset", "operators and rows", "tokens/s", "times", "peak, GiB"]
     return f"{filled(text)}\n\n{filled(how)}\n\n{table(header, body, text_columns=2)}"
-
-
-def drafts(content: dict[str, Any]) -> str:
-    """Assisted decoding beside captured steps."""
-    rows = {row["way"]: row for row in content["rows"]}
-    speed = {way: row["tokens_per_second"] for way, row in rows.items()}
-    best = max(speed["draft"], speed["prompt_lookup"])
-    target, draft = content["training"]["target"], content["training"]["draft"]
-    call, back = content["rollback"]["call_ms"], content["rollback"]["rollback_ms"]
-    text = (
-        "**Speed.** For one row of a model of this size use [captured steps](#one-cuda-graph-per-step), without "
-        "drafts. Beside `generate` with steps that are not captured, a draft model is "
-        f"{speed['draft'] / speed['plain']:.1f} times as fast, prompt lookup "
-        f"{speed['prompt_lookup'] / speed['plain']:.1f} times, and captured steps are "
-        f"{speed['captured'] / speed['plain']:.0f} times as fast, {speed['captured'] / best:.0f} times the better of "
-        "the two. The reason: in assisted decoding the host launches the kernels of every pass, which takes longer "
-        f"than the GPU needs for them. A call of 6 tokens takes {call:.1f} ms, and taking 3 of them back another "
-        f"{back:.1f} ms."
-    )
-    how = (
-        f"A Gated DeltaNet of {target['parameters'] / 1e6:.0f} M parameters in {target['layers']} layers, and a draft "
-        f"model of {draft['parameters'] / 1e6:.1f} M in {draft['layers']}, both trained for seconds on bytes of "
-        "Python's standard library; one row, greedy, bfloat16 (`scripts/measure_drafts.py`). Medians over three "
-        f"prompts, with the slowest and the fastest. {machine(content['run'])} This was before blocks decoded in fused "
-        "kernels; [model_speed.md](model_speed.md) has speeds with these."
-    )
-    body = [
-        [
-            DECODING[way],
-            f"{speed[way]:,.0f} ({rows[way]['slowest']:,.0f} to {rows[way]['fastest']:,.0f})",
-            f"{rows[way]['tokens_per_pass']:.1f}",
-            rows[way]["equal_to_plain"],
-        ]
-        for way in DECODING
-    ]
-    header = ["decoding", "tokens/s", "tokens per pass", "outputs equal to plain steps'"]
-    return f"{filled(text)}\n\n{filled(how)}\n\n{table(header, body, text_columns=1)}"
 
 
 def serving(content: dict[str, Any]) -> str:
@@ -177,7 +133,6 @@ def _hybrid(asked: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
 
 PARTS: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
     "native_training_h200": (DOCS / "training.md", native_training),
-    "drafts_h200": (DOCS / "generation.md", drafts),
     "serving_http_h200": (DOCS / "serving.md", serving),
 }
 

@@ -1,4 +1,4 @@
-"""The measured parts of training.md, generation.md and serving.md show the committed results."""
+"""The measured parts of training.md and serving.md show the committed results."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def test_a_page_shows_the_committed_results(name: str) -> None:
 
 
 def test_what_stands_around_a_part_stays() -> None:
-    begin = render.BEGIN.format(name="drafts_h200")
-    text = render.filled_in("drafts_h200", f"before\n{begin}\nold\n{END_OF_PART}\nafter\n")
+    begin = render.BEGIN.format(name="native_training_h200")
+    text = render.filled_in("native_training_h200", f"before\n{begin}\nold\n{END_OF_PART}\nafter\n")
     assert text.startswith(f"before\n{begin}\n\n") and text.endswith(f"\n{END_OF_PART}\nafter\n")
-    assert "old" not in text and "`deltazoo.generate`, captured steps" in text
+    assert "old" not in text and "ours, several documents in each row" in text
 
 
 def test_no_converted_model_is_larger_than_the_readme_says() -> None:

@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -119,48 +120,20 @@ def test_copies_are_independent(case):
     torch.testing.assert_close(next_logits(model, cache, ids), expected)
 
 
-@pytest.mark.parametrize("case", FEW)
-@pytest.mark.parametrize("removed", [0, 1, 3, 5])
-@pytest.mark.feature("tokens taken back (crop)")
-def test_crop_takes_tokens_back(case, removed):
-    model, ids, more = tiny_model(case).double(), tokens(1, 9), tokens(1, 3, seed=1)
-    cache = filled(model, ids[:, :4])
-    cache.activate_past_recording()
-    for part in ids[:, 4:].split(2, dim=1):
-        filled(model, part, cache)
-    cache.crop(-removed)
-    assert cache.get_seq_length() == 9 - removed
-    expected = next_logits(model, filled(model, ids[:, : 9 - removed]), more)
-    torch.testing.assert_close(next_logits(model, cache, more), expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.feature("tokens taken back (crop)")
-def test_crop_to_nothing():
+@pytest.mark.feature("errors: caches")
+@pytest.mark.parametrize("static", [False, True])
+def test_tokens_cannot_be_taken_back(static):
     model, ids = tiny_model("gated_deltanet"), tokens(1, 4)
+    cache = filled(model, ids, StaticCache(config=model.config, max_cache_len=8) if static else None)
+    for refused in (cache.activate_past_recording, partial(cache.crop, -1), partial(cache.crop, 2)):
+        with pytest.raises(RuntimeError, match=r"cannot take tokens back.*take a deltazoo\.generation\.snapshot"):
+            refused()
+    assert cache.get_seq_length() == 4
+
     cache = DynamicCache(config=model.config)
-    model.prepare_cache(cache)
     cache.activate_past_recording()
-    filled(model, ids, cache)
-    cache.crop(-4)
-    assert cache.get_seq_length() == 0
-    torch.testing.assert_close(next_logits(model, cache, ids), next_logits(model, None, ids))
-
-
-@pytest.mark.feature("errors: caches")
-def test_crop_without_recording_is_refused():
-    model = tiny_model("gated_deltanet")
-    cache = filled(model, tokens(1, 4))
-    with pytest.raises(RuntimeError, match="0 were recorded"):
-        cache.crop(-1)
-
-
-@pytest.mark.feature("errors: caches")
-def test_static_cache_cannot_record():
-    model = tiny_model("gated_deltanet")
-    cache = StaticCache(config=model.config, max_cache_len=8)
-    model.prepare_cache(cache)
-    with pytest.raises(ValueError, match="needs a DynamicCache"):
-        cache.activate_past_recording()
+    with pytest.raises(RuntimeError, match="neither records tokens nor crops them"):
+        filled(model, ids, cache)
 
 
 @pytest.mark.feature("static cache")

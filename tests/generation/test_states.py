@@ -1,6 +1,5 @@
 """States taken out of caches, put back, forked and saved: bit for bit, for every rule and every kind of model."""
 
-import copy
 import json
 from itertools import zip_longest
 
@@ -16,7 +15,7 @@ from transformers import DynamicCache
 
 import deltazoo
 from deltazoo.generation import Decoder
-from deltazoo.generation.states import Snapshot, fork, record, restore, rollback, snapshot
+from deltazoo.generation.states import Snapshot, fork, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache
 
 SWAPPED = {"swapped_llama": ("llama", "1:1"), "swapped_gemma3": ("gemma3_text", "1:1"), "swapped_all": ("llama", "all")}
@@ -215,120 +214,6 @@ def test_what_a_snapshot_says_of_itself():
     assert saved.device == torch.device("cpu") and same(saved.to("cpu"), saved)
     assert saved.nbytes == 3 * sum(layer.attn.state_bytes(torch.float32) for layer in model.model.layers)
     assert saved.fork(2).nbytes == 2 * saved.nbytes
-
-
-def recording_after(model, ids):
-    """A cache that has seen some tokens, if any, and records those that follow."""
-    cache = DynamicCache(config=model.config)
-    if ids.shape[1]:
-        run(model, cache, ids)
-    elif hasattr(model, "prepare_cache"):
-        model.prepare_cache(cache)
-    record(cache)
-    return cache
-
-
-@pytest.mark.parametrize(
-    ("case", "device"),
-    [
-        *((case, "cpu") for case in [*OPTIONS, *SWAPPED, *ACCELERATED]),
-        *(pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in ON_A_GPU),
-    ],
-)
-@pytest.mark.feature("tokens taken back (rollback)")
-def test_rollback_leaves_no_trace(case, device):
-    """Bit for bit where calls stay whole, whatever their length; to rounding where one is cut."""
-    model, ids, more = model_of(case).to(device), tokens(2, 12).to(device), tokens(2, 2, seed=1).to(device)
-    for before, kept, removed in ((0, [1, 1], [1]), (5, [3, 1], [2, 1])):
-        cache, untouched = (recording_after(model, ids[:, :before]) for _ in range(2))
-        done = before
-        for length in kept:
-            run(model, untouched, ids[:, done : done + length])
-            run(model, cache, ids[:, done : done + length])
-            done += length
-        for length in removed:
-            run(model, cache, ids[:, -length:])
-        rollback(cache, sum(removed))
-        assert same(snapshot(cache), snapshot(untouched))
-        assert torch.equal(run(model, cache, more)[0], run(model, untouched, more)[0])
-
-    cache = recording_after(model, ids[:, :5])
-    run(model, cache, ids[:, 5:])
-    rollback(cache, 4)
-    expected = snapshot(run(model, None, ids[:, :8])[1])
-    for layer, other in zip(snapshot(cache).layers, expected.layers, strict=True):
-        for name, x in layer.items():
-            torch.testing.assert_close(x, other[name], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.feature("tokens taken back (rollback)")
-@pytest.mark.parametrize("case", ["gated_deltanet", "pkda", "hybrid"])
-def test_rollback_of_padded_rows(case):
-    """A row in whose cut call only later tokens are real, and one with padding inside."""
-    model, ids = tiny_model(case), tokens(3, 8)
-    mask = torch.tensor([[1] * 8, [0] * 5 + [1] * 3, [1, 0, 1, 1, 0, 1, 1, 1]])
-    caches = []
-    for shown in (8, 4):
-        cache = recording_after(model, ids[:, :0])
-        with torch.no_grad():
-            model(ids[:, :shown], attention_mask=mask[:, :shown], past_key_values=cache)
-        caches.append(cache)
-    rollback(caches[0], 4)
-    for layer, other in zip(*(snapshot(cache).layers for cache in caches), strict=True):
-        for name in set(layer) - {"keys", "values"}:  # softmax layers do not say what padding holds
-            torch.testing.assert_close(layer[name], other[name], rtol=1e-4, atol=1e-5)
-
-
-def test_copies_of_a_recording_cache_are_independent():
-    model, ids = tiny_model("hybrid"), tokens(1, 6)
-    cache = recording_after(model, ids[:, :3])
-    run(model, cache, ids[:, 3:])
-    other = copy.deepcopy(cache)
-    run(model, other, ids)
-    rollback(cache, 3)
-    assert same(snapshot(cache), snapshot(run(model, None, ids[:, :3])[1]))
-    rollback(other, 9)
-    assert same(snapshot(other), snapshot(cache))
-
-
-@pytest.mark.feature("errors: caches")
-class TestRefusedRollbacks:
-    @pytest.mark.parametrize("case", ["gated_deltanet", "hybrid_softmax_first", "accelerated_qwen3_next"])
-    def test_more_than_was_recorded(self, case):
-        model = model_of(case)
-        cache = recording_after(model, tokens(1, 5))
-        run(model, cache, tokens(1, 2))
-        before = snapshot(cache)
-        with pytest.raises(RuntimeError, match=r"take back 3 tokens .* 2 were recorded since .*\.record\(cache\)"):
-            rollback(cache, 3)
-        assert same(snapshot(cache), before)
-        rollback(cache, 0)
-        with pytest.raises(RuntimeError, match="cannot take back 1 tokens .* 0 were recorded"):
-            rollback(cache, 1)
-        with pytest.raises(ValueError, match="at least 0, got -1"):
-            rollback(cache, -1)
-
-    def test_more_than_a_softmax_layer_has(self):
-        _, cache = run(tiny_model("softmax_only"), None, tokens(1, 2))
-        with pytest.raises(RuntimeError, match="cannot take back 3 of 2 tokens"):
-            rollback(cache, 3)
-
-    def test_static_caches(self):
-        model = tiny_model("gated_deltanet")
-        with pytest.raises(ValueError, match="needs a DynamicCache"):
-            record(static_cache(model, snapshot(run(model, None, tokens(1, 4))[1])))
-
-    @pytest.mark.parametrize("case", ["gated_deltanet", "accelerated_qwen3_next"])
-    def test_rows_between_a_call_and_its_rollback(self, case):
-        model = model_of(case)
-        cache = recording_after(model, tokens(2, 5))
-        run(model, cache, tokens(2, 2))
-        row = snapshot(cache, rows=[0])
-        with pytest.raises(ValueError, match="between a recorded step and its crop"):
-            restore(cache, row, rows=[1])
-        restore(cache, row)  # a whole restore forgets what was recorded
-        with pytest.raises(RuntimeError, match="0 were recorded"):
-            rollback(cache, 1)
 
 
 @pytest.mark.feature("errors: caches")

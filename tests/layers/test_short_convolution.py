@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.layers import LayerStates, MixerState, PaddedSequences, Sequences, ShortConvolution, describe_sequences
-from deltazoo.layers.short_convolution import _can_join, convolve, state_after
-from deltazoo.layers.state import StateAccess
+from deltazoo.layers import PaddedSequences, ShortConvolution, describe_sequences
+from deltazoo.layers.short_convolution import _can_join
 
 CHANNELS = 6
 DOCUMENTS = [[5, 1, 0, 2, 7], [3], [1, 1, 1], [0, 4], [4, 0], [2, 0, 0, 3]]
@@ -100,25 +99,6 @@ def test_state_of_a_padded_row_ends_with_its_last_real_tokens() -> None:
     assert torch.equal(last[0], x[0, [1, 3, 4]].T)
     assert torch.equal(last[1], before[1])
     assert torch.equal(last[2], x[2, 3:].T)
-
-
-@pytest.mark.parametrize("after_others", [False, True])
-@pytest.mark.parametrize("kind", ["whole", "padded", "packed"])
-def test_the_state_without_the_outputs_is_that_with_them(kind: str, after_others: bool) -> None:
-    mask, boundaries = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]]), torch.tensor([0, 1, 5])
-    kinds: dict[str, Sequences] = {
-        "whole": describe_sequences(2, 5),
-        "padded": describe_sequences(2, 5, attention_mask=mask),
-        "packed": describe_sequences(1, 5, cu_seqlens=boundaries),
-    }
-    inputs = [torch.randn(1 if kind == "packed" else 2, 5, CHANNELS, dtype=torch.float64) for _ in range(3)]
-    states = LayerStates()
-    if after_others:
-        before = torch.randn(2, 3 * CHANNELS, 3, dtype=torch.float64)
-        states.set_state(0, MixerState(before, torch.zeros(2, 1, 1, 1)), 3)
-    layers = (convolution(), convolution(), convolution())
-    arguments = (layers, *inputs, StateAccess(states, 0), kinds[kind])
-    assert torch.equal(state_after(*arguments), convolve(*arguments)[3])
 
 
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_full_backward_hook"])

@@ -45,7 +45,7 @@ INTERNALS = (
     Internal("_can_compile_fullgraph", MODEL, "declared: static caches compile"),
     Internal("_can_record_outputs", MODEL, "declared: modules whose outputs are returned on request"),
     Internal("_input_embed_layer", "transformers.modeling_utils:EmbeddingAccessMixin", "fla-hub's name for it"),
-    Internal("_is_stateful", MODEL, "declared: tokens can be taken back from the cache"),
+    Internal("_is_stateful", MODEL, "declared: no token can be taken back, so no assistants"),
     Internal("_no_split_modules", MODEL, "declared: blocks stay on one device"),
     Internal("_skip_keys_device_placement", MODEL, "declared: the cache is not moved"),
     Internal("_supports_attention_backend", MODEL, "declared"),

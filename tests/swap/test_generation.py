@@ -53,24 +53,6 @@ def test_beams(family):
     assert torch.equal(generate(model, **options), generate(model, **options, use_cache=False))
 
 
-@pytest.mark.parametrize(("family", "layers"), [("llama", "all"), ("gemma3_text", "1:1"), ("gpt_neox", "1:1")])
-def test_prompt_lookup(family, layers):
-    model = swapped(family, layers)
-    ids = tokens(1, 4).repeat(1, 4)  # full of repeats to look up
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    expected = generate(model, inputs=inputs, max_new_tokens=12)
-    assert torch.equal(generate(model, inputs=inputs, max_new_tokens=12, prompt_lookup_num_tokens=4), expected)
-
-
-@pytest.mark.parametrize("family", FEW[1:])
-def test_assistant_model(family):
-    model, assistant = swapped(family), swapped(family, "all", "delta_net")
-    ids = tokens(1, 6)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    expected = generate(model, inputs=inputs, max_new_tokens=10)
-    assert torch.equal(generate(model, inputs=inputs, max_new_tokens=10, assistant_model=assistant), expected)
-
-
 @pytest.mark.parametrize("with_config", [True, False])
 def test_users_own_cache_is_prepared_in_place(with_config):
     model, ids = swapped("qwen3", [0, 2]), tokens(2, 6)
@@ -131,12 +113,6 @@ def test_fewer_layers(layers, tmp_path):
     first = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2)
     model.config.num_hidden_layers = 2  # transformers' models then run their first two layers
     assert torch.equal(generate(first), generate(model))
-
-
-@pytest.mark.parametrize("layers", ["all", [1]], ids=str)
-def test_early_exit(layers):
-    model, inputs = swapped("qwen3", layers), {"input_ids": tokens(1, 6)}
-    assert torch.equal(generate(model, inputs=inputs, assistant_early_exit=1), generate(model, inputs=inputs))
 
 
 @pytest.mark.parametrize("layers", ["all", [1]], ids=str)

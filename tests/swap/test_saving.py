@@ -226,12 +226,11 @@ class TestWhatTheClassesPromise:
         if layers == [0]:
             assert not dropped & original_generic
 
-    def test_no_context_parallelism_and_no_statefulness(self):
+    def test_no_context_parallelism_of_transformers(self):
         original, model = tiny_original("llama"), swapped("llama")
         assert not model._supports_context_parallel
         if hasattr(original, "supports_context_parallel"):  # transformers 5.17
             assert original.supports_context_parallel and not model.supports_context_parallel
-        assert not model._is_stateful
         assert model._no_split_modules == original._no_split_modules
 
     def test_what_quantisers_and_half_precision_leave_alone(self, tmp_path):

@@ -6,7 +6,7 @@ such layers alone has no length, and it loses the state of layers without a conv
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,10 +20,17 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from deltazoo.generation.recorded_calls import RecordedCalls
-from deltazoo.layers.state import MixerState, Replay
+from deltazoo.layers.state import MixerState
 
-__all__ = ["CacheStates", "DeltaRuleCacheLayer", "is_used", "prepare_cache", "prepare_cache_layer", "why_not_shared"]
+__all__ = [
+    "CacheStates",
+    "DeltaRuleCacheLayer",
+    "is_used",
+    "prepare_cache",
+    "prepare_cache_layer",
+    "refuse_to_go_back",
+    "why_not_shared",
+]
 
 
 class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -39,6 +46,7 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """
 
     is_sliding = False
+    is_croppable = False
     supports_early_init = False
 
     def __init__(self, static: bool = False, mask_length: int | None = None) -> None:
@@ -49,17 +57,11 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.auxiliary_state: Tensor | None = None
         self.num_tokens: int | Tensor = 0
         self._counts = True
-        self.recorded = RecordedCalls()
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether compiled code may use the layer at every step without a new trace."""
         return self.static
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether tokens can be taken back, given `activate_past_recording`."""
-        return not self.static
 
     @property
     def batch_size(self) -> int:
@@ -151,8 +153,6 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self._take_rows(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
 
     def _take_rows(self, rows: Tensor) -> None:
-        if self.recorded.num_tokens:
-            raise RuntimeError("rows of a cache cannot be moved between a recorded step and its crop")
         if self.state is None:
             return
         rows = rows.to(self.device)
@@ -164,7 +164,6 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens; a static layer keeps its tensors."""
-        self.recorded = RecordedCalls()
         self.has_previous_state[0] = False
         if self.static:
             count = self.num_tokens if self._counts else None
@@ -177,38 +176,13 @@ class DeltaRuleCacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.is_initialized = False
         self.num_tokens = 0
 
-    # Taking tokens back: assisted and prompt-lookup decoding.
-
     def activate_past_recording(self) -> None:
-        """Start to record the mixer's calls, so that `crop` can take tokens back."""
-        if self.static:
-            raise ValueError("a static cache cannot take tokens back; assisted decoding needs a DynamicCache")
-        self.record_past = True
-
-    def record(self, replay: Replay, num_tokens: int) -> None:
-        """Remember a call of the mixer until the next `crop`; to be called before its `store`."""
-        self.recorded.add(self.state, replay, num_tokens)
+        """Refuse, as `crop` does."""
+        refuse_to_go_back()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens, or, if it is positive, those after that many.
-
-        They have then never run. Calls that stay whole give their state bit for bit. Of a call that is cut, the tokens
-        that stay keep the values that they had in it; a call of them alone may round its matrix products differently.
-        `crop(0)` only forgets what was recorded.
-
-        Raises:
-            RuntimeError: nothing or too little was recorded.
-        """
-        removed = self.recorded.removed_by(tokens_to_remove, self.num_tokens)
-        recorded, self.recorded = self.recorded, RecordedCalls()
-        if not removed:
-            return
-        self.num_tokens -= removed
-        state = recorded.state_without(removed)
-        if state is not None:
-            self._keep(state)
-        else:
-            self.reset()
+        """Refuse: a recurrence with decay cannot be run backwards."""
+        refuse_to_go_back()
 
     # The rest of transformers' interface, for code that writes linear-attention states itself.
 
@@ -239,14 +213,6 @@ class CacheStates:
         self.cache = cache
         self.fixed = isinstance(cache, StaticCache)
 
-    def is_recording(self, layer_idx: int) -> bool:
-        """Whether the cache must be able to take the layer's next tokens back."""
-        return _layer(self.cache, layer_idx).record_past
-
-    def record(self, layer_idx: int, replay: Replay, num_tokens: int) -> None:
-        """Remember the layer's call, before its state is set."""
-        _layer(self.cache, layer_idx).record(replay, num_tokens)
-
     def get_state(self, layer_idx: int) -> MixerState | None:
         """The layer's state, or None before its first token."""
         return _layer(self.cache, layer_idx).state
@@ -270,6 +236,14 @@ def _layer(cache: Cache, layer_idx: int) -> DeltaRuleCacheLayer:
     return cache.layers[layer_idx]  # type: ignore[return-value]
 
 
+def refuse_to_go_back() -> NoReturn:
+    """Raise the RuntimeError of a cache that is asked to take tokens back."""
+    raise RuntimeError(
+        "the state of a delta-rule layer cannot take tokens back, so its cache neither records tokens nor crops them: "
+        "take a deltazoo.generation.snapshot of the cache before those tokens, and restore it"
+    )
+
+
 def is_used(layer: Any) -> bool:
     """Whether a cache layer of any kind holds something: keys and values, or states."""
     return getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
@@ -281,9 +255,9 @@ def why_not_shared(cache: Cache | None) -> str | None:
         return None
     if not isinstance(cache, DynamicCache):
         return f"rows that several ranks share fill a DynamicCache, got a {type(cache).__name__}"
-    if any(is_used(layer) or getattr(layer, "record_past", False) for layer in cache.layers):
+    if any(is_used(layer) for layer in cache.layers):
         return (
-            "rows that several ranks share fill an empty cache that records nothing; for the tokens after them call "
+            "rows that several ranks share fill an empty cache; for the tokens after them call "
             "deltazoo.context_parallel(model, None)"
         )
     return None
@@ -326,6 +300,7 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
 
     Raises:
         ValueError: the cache has no such layer, or holds keys and values there.
+        RuntimeError: the layer records tokens, to take them back.
     """
     if cache.layer_class_to_replicate is not None:
         cache.layers.extend(cache.layer_class_to_replicate() for _ in range(index + 1 - len(cache.layers)))
@@ -340,9 +315,8 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
             "it belongs to another model, or is a prefix of keys and values (prefix tuning), which only softmax layers "
             "can attend to"
         )
+    if getattr(layer, "record_past", False):
+        refuse_to_go_back()
     # Full softmax layers make longer masks than sliding layers have windows.
     lengths = [other.max_cache_len for other in cache.layers if isinstance(other, StaticLayer)]
-    replacement = DeltaRuleCacheLayer(isinstance(cache, StaticCache), max(lengths, default=None))
-    if getattr(layer, "record_past", False):
-        replacement.activate_past_recording()
-    cache.layers[index] = replacement
+    cache.layers[index] = DeltaRuleCacheLayer(isinstance(cache, StaticCache), max(lengths, default=None))

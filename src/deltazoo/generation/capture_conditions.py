@@ -119,8 +119,6 @@ def why_not_this_call(
         mode: way of decoding.
         required: the user asked for captured steps; a cache of the user's is then allowed.
     """
-    if config.is_assistant or mode is GenerationMode.ASSISTED_GENERATION:
-        return "assisted decoding takes tokens back"
     if mode not in _ONE_TOKEN_AT_A_TIME:
         return f"{mode.value} is no plain sampling or beam search"
     if cache is None:

@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_masks_for_generate, create_recurrent_attention_mask
 
 from deltazoo.generation.cache import is_used
-from deltazoo.generation.cache_argument import CACHE, cache_in
+from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.capture_conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
 from deltazoo.generation.captured_call import CapturedCall
 from deltazoo.generation.kept_steps import KeptSteps
@@ -75,7 +75,16 @@ class CapturedGeneration:
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        """Prepare the cache; transformers calls this once all arguments of `generate` are known."""
+        """Prepare the cache; transformers calls this once all arguments of `generate` are known.
+
+        Raises:
+            ValueError: the model is the assistant of another, which would take tokens back from the cache.
+        """
+        if generation_config.is_assistant:
+            raise ValueError(
+                f"{type(self).__name__} has delta-rule layers, whose state cannot take rejected tokens back: it cannot "
+                "be the assistant of another model"
+            )
         is_the_callers = cache_in(model_kwargs) is not None
         generation_config.prefill_chunk_size = without_single_tokens(generation_config.prefill_chunk_size)
         super()._prepare_cache_for_generation(  # type: ignore[misc]
@@ -84,8 +93,6 @@ class CapturedGeneration:
         cache = cache_in(model_kwargs)
         if cache is not None:
             self.prepare_cache(cache)  # type: ignore[attr-defined]
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
         _begin_offered_call(self, generation_config, cache, is_the_callers, generation_mode, max_cache_length)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,8 +127,8 @@ def _check_tokens_to_run(prompt: Any, mask: Any, cache: Any) -> None:
     held, given = int(cache.get_seq_length()), prompt.shape[1]
     if held >= given:
         raise ValueError(
-            f"{CACHE} holds {held} tokens, and the prompt has {given}, those in the cache included: at least "
-            f"one must follow them. Take the cache from before the prompt's last token, leave {CACHE} out, or "
+            f"the cache holds {held} tokens, and the prompt has {given}, those in the cache included: at least "
+            "one must follow them. Take the cache from before the prompt's last token, leave the cache out, or "
             "give new tokens alone and an attention_mask of all"
         )
 
@@ -152,7 +159,7 @@ def _call_offered(model: Any, wanted: bool | None, kwargs: Mapping[str, Any]) ->
     if reason is None and not steps.in_use.acquire(blocking=False):
         reason = "another call of generate is running"
     call = CapturedCall(model, steps, required=bool(wanted)) if reason is None else None
-    # A call may begin others of the same model (assistants, processors of logits), which are not "the last call".
+    # A call may begin others of the same model (processors of logits), which are not "the last call".
     if reason is not None and (wanted or not steps.running):
         steps.decline(reason, bool(wanted))
     steps.running.append(call)

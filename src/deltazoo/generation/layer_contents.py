@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer
-from deltazoo.generation.recorded_calls import CroppableLinearLayer
 from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.layers.state import MixerState
 
@@ -26,7 +25,6 @@ _STATES = ("conv", "recurrent", "auxiliary")
 KINDS: Mapping[type[Any], str] = {
     DeltaRuleCacheLayer: "delta_rule",
     LinearAttentionLayer: "linear",
-    CroppableLinearLayer: "linear",
     DynamicLayer: "softmax",
     DynamicSlidingWindowLayer: "softmax",
     StaticLayer: "softmax",
@@ -53,9 +51,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
     if kind == "linear":
         if not layer.has_previous_state[0]:
             return {}
-        # While the layer records, its window is longer than the convolution needs.
-        window = layer.conv_states[0][..., -layer.conv_kernel_size[0] :]
-        return {"conv": window, "recurrent": layer.recurrent_states[0]}
+        return {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
     if not layer.is_initialized:
         return {}
     held = tokens_of(layer) if isinstance(layer, StaticLayer) else layer.keys.shape[2]
@@ -86,8 +82,6 @@ def why_not_fill(layer: Any, kind: str, tensors: Tensors, num_tokens: int, *, ro
             return f"{name} of shape {tuple(new.shape)}, {new.dtype}, meets shape {tuple(old.shape)}, {old.dtype}"
         if _is_static(layer) and not rows_only and len(new) != len(old):
             return f"{len(new)} rows cannot take the place of {len(old)} at fixed addresses"
-    if rows_only and kind != "softmax" and getattr(layer, "recorded", None) is not None and layer.recorded.num_tokens:
-        return "rows cannot be exchanged between a recorded step and its crop"
     if kind == "softmax" and rows_only and num_tokens > tokens_of(layer):
         return (
             f"a row of {num_tokens} tokens cannot join a batch of {tokens_of(layer)}: softmax layers align rows at the "

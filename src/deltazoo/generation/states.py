@@ -49,12 +49,11 @@ from deltazoo.generation.layer_contents import (
     tokens_of,
     why_not_fill,
 )
-from deltazoo.generation.recorded_calls import RecordedCalls
 from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import choice_name
 
-__all__ = ["Snapshot", "fork", "record", "restore", "rollback", "snapshot"]
+__all__ = ["Snapshot", "fork", "restore", "snapshot"]
 
 _FORMAT = "deltazoo states"
 _VERSION = "1"
@@ -284,48 +283,6 @@ def _make_ready(cache: Cache, saved: Snapshot) -> None:
 def fork(cache: Cache, n: int) -> None:
     """Make every row n rows, copies side by side, in place; a static cache cannot, restore a fork in another."""
     restore(cache, snapshot(cache).fork(n))
-
-
-def record(cache: Cache) -> None:
-    """Remember all further tokens until the next `rollback`, so that it can take them back.
-
-    While it records, a cache keeps what the operator reads, per token and layer.
-
-    Args:
-        cache: made by a model, or by its `prepare_cache`; growing, not static.
-    """
-    cache.activate_past_recording()
-
-
-def rollback(cache: Cache, n: int) -> None:
-    """Take back the last n tokens, as if they had never run, in place; after `record`.
-
-    A recurrence with decay cannot be run backwards. So every linear layer keeps its state before the recorded tokens,
-    and for each of them the operator's inputs: key, value, step size, decay. The operator runs again over the tokens
-    that stay, without the projections around it. If whole calls of the model are taken back, the state is, bit for bit,
-    that of never having run them. If a call is cut, the tokens that stay keep the keys and values that they had in it;
-    a call with them alone might round its matrix products differently.
-
-    What stays cannot be taken back later: recording begins anew from there, and `rollback(cache, 0)` forgets what was
-    recorded. transformers' assisted decoding does this through the cache's own `crop`.
-
-    Args:
-        cache: of one model, growing.
-        n: tokens, of all rows.
-
-    Raises:
-        RuntimeError: fewer were recorded; nothing has changed then.
-        ValueError: n is negative.
-    """
-    if n < 0:
-        raise ValueError(f"n must be at least 0, got {n}")
-    for layer in cache.layers:
-        if kind_of(layer) == "softmax":
-            if n > tokens_of(layer):
-                raise RuntimeError(f"cannot take back {n} of {tokens_of(layer)} tokens")
-        else:
-            getattr(layer, "recorded", RecordedCalls()).check(n)
-    cache.crop(-n)
 
 
 def _row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:

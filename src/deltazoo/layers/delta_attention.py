@@ -1,6 +1,6 @@
 """The layer that all variants share: project, convolve, normalise, gates, rule, norm and output gate, project."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -16,8 +16,8 @@ from deltazoo.layers.recompute import recomputable
 from deltazoo.layers.rotary import Rotary, rotate_queries_and_keys
 from deltazoo.layers.rule import RuleInputs, StepForm, effective_step, precision_for, run_rule
 from deltazoo.layers.sequences import Sequences, SharedSequences, describe_sequences, describe_shared
-from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve, state_after
-from deltazoo.layers.state import LayerStates, MixerState, StateAccess, StateStore
+from deltazoo.layers.short_convolution import ShortConvolution, activation_function, convolve
+from deltazoo.layers.state import StateAccess, StateStore
 from deltazoo.ops import ContextParallel, DeltaRuleOutput, decay
 from deltazoo.ops.autocast import cast_for_product
 from deltazoo.ops.dtypes import at_least_float32
@@ -263,14 +263,12 @@ class DeltaRuleAttention(Float32Parameters):
         return sequences
 
     def _mix(self, x: Tensor, past: StateAccess, sequences: Sequences, rotary: Rotary | None) -> Tensor:
-        projected = q, k, v = self._project(x, isinstance(sequences, SharedSequences))
+        q, k, v = self._project(x, isinstance(sequences, SharedSequences))
         q, k, v, conv_state = self._convolve(q, k, v, past, sequences)
         q, k, v = self._split_heads(q, k, v)
         q, k = rotate_queries_and_keys(q, k, rotary, sequences, fused=self.fused_kernels)
         q, k = self._normalize(q, k)
         inputs = self.rule_inputs(x, q, k, v).mask_padding(sequences)
-        if past.recording:
-            past.record(partial(self._replay, x, projected, inputs, sequences), x.shape[1])
         inputs, auxiliary = self.with_auxiliary_state(x, inputs, past, sequences)
         if isinstance(sequences, SharedSequences) and self.spec.output_gate != "none":
             sequences = sequences.meanwhile(partial(self._compute_output_gate, x))
@@ -280,30 +278,6 @@ class DeltaRuleAttention(Float32Parameters):
         num_tokens = sequences.num_tokens_of_all if isinstance(sequences, SharedSequences) else x.shape[1]
         past.keep(conv_state, state, auxiliary, num_new_tokens=num_tokens)
         return sequences.restore(output)
-
-    def _replay(
-        self,
-        x: Tensor,
-        projected: Iterable[Tensor],
-        inputs: RuleInputs,
-        sequences: Sequences,
-        before: MixerState | None,
-        count: int,
-    ) -> MixerState:
-        """The state after the first `count` tokens of a call of `_mix`, whose tensors these are; see `Replay`."""
-        assert self.layer_idx is not None  # without a number there is no store
-        states = LayerStates()
-        if before is not None:
-            states.set_state(self.layer_idx, before, 0)
-        past = StateAccess(states, self.layer_idx)
-        sequences = sequences.first(count)
-        conv_state = None
-        if self.conv_size:
-            q, k, v = (y[:, :count] for y in projected)
-            conv_state = state_after((self.q_conv1d, self.k_conv1d, self.v_conv1d), q, k, v, past, sequences)
-        inputs = inputs.first(count).mask_padding(sequences)
-        inputs, auxiliary = self.with_auxiliary_state(x[:, :count], inputs, past, sequences)
-        return MixerState(conv_state, self.apply_rule(inputs, past, sequences).final_state, auxiliary)
 
     def _project(self, x: Tensor, shared: bool) -> Sequence[Tensor]:
         """Queries, keys and values; where gradients are recorded, with the other maps of x, for `project`."""
@@ -625,9 +599,9 @@ class DeltaRuleAttention(Float32Parameters):
 def _check_shared(attention_mask: Tensor | None, past: StateAccess) -> None:
     if attention_mask is not None:
         raise ValueError("rows that several ranks share take no attention_mask: pack them with cu_seqlens")
-    if past.recurrent is not None or past.recording:
+    if past.recurrent is not None:
         raise ValueError(
-            "rows that several ranks share fill an empty cache that records nothing; for the tokens after them call "
+            "rows that several ranks share fill an empty cache; for the tokens after them call "
             "deltazoo.context_parallel(model, None)"
         )
 

@@ -95,10 +95,6 @@ class RuleInputs(NamedTuple):
         beta = bounded_step(self.beta, self.k, self.erase_key, largest_gain=largest_gain, fused=fused)
         return self._replace(beta=beta)
 
-    def first(self, count: int) -> "RuleInputs":
-        """The arguments for the first `count` tokens."""
-        return RuleInputs(*(None if x is None else x[:, :count] for x in self))  # type: ignore[arg-type]
-
     def mask_padding(self, sequences: Sequences) -> "RuleInputs":
         """Padding tokens neither write to, erase from, nor decay the state."""
         if not isinstance(sequences, RightPaddedSequences):

@@ -52,10 +52,6 @@ class Sequences:
         """`[B, T]` int64: position of each token in its packed document, from 0; None unless packed."""
         return None
 
-    def first(self, count: int) -> "Sequences":
-        """The description of the first `count` tokens of every row; of arranged tensors these are `x[:, :count]`."""
-        return self
-
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
         """The same description on another device."""
         moved = {
@@ -99,10 +95,6 @@ class RightPaddedSequences(Sequences):
             self._found[width] = number, (begins + number - width).clamp(min=0)
         return self._found[width]
 
-    def first(self, count: int) -> "RightPaddedSequences":
-        """The description of the first `count` tokens of every row."""
-        return self.from_lengths(self.lengths.clamp(max=count), count)
-
 
 @dataclass(frozen=True)
 class PaddedSequences(RightPaddedSequences):
@@ -128,13 +120,6 @@ class PaddedSequences(RightPaddedSequences):
         positions = torch.arange(mask.shape[1], device=mask.device).expand_as(inverse)
         order = torch.empty_like(inverse).scatter_(1, inverse, positions)
         return cls(lengths, positions >= lengths, mask, order, inverse)
-
-    def first(self, count: int) -> "PaddedSequences":
-        """The description of the first `count` columns of the mask.
-
-        Arranged tensors may then hold real tokens of later columns among their first `count`: these count as padding.
-        """
-        return PaddedSequences.from_mask(self.mask[:, :count])
 
     def arrange(self, x: Tensor) -> Tensor:
         """`[B or 1, T, D]` as `[B, T, D]` with each row's real tokens first and zeros after them."""

@@ -27,7 +27,6 @@ __all__ = [
     "depthwise_sum",
     "last_inputs",
     "packing_of",
-    "state_after",
 ]
 
 
@@ -271,11 +270,11 @@ def convolve(
     new_q, _ = q_conv(q, q_past, sequences, with_state=False)
     new_k, _ = k_conv(k, k_past, sequences, with_state=False)
     new_v, _ = v_conv(v, v_past, sequences, with_state=False)
-    state = state_after(convolutions, q, k, v, past, sequences) if past.wanted else None
+    state = _state_after(convolutions, q, k, v, past, sequences) if past.wanted else None
     return new_q, new_k, new_v, state
 
 
-def state_after(
+def _state_after(
     convolutions: Convolutions, q: Tensor, k: Tensor, v: Tensor, past: StateAccess, sequences: Sequences
 ) -> Tensor:
     """The new state that `convolve` returns, without the outputs."""
@@ -299,7 +298,7 @@ def _convolve_piece(
     before = tokens_before(inputs, width, sequences.context)
     q, k, v = (torch.cat(parts, 1) for parts in zip(before, inputs, strict=True))
     q, k, v, _ = convolve(convolutions, q, k, v, StateAccess(None, None), sequences.with_tokens_before(width))
-    state = state_after(convolutions, *inputs, past, sequences) if past.wanted else None
+    state = _state_after(convolutions, *inputs, past, sequences) if past.wanted else None
     return q[:, width:], k[:, width:], v[:, width:], state
 
 

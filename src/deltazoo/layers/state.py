@@ -1,12 +1,11 @@
 """The state that a layer carries from one call to the next, and a plain container for the states of several layers."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["LayerStates", "MixerState", "Replay", "StateAccess", "StateStore", "is_decoding_step"]
+__all__ = ["LayerStates", "MixerState", "StateAccess", "StateStore", "is_decoding_step"]
 
 
 class MixerState(NamedTuple):
@@ -25,17 +24,8 @@ class MixerState(NamedTuple):
         return MixerState(conv, self.recurrent[rows], auxiliary)
 
 
-Replay = Callable[[MixerState | None, int], MixerState]
-"""A recorded call of a layer: from the state before it (None: there is none) and a number of its first tokens to the
-state after these, by the operations of the call."""
-
-
 class StateStore(Protocol):
-    """The interface of `past_key_values`, as layers use it.
-
-    A store that can take tokens back also has `is_recording(layer_idx)`, and `record(layer_idx, replay, num_tokens)`,
-    which a layer calls before `set_state` if it is.
-    """
+    """The interface of `past_key_values`, as layers use it."""
 
     fixed: bool
     """Whether states stay at their addresses, so that a step may overwrite them in place."""
@@ -99,8 +89,6 @@ class StateAccess:
         """Whether the states after the call are wanted."""
         self.in_place = False
         """Whether a decoding step may overwrite the states in place."""
-        self.recording = False
-        """Whether the call must be recorded, so that its tokens can be taken back."""
         if store is None:
             return
         if not (hasattr(store, "get_state") and hasattr(store, "set_state")):
@@ -113,14 +101,9 @@ class StateAccess:
         self._store: Any = store
         self._layer_idx = layer_idx
         self.in_place = store.fixed
-        self.recording = hasattr(store, "is_recording") and store.is_recording(layer_idx)
         before = store.get_state(layer_idx)
         if before is not None:
             self.conv, self.recurrent, self.auxiliary = before
-
-    def record(self, replay: Replay, num_tokens: int) -> None:
-        """Hand over the call, before `keep`."""
-        self._store.record(self._layer_idx, replay, num_tokens)
 
     def keep(
         self, conv: Tensor | None, recurrent: Tensor, auxiliary: Tensor | None = None, *, num_new_tokens: int

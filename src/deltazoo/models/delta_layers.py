@@ -58,8 +58,7 @@ class ModelWithDeltaLayers(PreTrainedModel):
     _supports_context_parallel = False
     deltazoo_context: ContextParallel | None = None
     """The ranks that share every row, as `deltazoo.context_parallel` sets them."""
-    # transformers refuses assisted decoding for stateful models. Ours can: DeltaRuleCacheLayer.crop takes tokens back.
-    _is_stateful = False
+    _is_stateful = True  # transformers then refuses assisted decoding, which takes tokens back
 
     runtime_options: ClassVar[tuple[str, ...]] = ("backend", "fused_kernels")
     """The runtime options that this model has."""

@@ -1,34 +1,33 @@
 """The states of an accelerated layer, read from and written to the model's cache as its original code does.
 
 So a cache stays valid across `accelerate` and `restore`. Beam search, static caches and offloading are transformers'
-own. A cache from which tokens may be taken back gets a layer that can (`CroppableLinearLayer`).
+own, but for a cache that records tokens to take them back: transformers would take back the convolution's alone.
 """
 
 from typing import Any
 
 from transformers.cache_utils import Cache
 
-from deltazoo.generation.recorded_calls import CroppableLinearLayer
-from deltazoo.layers.state import MixerState, Replay
+from deltazoo.generation.cache import refuse_to_go_back
+from deltazoo.layers.state import MixerState
 
-__all__ = ["keep_state", "record_call", "stored_state"]
+__all__ = ["keep_state", "stored_state"]
 
 
 def stored_state(cache: Cache | None, layer_idx: int, taps: int) -> MixerState | None:
-    """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token."""
+    """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token.
+
+    Raises:
+        RuntimeError: the cache records tokens, to take them back.
+    """
     if cache is None:
         return None
     layer: Any = cache.layers[layer_idx]
+    if layer.record_past:
+        refuse_to_go_back()
     if not layer.has_previous_state[0]:
         return None
     return MixerState(layer.conv_states[0][..., -taps:], layer.recurrent_states[0])
-
-
-def record_call(cache: Cache, layer_idx: int, replay: Replay, num_tokens: int) -> None:
-    """Remember a call, before its state is kept, if the cache must be able to take its tokens back."""
-    layer: Any = cache.layers[layer_idx]
-    if layer.record_past:
-        CroppableLinearLayer.of(layer).record(replay, num_tokens)
 
 
 def keep_state(cache: Cache, layer_idx: int, state: MixerState) -> None:

@@ -5,7 +5,6 @@ class back undoes it. The subclasses are attributes of this module, so that acce
 """
 
 import importlib
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from deltazoo.generation.cache_argument import takes_cache
-from deltazoo.interop.acceleration.layer_states import keep_state, record_call, stored_state
+from deltazoo.interop.acceleration.layer_states import keep_state, stored_state
 from deltazoo.interop.acceleration.packing_hook import (
     EXPLICIT_PACKING,
     POSITIONS,
@@ -106,7 +105,7 @@ class AcceleratedMixer:
 
         projections = self.arrangement.project(self, hidden_states)
         before = stored_state(cache, self.layer_idx, self.conv_kernel_size)
-        if positions is None and sequences.whole_rows and self._may_overwrite(before, projections.qkv, cache):
+        if positions is None and sequences.whole_rows and self._may_overwrite(before, projections.qkv):
             output = self._step(projections, before)
         else:
             output = self._mix(projections, before, sequences, positions, cache)
@@ -128,17 +127,14 @@ class AcceleratedMixer:
         inputs = self._rule_inputs(*l2_normalize_both(q, k), v, projections).mask_padding(sequences)
         if positions is not None and not isinstance(sequences, SharedSequences):
             inputs = _forget_at_starts(inputs, positions)
-        if cache is not None:
-            replay = partial(self._replay, projections.qkv, inputs, sequences)
-            record_call(cache, self.layer_idx, replay, qkv.shape[1])
         output, new_state = self.apply_rule(inputs, before, sequences)
         if cache is not None:
             keep_state(cache, self.layer_idx, MixerState(window, new_state))
         return output
 
-    def _may_overwrite(self: Any, before: MixerState | None, qkv: Tensor, cache: Any) -> bool:
+    def _may_overwrite(self: Any, before: MixerState | None, qkv: Tensor) -> bool:
         """Whether a call is one token per row, whose kernels may write over the states in the cache."""
-        if before is None or not is_decoding_step(qkv) or cache.layers[self.layer_idx].record_past:
+        if before is None or not is_decoding_step(qkv):
             return False
         conv: Any = before.conv
         if conv.dtype != qkv.dtype or before.recurrent.dtype != torch.float32:
@@ -169,16 +165,6 @@ class AcceleratedMixer:
         return run_rule(
             inputs, state, described, in_place=in_place, backend=self.deltazoo_backend, precision=precision
         )  # fmt: skip
-
-    def _replay(
-        self: Any, qkv: Tensor, inputs: RuleInputs, sequences: Sequences, before: MixerState | None, count: int
-    ) -> MixerState:
-        """The state after the first `count` tokens of a call, whose tensors these are; see `Replay`."""
-        sequences = sequences.first(count)
-        qkv = qkv[:, :count]
-        window = self._window(qkv, self._inputs_before(qkv, before, sequences), sequences)
-        inputs = inputs.first(count).mask_padding(sequences)
-        return MixerState(window, self.apply_rule(inputs, before).final_state)
 
     def _convolve(
         self: Any, qkv: Tensor, before: MixerState | None, sequences: Sequences, positions: Tensor | None

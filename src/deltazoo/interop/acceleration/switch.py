@@ -26,9 +26,8 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
     models of the same class are not changed. Projections and gates still run as the model's modules, so adapters and
     quantised layers act. We compute the rule and the short convolution, and with fused kernels the gated norm unless it
-    has an adapter or hooks. `generate` captures its decoding step, and takes assistants and prompt lookup, which it
-    refuses for the originals, unless there are sparse softmax or n-gram layers. Results differ from the original by
-    rounding, and in two respects:
+    has an adapter or hooks. `generate` captures its decoding step. Results differ from the original by rounding,
+    and in two respects:
 
     * Packed documents are separated in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` or
       `position_ids` that start again. They fill no cache.
@@ -65,10 +64,7 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     for base in bases:
         if describe_documents not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)
-    can_go_back = all(layers_over_neighbours(base.config) is None for base in bases)
     for around in _models_around(model):
-        if can_go_back:
-            around._is_stateful = False  # assisted decoding asks for it
         generates: Any = type(around)
         if issubclass(generates, GenerationMixin) and not issubclass(generates, CapturedGeneration):
             around.__class__ = generating_class(generates)
@@ -91,8 +87,6 @@ def restore(model: nn.Module) -> None:
         del module.deltazoo_backend, module.deltazoo_fused_kernels
         _become(module, module.original)
     for base in model.modules():
-        if isinstance(base, PreTrainedModel):
-            vars(base).pop("_is_stateful", None)
         if isinstance(base, AcceleratedGeneration):
             vars(base).pop("_captured_steps", None)
             base.__class__ = base.original
