@@ -223,7 +223,7 @@ class TestWithoutKeyword:
             ({"use_cache": False}, "use_cache=False"),
             ({"cache_implementation": "dynamic"}, "cache_implementation='dynamic' was asked for"),
             ({"cache_implementation": "static"}, "cache_implementation='static' was asked for"),
-            ({"past_key_values": True}, "past_key_values was given"),
+            ({"past_key_values": True}, "a cache was given"),
             ({"custom_generate": lambda model, ids, **kwargs: ids}, "custom_generate"),
         ],
         ids=lambda x: "" if isinstance(x, str) else "-".join(x),

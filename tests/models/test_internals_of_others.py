@@ -81,6 +81,7 @@ INTERNALS = (
     Internal("_attn_implementation", "transformers.configuration_utils:PreTrainedConfig", "the chosen implementation"),
     Internal("can_return_tuple", "transformers.utils", "return_dict=False"),
     Internal("capture_outputs", "transformers.utils.output_capturing", "output_hidden_states, output_attentions"),
+    Internal("deprecate_kwarg", "transformers.utils.deprecation", "the old name of the argument `cache`"),
     Internal("create_causal_mask", "transformers.masking_utils", "masks of the softmax layers"),
     Internal("merge_with_config_defaults", "transformers.utils.generic", "use_cache and others from the configuration"),
     Internal("ALL_MASK_ATTENTION_FUNCTIONS", "transformers.masking_utils", "masks of rows that ranks share"),

@@ -22,7 +22,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import is_fsdp_managed_module
 
 from deltazoo.generation.cache import DeltaRuleCacheLayer, is_used
-from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.static_cache import check_fixed, describe_layer, fixed_cache
 from deltazoo.generation.step_capture import graphs_run_on
 
@@ -133,7 +132,7 @@ def why_not_this_call(
     if config.cache_implementation is not None:
         return f"cache_implementation={config.cache_implementation!r} was asked for"
     if is_the_callers:
-        return f"{CACHE} was given"
+        return "a cache was given"
     if config.return_dict_in_generate:
         return "return_dict_in_generate=True hands out the cache"
     return _why_not_this_cache(cache)
