@@ -10,7 +10,12 @@ INSTALLED := $(VENV)/.installed
 export GOMP_SPINCOUNT ?= 1000
 
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 HARNESS := .venv-harness
+
+# What versions of transformers and the packages around it can break: models, training, swapping, recipes.
+ACROSS_VERSIONS := tests/models tests/generation tests/distributed tests/interop tests/workbench/train \
+	tests/workbench/serve tests/workbench/cli tests/swap tests/docs
 
 # The definition, every variant (a layer, its equation, a frozen checkpoint), a kernel interpreted, a swap, saving and
 # loading, the command line.
@@ -18,7 +23,7 @@ QUICK := tests/test_*.py tests/ops/test_reference.py tests/ops/test_chunkwise.py
 	tests/ops/triton/test_delta_rule.py tests/variants tests/layers/test_delta_attention.py tests/models/test_saving.py \
 	tests/swap/test_surgery.py tests/workbench/cli/test_cli.py
 
-.PHONY: quickstart quick test test-oldest harness-test compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
+.PHONY: quickstart quick test test-oldest test-newest harness-test compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
 
 quickstart: $(INSTALLED)  ## train a small model on real text, reload it, sample, compare (ARGS=--fresh trains again)
 	$(BIN)/python scripts/quickstart.py $(ARGS)
@@ -30,7 +35,12 @@ test: $(INSTALLED)  ## the test suite on the CPU, two processes (ARGS are pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-oldest: $(OLDEST)/.installed  ## models, training, swapping, recipes on the oldest supported transformers and its kin
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 tests/models tests/generation tests/distributed tests/interop tests/workbench/train tests/workbench/serve tests/workbench/cli tests/swap tests/docs $(ARGS)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 $(ACROSS_VERSIONS) $(ARGS)
+
+test-newest:  ## the same on the newest versions that a fresh install takes today, without our constraints
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable ".[test]"
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 $(ACROSS_VERSIONS) $(ARGS)
 
 harness-test: $(HARNESS)/.installed  ## the recipe of docs/evaluation.md with lm-evaluation-harness, in an environment of its own
 	OMP_NUM_THREADS=1 $(HARNESS)/bin/python -m pytest -m harness tests/workbench/evaluate/test_harness.py $(ARGS)
@@ -62,7 +72,7 @@ wheel-test: $(INSTALLED)  ## build the wheel, install it into an empty environme
 	$(BIN)/python scripts/wheel_test.py
 
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) $(OLDEST) $(HARNESS) build dist site
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(HARNESS) build dist site
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "deltazoo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with make PYTHON=...")'

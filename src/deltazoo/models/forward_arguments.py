@@ -36,14 +36,15 @@ def unwrapped(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError for an argument that no model knows."""
+    """Raise TypeError for an argument that no model knows, ValueError for one that a recurrence cannot obey."""
+    _refuse_later_tokens(kwargs)
     for key in kwargs:
         if key not in _KNOWN:
             raise TypeError(f"forward() got an unexpected argument {key!r}{did_you_mean(key, _KNOWN)}")
 
 
 def refuse_dropped(layer: nn.Module, kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise TypeError for an argument that a decoder layer passes down and that would have no effect.
+    """Raise as `refuse_unknown` for an argument that a decoder layer passes down and that would have no effect.
 
     A cache, a mask or the boundaries of documents under a name of another version of transformers are such. None says
     nothing, whatever its name.
@@ -53,12 +54,18 @@ def refuse_dropped(layer: nn.Module, kwargs: Mapping[str, Any], known: Sequence[
         kwargs: what its `forward` does not name.
         known: those that the layer reads itself, or may leave out.
     """
+    _refuse_later_tokens(kwargs)
     for key, value in kwargs.items():
         if value is not None and key not in known and key not in _KNOWN:
             raise TypeError(
                 f"{type(layer).__name__}.forward() got {key!r}, which it does not know under transformers "
                 f"{transformers.__version__}{did_you_mean(key, (CACHE, *known, *_KNOWN))}"
             )
+
+
+def _refuse_later_tokens(kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("is_causal") is False:
+        raise ValueError("is_causal=False asks for attention to later tokens, which delta-rule layers never see")
 
 
 def describe_arguments(

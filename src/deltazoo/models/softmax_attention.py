@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deltazoo.layers.rotary import rotate
 from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.models.forward_arguments import refuse_dropped
 from deltazoo.models.rotary_frequencies import default_frequencies, rotary_frequencies, with_softmax_heads
 from deltazoo.ops.dtypes import at_least_float32
 from deltazoo.runtime import RuntimeOptions
@@ -98,7 +99,11 @@ class SoftmaxAttention(nn.Module):
         Returns:
             `[B, T, hidden_size]`, and the attention weights `[B, heads, T, past + T]` if the chosen implementation
             computes them ("eager"), else None.
+
+        Raises:
+            TypeError: an argument that no implementation takes.
         """
+        refuse_dropped(self, kwargs, ("position_ids", "delta_batch"))
         query, key, value = (
             rearrange(projection(hidden_states), "b t (h d) -> b t h d", d=self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)

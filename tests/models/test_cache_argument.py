@@ -1,0 +1,110 @@
+"""The argument that takes a cache, by the name that the installed transformers has, and arguments that nobody knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from foreign_models import foreign_model, mixer_of
+from tiny_families import tiny_original
+from tiny_models import tiny_model, tokens
+from torch import nn
+from transformers import DynamicCache
+
+import deltazoo
+from deltazoo.generation.cache_argument import CACHE, takes_cache
+from deltazoo.models.block import DeltaRuleBlock
+from deltazoo.models.softmax_attention import SoftmaxAttention
+from deltazoo.swap.swapped_attention import SwappedAttention
+
+IDS = tokens(2, 12)
+
+
+def model_of_kind(kind: str) -> Any:
+    if kind == "swapped":
+        model = tiny_original("llama")
+        deltazoo.swap_attention(model, "gated_deltanet", layers=[0])
+        return model.eval()
+    if kind == "accelerated":
+        model = foreign_model("qwen3_next")
+        deltazoo.accelerate(model)
+        return model
+    return tiny_model({"own": "kda", "hybrid": "hybrid"}[kind]).eval()
+
+
+@pytest.fixture(params=["own", "hybrid", "swapped", "accelerated"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return model_of_kind(request.param)
+
+
+@torch.no_grad()
+def test_a_cache_by_the_name_of_the_installed_version(model: Any) -> None:
+    first = model(IDS[:, :7], use_cache=True)
+    later = model(IDS[:, 7:], **{CACHE: getattr(first, CACHE)})
+    torch.testing.assert_close(later.logits, model(IDS).logits[:, 7:], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_old_name_is_taken_with_a_warning(model: Any) -> None:
+    """Before transformers 5.24 it is the only one, and the new one is an error."""
+    first = model(IDS[:, :7], use_cache=True)
+    cache = getattr(first, CACHE)
+    if CACHE == "cache":
+        with pytest.warns(FutureWarning, match="Use `cache` instead"):
+            later = model(IDS[:, 7:], past_key_values=cache)
+        torch.testing.assert_close(later.logits, model(IDS).logits[:, 7:], rtol=1e-4, atol=1e-5)
+    else:
+        with pytest.raises(TypeError, match="'cache'"):
+            model(IDS[:, 7:], cache=cache)
+
+
+@pytest.mark.parametrize("name", ["past_key_value", "cache_parameters", "state", "padding_mask", "cu_seq_lens"])
+def test_an_unknown_argument_is_refused(model: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name!r}"):
+        model(IDS, **{name: torch.ones(2)})
+
+
+def test_later_tokens_are_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="is_causal=False asks for attention to later tokens"):
+        model(IDS, is_causal=False)
+
+
+def linear_layer(model: Any) -> nn.Module:
+    layers = [x for x in model.modules() if isinstance(x, SwappedAttention)]
+    return layers[0] if layers else mixer_of(model)
+
+
+@pytest.mark.parametrize("kind", ["swapped", "accelerated"])
+@pytest.mark.parametrize("name", ["layer_past", "past_key_value", "mask", "cu_seq_lens"])
+def test_a_layer_refuses_what_it_would_drop(kind: str, name: str) -> None:
+    """As when transformers renames an argument: the layer computes nothing rather than something else."""
+    layer = linear_layer(model_of_kind(kind))
+    x = torch.randn(2, 5, 32 if kind == "accelerated" else layer.delta.hidden_size)
+    with pytest.raises(TypeError, match=f"{name!r}, which it does not know"):
+        layer(x, **{name: DynamicCache()})
+    assert layer(x, **{name: None}) is not None
+
+
+@pytest.mark.parametrize("told", [{"attention_mask": torch.ones(2, 1, 5, 5)}, {"cu_seq_lens_q": torch.tensor([0, 5])}])
+def test_a_swapped_layer_needs_the_description_of_its_batch(told: dict[str, Any]) -> None:
+    layer: Any = linear_layer(model_of_kind("swapped"))
+    with pytest.raises(ValueError, match=f"was given {next(iter(told))}, and no model around it has described"):
+        layer(torch.randn(2, 5, layer.delta.hidden_size), **told)
+
+
+@pytest.mark.parametrize("part", [DeltaRuleBlock, SoftmaxAttention])
+def test_parts_of_a_hybrid_know_no_other_name(part: type[nn.Module]) -> None:
+    module = next(x for x in model_of_kind("hybrid").modules() if isinstance(x, part))
+    with pytest.raises(TypeError, match="past_key_value"):
+        module(torch.randn(1, 2, 32), None, past_key_value=DynamicCache())
+
+
+def test_a_parameter_of_another_old_name() -> None:
+    class Layer:
+        @takes_cache("cache_params")
+        def forward(self, x: int, cache: Any = None, **kwargs: Any) -> Any:
+            return x, cache, kwargs
+
+    new_name = "cache" if CACHE == "cache" else "cache_params"
+    assert Layer().forward(1, **{new_name: 2}) == (1, 2, {}) == Layer().forward(1, 2)
