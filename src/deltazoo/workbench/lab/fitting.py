@@ -69,8 +69,8 @@ def run_configuration(
         progress: called with the number of finished steps.
 
     Raises:
-        ValueError: lengths that the task cannot have. ArithmeticError: the loss, of training or of a test, is not finite
-            any more.
+        ValueError: lengths that the task cannot have.
+        ArithmeticError: the loss, in training or in a test, is not finite.
     """
     task.check_length(recipe.train_lengths[0])
     device = torch.device(device)
