@@ -524,8 +524,8 @@ def test_on_the_gpu(case: Product | Rule | Gates) -> None:
 
 
 def greedy_tokens(device: str) -> Results:
-    """Tokens and finished rows of logits with ties, with a row that has ended and one that ends now, and of rows without
-    a token: of NaN, which has ended in the second, of +inf, of -inf alone."""
+    """Tokens and finished rows of logits with ties, with a row that has ended and one that ends now, and with rows that
+    have no likeliest token: NaN (the second of them has ended), +inf, nothing but -inf."""
     logits = torch.randn(10, 9001, generator=torch.Generator().manual_seed(0)).to(HALF)
     logits[0, [17, 8999]] = 40
     logits[2, 9000] = 40

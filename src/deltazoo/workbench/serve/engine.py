@@ -395,12 +395,12 @@ class Engine:
         except Exception as error:
             return self._fail_step(step.rows.values(), error)
         self._failures = 0
+        for row, task in step.rows.items():
+            if tokens[row] == NO_TOKEN and not task.ended:
+                self._fail([task], self._nan_error(task))
         now = time.monotonic()
         tasks = [(row, task) for row, task in step.rows.items() if not task.ended]
         for row, task in tasks:
-            if tokens[row] == NO_TOKEN:
-                self._fail([task], self._nan_error(task))
-                continue
             if task.made == 0:
                 self._tally.add_first_token(now - task.arrived)
             is_end = tokens[row] in self._ends and not task.request.ignore_eos
