@@ -526,6 +526,7 @@ class TestFailures:
             with pytest.raises(EngineError, match=found):
                 list(stream)
         assert [result_of(stream) for stream in streams] == expected
+        engine.stop()
         counters = engine.status().counters
         assert counters.running == counters.prefilling == 0 and counters.finished["error"] == len(ways)
         assert counters.completion_tokens == 2 * sum(len(made) for _, made, *_ in expected)
