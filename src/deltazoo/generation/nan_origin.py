@@ -41,8 +41,8 @@ def origin_of_nan(model: Any, input_ids: Tensor) -> str:
         model: a causal language model.
         input_ids: `[1, T]`.
     """
-    options = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     with watch_for_nan(model) as found, suppress(Exception), torch.compiler.set_stance("force_eager"):
+        options = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
         model(input_ids=input_ids, use_cache=False, **options)
     return f"; {found[0]}" if found else ""
 
