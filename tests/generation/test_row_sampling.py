@@ -75,6 +75,19 @@ def test_other_rows_and_more_ways_change_nothing(device):
     assert together[0] == logits[0].argmax() and together[6] == logits[6].argmax()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fault", ["nan", "inf", "-inf"])
+def test_a_row_of_nan_has_no_token_and_others_have_theirs(fault, device):
+    logits = torch.randn(2 * len(SETTINGS), 300, device=device)
+    rows = rows_of(SETTINGS * 2, device)
+    for way in Way:
+        expected = chosen(rows, logits, 9, way)
+        broken = logits.clone()
+        broken[::2, 100 if fault != "-inf" else slice(None)] = float(fault)
+        made = chosen(rows, broken, 9, way)
+        assert (made[::2] == -1).all() and torch.equal(made[1::2], expected[1::2])
+
+
 @pytest.mark.parametrize("top_p", [1e-13, 1e-300])
 def test_a_very_low_top_p_keeps_the_likeliest_token(top_p):
     logits = torch.randn(4, 300)

@@ -206,6 +206,42 @@ def test_other_rows_change_no_bit(case, way, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("kind", [*FEW, "hybrid", "swapped 1:1", *ACCELERATED[:1]])
+def test_nan_stays_in_its_row_and_goes_with_it(kind, way, device):
+    """A row whose prompt has a token of NaN makes none; others, and the next one in its place, make theirs."""
+    model = model_of_kind(kind).to(device)
+    sampling = {Way.GREEDY: Sampling(), Way.DRAWN: Sampling(1.0), Way.FILTERED: Sampling(1.0, 20, 0.9)}[way]
+    table = RowTable(model, [2], MOST)
+    prompts = PromptRows(model, [2], PIECE, table.empty, padded=True, max_length=MOST)
+    ids = tokens(3, 20)
+
+    def begin(row, ids):
+        table.put(row, state_after(prompts, row, ids.tolist()), ids[-1].item(), len(ids) - 1, sampling, 7)
+
+    def made(count=4):
+        found = []
+        for _ in range(count):
+            table.step(2, way)
+            chances = table.read_log_probabilities(2, [0, 1], 2)()[0]
+            found.append((table.read_tokens(2)().tolist(), chances[1].item()))
+        return found
+
+    begin(0, ids[0, :9])
+    begin(1, ids[1])
+    expected = made()
+    used = {*ids.flatten().tolist(), *(token for pair, _ in expected for token in pair)}
+    ids[2, 5] = unused = next(token for token in range(61) if token not in used)
+    model.get_input_embeddings().weight.data[unused] = float("nan")
+    begin(0, ids[2])
+    begin(1, ids[1])
+    assert made() == [([-1, theirs], chance) for (_, theirs), chance in expected]
+    begin(0, ids[0, :9])
+    begin(1, ids[1])
+    assert made() == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", [*FEW, "hybrid"])
 def test_widths_differ_by_rounding(case, device):
     model = tiny_model(case).to(device)

@@ -5,6 +5,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from deltazoo.generation import Sampling
+from deltazoo.generation.sampling import NO_TOKEN
 
 
 def warped(logits, sampling):
@@ -49,6 +50,24 @@ def test_draws_follow_the_probabilities():
 def test_zero_temperature_takes_the_likeliest():
     logits = torch.randn(10, 30)
     assert torch.equal(Sampling().choose(logits), logits.argmax(-1))
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.7), Sampling(1.0, top_k=3), Sampling(2.0, top_p=0.9)], ids=str
+)
+def test_rows_without_a_likeliest_token_have_none(sampling):
+    """NaN anywhere, +inf, or nothing but -inf; a few -inf are tokens that are ruled out."""
+    logits = torch.randn(6, 30)
+    logits[0, 7] = logits[1, 0] = NAN
+    logits[2, 29] = INF
+    logits[3] = -INF
+    logits[4, 3:] = -INF
+    found = sampling.choose(logits, torch.Generator().manual_seed(0))
+    assert found[:4].tolist() == [NO_TOKEN] * 4
+    assert 0 <= found[4] < 3 and 0 <= found[5] < 30
 
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-46])

@@ -45,11 +45,13 @@ class CapturedGeneration:
 
         Raises:
             ValueError: with `capture_step=True`, where a step cannot be captured; a cache that holds the whole prompt.
+            FloatingPointError: at the end, if the last logits hold NaN, as they do once a state has become NaN; never
+                with `remove_invalid_values=True`.
         """
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if kwargs.get("inputs_embeds") is None:
             _check_tokens_to_run(prompt, kwargs.get("attention_mask"), cache_in(kwargs))
-        with _call_offered(self, capture_step, kwargs):
+        with _call_offered(self, capture_step, kwargs), _last_logits_checked(self):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _get_static_cache_init_shape(self) -> None:
@@ -87,6 +89,8 @@ class CapturedGeneration:
             )
         is_the_callers = cache_in(model_kwargs) is not None
         generation_config.prefill_chunk_size = without_single_tokens(generation_config.prefill_chunk_size)
+        if generation_config.remove_invalid_values:  # NaN is expected, and handled
+            _steps_of(self).last_logits = None
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -94,6 +98,13 @@ class CapturedGeneration:
         if cache is not None:
             self.prepare_cache(cache)  # type: ignore[attr-defined]
         _begin_offered_call(self, generation_config, cache, is_the_callers, generation_mode, max_cache_length)
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, whose loops call this after each forward pass; keeps the last logits for a check."""
+        kept, logits = _steps_of(self).last_logits, outputs.get("logits")
+        if kept is not None and logits is not None:  # a view would keep those of a whole prompt in memory
+            kept[:] = [logits if logits.shape[1] == 1 else logits[:, -1:].clone()]
+        return super()._update_model_kwargs_for_generation(outputs, *args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the model, and free the memory of captured steps."""
@@ -143,6 +154,27 @@ def without_single_tokens(prefill_chunk: int | None) -> int | None:
 
 def _steps_of(model: Any) -> KeptSteps:
     return vars(model).setdefault("_captured_steps", KeptSteps())
+
+
+@contextmanager
+def _last_logits_checked(model: Any) -> Iterator[None]:
+    """FloatingPointError at the end of this context, a call of `generate`, if its last logits hold NaN.
+
+    A check of every step's would cost as much as other parts of a step.
+    """
+    steps = _steps_of(model)
+    before, steps.last_logits = steps.last_logits, []
+    try:
+        yield
+        for logits in steps.last_logits or ():
+            rows = logits.isnan().flatten(1).any(1).tolist()
+            if True in rows:
+                raise FloatingPointError(
+                    f"the model computed NaN in the logits of row {rows.index(True)}, so the tokens mean nothing; "
+                    "deltazoo.generate stops at the first such token and says where NaN comes from"
+                )
+    finally:
+        steps.last_logits = before
 
 
 @contextmanager

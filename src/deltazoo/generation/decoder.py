@@ -6,6 +6,7 @@ All that a step reads and writes stays at its address: state, token, which rows 
 sampling included, is one CUDA graph. The host only starts the next replay while it yields the token before.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from deltazoo.generation.cache_argument import CACHE
 from deltazoo.generation.captured_generation import CapturedGeneration, without_single_tokens
+from deltazoo.generation.nan_origin import origin_of_nan
 from deltazoo.generation.position_limit import check_positions
 from deltazoo.generation.read_later import read_later
 from deltazoo.generation.sampling import Sampling
@@ -138,6 +140,7 @@ class Decoder:
             ValueError: a prompt that does not fit the decoder.
             TypeError: `input_ids` that are no tensor.
             RuntimeError: from the iterator; another stream of this decoder has begun.
+            FloatingPointError: from the iterator; the model computed NaN or infinite logits for a row that goes on.
         """
         self._check(input_ids, attention_mask, max_new_tokens)
         mask = None if attention_mask is None else attention_mask.long()
@@ -152,9 +155,13 @@ class Decoder:
         waiting = deque([read_later(self.token[:, 0])])
         ended = torch.zeros(len(input_ids), dtype=torch.bool)
         ends = self.ends.cpu()
+        read = array("q")
         for made in range(1, max_new_tokens + 1):
             while len(waiting) > (ahead if made < max_new_tokens else 0):
                 token = waiting.popleft()()
+                if token.min() < 0:
+                    raise self._nan_error(token, input_ids, attention_mask, read)
+                read.extend(token.tolist())
                 yield token
                 ended |= torch.isin(token, ends)
                 if ended.all():
@@ -167,6 +174,18 @@ class Decoder:
                     )
                 self._advance(first=made == 1)
                 waiting.append(read_later(self.token[:, 0]))
+
+    def _nan_error(
+        self, token: Tensor, input_ids: Tensor, mask: Tensor | None, read: Sequence[int]
+    ) -> FloatingPointError:
+        """The error for tokens `[B]` of which one is `NO_TOKEN`, after those that have been `read`, step by step."""
+        row = int(token.argmin())
+        prompt = input_ids[row] if mask is None else input_ids[row][mask[row] != 0]
+        ids = torch.tensor([*prompt.tolist(), *read[row :: len(token)]], device=input_ids.device)
+        return FloatingPointError(
+            f"the model computed NaN or infinite logits for new token {len(read) // len(token) + 1} of row {row}"
+            f"{origin_of_nan(self.model, ids[None])}"
+        )
 
     def _check(self, input_ids: Tensor, attention_mask: Tensor | None, max_new_tokens: int) -> None:
         _check_prompt(input_ids)
@@ -221,7 +240,7 @@ class Decoder:
         self._take(output.logits[:, -1])
 
     def _take(self, logits: Tensor) -> None:
-        """Choose the next tokens; rows that have ended get padding."""
+        """Choose the next tokens; rows that have ended get padding, rows of NaN `NO_TOKEN`."""
         if self.sampling.temperature == 0 and fused_kernels_fit(logits):
             from deltazoo.ops.fused.kernels.greedy_token import greedy_token
 
@@ -235,7 +254,8 @@ class Decoder:
     def _step(self) -> None:
         """Compute the next token from the current one."""
         mask, positions = (self.real, self.position) if self._makes_masks else (None, None)
-        inputs = prepared_inputs(self.model, self.token, self.cache, mask, positions)
+        token = self.token.clamp(min=0)  # a step behind `NO_TOKEN` has begun before the host reads it
+        inputs = prepared_inputs(self.model, token, self.cache, mask, positions)
         with self.model._optimize_model_for_decode():  # on a GPU experts run in another implementation than for prompts
             output = self._forward(**inputs)
         self._take(output.logits[:, -1])
@@ -287,6 +307,8 @@ def generate(
         ValueError: a model that the loop cannot run, rules in its generation config that the loop does not compute, a
             prompt that does not fit, or an option out of its range.
         TypeError: `input_ids` that are no tensor.
+        FloatingPointError: the model computed NaN or infinite logits for a row that has not ended; the message says
+            which, and in the output of which module NaN comes first, if a forward pass over the row's tokens shows it.
     """
     _check_prompt(input_ids)
     decoder = Decoder(

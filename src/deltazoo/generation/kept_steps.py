@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from deltazoo.generation.static_cache import bytes_when_fixed, fixed_cache
@@ -43,6 +44,16 @@ class KeptSteps:
     def running(self) -> list[Any]:
         """This thread's calls of `generate`, outermost first: a `CapturedCall`, or None where nothing is captured."""
         return self._of_thread.__dict__.setdefault("running", [])
+
+    @property
+    def last_logits(self) -> list[Tensor] | None:
+        """In a list the last logits `[B, 1, vocabulary]` of this thread's innermost call of `generate`, if it has any;
+        None: it keeps none."""
+        return getattr(self._of_thread, "last_logits", None)
+
+    @last_logits.setter
+    def last_logits(self, kept: list[Tensor] | None) -> None:
+        self._of_thread.last_logits = kept
 
     def forget(self) -> None:
         """Free what is kept."""

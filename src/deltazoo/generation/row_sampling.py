@@ -10,7 +10,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from deltazoo.generation.sampling import Sampling
+from deltazoo.generation.sampling import Sampling, likeliest
 from deltazoo.ops.fused import fused_kernels_fit
 
 __all__ = ["RowSampling", "Way", "uniform_numbers"]
@@ -70,7 +70,7 @@ class RowSampling:
             logits: `[N, vocabulary]`.
             position: `[N, 1]` int64, of the tokens to draw in their rows.
             way: at least that of each row.
-            token: `[N, 1]` int64, written.
+            token: `[N, 1]` int64, written; `NO_TOKEN` in rows whose logits hold NaN or +inf, or are all -inf.
         """
         rows = len(logits)
         if way is Way.GREEDY and fused_kernels_fit(logits):
@@ -87,7 +87,7 @@ class RowSampling:
             # The largest of logits plus Gumbel noise is a draw from their softmax.
             numbers = uniform_numbers(self.seed[:rows], position, scores.shape[-1])
             scores = torch.where(is_greedy, scores, warm - torch.log(-torch.log1p(-numbers)))
-        token.copy_(scores.argmax(-1, keepdim=True))
+        token.copy_(likeliest(scores))
 
     def _filter(self, logits: Tensor) -> Tensor:
         """-inf for tokens that a row does not keep, as `Sampling.filter` has it for one setting."""

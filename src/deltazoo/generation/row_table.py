@@ -121,7 +121,7 @@ class RowTable:
         self._draws[width, way]()
 
     def read_tokens(self, width: int) -> Callable[[], Tensor]:
-        """The tokens `[width]` of the last step; see `read_later`."""
+        """The tokens `[width]` of the last step, `NO_TOKEN` in rows of NaN; see `read_later`."""
         return read_later(self.token[:width, 0])
 
     @torch.no_grad()
@@ -135,10 +135,10 @@ class RowTable:
 
         Returns:
             A function that waits for log-probabilities `[M]` of the chosen tokens, `[M, count]` of the likeliest ones
-            and their numbers `[M, count]`.
+            and their numbers `[M, count]`; they mean nothing in rows of NaN.
         """
         logits = torch.stack([self._logits(width)[row] for row in rows])
-        chosen = torch.stack([self.token[row] for row in rows])
+        chosen = torch.stack([self.token[row] for row in rows]).clamp(min=0)
         values = logits.float().log_softmax(-1)
         likeliest = values.topk(min(count, values.shape[-1]), dim=-1)
         readers = [read_later(x) for x in (values.gather(-1, chosen)[:, 0], likeliest.values, likeliest.indices)]
@@ -164,7 +164,8 @@ class RowTable:
     def _forward(self, cache: StaticCache, width: int) -> Tensor:
         position = self.position[:width]
         visible = None if self._columns is None else (self._columns <= position).long()
-        return forward_tokens(self.model, self.token[:width], cache, position, visible)
+        tokens = self.token[:width].clamp(min=0)  # rows with `NO_TOKEN` go on, too, until the host reads it
+        return forward_tokens(self.model, tokens, cache, position, visible)
 
     def _draw(self, width: int, way: Way) -> None:
         self.sampling.choose(self._logits(width), self.position[:width], way, self.token[:width])

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Sampling"]
+__all__ = ["NO_TOKEN", "Sampling", "likeliest"]
+
+NO_TOKEN = -1
+"""In the place of a token, where the model computed NaN or infinity. So the fault travels with the tokens, and nothing
+waits for the device to find it."""
 
 _LOWEST = torch.finfo(torch.float32).tiny
 """Of temperatures: a device multiplies by the reciprocal, which is infinite for those below."""
@@ -42,14 +46,17 @@ class Sampling:
             )
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The next tokens `[B]` int64 from logits `[B, vocabulary]`, drawn with `generator` of the same device."""
+        """The next tokens `[B]` int64 from logits `[B, vocabulary]`, drawn with `generator` of the same device.
+
+        A row whose logits hold NaN or +inf, or are all -inf, gets `NO_TOKEN`.
+        """
         logits = logits.float()
         if self.temperature == 0:
-            return logits.argmax(-1)
+            return likeliest(logits)[:, 0]
         # Without the largest logit, no temperature is so low that two scores are infinite.
         probabilities = self.filter(logits - logits.amax(-1, keepdim=True)).softmax(-1)
         # The smallest of independent exponential variables with these rates: a draw without cumulative sums.
-        return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
+        return likeliest(probabilities / torch.empty_like(probabilities).exponential_(generator=generator))[:, 0]
 
     def filter(self, logits: Tensor) -> Tensor:
         """Logits `[B, vocabulary]` divided by the temperature, -inf for tokens that are not kept."""
@@ -64,3 +71,10 @@ class Sampling:
             dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, indices, mass_before >= self.top_p)
             logits = logits.masked_fill(dropped, -torch.inf)
         return logits
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """The index `[N, 1]` int64 of the largest of scores `[N, vocabulary]`; `NO_TOKEN` where that is NaN or infinite."""
+    chosen = scores.argmax(-1, keepdim=True)  # NaN counts as largest
+    largest = scores.gather(-1, chosen)
+    return chosen.masked_fill((largest - largest).isnan(), NO_TOKEN)

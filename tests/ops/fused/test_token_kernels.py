@@ -524,12 +524,17 @@ def test_on_the_gpu(case: Product | Rule | Gates) -> None:
 
 
 def greedy_tokens(device: str) -> Results:
-    """Tokens and finished rows of logits with ties, with a row that has ended and one that ends now."""
-    logits = torch.randn(5, 9001, generator=torch.Generator().manual_seed(0)).to(HALF)
+    """Tokens and finished rows of logits with ties, with a row that has ended and one that ends now, and with rows that
+    have no likeliest token: NaN (the second of them has ended), +inf, nothing but -inf."""
+    logits = torch.randn(10, 9001, generator=torch.Generator().manual_seed(0)).to(HALF)
     logits[0, [17, 8999]] = 40
     logits[2, 9000] = 40
     logits[3, 3] = 40
-    token, finished = torch.full((5, 1), -1), torch.tensor([[False], [True], [False], [False], [False]])
+    logits[5, 8999] = logits[6, 0] = logits[1, 4] = float("nan")
+    logits[7, 9000] = float("inf")
+    logits[8] = float("-inf")
+    logits[9, 1:] = float("-inf")
+    token, finished = torch.full((10, 1), -7), torch.tensor([False, True, *[False] * 8])[:, None]
     ends = torch.tensor([5, 3])
     logits, token, finished, ends = (x.to(device) for x in (logits, token, finished, ends))
     greedy_token(logits, ends, finished, 7, token)
@@ -541,8 +546,8 @@ def greedy_tokens(device: str) -> Results:
 def check_greedy_tokens(found: Results) -> None:
     found = {name: x.cpu() for name, x in found.items()}
     likeliest = found["logits"].float().argmax(-1).tolist()
-    assert found["token"].tolist() == [[17], [7], [9000], [3], [likeliest[4]]]
-    assert found["finished"].tolist() == [[False], [True], [False], [True], [False]]
+    assert found["token"].flatten().tolist() == [17, 7, 9000, 3, likeliest[4], -1, -1, -1, -1, 0]
+    assert found["finished"].flatten().tolist() == [False, True, False, True, *[False] * 6]
     assert torch.equal(found["none_end"], found["finished"])
 
 

@@ -247,6 +247,26 @@ def test_a_model_without_some_weights_is_one_message_and_status_1(
     assert f"{tmp_path}/modellacksweightsofitsmodel:model.norm.weight" in shown
 
 
+def test_a_model_that_computes_nan_is_one_message_and_status_1(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run" / "model" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    place = "NaN comes first in the output of model.norm, whose weight holds NaN"
+    figures = tmp_path / "figures.json"
+    for command in (["eval", "--json", str(figures)], ["generate", "--prompt", "x"]):
+        assert call(command[0], str(tmp_path / "run"), *command[1:]) == 1
+        shown = " ".join(capsys.readouterr().err.split())
+        assert shown.count("Error: the model computed ") == 1 and place in shown
+        assert not figures.exists()
+    assert call("diagnose", str(tmp_path / "run"), "--length", "100", "--json", str(figures)) == 1
+    assert place in capsys.readouterr().out
+    assert [record["head"] for record in json.loads(figures.read_text(), parse_constant=pytest.fail)] == [0, 1]
+
+
 def test_a_text_of_ones_own_is_one_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my#text.md").write_text("text\n")  # a comment or a list to YAML

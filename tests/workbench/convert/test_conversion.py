@@ -115,6 +115,9 @@ def test_the_result_is_a_checkpoint_of_its_own(home: Path, unbroken: ConversionR
     text = ConversionText(recipe(home / "text", home).data, AutoTokenizer.from_pretrained(unbroken.model_path))
     stage = recipe(home / "text", home).stages[-1]
     assert text.bits_per_byte(model, stage) == unbroken.scores["finetune"]
+    model.lm_head.weight.data[7] = float("nan")
+    with pytest.raises(FloatingPointError, match="negative log-likelihood of the held-out text is nan"):
+        text.bits_per_byte(model, stage)
 
 
 def test_all_curves_come_in_one_picture(unbroken: ConversionResult, tmp_path: Path) -> None:

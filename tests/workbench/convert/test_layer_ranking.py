@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltazoo.swap import swap_attention
+from deltazoo.workbench.cli.tables import ranking_table
 from deltazoo.workbench.convert.conversion_plots import draw_ranking
 from deltazoo.workbench.convert.layer_ranking import LayerScore, Ranking, rank_layers
 from deltazoo.workbench.train.packed_rows import collate_side_by_side, pack_in_order
@@ -61,6 +64,27 @@ def test_the_best_are_those_least_missed() -> None:
     assert found.best(1) == [3]
     assert found.best(3) == [1, 3, 4]
     assert found.best(4) == [0, 1, 3, 4], "NaN comes last"
+
+
+def test_a_ranking_with_nan_is_shown_and_kept(tmp_path: Path) -> None:
+    """NaN comes last in the table, too, and in JSON it is null."""
+    found = ranking(0.3, math.nan, -0.1, 0.2)
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(ranking_table(found))
+    assert [x for x in captured.get().split() if x in ["+0.3000", "+nan", "-0.1000", "+0.2000"]] == [
+        *("-0.1000", "+0.2000", "+0.3000", "+nan")
+    ]
+    found.save(tmp_path / "ranking.json")
+    kept = json.loads((tmp_path / "ranking.json").read_text(), parse_constant=pytest.fail)
+    assert [layer["rise"] for layer in kept["layers"]] == [0.3, None, -0.1, 0.2]
+
+
+def test_a_model_of_nan_has_no_ranking() -> None:
+    model = llama()
+    model.lm_head.weight.data[7] = math.nan
+    with pytest.raises(FloatingPointError, match="original model's loss on this text is nan"):
+        rank_layers(model, "kda", rows())
 
 
 @pytest.mark.parametrize("count", [0, 3])

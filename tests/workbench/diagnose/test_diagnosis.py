@@ -382,9 +382,30 @@ def test_a_layer_that_gets_nan() -> None:
         model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
     found = deltazoo.diagnose(model, tokens(1, 70))
     assert [layer.heads[0].finite for layer in found.layers] == [True, False]
-    (sentence,) = found.warnings
-    assert sentence.startswith("model.layers.1.attn: the operator gets NaN or infinity")
-    assert math.isnan(found.summary()["state_norm_max"])
+    assert found.warnings == [
+        "NaN comes first in the output of model.layers.0.mlp.down_proj, whose weight holds NaN",
+        "model.layers.1.attn: the operator gets NaN or infinity",
+    ]
+    assert math.isnan(found.summary()["state_norm_max"]) and math.isnan(found.summary()["half_life_min"])
+
+
+@pytest.mark.parametrize("kind", ["own", "hybrid", "swapped", "accelerated"])
+def test_nan_behind_the_last_layer(kind: str) -> None:
+    """No delta-rule layer sees it."""
+    model: Any = tiny_model("hybrid" if kind == "hybrid" else "gated_deltanet")
+    if kind == "swapped":
+        model = tiny_original("llama")
+        deltazoo.swap_attention(model, "gated_deltanet", [0])
+    elif kind == "accelerated":
+        model = foreign_model("qwen3_next")
+        deltazoo.accelerate(model)
+    assert deltazoo.diagnose(model, tokens(1, 70)).not_finite is None
+    model.lm_head.weight.data[7] = math.nan
+    found = deltazoo.diagnose(model, tokens(1, 70))
+    assert found.warnings[0] == found.not_finite
+    assert found.not_finite == "NaN comes first in the output of lm_head, whose weight holds NaN"
+    assert found.not_finite in str(found) and not model.lm_head._forward_hooks
+    assert all(head.finite for layer in found.layers for head in layer.heads)
 
 
 def test_the_callback_refuses_no_steps() -> None:

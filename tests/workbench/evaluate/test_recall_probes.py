@@ -50,6 +50,22 @@ def test_looking_up_gets_full_marks() -> None:
     assert found.gain == pytest.approx(torch.tensor(VOCAB).log().item(), abs=1e-3)
 
 
+@pytest.mark.parametrize("fault", [math.nan, math.inf])
+def test_nan_is_no_answer(fault: float) -> None:
+    """Of another token than the right one; -inf rules a token out."""
+
+    def answer(prefix: list[int]) -> Tensor:
+        logits = look_up(prefix)
+        logits[0] = -math.inf
+        logits[1] = fault if len(prefix) == 5 else 0.0
+        return logits
+
+    with pytest.raises(FloatingPointError, match="computed NaN or infinite logits for sequence 0"):
+        probe_recall(Scripted(answer), num_pairs=5, sequences=2)
+    with pytest.raises(FloatingPointError, match="computed NaN or infinite logits for sequence 0"):
+        probe_copying(Scripted(answer), torch.arange(2, 14)[None])
+
+
 def test_guessing_gets_none() -> None:
     found = probe_recall(Scripted(lambda prefix: torch.eye(VOCAB)[0] * 0), num_pairs=5, sequences=6)
     assert found.accuracy == 0.0, "the likeliest of equals is token 0, which no pair holds"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -85,6 +87,32 @@ def test_rows_are_no_longer_than_a_models_learned_positions(
         expected += float(F.cross_entropy(logits, targets, reduction="sum"))
     assert score.nats == pytest.approx(expected, rel=1e-5)
     assert score.tokens == 50
+
+
+@pytest.mark.parametrize("tokens_at_once", [7, 8192])
+@pytest.mark.parametrize("where", ["lm_head", "layers.1.mlp.down_proj"])
+def test_a_model_that_computes_nan_has_no_score(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: str, tokens_at_once: int
+) -> None:
+    broken = copy.deepcopy(model)
+    (module,) = (module for name, module in broken.named_modules() if name.endswith(where))
+    module.weight.data[7, 3] = math.nan
+    documents = [Document(str(i), text, "") for i, text in enumerate(TEXTS)]
+    found = f"computed nan as the negative log-likelihood .*; NaN comes first in the output of .*{where}, whose weight"
+    with pytest.raises(FloatingPointError, match=found):
+        score_documents(broken, tokenizer, documents, tokens_at_once=tokens_at_once)
+
+
+def test_a_token_without_any_probability_has_no_score(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never_a(self: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return F.linear(inputs, self.weight).index_fill(-1, torch.tensor(_BYTE_IDS[ord("a")]), -math.inf)
+
+    monkeypatch.setattr(model.lm_head, "forward", never_a.__get__(model.lm_head))
+    assert math.isfinite(score_documents(model, tokenizer, [Document("0", "bcd", "")]).nats)
+    with pytest.raises(FloatingPointError, match="computed inf as the negative log-likelihood of a text, so it has no"):
+        score_documents(model, tokenizer, [Document("0", "bad", "")])
 
 
 def test_only_models_that_restart_their_state_are_given_packed_documents(model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import list_variants
-from deltazoo.workbench.lab import Recipe, parse_configuration, run_configuration
+from deltazoo.workbench.lab import Recipe, fitting, parse_configuration, run_configuration
 from deltazoo.workbench.lab.configurations import OPTIONS, label_of
 from deltazoo.workbench.lab.fitting import _schedule
 from deltazoo.workbench.lab.network import LabModel, build_model
@@ -240,6 +241,14 @@ def test_a_loss_that_is_not_finite_stops_the_configuration() -> None:
         run_configuration(
             PARITY, parse_configuration("delta_net"), replace(TINY, learning_rate=1e30, clip=1e30), seed=0
         )
+
+
+def test_answers_of_nan_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may be finite at the lengths of its training, and not at those of a test."""
+    answer = fitting.answer
+    monkeypatch.setattr(fitting, "answer", lambda *arguments: answer(*arguments) * math.nan)
+    with pytest.raises(ArithmeticError, match="parity, tested at .*: the answers cost nan nats"):
+        run_configuration(PARITY, parse_configuration("delta_net"), replace(TINY, steps=2), seed=0)
 
 
 @pytest.mark.parametrize(

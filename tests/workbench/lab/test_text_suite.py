@@ -546,6 +546,22 @@ def trial(configuration: str, rate: float, loss: float) -> Trial:
     )
 
 
+def test_a_loss_that_is_not_finite_is_kept_as_json(corpus: TextCorpus, tmp_path: Path) -> None:
+    results = open_results(tmp_path / "text.jsonl", RECIPE, corpus)
+    results.add(trial("kda", 0.5, math.inf))
+    for line in results.path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    again = open_results(results.path, RECIPE, corpus)
+    assert again.losses("kda") == {(0.5, RECIPE.rungs[0]): math.inf}
+
+
+def test_a_model_of_nan_has_no_score(corpus: TextCorpus) -> None:
+    model = build_model("gated_deltanet", RECIPE, corpus.vocab_size)
+    model.lm_head.weight.data[7] = math.nan
+    with pytest.raises(ArithmeticError, match="computes NaN or infinity on the held-out part, in rows of 64 tokens"):
+        score(model, corpus, RECIPE, [64])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("configuration", ["gated_deltanet", "gated_deltanet2", "softmax", hybrid_of("kda")])
 def test_a_gpu_trains_scores_and_decodes(corpus: TextCorpus, tmp_path: Path, configuration: str) -> None:

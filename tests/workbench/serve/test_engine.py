@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from deltazoo.workbench.serve import Engine, EngineError, EngineStopped, QueueFu
 from deltazoo.workbench.serve import engine as serving_engine
 from deltazoo.workbench.serve.model_limits import sizes_of_passes
 from deltazoo.workbench.serve.prefill import Prefill
+from deltazoo.workbench.serve.prefix_cache import PrefixCache
 from deltazoo.workbench.serve.serving_task import ServingTask
 from deltazoo.workbench.serve.text_assembly import TextAssembly
 
@@ -80,6 +82,18 @@ def test_greedy_tokens_are_those_of_generate(case, engine_of):
         prompt = torch.tensor([stream.request.prompt])
         expected = deltazoo.generate(engine.model, prompt, max_new_tokens=12, eos_token_id=[])
         assert tokens_of(stream) == expected[0, prompt.shape[1] :].tolist()
+
+
+def model_of_kind(kind):
+    if kind == "swapped":
+        model = tiny_original("llama")
+        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
+    elif kind == "accelerated":
+        model = foreign_model("qwen3_next")
+        deltazoo.accelerate(model)
+    else:
+        model = tiny(kind)
+    return model
 
 
 def with_sizes(engine, sizes):
@@ -490,6 +504,44 @@ class TestFailures:
         with pytest.raises(EngineError, match="the model failed: no"):
             list(engine.submit(request()))
         assert len(tokens_of(engine.submit(request()))) == 6
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("kind", ["gated_deltanet", "hybrid", "swapped", "accelerated"])
+    def test_nan_ends_the_request_that_computes_it(self, kind, device, engine_of):
+        """Others get what they got before, those in its row included, and whatever they ask for."""
+        model = model_of_kind(kind).to(device)
+        engine = as_on_a_gpu(engine_of(model, start=False))
+        others = [replace(one, prompt=tuple(token % 59 + 2 for token in one.prompt)) for one in MIXED]
+        expected = [result_of(engine.submit(one)) for one in others]
+        used = {token for one in others for token in one.prompt} | {token for _, made, *_ in expected for token in made}
+        unused = next(token for token in range(2, model.get_input_embeddings().num_embeddings) if token not in used)
+        model.get_input_embeddings().weight.data[unused] = float("nan")
+        engine.prefixes = engine._prefill.prefixes = PrefixCache(0)
+        bad = {"prompt": (3, unused, *range(4, 20)), "max_tokens": 5}
+        ways = {}, {"logprobs": 3}, {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 0}, {"top_p": 0.5}
+        failing = [engine.submit(Request(**bad, **way)) for way in ways]
+        streams = [engine.submit(one) for one in others]
+        for stream in failing:
+            found = "the model failed: it computed NaN or infinite logits for new token 1; NaN comes first in .*embed"
+            with pytest.raises(EngineError, match=found):
+                list(stream)
+        assert [result_of(stream) for stream in streams] == expected
+        engine.stop()
+        counters = engine.status().counters
+        assert counters.running == counters.prefilling == 0 and counters.finished["error"] == len(ways)
+        assert counters.completion_tokens == 2 * sum(len(made) for _, made, *_ in expected)
+
+    def test_nan_after_some_tokens(self, engine_of):
+        """They are handed out, and then the error comes."""
+        model = tiny()
+        engine = as_on_a_gpu(engine_of(model, start=False))
+        made = tokens_of(engine.submit(request(max_tokens=8)))
+        place = next(i for i in range(1, 7) if made[i] not in {*prompt_of(5), *made[:i]})
+        model.get_input_embeddings().weight.data[made[place]] = float("nan")
+        received = []
+        with pytest.raises(EngineError, match=f"for new token {place + 2}$"):
+            received.extend(token for piece in engine.submit(request(max_tokens=8)) for token in piece.token_ids)
+        assert received == made[: place + 1]
 
     @pytest.mark.parametrize("stop", [(), ("never there",)])
     def test_an_error_of_the_tokenizer_ends_that_request(self, engine_of, stop, caplog):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
 
 from deltazoo.workbench.train.checkpoint_files import (
     SaveError,
+    as_json,
     checkpoints,
     remove_oldest,
     unfinished,
@@ -88,3 +90,9 @@ def test_checkpoints_are_ordered_by_step_and_the_oldest_removed(tmp_path: Path) 
     assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (5, 40, 200, 1000)]
     remove_oldest(tmp_path, keep=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-200", "checkpoint-1000"]
+
+
+def test_json_holds_no_nan() -> None:
+    nan, inf = float("nan"), float("inf")
+    text = as_json({"a": [1, nan, (inf, -inf)], "b": {"c": nan, "d": "nan"}, "e": True, "f": 0.5}, indent=1)
+    assert json.loads(text) == {"a": [1, None, [None, None]], "b": {"c": None, "d": "nan"}, "e": True, "f": 0.5}

@@ -416,6 +416,33 @@ def test_a_loss_that_is_no_number_stops_the_run(text: Path, tmp_path: Path, monk
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
 
 
+def test_gradients_that_are_no_numbers_stop_the_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last step, whose loss is still a number and whose update leaves NaN in the weights."""
+    original = PackedTrainer.compute_loss
+
+    def broken(self: PackedTrainer, *args: Any, **kwargs: Any) -> Any:
+        loss = original(self, *args, **kwargs)
+        first = next(self._model.parameters()).flatten()[0]
+        return loss + (0 * first).sqrt() if self.state.global_step == 7 else loss
+
+    monkeypatch.setattr(PackedTrainer, "compute_loss", broken)
+    with pytest.raises(TrainingDiverged, match=r"the norm of the gradients is nan at step 8: lower"):
+        train(run_config(text, tmp_path / "run"))
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_held_out_loss_that_is_no_number_stops_the_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltazoo.workbench.train.trainer.score_rows", lambda *_, **__: (float("inf"), 10))
+    with pytest.raises(TrainingDiverged, match=r"the held-out loss is inf at step 4"):
+        train(run_config(text, tmp_path / "run"))
+    assert not checkpoints(tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("section", "keys", "message"),
     [

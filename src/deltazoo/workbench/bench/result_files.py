@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from deltazoo.names import unknown
 from deltazoo.workbench.bench.timing import Spread
 from deltazoo.workbench.provenance import Run
-from deltazoo.workbench.train.checkpoint_files import write_whole
+from deltazoo.workbench.train.checkpoint_files import as_json, write_whole
 
 __all__ = ["MeasuredRow", "Results", "one_line", "write_results"]
 
@@ -124,7 +124,7 @@ def write_results(path: Path, run: Run, **content: Any) -> None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(content, indent=1) + "\n")
+    write_whole(path, as_json(content, indent=1) + "\n")
 
 
 def _own_fields_first(row: MeasuredRow) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def ranking_table(ranking: "Ranking") -> Table:
     table = Table(title=f"one layer swapped for {ranking.variant} after transfer, {ranking.tokens:,} tokens")
     for heading in ("layer", "loss, nats per token", "rise"):
         table.add_column(heading, justify="right")
-    for score in sorted(ranking.layers, key=lambda score: score.rise):
+    for score in ranking.ordered:
         table.add_row(str(score.layer), f"{score.loss:.4f}", f"{score.rise:+.4f}")
     table.add_row("none", f"{ranking.loss:.4f}", "", style="dim")
     return table

@@ -27,7 +27,7 @@ from deltazoo.workbench.convert.stage_trainers import (
     choose_trained_parameters,
     original_of,
 )
-from deltazoo.workbench.train.checkpoint_files import checkpoints, whole_or_not_at_all, write_whole
+from deltazoo.workbench.train.checkpoint_files import as_json, checkpoints, whole_or_not_at_all, write_whole
 from deltazoo.workbench.train.config import MODEL_CONFIG, DataConfig, RunConfig, save_config
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, read_corpus
 from deltazoo.workbench.train.packed_rows import collate_side_by_side, pack_in_order, spread
@@ -121,9 +121,15 @@ class ConversionText:
         return pack_in_order(self.validation, row_length)
 
     def bits_per_byte(self, model: PreTrainedModel, stage: StageConfig) -> float:
-        """Bits per byte of the held-out text; no row has context from before its beginning."""
+        """Bits per byte of the held-out text; no row has context from before its beginning.
+
+        Raises:
+            FloatingPointError: they are NaN or infinite.
+        """
         rows = self.validation_rows(stage.row_length)
         nats, tokens = score_rows(model, rows, stage.rows_per_batch, collate_side_by_side)
+        if not math.isfinite(nats):
+            raise FloatingPointError(f"the model's negative log-likelihood of the held-out text is {nats}")
         return nats / tokens / math.log(2) / self.bytes_per_token
 
 
@@ -171,6 +177,7 @@ def convert(
             one process; the folder holds a run and ``resume`` is false; swap, configuration or text differ from those
             that the run began with.
         TrainingDiverged: a loss became NaN or infinite.
+        FloatingPointError: the held-out score is NaN or infinite.
         SaveError: the disk is full; earlier saves are intact.
     """
     layers = swapped_layers(model)
@@ -330,4 +337,4 @@ def _refuse_other_swap(swap: dict[str, Any], written: Path) -> None:
 
 
 def _write(path: Path, values: Any) -> None:
-    write_whole(path, json.dumps(values, indent=1))
+    write_whole(path, as_json(values, indent=1))

@@ -1,6 +1,5 @@
 """Rank a model's layers by the loss added when the attention of one layer is swapped, on the user's text."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from deltazoo.generation.position_limit import max_positions
 from deltazoo.swap.families import decoder_layers_of, family_of
 from deltazoo.swap.surgery import swap_attention, unswap_attention
 from deltazoo.workbench.console import track
+from deltazoo.workbench.train.checkpoint_files import as_json
 from deltazoo.workbench.train.config import DataConfig
 from deltazoo.workbench.train.corpus import DEFAULT_TOKENIZER_SAMPLE, first_documents, read_corpus
 from deltazoo.workbench.train.packed_rows import collate_side_by_side, pack_in_order
@@ -58,14 +58,17 @@ class Ranking:
             ValueError: the model has fewer layers.
         """
         check_best(count, len(self.layers))
-        # NaN ranks last.
-        ordered = sorted(self.layers, key=lambda score: (math.isnan(score.rise), score.rise, score.layer))
-        return sorted(score.layer for score in ordered[:count])
+        return sorted(score.layer for score in self.ordered[:count])
+
+    @property
+    def ordered(self) -> list[LayerScore]:
+        """The layers, the smallest rise first and NaN last."""
+        return sorted(self.layers, key=lambda score: (math.isnan(score.rise), score.rise, score.layer))
 
     def save(self, path: Path) -> None:
-        """Write the ranking as JSON."""
+        """Write the ranking as JSON; null where a loss is NaN."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        path.write_text(as_json(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 def check_best(count: int, num_layers: int) -> None:
@@ -115,6 +118,7 @@ def rank_layers(
 
     Raises:
         ValueError: there is no text, or the model cannot be swapped.
+        FloatingPointError: the original model's loss is NaN or infinite.
     """
     if not rows:
         raise ValueError("there is no text to rank the layers on")
@@ -125,6 +129,8 @@ def rank_layers(
         return nats / tokens, tokens
 
     before, tokens = loss()
+    if not math.isfinite(before):
+        raise FloatingPointError(f"the original model's loss on this text is {before}: there is no rise to rank by")
     scores = []
     for layer in track(range(num_layers), "ranking the layers", total=num_layers):
         swap_attention(model, variant, layers=[layer], keep_teacher=True, **options)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltazoo.generation.nan_origin import watch_for_nan
 from deltazoo.layers.backend_report import describe_update
 from deltazoo.workbench.diagnose.rule_calls import RuleCall, delta_rule_layers, recorded_calls
 from deltazoo.workbench.diagnose.rule_figures import CHUNK, Figures, Quantiles, measure
@@ -48,11 +49,17 @@ class Diagnosis:
     num_tokens: int
     """Without padding."""
     num_sequences: int
+    not_finite: str | None = None
+    """Where NaN or infinity comes first among the outputs of all modules, in words; None: nowhere."""
 
     @property
     def warnings(self) -> list[str]:
-        """What looks wrong, one sentence for each kind of trouble in a layer, about its worst head."""
-        return [sentence for layer in self.layers for sentence in _warnings(layer)]
+        """What looks wrong, one sentence for each kind of trouble in a layer, about its worst head.
+
+        If the model, inside or outside these layers, computes NaN or infinity, the first sentence says where.
+        """
+        broken = [] if self.not_finite is None else [self.not_finite]
+        return [*broken, *(sentence for layer in self.layers for sentence in _warnings(layer))]
 
     def records(self) -> list[dict[str, Any]]:
         """One flat dict per head, with the same keys for all: rows of a table, JSON lines.
@@ -141,11 +148,12 @@ def diagnose(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Diagnosis:
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
         recorded_calls(layers, receive),
+        watch_for_nan(model) as not_finite,
     ):
         _call(model, batch)
     if not found:
         raise ValueError("the forward pass called no delta-rule layer")
-    return Diagnosis(tuple(found[name] for name in layers if name in found), *counts[0])
+    return Diagnosis(tuple(found[name] for name in layers if name in found), *counts[0], next(iter(not_finite), None))
 
 
 def _call(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> None:
@@ -201,7 +209,9 @@ def _largest(values: Iterable[float | None]) -> float | None:
 
 
 def _smallest(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)
+    """The smallest value, None without one; NaN is smaller than all."""
+    known = [value for value in values if value is not None]
+    return min(known, key=lambda value: -math.inf if math.isnan(value) else value, default=None)
 
 
 def _table(layers: Iterable[LayerDiagnosis]) -> str:
@@ -243,7 +253,7 @@ def _share(value: float | None) -> str:
 
 def _warnings(layer: LayerDiagnosis) -> Iterator[str]:
     if not all(head.finite for head in layer.heads):
-        yield f"{layer.name}: the operator gets NaN or infinity; look at the first layer for which this is said"
+        yield f"{layer.name}: the operator gets NaN or infinity"
         return
     for badness, sentence in _TROUBLES:
         degrees = [badness(head) for head in layer.heads]

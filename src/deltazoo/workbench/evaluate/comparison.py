@@ -1,6 +1,5 @@
 """Measure the baselines on held-out documents, and save them with a model's score."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from deltazoo.workbench.console import console
 from deltazoo.workbench.evaluate.baselines import ByteContextModel, gzip_bits_per_byte, xz_bits_per_byte
+from deltazoo.workbench.train.checkpoint_files import as_json
 from deltazoo.workbench.train.text import Document
 
 if TYPE_CHECKING:  # imports torch, which a command loads only after it has checked its arguments
@@ -65,4 +65,4 @@ def save_comparison(path: str | Path, model: str, text: str, score: "Score", oth
         "score": asdict(score),
         "baselines": [asdict(baseline) for baseline in others],
     }
-    Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    Path(path).write_text(as_json(figures, indent=1) + "\n", encoding="utf-8")

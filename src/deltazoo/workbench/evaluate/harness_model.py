@@ -21,12 +21,19 @@ class DeltazooLM(HFLM):
 
     Raises:
         ValueError: a model without a delta-rule layer.
+        FloatingPointError: on scoring, if logits hold NaN.
     """
 
     def _create_model(self, *args: Any, **kwargs: Any) -> None:
         super()._create_model(*args, **kwargs)
         if not delta_rule_layers(self.model):  # ours and swapped ones need no more
             accelerate(self.model)
+
+    def _model_call(self, *args: Any, **kwargs: Any) -> Any:
+        logits = super()._model_call(*args, **kwargs)
+        if bool(logits.isnan().any()):  # the harness would compare it, and average it
+            raise FloatingPointError("the model computed NaN: deltazoo diagnose says in which module it comes first")
+        return logits
 
 
 def run_harness(arguments: Sequence[str]) -> None:

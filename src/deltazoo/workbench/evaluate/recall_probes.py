@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from deltazoo.generation.nan_origin import origin_of_nan
 from deltazoo.workbench.evaluation_mode import evaluation_mode
 from deltazoo.workbench.train.validation_loss import as_trained
 
@@ -79,6 +80,7 @@ def probe_recall(
 
     Raises:
         ValueError: the vocabulary is too small for so many different tokens.
+        FloatingPointError: the model computes NaN or infinite logits.
     """
     vocabulary = model.config.vocab_size
     if not 1 <= 2 * num_pairs <= vocabulary - reserved:
@@ -116,6 +118,7 @@ def probe_copying(model: PreTrainedModel, passages: Tensor, *, begin: int = 0) -
 
     Raises:
         ValueError: there is no passage, or none with a token to predict.
+        FloatingPointError: the model computes NaN or infinite logits.
     """
     count, length = passages.shape
     if not count or length < 2:
@@ -152,9 +155,20 @@ def cut_passages(documents: Sequence[np.ndarray], length: int, count: int) -> Te
 
 
 def _predictions(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits ``[N, T - 1, vocabulary]``, float32, for all tokens but the first of ``ids [N, T]``."""
+    """Logits ``[N, T - 1, vocabulary]``, float32, for all tokens but the first of ``ids [N, T]``.
+
+    Raises:
+        FloatingPointError: they hold NaN or infinity, other than -inf beside finite ones.
+    """
     with evaluation_mode(model):
-        return as_trained(model)(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        logits = as_trained(model)(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        rows = (~logits.amax(-1).isfinite()).any(1).tolist()
+        if True in rows:
+            row = rows.index(True)
+            raise FloatingPointError(
+                f"the model computed NaN or infinite logits for sequence {row}{origin_of_nan(model, ids[row, None])}"
+            )
+    return logits
 
 
 def _costs(logits: Tensor, wanted: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deltazoo.generation.cache_argument import CACHE
+from deltazoo.generation.nan_origin import origin_of_nan
 from deltazoo.generation.position_limit import learned_positions
 from deltazoo.workbench.console import track
 from deltazoo.workbench.evaluation_mode import evaluation_mode
@@ -76,6 +77,7 @@ def score_documents(
 
     Raises:
         ValueError: nothing to score, or the tokenizer has more entries than the model.
+        FloatingPointError: the negative log-likelihood of a text is NaN or infinite.
     """
     check_vocabulary(model, tokenizer)
     if not documents:
@@ -88,9 +90,16 @@ def score_documents(
     with evaluation_mode(model):
         for group in track(groups, "scoring held-out text"):
             if len(group) > 1:
-                nats += _score_packed(model, group)
+                found = _score_packed(model, group)
             else:
-                nats += _score_alone(model, group[0], min(tokens_at_once, limit or tokens_at_once), carried=not limit)
+                found = _score_alone(model, group[0], min(tokens_at_once, limit or tokens_at_once), carried=not limit)
+            if not math.isfinite(found):
+                ids = np.concatenate(group)[: limit or tokens_at_once].astype(np.int64)
+                origin = origin_of_nan(model, torch.from_numpy(ids).to(model.device)[None])
+                raise FloatingPointError(
+                    f"the model computed {found} as the negative log-likelihood of a text, so it has no score{origin}"
+                )
+            nats += found
     seconds = time.perf_counter() - began
     return Score(
         nats=nats,

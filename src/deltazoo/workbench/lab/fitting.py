@@ -69,7 +69,8 @@ def run_configuration(
         progress: called with the number of finished steps.
 
     Raises:
-        ValueError: lengths that the task cannot have. ArithmeticError: the loss is not finite any more.
+        ValueError: lengths that the task cannot have.
+        ArithmeticError: the loss, in training or in a test, is not finite.
     """
     task.check_length(recipe.train_lengths[0])
     device = torch.device(device)
@@ -160,4 +161,6 @@ def _test(model: LabModel, task: Task, condition: int | str, index: int, recipe:
         hits += int((logits.argmax(-1) == questions.answers).sum())
         nats += float(F.cross_entropy(logits, questions.answers, reduction="sum"))
         answers += len(questions.answers)
+    if not math.isfinite(nats):
+        raise ArithmeticError(f"{task.name}, tested at {condition}: the answers cost {nats} nats")
     return Score(round(hits / answers, 5), round(nats / answers / math.log(2), 5), answers)

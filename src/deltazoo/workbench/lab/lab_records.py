@@ -106,7 +106,8 @@ class Record:
 
     def to_json(self) -> str:
         """One line. The configuration stands under the key `arm`, as in every file written so far."""
-        return json.dumps({"arm" if key == "configuration" else key: value for key, value in asdict(self).items()})
+        content = {"arm" if key == "configuration" else key: value for key, value in asdict(self).items()}
+        return json.dumps(content, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> "Record":

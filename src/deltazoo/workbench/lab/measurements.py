@@ -11,6 +11,7 @@ import torch
 from deltazoo.workbench.lab.complexity import measure_complexity
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.numerics import measure_numerics
+from deltazoo.workbench.train.checkpoint_files import as_json
 
 __all__ = ["MEASUREMENTS", "read_measurements", "run_measurements"]
 
@@ -39,7 +40,7 @@ def run_measurements(
         if not path.exists():
             report(f"measuring {name}")
             content = {"environment": asdict(environment), **measure()}
-            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            path.write_text(as_json(content, indent=1) + "\n", encoding="utf-8")
     return read_measurements(folder)
 
 

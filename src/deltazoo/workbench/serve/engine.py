@@ -25,8 +25,10 @@ from typing import Any
 
 import torch
 
+from deltazoo.generation.nan_origin import origin_of_nan
 from deltazoo.generation.prompt_rows import PromptRows
 from deltazoo.generation.row_table import RowTable
+from deltazoo.generation.sampling import NO_TOKEN
 from deltazoo.workbench.serve.model_limits import context_limit_of, end_tokens_of, sizes_of_passes
 from deltazoo.workbench.serve.prefill import Prefill
 from deltazoo.workbench.serve.prefix_cache import PrefixCache, prefix_keys
@@ -393,6 +395,9 @@ class Engine:
         except Exception as error:
             return self._fail_step(step.rows.values(), error)
         self._failures = 0
+        for row, task in step.rows.items():
+            if tokens[row] == NO_TOKEN and not task.ended:
+                self._fail([task], self._nan_error(task))
         now = time.monotonic()
         tasks = [(row, task) for row, task in step.rows.items() if not task.ended]
         for row, task in tasks:
@@ -437,6 +442,14 @@ class Engine:
             failure.__cause__ = error
             self._add_output(task, failure)
         self._deliver()
+
+    def _nan_error(self, task: ServingTask) -> FloatingPointError:
+        """The error for a request whose next token is `NO_TOKEN`."""
+        # Only one piece of the prompt is run again for the message: others wait meanwhile, and its memory is at hand.
+        ids = torch.tensor([task.request.prompt[: self.prompts.piece]], device=self.model.device)
+        return FloatingPointError(
+            f"it computed NaN or infinite logits for new token {task.made + 1}{origin_of_nan(self.model, ids)}"
+        )
 
     def _fail_prompts(self, tasks: Iterable[ServingTask], error: Exception) -> None:
         """End requests whose prompts failed; a device that works no longer ends the engine."""

@@ -63,7 +63,9 @@ class EngineStopped(RuntimeError):
 
 
 class EngineError(RuntimeError):
-    """The model or the tokenizer failed on a request, or the engine is lost; `__cause__` is the exception, if known."""
+    """The model or the tokenizer failed on a request, or the engine is lost; `__cause__` is the exception, if known.
+
+    A model fails, too, where it computes NaN or infinite logits; other requests go on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Write folders and files whole or not at all; list, check and remove the checkpoints of a run."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -56,6 +58,24 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_name(path.name + ".part")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
+
+
+def as_json(content: Any, **options: Any) -> str:
+    """JSON text; null for NaN and infinity, which Python would write and JSON does not have.
+
+    Args:
+        content: of dicts, lists and plain values.
+        options: of `json.dumps`.
+    """
+    return json.dumps(_finite(content), allow_nan=False, **options)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def unfinished(target: Path) -> Path:

@@ -11,13 +11,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from deltazoo.workbench.console import console, progress_bar
 
+_MUST_BE_FINITE = {"loss": "training loss", "grad_norm": "norm of the gradients", "eval_loss": "held-out loss"}
+"""Entries of Trainer's log. A step whose gradients are NaN leaves NaN in the weights, which the next loss shows."""
+
 
 class TrainingDiverged(FloatingPointError):
-    """The training loss is NaN or infinite."""
+    """The training loss, the norm of its gradients or the held-out loss is NaN or infinite."""
 
 
 class Monitor(TrainerCallback):
-    """Show a progress bar on a terminal and a line per validation; stop a run whose loss is NaN or infinite.
+    """Show a progress bar on a terminal and a line per validation; stop a run that computes NaN or infinity.
 
     ``seconds`` and ``steps`` count training only: validation and saving run inside ``pause()``.
     """
@@ -74,15 +77,16 @@ class Monitor(TrainerCallback):
         """Show the latest losses.
 
         Raises:
-            TrainingDiverged: the training loss is NaN or infinite.
+            TrainingDiverged: a loss or the norm of the gradients is NaN or infinite.
         """
         logs = logs or {}
-        if "loss" in logs:
-            if not math.isfinite(logs["loss"]):
+        for name, what in _MUST_BE_FINITE.items():
+            if not math.isfinite(logs.get(name, 0)):
                 raise TrainingDiverged(
-                    f"the training loss is {logs['loss']} at step {state.global_step}: lower training.learning_rate; "
+                    f"the {what} is {logs[name]} at step {state.global_step}: lower training.learning_rate; "
                     "the checkpoints saved before are intact"
                 )
+        if "loss" in logs:
             self._loss = f"{logs['loss']:.3f}"
         if "eval_loss" in logs:
             self._validation = f"{logs['eval_bits_per_byte']:.3f} bits/byte"

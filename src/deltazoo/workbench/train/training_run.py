@@ -13,7 +13,7 @@ from accelerate import PartialState
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from deltazoo.workbench.console import no_transformers_bars, say
-from deltazoo.workbench.train.checkpoint_files import whole_or_not_at_all, write_whole
+from deltazoo.workbench.train.checkpoint_files import as_json, whole_or_not_at_all, write_whole
 from deltazoo.workbench.train.config import (
     MODEL_CONFIG,
     RunConfig,
@@ -126,7 +126,7 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
             save_config(config, staging / MODEL_CONFIG)
     if first:
         values = {name: getattr(result, name) for name in _STORED}
-        write_whole(folder / RESULT, json.dumps(values, indent=1))
+        write_whole(folder / RESULT, as_json(values, indent=1))
     processes.wait_for_everyone()
     return result
 

@@ -31,14 +31,18 @@ def greedy_token_kernel(
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     where = lanes
+    nan = tl.zeros([BLOCK], tl.int32)
     for start in tl.static_range(0, N, BLOCK):
         columns = start + lanes
         value = tl.load(logits + row * row_stride + columns, mask=columns < N, other=float("-inf")).to(tl.float32)
+        nan |= (value != value).to(tl.int32)
         better = value > best
         best = tl.where(better, value, best)
         where = tl.where(better, columns, where)
     largest = tl.max(best, axis=0)
     chosen = tl.min(tl.where(best == largest, where, N), axis=0).to(tl.int64)  # of equal ones the first
+    # Neither NaN nor infinity: no token can be taken then, and -1 says so to whoever reads it.
+    chosen = tl.where((tl.max(nan, axis=0) == 0) & (tl.abs(largest) < float("inf")), chosen, -1)
     had_ended = tl.load(finished + row) != 0
     chosen = tl.where(had_ended, pad, chosen)
     has_ended = had_ended
@@ -52,11 +56,11 @@ def greedy_token(logits: Tensor, ends: Tensor, finished: Tensor, pad: int, token
     """Choose the likeliest tokens; rows that have ended get padding. No gradients.
 
     Args:
-        logits: `[B, N]` float32, bfloat16 or float16; of equal ones the first is chosen, NaN never.
+        logits: `[B, N]` float32, bfloat16 or float16; of equal ones the first is chosen.
         ends: `[E]` int64, tokens that end a row.
         finished: `[B, 1]` bool, which rows have ended; rows that end now are added.
         pad: the token of rows that had ended.
-        token: `[B, 1]` int64, written.
+        token: `[B, 1]` int64, written; -1 in rows whose logits hold NaN or +inf, or are all -inf.
     """
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     constants = _constants(*logits.shape, logits.stride(0), len(ends), pad)

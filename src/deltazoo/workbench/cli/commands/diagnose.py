@@ -1,6 +1,5 @@
 """``deltazoo diagnose PATH``: what the delta-rule layers of a model do on a text, and what looks wrong."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -62,6 +61,7 @@ def diagnose(
     from deltazoo.generation.position_limit import check_positions, learned_positions
     from deltazoo.workbench.diagnose.text_batch import text_batch
     from deltazoo.workbench.evaluate.loading import load_checkpoint
+    from deltazoo.workbench.train.checkpoint_files import as_json
 
     model, tokenizer = load_checkpoint(path, device)
     if length is None:
@@ -72,4 +72,6 @@ def diagnose(
     if picture is not None:
         found.save_picture(picture)
     if json_file is not None:
-        Path(json_file).write_text(json.dumps(found.records(), indent=1), encoding="utf-8")
+        Path(json_file).write_text(as_json(found.records(), indent=1), encoding="utf-8")
+    if found.not_finite is not None:
+        raise typer.Exit(1)

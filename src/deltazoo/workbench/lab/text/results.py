@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Self
 
 from deltazoo.workbench.lab.lab_records import Environment
 from deltazoo.workbench.lab.text.text_recipe import TextRecipe
+from deltazoo.workbench.train.checkpoint_files import as_json
 
 __all__ = [
     "CostResult",
@@ -156,6 +158,8 @@ class SuiteResults(ABC):
                 content = json.loads(line)
                 kind = self.kinds[content.pop("kind")]
                 content["environment"] = Environment(**content["environment"])
+                if content.get("loss", ...) is None:
+                    content["loss"] = math.inf
                 for name in {"curve", "points"} & content.keys():
                     content[name] = [tuple(point) for point in content[name]]
                 self._keep(kind(**content))
@@ -266,7 +270,7 @@ def append_line(path: Path, header: dict[str, Any], content: dict[str, Any]) -> 
         complete = text[: text.rfind("\n") + 1]
         lines = [content] if complete else [header, content]
         file.truncate(len(complete.encode()))
-        file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+        file.write("".join(as_json(line, separators=(",", ":")) + "\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
 

@@ -95,6 +95,8 @@ def _score_rows(
         for first in range(0, len(rows), at_once)
     ]
     nats = np.where(bytes_of > 0, np.concatenate([part[0] for part in parts]), 0.0)
+    if not np.isfinite(nats).all():
+        raise ArithmeticError(f"the model computes NaN or infinity on the held-out part, in rows of {length} tokens")
     hits = np.concatenate([part[1] for part in parts])
     recall, recall_nats = _recall(nats, hits, corpus, length)
     edges = [0, *_position_ends(length)]
