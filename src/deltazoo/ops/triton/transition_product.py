@@ -7,7 +7,7 @@ import triton
 
 from deltazoo.ops.triton.chunk.transition_products import transition_product_kernel
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.operator import Operator
+from deltazoo.ops.operator import Operator
 
 __all__ = ["transition_product"]
 
