@@ -61,6 +61,12 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DeltaRuleBlock, "attentions": SoftmaxAttention}  # noqa: RUF012
 
+    def post_init(self) -> None:
+        """As in transformers; a model whose layers cannot be divided has no plan for its head either."""
+        super().post_init()
+        if not self.config.base_model_tp_plan:
+            self._tp_plan = {}
+
     def refuse_undescribed_layers(self) -> None:
         """Raise ValueError if the configuration would load another token mixer than one that the model has."""
         config = self.config
