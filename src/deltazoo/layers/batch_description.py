@@ -70,6 +70,12 @@ class BatchDescription:
         return isinstance(self.sequences, SharedSequences)
 
     @property
+    def beyond_one_row(self) -> bool:
+        """Whether a row is not one whole document: it holds several, or other ranks have more of it."""
+        several = isinstance(self.sequences, PackedSequences) and self.sequences.num_sequences > self.sequences.num_rows
+        return several or self.shared
+
+    @property
     def padding(self) -> Tensor | None:
         """`[B, T]` bool, True = real; None without padding."""
         return self.sequences.mask if isinstance(self.sequences, PaddedSequences) else None

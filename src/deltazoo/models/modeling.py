@@ -29,7 +29,14 @@ from deltazoo.layers.recompute_levels import level_of
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
-from deltazoo.models.forward_arguments import describe_arguments, refuse_unknown, softmax_arguments, unwrapped
+from deltazoo.models.forward_arguments import (
+    describe_arguments,
+    refuse_several_documents,
+    refuse_unknown,
+    softmax_arguments,
+    take_row_head,
+    unwrapped,
+)
 from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
 from deltazoo.models.loadable_layers import refuse_undescribed
 from deltazoo.models.loss import fuses_loss, loss_without_logits
@@ -164,6 +171,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             ValueError: inputs that do not fit each other, the cache or the model; unknown arguments.
         """
         kwargs = unwrapped(kwargs)
+        row_head = take_row_head(kwargs)
         refuse_unknown(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -174,6 +182,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         batch = delta_batch
         if batch is None:
             batch = self.describe(inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+        if batch.beyond_one_row:
+            refuse_several_documents(row_head)
         recomputes = self.training and self.runtime.recompute not in (None, "none")
         if use_cache and past_key_values is None and not (batch.packed or batch.shared or recomputes):
             past_key_values = DynamicCache(config=self.config)
