@@ -1,11 +1,10 @@
 import pytest
 import torch
-from foreign_models import COMMON, FAMILIES
+from model_kinds import KINDS, model_of_kind
 from tiny_families import tiny_original
 from tiny_models import MORE, TYPES, VOCAB, tiny_model, tiny_named, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -114,22 +113,6 @@ def test_text_classification_pipeline(tokenizer):
     assert [sum(label["score"] for label in row) for row in scores] == pytest.approx([1.0, 1.0])
 
 
-def head_model(kind, suffix):
-    """A model of each kind with a head, in evaluation mode."""
-    if kind == "swapped":
-        model = tiny_original("llama", HEADS[suffix], num_labels=3)
-        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
-        return model.eval()
-    if kind == "accelerated":
-        config = AutoConfig.for_model("qwen3_next", **COMMON, **FAMILIES["qwen3_next"][2], num_labels=3)
-        model = HEADS[suffix].from_config(config).eval()
-        deltazoo.accelerate(model)
-        return model
-    hybrid = {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4, "num_hidden_layers": 2}
-    sizes = hybrid if kind == "hybrid" else {}
-    return tiny_named("gated_deltanet", suffix, pad_token_id=0, num_labels=3, **sizes).eval()
-
-
 PACKED = {
     "cu_seqlens": {"cu_seqlens": torch.tensor([0, 4, 9])},
     "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "cu_seq_lens_k": torch.tensor([0, 4, 9])},
@@ -139,22 +122,21 @@ PACKED = {
 
 
 @pytest.mark.parametrize("said_by", PACKED)
-@pytest.mark.parametrize("kind", ["pure", "hybrid", "swapped", "accelerated"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.feature("classification and question-answering heads")
 @torch.no_grad()
 def test_one_answer_per_row_takes_one_document_per_row(kind, said_by):
     """The head for sequences scored the last document alone."""
     ids, packed = tokens(1, 9).clamp(min=3), {**PACKED[said_by], "use_cache": False}
-    model = head_model(kind, "ForSequenceClassification")
-    refused = pytest.raises(ValueError, match="ForSequenceClassification has one answer per row, so it takes no rows")
-    with refused:
+    model = model_of_kind(kind, AutoModelForSequenceClassification, num_labels=3)
+    with pytest.raises(ValueError, match="ForSequenceClassification has one answer per row, so it takes no rows"):
         model(ids, **packed)
     assert model(ids, use_cache=False).logits.shape == (1, 3)
     if said_by == "cu_seqlens":  # one document may be said to be one
         alone = model(ids, cu_seqlens=torch.tensor([0, 9]), use_cache=False).logits
         torch.testing.assert_close(alone, model(ids, use_cache=False).logits)
 
-    model = head_model(kind, "ForQuestionAnswering")
+    model = model_of_kind(kind, AutoModelForQuestionAnswering)
     answers = model(ids, **{name: x for name, x in packed.items() if name != "use_cache"})
     alone = torch.cat([model(part).start_logits for part in ids.split([4, 5], dim=1)], dim=1)
     torch.testing.assert_close(answers.start_logits, alone)
@@ -171,6 +153,6 @@ def test_the_original_models_take_what_they_took():
     deltazoo.swap_attention(original, "gated_deltanet", "1:1", keep_teacher=True)
     deltazoo.unswap_attention(original)
     assert torch.equal(original(ids, **packed).logits, expected) and not original._forward_pre_hooks
-    model = head_model("accelerated", "ForSequenceClassification")
+    model = model_of_kind("accelerated", AutoModelForSequenceClassification)
     deltazoo.restore(model)
     assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs

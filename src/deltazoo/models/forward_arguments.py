@@ -18,9 +18,9 @@ from deltazoo.ops import ContextParallel
 
 __all__ = [
     "describe_arguments",
-    "remove_pre_hook",
     "refuse_several_documents",
     "refuse_unknown",
+    "remove_pre_hook",
     "softmax_arguments",
     "take_row_head",
     "tell_of_row_head",

@@ -17,6 +17,7 @@ from deltazoo.layers.batch_description import (
     describe_shared_batch,
     document_starts,
     positions_in_documents,
+    refuse_empty,
 )
 from deltazoo.models.forward_arguments import refuse_several_documents, take_row_head
 from deltazoo.ops import ContextParallel
@@ -50,7 +51,7 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     rise by one, as transformers' softmax layers understand them. A packed batch fills no cache.
 
     Raises:
-        ValueError: two descriptions contradict each other, or packing meets padding or a cache.
+        ValueError: no rows or no tokens; two descriptions contradict each other, or packing meets padding or a cache.
         NotImplementedError: other layers of this model would mix the documents.
     """
     row_head = take_row_head(kwargs)
@@ -65,6 +66,7 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if context is not None:
         refuse_several_documents(row_head)
         return (), _with_shared_batch(model, call, context, shape, tokens.device)
+    refuse_empty(shape)
     if shape[1] == 1 and not has_explicit_packing(call):
         return None  # a decoding step
     mask = _padding_mask(call.get("attention_mask"), shape[1])
