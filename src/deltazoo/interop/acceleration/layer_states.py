@@ -6,8 +6,9 @@ own. A cache from which tokens may be taken back gets a layer that can (`Croppab
 
 from typing import Any
 
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
+from deltazoo.generation.cache import layer_of_cache, not_of_a_linear_layer
 from deltazoo.generation.recorded_calls import CroppableLinearLayer
 from deltazoo.layers.state import MixerState, Replay
 
@@ -15,10 +16,16 @@ __all__ = ["keep_state", "record_call", "stored_state"]
 
 
 def stored_state(cache: Cache | None, layer_idx: int, taps: int) -> MixerState | None:
-    """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token."""
+    """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token.
+
+    Raises:
+        ValueError: the cache has no states there.
+    """
     if cache is None:
         return None
-    layer: Any = cache.layers[layer_idx]
+    layer = layer_of_cache(cache, layer_idx)
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        raise not_of_a_linear_layer(layer, layer_idx)
     if not layer.has_previous_state[0]:
         return None
     return MixerState(layer.conv_states[0][..., -taps:], layer.recurrent_states[0])
