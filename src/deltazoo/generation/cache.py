@@ -293,8 +293,8 @@ def layer_of_cache(cache: Cache, index: int) -> Any:
     """Layer `index` of a cache; ValueError if it has fewer."""
     if index >= len(cache.layers):
         raise ValueError(
-            f"the cache has {len(cache.layers)} layers and the model more: it belongs to another model, or was not made "
-            "with DynamicCache(config=model.config)"
+            f"the cache has {len(cache.layers)} layers and the model more: it belongs to another model, or was not "
+            "made with DynamicCache(config=model.config)"
         )
     return cache.layers[index]
 
