@@ -11,7 +11,15 @@ from deltazoo.ops import resolve_backend
 from deltazoo.ops.backends import describe_kernels
 from deltazoo.spec import DeltaRuleSpec
 
-__all__ = ["LayerReport", "ModelReport", "RuleDescription", "RunsDeltaRule", "describe_update", "report"]
+__all__ = [
+    "LayerReport",
+    "ModelReport",
+    "RuleDescription",
+    "RunsDeltaRule",
+    "describe_update",
+    "replaced_methods",
+    "report",
+]
 
 
 class RuleDescription(NamedTuple):
@@ -103,7 +111,12 @@ def report(model: nn.Module) -> ModelReport:
         rule = _description(module)
         if rule is not None:
             update = describe_update(rule.spec, rule.num_micro_steps)
-            layers.append(LayerReport(name or type(module).__name__, rule.spec.name, update, *_backend_of(rule)))
+            backend, reason = _backend_of(rule)
+            if methods := replaced_methods(module):
+                reason += (
+                    f"; but {', '.join(methods)} of this layer did not come with deltazoo and may call no operator"
+                )
+            layers.append(LayerReport(name or type(module).__name__, rule.spec.name, update, backend, reason))
     generators = (module for module in model.modules() if isinstance(module, Generates))
     decoding = next((module.describe_decoding() for module in generators), None)
     trainers = (module for module in model.modules() if isinstance(module, Trains))
@@ -139,6 +152,16 @@ def _description(module: nn.Module) -> RuleDescription | None:
     weight, steps = module.v_proj.weight, module.num_micro_steps
     sizes = module.head_k_dim, module.head_v_dim
     return RuleDescription(module.spec, steps, True, module.backend, weight.device, weight.dtype, *sizes)
+
+
+def replaced_methods(layer: nn.Module) -> list[str]:
+    """Names of a layer's methods on the way to the operator that are not deltazoo's: it may not run as described."""
+    own = ["apply_rule"] if "apply_rule" in vars(layer) else []
+    for name in ("forward", "_mix", "apply_rule"):
+        method = getattr(type(layer), name, None)
+        if method is not None and name not in own and method.__module__.partition(".")[0] != "deltazoo":
+            own.append(name)
+    return own
 
 
 def describe_update(spec: DeltaRuleSpec, num_micro_steps: int) -> str:
