@@ -113,9 +113,8 @@ def report(model: nn.Module) -> ModelReport:
             update = describe_update(rule.spec, rule.num_micro_steps)
             backend, reason = _backend_of(rule)
             if methods := replaced_methods(module):
-                reason += (
-                    f"; but {', '.join(methods)} of this layer did not come with deltazoo and may call no operator"
-                )
+                names = ", ".join(methods)
+                reason += f"; but {names} of this layer did not come with deltazoo and may call no operator"
             layers.append(LayerReport(name or type(module).__name__, rule.spec.name, update, backend, reason))
     generators = (module for module in model.modules() if isinstance(module, Generates))
     decoding = next((module.describe_decoding() for module in generators), None)

@@ -84,10 +84,9 @@ def test_an_input_that_the_operator_refuses_names_the_rule() -> None:
             DeltaRuleSpec(name="short_gate", paper="", summary="", equation="", step_size="euler"), layer=ShortGate
         )
         first, *_ = check_rule("short_gate")
-    assert "raised ValueError: beta must have shape (2, 70, 4) to match k and v, got (2, 69, 4)" in (
-        first.problem or ""
-    )
-    assert f"In no line of {__name__}: what the rule returned was refused." in (first.problem or "")
+    problem = first.problem or ""
+    assert "raised ValueError: beta must have shape (2, 70, 4) to match k and v, got (2, 69, 4)" in problem
+    assert f"In no line of {__name__}: what the rule returned was refused." in problem
 
 
 def test_a_class_with_an_operator_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ own. A cache from which tokens may be taken back gets a layer that can (`Croppab
 
 from typing import Any
 
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache
 
 from deltazoo.generation.cache import layer_of_cache, not_of_a_linear_layer
 from deltazoo.generation.recorded_calls import CroppableLinearLayer
@@ -24,7 +24,7 @@ def stored_state(cache: Cache | None, layer_idx: int, taps: int) -> MixerState |
     if cache is None:
         return None
     layer = layer_of_cache(cache, layer_idx)
-    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+    if not hasattr(layer, "recurrent_states"):
         raise not_of_a_linear_layer(layer, layer_idx)
     if not layer.has_previous_state[0]:
         return None
