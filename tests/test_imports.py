@@ -104,3 +104,9 @@ def test_importing_loads_neither_triton_nor_the_training_side() -> None:
     code = "import sys, deltazoo.ops, deltazoo.layers\nprint(*sys.modules, sep='\\n')"
     loaded = set(run_python(code).split())
     assert not loaded & {"triton", "datasets", "matplotlib", "deltazoo.workbench.train", "deltazoo.workbench.cli"}
+
+
+def test_a_first_call_does_not_import_the_compiler() -> None:
+    """torch._dynamo takes seconds; of what models need, transformers imports it."""
+    loaded = "import sys\nassert 'torch._dynamo' not in sys.modules"
+    run_python("\n".join(["import deltazoo", RUN_THE_OPERATOR, RUN_A_LAYER, loaded]))

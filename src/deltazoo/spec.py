@@ -149,8 +149,10 @@ class DeltaRuleSpec:
             value = getattr(self, field)
             if value not in get_args(kind):
                 raise ValueError(f"variant {self.name!r}: {unknown(field, value, get_args(kind))}")
-        if self.num_micro_steps < 1:
-            raise ValueError(f"variant {self.name!r}: num_micro_steps must be at least 1, got {self.num_micro_steps}")
+        for field in ("num_micro_steps", "head_dim"):
+            value = getattr(self, field)
+            if type(value) is not int or value < 1:  # Python takes True for 1
+                raise ValueError(f"variant {self.name!r}: {field} must be a whole number of at least 1, got {value!r}")
         # Names are looked up when a layer is made: the functions need torch.
         for field in ("step_size", "decay_gate", "gate_activation"):
             value = getattr(self, field)

@@ -68,7 +68,7 @@ def test_two_processes_equal_one(case: str, results: dict[str, dict[str, Any]]) 
     assert all(value < 1e-10 for value in result.values()), result
 
 
-@pytest.mark.parametrize("case", DECLARED)
+@pytest.mark.parametrize("case", DIVISIBLE)
 @pytest.mark.feature("parallel plans")
 def test_every_entry_of_a_plan_names_something_and_every_large_matrix_is_named(case: str) -> None:
     model = tiny_model(case)
@@ -82,6 +82,14 @@ def test_every_entry_of_a_plan_names_something_and_every_large_matrix_is_named(c
     for dtype in (torch.float32, torch.bfloat16):
         assert set(tiny_model(case, dtype=dtype)._fsdp_plan) <= modules
     assert not any(key.startswith("base_model") for key in model.config.to_dict())
+
+
+@pytest.mark.parametrize("case", [case for case in DECLARED if case not in DIVISIBLE])
+@pytest.mark.feature("parallel plans")
+def test_no_plan_is_offered_that_would_be_refused(case: str) -> None:
+    """The styles refuse layers that project to several micro-steps."""
+    for model in (tiny_model(case), tiny_model(case).model):
+        assert not model.supports_tp_plan and not model.tp_plan and not model.config.base_model_tp_plan
 
 
 @pytest.mark.parametrize(

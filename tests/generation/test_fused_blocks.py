@@ -290,7 +290,13 @@ def with_another_dtype(model):
     model.model.layers[0].mlp.double()
 
 
+def with_another_operator(model):
+    mixer = model.model.layers[0].attn
+    mixer.apply_rule = lambda *arguments: type(mixer).apply_rule(mixer, *arguments)
+
+
 CHANGES = [
+    (with_another_operator, "apply_rule of its layer was replaced"),
     (with_a_hook, "linear map is not a plain one"),
     (with_a_subclass, "DeltaRuleAttention and Own"),
     (with_a_bias, "linear map is not a plain one"),
@@ -306,7 +312,7 @@ def test_what_keeps_a_block_from_running_fused(change, message, on_any_device):
     assert reason(model) is None
     change(model)
     assert message in reason(model)
-    assert (reason(model, 1) is None) == (change in (f for f, _ in CHANGES[:4]))
+    assert (reason(model, 1) is None) == (change in (f for f, _ in CHANGES[:5]))
 
 
 @pytest.mark.parametrize(

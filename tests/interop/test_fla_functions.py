@@ -239,6 +239,16 @@ def test_refused(name: str, options: dict[str, Any], error: type[Exception], mes
         getattr(fla, name)(**(tensors | options))
 
 
+@pytest.mark.parametrize("functions", [CHUNK, RECURRENT], ids=["chunk", "fused_recurrent"])
+@pytest.mark.parametrize("rule", CHUNK)
+def test_keys_without_channels_are_refused(functions: dict[str, Any], rule: str) -> None:
+    tensors = {name: x[..., :0] if name in ("q", "k") else x for name, x in inputs(rule).items()}
+    if rule == "kda":
+        tensors["g"] = tensors["g"][..., :0]
+    with pytest.raises(ValueError, match="head dimensions must be positive, got K=0 and V=3"):
+        functions[rule](**tensors)
+
+
 def test_gates_of_the_wrong_shape_name_the_function_that_takes_them() -> None:
     gdn, kda = inputs("gdn"), inputs("kda")
     with pytest.raises(ValueError, match="chunk_kda takes a decay per key channel"):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo import layers
-from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, describe_sequences
-from deltazoo.ops.backends import describe_kernels
-from deltazoo.spec import get_variant
+from deltazoo.layers import (
+    DeltaRuleAttention,
+    LayerStates,
+    MixerState,
+    RuleInputs,
+    backend_report,
+    describe_sequences,
+    rule,
+)
+from deltazoo.ops import backends
+from deltazoo.spec import get_variant, list_variants
 
 HIDDEN, HEADS, HEAD_DIM = 32, 2, 8
 GATED = ["gated_deltanet", "kda", "mamba2_style"]
@@ -581,17 +590,86 @@ def test_hooks_of_a_convolution_see_every_token() -> None:
     assert seen == [3, 1, 1]
 
 
-def test_report_tells_which_kernels_run_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`torch.device("cuda")` is described as Hopper; gives the module that says what Gluon kernels lack."""
     gluon = pytest.importorskip("deltazoo.ops.triton.hopper.gluon")
-    device, bf16 = torch.device("cuda"), torch.bfloat16
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert describe_kernels(device, bf16, 128, 128) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(gluon, "MISSING", None)
-    assert describe_kernels(device, bf16, 128, 128) == "kernels for Hopper"
-    assert describe_kernels(device, bf16, 64, 128) == (
-        "plain Triton kernels, since heads have 64 key and 128 value channels, not 128"
-    )
-    assert describe_kernels(device, torch.float32, 128, 128) == "plain Triton kernels, since inputs are float32"
-    monkeypatch.setattr(gluon, "MISSING", "Triton 9.9 lacks a part of Gluon")
-    assert describe_kernels(device, bf16, 128, 128) == "plain Triton kernels, since Triton 9.9 lacks a part of Gluon"
+    backends._obstacle.cache_clear()
+    yield gluon
+    backends._obstacle.cache_clear()
+
+
+class Described(nn.Module):
+    """A layer as it would describe itself with parameters of another kind."""
+
+    def __init__(self, layer: DeltaRuleAttention, **changes: Any) -> None:
+        super().__init__()
+        description = backend_report._description(layer)
+        assert description is not None
+        self.rule = description._replace(**{"device": torch.device("cuda"), "dtype": torch.bfloat16, **changes})
+
+    def describe_rule(self) -> backend_report.RuleDescription:
+        return self.rule
+
+
+def hopper_serves(layer: DeltaRuleAttention, monkeypatch: pytest.MonkeyPatch, **options: Tensor) -> bool:
+    """Whether Gluon kernels take the operator's last call in a forward pass, the one that mixes the values."""
+    plan = pytest.importorskip("deltazoo.ops.triton.plan")
+    calls: list[Any] = []
+
+    def record(name: str, wanted: bool) -> None:
+        def recorded(q: Tensor, k: Tensor, v: Tensor, *gates: Any, **more: Any) -> Any:
+            beta, log_decay = gates if wanted else (None, *gates)
+            steps, undecayed = more.get("num_micro_steps", 1), more.get("erase_reads") == "undecayed"
+            rest = more["cu_seqlens"], None, more.get("erase_key"), undecayed, steps
+            sizes = plan.sizes_of(q.bfloat16(), v, beta, log_decay, *rest)
+            calls.append(plan.Plan(*sizes, 1.0, plan.HOPPER, True))
+            return run(q, k, v, *gates, **more)
+
+        run = getattr(rule, name)
+        monkeypatch.setattr(rule, name, recorded)
+
+    with monkeypatch.context() as monkeypatch:
+        record("delta_rule", True)
+        record("linear_attention", False)
+        layer(torch.randn(1, 4, layer.hidden_size), **options)
+    return calls[-1].hopper
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_report_tells_which_kernels_run_on_hopper(variant: str, hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the operator's plan decides, from what a layer passes to it, for rows whole and packed."""
+    layer = layers.make_layer(variant, HIDDEN, 1, 128, expand_v=1, layer_idx=0)
+    served = hopper_serves(layer, monkeypatch)
+    packed = hopper_serves(layer, monkeypatch, cu_seqlens=torch.tensor([0, 1, 4]))
+    assert not packed
+    (found,) = layers.report(Described(layer)).layers
+    start = "the GPU kernels support this call: "
+    if served:
+        assert found.reason == start + "kernels for Hopper, plain Triton kernels where rows are packed"
+        (alone,) = layers.report(Described(layer, packs=False)).layers  # as accelerated layers are
+        assert alone.reason == start + "kernels for Hopper"
+    elif layer.spec.corrects:
+        assert found.reason == start + "plain Triton kernels, since tokens have several micro-steps"
+    else:
+        assert found.reason == start + "plain Triton kernels, since there are no step sizes"
+
+
+def test_report_tells_what_keeps_kernels_for_hopper_away(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make()
+
+    def reason(**changes: Any) -> str:
+        described = Described(layer, **{"head_k_dim": 128, "head_v_dim": 128, **changes})
+        (found,) = layers.report(described).layers
+        return found.reason.partition(": ")[2]
+
+    assert reason() == "kernels for Hopper, plain Triton kernels where rows are packed"
+    assert reason(head_k_dim=64) == "plain Triton kernels, since heads have 64 key and 128 value channels, not 128"
+    assert reason(dtype=torch.float32) == "plain Triton kernels, since inputs are float32"
+    assert reason(num_micro_steps=2) == "plain Triton kernels, since tokens have several micro-steps"
+    monkeypatch.setattr(hopper, "MISSING", "Triton 9.9 lacks a part of Gluon")
+    assert reason() == "plain Triton kernels, since Triton 9.9 lacks a part of Gluon"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert reason() == ""

@@ -126,5 +126,6 @@ def test_a_state_of_the_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_a_convolution_without_taps_is_refused() -> None:
-    with pytest.raises(ValueError, match="kernel_size=0"):
-        ShortConvolution(CHANNELS, 0)
+    for taps in (0, True):
+        with pytest.raises(ValueError, match=f"kernel_size={taps}"):
+            ShortConvolution(CHANNELS, taps)

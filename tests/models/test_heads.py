@@ -1,5 +1,7 @@
 import pytest
 import torch
+from model_kinds import KINDS, model_of_kind
+from tiny_families import tiny_original
 from tiny_models import MORE, TYPES, VOCAB, tiny_model, tiny_named, tokens
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -10,6 +12,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     pipeline,
 )
+
+import deltazoo
 
 HEADS = {
     "ForSequenceClassification": AutoModelForSequenceClassification,
@@ -107,3 +111,48 @@ def test_text_classification_pipeline(tokenizer):
     classify = pipeline("text-classification", model=model, tokenizer=tokenizer)
     scores = classify(["w5 w6", "w7 w8 w9"], top_k=None, batch_size=2)
     assert [sum(label["score"] for label in row) for row in scores] == pytest.approx([1.0, 1.0])
+
+
+PACKED = {
+    "cu_seqlens": {"cu_seqlens": torch.tensor([0, 4, 9])},
+    "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "cu_seq_lens_k": torch.tensor([0, 4, 9])},
+    "seq_idx": {"seq_idx": torch.tensor([[0] * 4 + [1] * 5])},
+    "position_ids": {"position_ids": torch.tensor([[*range(4), *range(5)]])},
+}
+
+
+@pytest.mark.parametrize("said_by", PACKED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.feature("classification and question-answering heads")
+@torch.no_grad()
+def test_one_answer_per_row_takes_one_document_per_row(kind, said_by):
+    """The head for sequences scored the last document alone."""
+    ids, packed = tokens(1, 9).clamp(min=3), {**PACKED[said_by], "use_cache": False}
+    model = model_of_kind(kind, AutoModelForSequenceClassification, num_labels=3)
+    with pytest.raises(ValueError, match="ForSequenceClassification has one answer per row, so it takes no rows"):
+        model(ids, **packed)
+    assert model(ids, use_cache=False).logits.shape == (1, 3)
+    if said_by == "cu_seqlens":  # one document may be said to be one
+        alone = model(ids, cu_seqlens=torch.tensor([0, 9]), use_cache=False).logits
+        torch.testing.assert_close(alone, model(ids, use_cache=False).logits)
+
+    model = model_of_kind(kind, AutoModelForQuestionAnswering)
+    answers = model(ids, **{name: x for name, x in packed.items() if name != "use_cache"})
+    alone = torch.cat([model(part).start_logits for part in ids.split([4, 5], dim=1)], dim=1)
+    torch.testing.assert_close(answers.start_logits, alone)
+    place = torch.tensor([1])
+    with pytest.raises(ValueError, match="ForQuestionAnswering has one answer per row"):
+        model(ids, start_positions=place, end_positions=place, **packed)
+
+
+@pytest.mark.feature("classification and question-answering heads")
+def test_the_original_models_take_what_they_took():
+    ids, packed = tokens(1, 9).clamp(min=3), PACKED["position_ids"]
+    original = tiny_original("llama", HEADS["ForSequenceClassification"], num_labels=3)
+    expected = original(ids, **packed).logits
+    deltazoo.swap_attention(original, "gated_deltanet", "1:1", keep_teacher=True)
+    deltazoo.unswap_attention(original)
+    assert torch.equal(original(ids, **packed).logits, expected) and not original._forward_pre_hooks
+    model = model_of_kind("accelerated", AutoModelForSequenceClassification)
+    deltazoo.restore(model)
+    assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs

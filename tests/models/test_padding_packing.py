@@ -5,6 +5,7 @@ In float64, so that what is left of a leak cannot hide in rounding.
 
 import pytest
 import torch
+from model_kinds import KINDS, model_of_kind
 from tiny_models import CASES, FEW, tiny_model, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache
 
@@ -251,6 +252,21 @@ def test_empty_documents_are_allowed():
         torch.testing.assert_close(with_empty, model(ids, cu_seqlens=torch.tensor([0, 4, 6])).logits)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_or_no_tokens_are_refused(kind, shape):
+    """The softmax layers of transformers cannot compute them."""
+    model, ids = model_of_kind(kind), torch.zeros(shape, dtype=torch.long)
+    mask, embeddings = torch.ones_like(ids), torch.zeros(*shape, 32)
+    calls = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}, {"inputs_embeds": embeddings}]
+    for call in calls:
+        for use_cache in (True, False):
+            with pytest.raises(ValueError, match="expected at least one row and one token per row, got input of shape"):
+                model(**call, use_cache=use_cache)
+    with pytest.raises(ValueError, match="expected at least one row and one token per row, got input of shape"):
+        model.generate(ids, max_new_tokens=2)
+
+
 def test_left_padded_positions_are_no_documents():
     """`generate` numbers real tokens from 0 and gives padding any position."""
     model, ids = tiny_model("hybrid"), tokens(2, 5)
@@ -361,7 +377,7 @@ class TestBadInput:
             model(tokens(1, 6), attention_mask=ready([1] * 6))
 
     def test_no_tokens(self, model):
-        with pytest.raises(ValueError, match=r"at least one token per row, got input of shape \(2, 0\)"):
+        with pytest.raises(ValueError, match=r"one token per row, got input of shape \(2, 0\)"):
             model(tokens(2, 0))
 
     def test_neither_ids_nor_embeddings(self, model):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from delta_rule_cases import (
@@ -16,7 +18,7 @@ from delta_rule_cases import (
 from helpers import assert_close_in_float64, results_and_gradients
 from oracle import delta_rule_by_transition_matrices
 
-from deltazoo.ops import DeltaRuleOutput, delta_rule
+from deltazoo.ops import DeltaRuleOutput, delta_rule, linear_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -74,6 +76,32 @@ def test_gradients_have_the_dtypes_of_their_arguments(backend: str) -> None:
     for name, argument in inputs.leaves().items():
         assert gradients[f"d_{name}"].dtype == argument.dtype, name
         assert gradients[f"d_{name}"].shape == argument.shape, name
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunkwise"])
+@pytest.mark.parametrize("decay", ["none", "scalar", "channel"])
+@pytest.mark.parametrize("lengths", [None, (0, 0)], ids=["rows", "packed"])
+@pytest.mark.parametrize("function", [delta_rule, linear_attention])
+def test_no_tokens_hand_the_state_and_its_gradient_through(
+    backend: str, decay: Any, lengths: tuple[int, ...] | None, function: Any
+) -> None:
+    """The results depend on all inputs, as those of a call with tokens do."""
+    case = DeltaRuleCase("no_tokens", T=0, lengths=lengths, decay=decay, initial_state=True)
+    inputs = case.make(dtype=torch.bfloat16)
+    leaves = {name: x.requires_grad_() for name, x in inputs.leaves().items()}
+    arguments = inputs.arguments()
+    if function is linear_attention:
+        del leaves["beta"], arguments["beta"]
+    result = function(**arguments, backend=backend)
+    assert result.output.shape[1] == 0 and result.output.dtype == torch.bfloat16
+    assert torch.equal(result.final_state, leaves["initial_state"].float())
+    seed = torch.randn_like(result.final_state)
+    gradients = torch.autograd.grad(result, list(leaves.values()), (torch.zeros_like(result.output), seed))
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        assert torch.equal(gradient, seed.to(leaf.dtype) if name == "initial_state" else torch.zeros_like(leaf)), name
+
+    fresh = function(**arguments | {"initial_state": None}, backend=backend)
+    assert fresh.output.requires_grad and fresh.final_state.requires_grad and not fresh.final_state.any()
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunkwise"])

@@ -73,6 +73,17 @@ def test_wrong_shapes(name: str, value: torch.Tensor, expected: tuple[str, ...],
     refuses(delta_rule, *expected, **arguments(**{name: value}), backend=backend)
 
 
+@pytest.mark.parametrize("function", [delta_rule, delta_rule_step, linear_attention, linear_attention_step])
+def test_keys_without_channels(function: Callable[..., Any]) -> None:
+    """The default of scale once divided by their number."""
+    inputs: dict[str, Any] = {"q": zeros(B, 1, H, 0), "k": zeros(B, 1, H, 0), "v": zeros(B, 1, HV, V)}
+    if function in (delta_rule, delta_rule_step):
+        inputs["beta"] = zeros(B, 1, HV)
+    if function in (delta_rule_step, linear_attention_step):
+        inputs["state"] = zeros(B, HV, 0, V)
+    refuses(function, "head dimensions must be positive, got K=0 and V=5", **inputs)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -106,6 +117,7 @@ def test_wrong_dtypes(name: str, value: torch.Tensor, expected: tuple[str, ...])
         ({"erase_reads": None}, ("unknown erase_reads None",)),
         ({"num_micro_steps": 0}, ("num_micro_steps must be a whole number of at least 1, got 0",)),
         ({"num_micro_steps": 1.0}, ("num_micro_steps must be a whole number of at least 1, got 1.0",)),
+        ({"num_micro_steps": True}, ("num_micro_steps must be a whole number of at least 1, got True",)),
         ({"num_micro_steps": 2}, ("k must have shape (2, 12, 2, 8)", "num_micro_steps=2", "(2, 6, 2, 8)")),
         (
             {"num_micro_steps": 2, "k": zeros(B, 2 * T, H, K)},

@@ -40,7 +40,13 @@ def tensor_parallel_plan(spec: DeltaRuleSpec | None, options: Mapping[str, Any])
     Args:
         spec: of the linear layers; None: the model has none.
         options: the arguments of `make_layer` for them.
+
+    Returns:
+        Module -> style. Empty, so that transformers refuses tensor parallelism, for linear layers whose projections
+        make several micro-steps: the rows of one matrix belong to steps, then to heads.
     """
+    if spec is not None and options["num_micro_steps"] > 1 and layer_class(spec).projects_micro_steps:
+        return {}
     mixer: dict[str, str] = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
     if spec is not None:
         mixer |= _gates(spec, options)

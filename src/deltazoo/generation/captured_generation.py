@@ -19,6 +19,7 @@ from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.capture_conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
 from deltazoo.generation.captured_call import CapturedCall
 from deltazoo.generation.kept_steps import KeptSteps
+from deltazoo.layers.batch_description import refuse_empty
 
 __all__ = ["CapturedGeneration", "without_single_tokens"]
 
@@ -44,12 +45,15 @@ class CapturedGeneration:
                 never.
 
         Raises:
-            ValueError: with `capture_step=True`, where a step cannot be captured; a cache that holds the whole prompt.
+            ValueError: with `capture_step=True`, where a step cannot be captured; a cache that holds the whole prompt;
+                no rows or no tokens.
             FloatingPointError: at the end, if the last logits hold NaN, as they do once a state has become NaN; never
                 with `remove_invalid_values=True`.
         """
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if kwargs.get("inputs_embeds") is None:
+            if isinstance(prompt, Tensor) and prompt.ndim == 2:
+                refuse_empty((prompt.shape[0], prompt.shape[1]))
             _check_tokens_to_run(prompt, kwargs.get("attention_mask"), cache_in(kwargs))
         with _call_offered(self, capture_step, kwargs), _last_logits_checked(self):
             return super().generate(*args, **kwargs)  # type: ignore[misc]

@@ -28,6 +28,7 @@ from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row_norm, is_swiglu
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
 from deltazoo.layers import DeltaRuleAttention
+from deltazoo.layers.backend_report import replaced_methods
 from deltazoo.layers.linear_maps import is_hooked, is_plain_sequence
 from deltazoo.layers.mlp import SwiGLU
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm
@@ -113,6 +114,8 @@ def why_not_fused(block: Any, products: dict[int, JointProduct]) -> str | None:
     own = swapped is None
     if "step_form" not in vars(type(mixer)) or not (type(mlp) is SwiGLU if own else is_swiglu(mlp)):
         return f"its layers are {type(mixer).__name__} and {type(mlp).__name__}"
+    if methods := replaced_methods(mixer):
+        return f"{methods[0]} of its layer was replaced"
     reason = _why_not_this_rule(mixer)
     if reason is not None:
         return reason

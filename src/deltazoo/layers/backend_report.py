@@ -11,21 +11,30 @@ from deltazoo.ops import resolve_backend
 from deltazoo.ops.backends import describe_kernels
 from deltazoo.spec import DeltaRuleSpec
 
-__all__ = ["LayerReport", "ModelReport", "RuleDescription", "RunsDeltaRule", "describe_update", "report"]
+__all__ = [
+    "LayerReport",
+    "ModelReport",
+    "RuleDescription",
+    "RunsDeltaRule",
+    "describe_update",
+    "replaced_methods",
+    "report",
+]
 
 
 class RuleDescription(NamedTuple):
     """How a layer calls the operator."""
 
-    variant: str
+    spec: DeltaRuleSpec
+    num_micro_steps: int
+    packs: bool
+    """Whether packed documents reach the operator as such; other layers make their first tokens forget the state."""
     backend: str | None
     """The one asked for; None leaves the choice to the operator."""
     device: torch.device
     dtype: torch.dtype
     head_k_dim: int
     head_v_dim: int
-    update: str
-    """What a call does per token, in words: `describe_update`."""
 
 
 @runtime_checkable
@@ -101,21 +110,37 @@ def report(model: nn.Module) -> ModelReport:
     for name, module in model.named_modules():
         rule = _description(module)
         if rule is not None:
-            backend, reason = resolve_backend(
-                rule.backend,
-                device=rule.device,
-                dtype=rule.dtype,
-                head_k_dim=rule.head_k_dim,
-                head_v_dim=rule.head_v_dim,
-            )
-            if backend == "triton":
-                kernels = describe_kernels(rule.device, rule.dtype, rule.head_k_dim, rule.head_v_dim)
-                reason = reason if kernels is None else f"{reason}: {kernels}"
-            layers.append(LayerReport(name or type(module).__name__, rule.variant, rule.update, backend, reason))
+            update = describe_update(rule.spec, rule.num_micro_steps)
+            backend, reason = _backend_of(rule)
+            if methods := replaced_methods(module):
+                names = ", ".join(methods)
+                reason += f"; but {names} of this layer did not come with deltazoo and may call no operator"
+            layers.append(LayerReport(name or type(module).__name__, rule.spec.name, update, backend, reason))
     generators = (module for module in model.modules() if isinstance(module, Generates))
     decoding = next((module.describe_decoding() for module in generators), None)
     trainers = (module for module in model.modules() if isinstance(module, Trains))
     return ModelReport(tuple(layers), decoding, next((module.describe_training() for module in trainers), None))
+
+
+def _backend_of(rule: RuleDescription) -> tuple[str, str]:
+    """The backend that a rule's calls run, and why."""
+    device, dtype, K, V = rule.device, rule.dtype, rule.head_k_dim, rule.head_v_dim
+    backend, reason = resolve_backend(rule.backend, device=device, dtype=dtype, head_k_dim=K, head_v_dim=V)
+    if backend != "triton":
+        return backend, reason
+    kernels = describe_kernels(
+        device,
+        dtype,
+        K,
+        V,
+        decay=rule.spec.decay,
+        has_beta=rule.spec.corrects,
+        has_erase_key=rule.spec.erase_key == "separate",
+        undecayed=rule.spec.erase_reads == "undecayed",
+        num_micro_steps=rule.num_micro_steps,
+        packs=rule.packs,
+    )
+    return backend, reason if kernels is None else f"{reason}: {kernels}"
 
 
 def _description(module: nn.Module) -> RuleDescription | None:
@@ -123,16 +148,19 @@ def _description(module: nn.Module) -> RuleDescription | None:
         return module.describe_rule()
     if not isinstance(module, DeltaRuleAttention):
         return None
-    weight, spec = module.v_proj.weight, module.spec
-    return RuleDescription(
-        spec.name,
-        module.backend,
-        weight.device,
-        weight.dtype,
-        module.head_k_dim,
-        module.head_v_dim,
-        describe_update(spec, module.num_micro_steps),
-    )
+    weight, steps = module.v_proj.weight, module.num_micro_steps
+    sizes = module.head_k_dim, module.head_v_dim
+    return RuleDescription(module.spec, steps, True, module.backend, weight.device, weight.dtype, *sizes)
+
+
+def replaced_methods(layer: nn.Module) -> list[str]:
+    """Names of a layer's methods on the way to the operator that are not deltazoo's: it may not run as described."""
+    own = ["apply_rule"] if "apply_rule" in vars(layer) else []
+    for name in ("forward", "_mix", "apply_rule"):
+        method = getattr(type(layer), name, None)
+        if method is not None and name not in own and method.__module__.partition(".")[0] != "deltazoo":
+            own.append(name)
+    return own
 
 
 def describe_update(spec: DeltaRuleSpec, num_micro_steps: int) -> str:

@@ -37,6 +37,7 @@ __all__ = [
     "describe_shared_batch",
     "document_starts",
     "positions_in_documents",
+    "refuse_empty",
 ]
 
 PACKING_ARGUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -68,6 +69,12 @@ class BatchDescription:
     def shared(self) -> bool:
         """Whether other ranks have further tokens of the rows."""
         return isinstance(self.sequences, SharedSequences)
+
+    @property
+    def beyond_one_row(self) -> bool:
+        """Whether a row is not one whole document: it holds several, or other ranks have more of it."""
+        several = isinstance(self.sequences, PackedSequences) and self.sequences.num_sequences > self.sequences.num_rows
+        return several or self.shared
 
     @property
     def padding(self) -> Tensor | None:
@@ -113,13 +120,12 @@ def describe_batch(
         fills_cache: whether the tokens go into a cache, which packed documents cannot.
 
     Raises:
-        ValueError: no tokens; a description has the wrong shape, or two contradict each other; packed documents and a
-            cache. Compiled code, which reads no values, raises RuntimeError for the last where only `position_ids` tell
-            of packed documents.
+        ValueError: no rows or no tokens; a description has the wrong shape, or two contradict each other; packed
+            documents and a cache. Compiled code, which reads no values, raises RuntimeError for the last where only
+            `position_ids` tell of packed documents.
     """
     shape = (batch_size, num_tokens)
-    if num_tokens == 0:
-        raise ValueError(f"expected at least one token per row, got input of shape {shape}")
+    refuse_empty(shape)
     attention_mask = _whole_numbers(attention_mask)
     mask = _current_padding(attention_mask, shape, past_length)
     cu_seqlens = _one_cu_seqlens(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
@@ -195,6 +201,12 @@ def describe_shared_batch(
     if position_ids is None:
         position_ids = torch.arange(sequences.begin, sequences.begin + num_tokens, device=device)[None]
     return BatchDescription(sequences, position_ids, None)
+
+
+def refuse_empty(shape: tuple[int, int]) -> None:
+    """Raise ValueError for a batch of no rows or no tokens, which the softmax layers of transformers cannot compute."""
+    if shape[0] == 0 or shape[1] == 0:
+        raise ValueError(f"expected at least one row and one token per row, got input of shape {shape}")
 
 
 def document_starts(shape: tuple[int, int], given: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

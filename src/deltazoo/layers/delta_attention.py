@@ -200,6 +200,22 @@ class DeltaRuleAttention(Float32Parameters):
         self.make_parameters()
         self.init_parameters()
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a class with another `apply_rule`: what is told of its layers would be of an operator that never ran.
+
+        Raises:
+            TypeError: it has one.
+        """
+        super().__init_subclass__(**options)
+        if cls.apply_rule is not DeltaRuleAttention.apply_rule:
+            raise TypeError(
+                f"{cls.__name__} overrides apply_rule, the call of the operator, and checks, reports and diagnoses "
+                "would describe an operator that never ran. A rule of the operator's form is registered with "
+                "register_variant, and its class overrides step_gate, log_decay, rule_inputs or with_auxiliary_state; "
+                "another recurrence is an nn.Module of its own, which keeps its state in a "
+                "deltazoo.layers.StateStore (docs/new_rules.md)"
+            )
+
     def forward(
         self,
         hidden_states: Tensor,

@@ -157,8 +157,8 @@ class ShortConvolution(nn.Module):
         fused: bool | None = False,
     ) -> None:
         super().__init__()
-        if kernel_size < 1:
-            raise ValueError(f"the short convolution needs at least one tap, got kernel_size={kernel_size}")
+        if type(kernel_size) is not int or kernel_size < 1:  # Python takes True for 1
+            raise ValueError(f"the short convolution needs at least one tap, got kernel_size={kernel_size!r}")
         self.channels = channels
         self.kernel_size = kernel_size
         self.activation = activation

@@ -1,6 +1,6 @@
 """The arguments of a forward pass: what they say of the batch, and which further ones there are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import transformers
@@ -18,7 +18,18 @@ from deltazoo.layers.batch_description import (
 from deltazoo.names import did_you_mean
 from deltazoo.ops import ContextParallel
 
-__all__ = ["describe_arguments", "refuse_dropped", "refuse_unknown", "softmax_arguments", "unwrapped"]
+__all__ = [
+    "describe_arguments",
+    "refuse_dropped",
+    "refuse_several_documents",
+    "refuse_unknown",
+    "remove_pre_hook",
+    "softmax_arguments",
+    "take_row_head",
+    "tell_of_row_head",
+    "tells_of_row_head",
+    "unwrapped",
+]
 
 # transformers' trainer, generation and pipelines pass them to models; softmax kernels and loss functions use them.
 _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output_attentions", "output_hidden_states")
@@ -103,3 +114,47 @@ def describe_arguments(
 def softmax_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that implementations of softmax attention take."""
     return {key: kwargs[key] for key in (*PACKING_ARGUMENTS, *_PASSED_THROUGH) if key in kwargs}
+
+
+_ROW_HEAD = "deltazoo_row_head"
+
+
+def tell_of_row_head(model: nn.Module) -> None:
+    """Have a head with one answer per row tell its base model so in every call; other heads do nothing.
+
+    Such a head classifies a sequence by its last token, or has a loss of one answer per row. The base model, which
+    finds packed documents, refuses them for it (`refuse_several_documents`).
+    """
+    names = [kind.__name__ for kind in type(model).__mro__]
+    reduces = any(name.endswith(("ForSequenceClassification", "ForQuestionAnswering")) for name in names)
+    if reduces and tells_of_row_head not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(tells_of_row_head, with_kwargs=True)
+
+
+def tells_of_row_head(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward pre-hook of `tell_of_row_head`."""
+    answers = any(name.endswith("ForQuestionAnswering") for name in (kind.__name__ for kind in type(model).__mro__))
+    if answers and kwargs.get("start_positions") is None:  # without a loss every token has logits of its own
+        return None
+    return args, {**kwargs, _ROW_HEAD: type(model).__name__}
+
+
+def remove_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Take a forward pre-hook that is called with keyword arguments off a module, if it is there."""
+    for key, found in list(module._forward_pre_hooks.items()):
+        if found is hook:
+            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+
+def take_row_head(kwargs: dict[str, Any]) -> str | None:
+    """The name of the head around a base model if it has one answer per row; taken out of the arguments."""
+    return kwargs.pop(_ROW_HEAD, None)
+
+
+def refuse_several_documents(row_head: str | None) -> None:
+    """Raise ValueError for packed documents, or rows that several ranks share, under a head `take_row_head` found."""
+    if row_head is not None:
+        raise ValueError(
+            f"{row_head} has one answer per row, so it takes no rows that hold several documents and none that several "
+            "ranks share: pass each document as a row of its own, padded"
+        )

@@ -15,6 +15,7 @@ from transformers.modeling_layers import (
 
 from deltazoo.models.auto_map import class_name
 from deltazoo.models.configuration import DeltaRuleConfig
+from deltazoo.models.forward_arguments import tell_of_row_head
 from deltazoo.models.hub_configs import (
     CombaConfig,
     DeltaNetConfig,
@@ -90,6 +91,7 @@ class _TakesRuntimeOptions(DeltaRulePreTrainedModel):
 
     def __init__(self, config: DeltaRuleConfig, **runtime: Any) -> None:
         super().__init__(config)
+        tell_of_row_head(self)
         self.set_runtime(**runtime)
 
 

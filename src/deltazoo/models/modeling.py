@@ -30,7 +30,14 @@ from deltazoo.layers.recompute_levels import level_of
 from deltazoo.models.block import DeltaRuleBlock, SoftmaxInputs, make_mixer
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.delta_layers import ModelWithDeltaLayers
-from deltazoo.models.forward_arguments import describe_arguments, refuse_unknown, softmax_arguments, unwrapped
+from deltazoo.models.forward_arguments import (
+    describe_arguments,
+    refuse_several_documents,
+    refuse_unknown,
+    softmax_arguments,
+    take_row_head,
+    unwrapped,
+)
 from deltazoo.models.late_logits import LateLogits, OutputWithLateLogits
 from deltazoo.models.loadable_layers import refuse_undescribed
 from deltazoo.models.loss import fuses_loss, loss_without_logits
@@ -61,6 +68,12 @@ class DeltaRulePreTrainedModel(SharedModel, ModelWithDeltaLayers):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DeltaRuleBlock, "attentions": SoftmaxAttention}  # noqa: RUF012
+
+    def post_init(self) -> None:
+        """As in transformers; a model whose layers cannot be divided has no plan for its head either."""
+        super().post_init()
+        if not self.config.base_model_tp_plan:
+            self._tp_plan = {}
 
     def refuse_undescribed_layers(self) -> None:
         """Raise ValueError if the configuration would load another token mixer than one that the model has."""
@@ -160,6 +173,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
             ValueError: inputs that do not fit each other, the cache or the model; unknown arguments.
         """
         kwargs = unwrapped(kwargs)
+        row_head = take_row_head(kwargs)
         refuse_unknown(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -170,6 +184,8 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         batch = delta_batch
         if batch is None:
             batch = self.describe(inputs_embeds, attention_mask, position_ids, cache, kwargs)
+        if batch.beyond_one_row:
+            refuse_several_documents(row_head)
         recomputes = self.training and self.runtime.recompute not in (None, "none")
         if use_cache and cache is None and not (batch.packed or batch.shared or recomputes):
             cache = DynamicCache(config=self.config)

@@ -202,7 +202,7 @@ def linear_attention_step(
 
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, erase_key: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, required=True)
     check_tensor("erase_key", erase_key)
@@ -214,7 +214,12 @@ def _prepare(
     if dtype is not None and v.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         erase_key = None if erase_key is None else erase_key.to(dtype)
-    return q, k, v, erase_key, float(k.shape[-1]) ** -0.5 if scale is None else float(scale)
+    return q, k, v, erase_key
+
+
+def _scale(scale: float | None, k: Tensor) -> float:
+    """The factor on q, for a k whose shape has been checked."""
+    return float(k.shape[-1]) ** -0.5 if scale is None else float(scale)
 
 
 def _whole_sequences(
@@ -279,10 +284,10 @@ def _checked(
     reads_undecayed(erase_reads)
     if precision not in PRECISIONS:
         raise ValueError(unknown("precision", precision, [name for name in PRECISIONS if name is not None]))
-    q, k, v, erase_key, scale = _prepare(q, k, v, erase_key, scale)
+    q, k, v, erase_key = _prepare(q, k, v, erase_key, scale)
     check_shapes(q, k, v, beta, log_decay, initial_state, cu_seqlens, erase_key, num_micro_steps)
     warn_of_heads_first(q)
-    return q, k, v, erase_key, scale, _backend_of_call(backend, k, v), PRECISIONS[precision]
+    return q, k, v, erase_key, _scale(scale, k), _backend_of_call(backend, k, v), PRECISIONS[precision]
 
 
 def _require_beta(beta: Tensor | None) -> None:
@@ -313,9 +318,10 @@ def _one_token(
     undecayed: bool = False,
     num_micro_steps: int = 1,
 ) -> DeltaRuleOutput:
-    q, k, v, erase_key, scale = _prepare(q, k, v, erase_key, scale)
+    q, k, v, erase_key = _prepare(q, k, v, erase_key, scale)
     check_step_shapes(q, k, v, beta, log_decay, state, erase_key, num_micro_steps)
     check_tensor_values(log_decay, None, 1)
+    scale = _scale(scale, k)
     name = _backend_of_call(backend, k, v)
     recording = records_gradients(q, k, v, beta, log_decay, erase_key, state)
     dtype = wide_dtype(v)

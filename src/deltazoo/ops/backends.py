@@ -58,20 +58,48 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype, K: int, V: int) ->
 triton_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def describe_kernels(device: torch.device, dtype: torch.dtype, K: int, V: int) -> str | None:
+def describe_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    K: int,
+    V: int,
+    *,
+    decay: str,
+    has_beta: bool,
+    has_erase_key: bool,
+    undecayed: bool,
+    num_micro_steps: int,
+    packs: bool,
+) -> str | None:
     """Which of the two sets of kernels the triton backend runs on Hopper, and why; None on other GPUs.
+
+    The plan of such a call decides, as it does when the operator is called.
 
     Args:
         device, dtype: of q, k, v.
         K, V: head dimensions.
+        decay: "none", "scalar" or "channel".
+        has_beta, has_erase_key: whether calls have step sizes and an erase key.
+        undecayed, num_micro_steps: as of `delta_rule`.
+        packs: whether there are calls with packed rows too.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
     from deltazoo.ops.triton.hopper.gluon import MISSING
-    from deltazoo.ops.triton.hopper.served_calls import input_refusal
+    from deltazoo.ops.triton.hopper.served_calls import refusal
+    from deltazoo.ops.triton.plan import Plan
+    from deltazoo.ops.triton.tiling import CHUNK, HOPPER
 
-    obstacle = MISSING or input_refusal(K, V, dtype != torch.float32)
-    return "kernels for Hopper" if obstacle is None else f"plain Triton kernels, since {obstacle}"
+    def obstacle(sequences: int | None) -> str | None:
+        q, v = torch.Size([1, CHUNK, 1, K]), torch.Size([1, CHUNK * num_micro_steps, 1, V])
+        forms = ("none", "scalar", "channel").index(decay), has_beta, sequences, None, has_erase_key, undecayed
+        return refusal(Plan(q, v, dtype != torch.float32, *forms, num_micro_steps, 1.0, HOPPER))
+
+    found = MISSING or obstacle(None)
+    if found is not None:
+        return f"plain Triton kernels, since {found}"
+    packed = obstacle(1) if packs else None
+    return "kernels for Hopper" if packed is None else f"kernels for Hopper, plain Triton kernels where {packed}"
 
 
 @lru_cache

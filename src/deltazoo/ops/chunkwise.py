@@ -24,6 +24,7 @@ from deltazoo.ops.chunk_decay import chunk_decay, later, sooner
 from deltazoo.ops.chunk_tokens import ChunkTokens, most_chunks
 from deltazoo.ops.dtypes import wide_dtype
 from deltazoo.ops.functional_chunks import functional_chunkwise
+from deltazoo.ops.operator import Operator
 from deltazoo.ops.transforms import transforming
 from deltazoo.ops.validation import check_tensor_values
 
@@ -147,8 +148,7 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-@torch.library.custom_op("deltazoo::chunkwise", mutates_args=())
-def forward(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -170,8 +170,7 @@ def forward(
         return chunks.tokens.unchunk(output, v.dtype, -1), final, *chunks.kept()
 
 
-@forward.register_fake
-def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, undecayed, num_micro_steps):
+def _fake_forward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, undecayed, num_micro_steps):
     (B, T, _, K), (HV, V), C = q.shape, v.shape[2:], CHUNK_SIZE
     packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     M = most_chunks(B, T * num_micro_steps, packed, C)
@@ -185,8 +184,7 @@ def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, und
     return v.new_empty(B, T, HV, V), *(v.new_empty(x, dtype=dtype) for x in sizes)
 
 
-@torch.library.custom_op("deltazoo::chunkwise_backward", mutates_args=())
-def backward(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -261,8 +259,7 @@ def backward(
         return grads
 
 
-@backward.register_fake
-def _(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, *_):
+def _fake_backward(q, k, v, beta, log_decay, scale, initial_state, cu_seqlens, erase_key, *_):
     given = [x for x in (q, k, v, beta, log_decay, initial_state, erase_key) if x is not None]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
 
@@ -316,4 +313,16 @@ def _in_order_of_arguments(grads: list[Tensor | None]) -> tuple[Tensor | None, .
     return *first, None, d_initial, None, d_erase_key, None, None
 
 
-forward.register_autograd(_autograd, setup_context=_setup_context)
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_decay, float scale, Tensor? initial_state, "
+    "Tensor? cu_seqlens, Tensor? erase_key, bool undecayed, int num_micro_steps"
+)
+
+_operator = Operator(f"chunkwise({_ARGUMENTS}) -> ({', '.join(['Tensor'] * 5)})", _forward, _fake_forward)
+_operator.differentiate(_autograd, _setup_context)
+forward = _operator.overload
+backward = Operator(
+    f"chunkwise_backward({_ARGUMENTS}, Tensor A, Tensor U, Tensor S, Tensor d_output, Tensor d_final) -> Tensor[]",
+    _backward,
+    _fake_backward,
+).overload

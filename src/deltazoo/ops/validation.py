@@ -89,7 +89,7 @@ def check_shapes(
     """Raise ValueError unless shapes, dtypes and devices fit the contract of `delta_rule`; TypeError for a list."""
     for name, x in (("beta", beta), ("log_decay", log_decay), (state_name, initial_state)):
         check_tensor(name, x)
-    if not isinstance(num_micro_steps, int) or num_micro_steps < 1:
+    if not isinstance(num_micro_steps, int) or isinstance(num_micro_steps, bool) or num_micro_steps < 1:
         raise ValueError(f"num_micro_steps must be a whole number of at least 1, got {num_micro_steps!r}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:

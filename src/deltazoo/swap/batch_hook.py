@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from deltazoo.generation.cache_argument import cache_in
-from deltazoo.models.forward_arguments import describe_arguments
+from deltazoo.models.forward_arguments import describe_arguments, refuse_several_documents, take_row_head
 from deltazoo.ops import ContextParallel
 
 __all__ = ["describe_batches", "token_mask_for"]
@@ -38,6 +38,7 @@ def _describe(
 
 
 def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -> dict[str, Any]:
+    row_head = take_row_head(kwargs)
     tokens = kwargs.get("input_ids")
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
@@ -48,6 +49,8 @@ def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -
     mask = _token_mask(kwargs)
     batch = describe_arguments(context, tokens, cache, past_length, mask, position_ids, kwargs)
     kwargs["delta_batch"] = batch
+    if batch.beyond_one_row:
+        refuse_several_documents(row_head)
     if context is not None:
         kwargs |= {"attention_mask": None, "position_ids": batch.position_ids, "use_cache": False}
     elif position_ids is None and isinstance(mask, Tensor):

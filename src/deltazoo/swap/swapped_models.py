@@ -25,6 +25,7 @@ from deltazoo.generation.cache import prepare_cache_layer
 from deltazoo.generation.captured_generation import CapturedGeneration
 from deltazoo.models.auto_map import HEADS, auto_class_name
 from deltazoo.models.delta_layers import ModelWithDeltaLayers, declare_gates
+from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
 from deltazoo.models.loadable_layers import refuse_undescribed
 from deltazoo.models.outside_rules import module_of_variant
 from deltazoo.runtime import RUNTIME_OPTIONS
@@ -138,6 +139,7 @@ def turn_back(model: PreTrainedModel) -> None:
     swapped_name = type(model).__name__
     model.base_model._delta_hook.remove()  # type: ignore[operator, union-attr]
     del model.base_model._delta_hook, model.config.delta_layers, model.config.mixer_module
+    remove_pre_hook(model, tells_of_row_head)
     for part in _parts(model):
         vars(part).pop("runtime", None)
         for name, value in part._original_properties.items():  # type: ignore[operator, union-attr]
@@ -155,6 +157,7 @@ def _adapt(model: PreTrainedModel) -> None:
     if not isinstance(base, SwappedModel):
         base.__class__ = swapped_class(type(base))
     base._delta_hook = describe_batches(base)  # type: ignore[assignment]
+    tell_of_row_head(model)
     for part in _parts(model):
         part._original_properties = {name: getattr(part, name, None) for name in _ADAPTED}  # type: ignore[assignment]
         declare_gates(part)

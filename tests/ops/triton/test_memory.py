@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from deltazoo.ops import operator
 from deltazoo.ops.second_scan import scanning_again  # noqa: E402
-from deltazoo.ops.triton import operator, pipeline, plan  # noqa: E402
+from deltazoo.ops.triton import pipeline, plan  # noqa: E402
 from deltazoo.ops.triton.delta_rule_operator import triton_delta_rule  # noqa: E402
 from deltazoo.ops.triton.hopper.gluon import MISSING  # noqa: E402
 

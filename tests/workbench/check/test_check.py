@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import call
 from outside_rule import RULES, forget_rules
+from torch import Tensor
 
+from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import DeltaRuleSpec, list_variants, register_variant
 from deltazoo.workbench.check import CHECKS, check_rule
 from deltazoo.workbench.rule_files import load_rule_file
@@ -50,6 +53,73 @@ def test_a_rule_that_draws_random_numbers_is_called_so_and_not_checked_further()
         load_rule_file(RULES / "draws_random_numbers.py")
         (finding,) = check_rule("draws_random_numbers")
     assert "two equal calls give different outputs" in (finding.problem or "")
+
+
+def test_an_exception_is_shown_once_with_its_place_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    path = RULES / "raises.py"
+    line = 1 + path.read_text().splitlines().index("        return super().step_gate(hidden_states) * torch.ones(3)")
+    where = f"{path}, line {line}, in step_gate(hidden_states: [2, 70, 24] torch.float64)"
+    with forget_rules():
+        load_rule_file(path)
+        first, *others = check_rule("raises")
+        assert call("check", str(path)) == 1
+        shown = capsys.readouterr().out
+        assert call("--traceback", "check", str(path)) == 1
+        with_traceback = capsys.readouterr().out
+    assert (first.problem or "").startswith("raised RuntimeError: The size of tensor a (4) must match")
+    assert (first.problem or "").endswith(f"\n{where}")
+    assert {finding.problem for finding in others} == {"raised the same error"} and len(others) == len(CHECKS) - 1
+    assert shown.count(str(path)) == 1 and "Traceback" not in shown
+    assert with_traceback.count("Traceback (most recent call last)") == 1 and where in with_traceback
+
+
+def test_an_input_that_the_operator_refuses_names_the_rule() -> None:
+    with forget_rules():
+
+        class ShortGate(DeltaRuleAttention):
+            def step_gate(self, hidden_states: Tensor) -> Tensor:
+                return super().step_gate(hidden_states)[:, :-1]
+
+        register_variant(
+            DeltaRuleSpec(name="short_gate", paper="", summary="", equation="", step_size="euler"), layer=ShortGate
+        )
+        first, *_ = check_rule("short_gate")
+    problem = first.problem or ""
+    assert "raised ValueError: beta must have shape (2, 70, 4) to match k and v, got (2, 69, 4)" in problem
+    assert f"In no line of {__name__}: what the rule returned was refused." in problem
+
+
+def test_a_class_with_an_operator_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It passed 11 of 12 checks, and reports described the operator that it did not run."""
+    path = tmp_path / "own_operator.py"
+    path.write_text(
+        "import deltazoo\n\n"
+        "class OwnOperator(deltazoo.DeltaRuleAttention):\n"
+        "    def apply_rule(self, inputs, past, sequences):\n"
+        "        raise NotImplementedError\n"
+    )
+    assert call("check", str(path)) == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"{path}, line 3: TypeError: OwnOperator overrides apply_rule, the call of the operator" in shown
+    assert "an nn.Module of its own, which keeps its state in a deltazoo.layers.StateStore" in shown
+
+    class Mixed:
+        def apply_rule(self) -> None: ...
+
+    with pytest.raises(TypeError, match="Both overrides apply_rule"):
+        type("Both", (Mixed, DeltaRuleAttention), {})
+
+
+def test_a_forward_pass_without_the_operator_is_no_rule() -> None:
+    with forget_rules():
+
+        class Skips(DeltaRuleAttention):
+            def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+                return hidden_states
+
+        register_variant(DeltaRuleSpec(name="skips", paper="", summary="", equation="", step_size="euler"), layer=Skips)
+        found = {finding.title: finding.problem for finding in check_rule("skips")}
+    assert "calls no operator" in (found["the state does not expand"] or "")
 
 
 def test_a_misspelt_step_size_is_said_once() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_models import FUSED, foreign_model
+from model_kinds import KINDS, model_of_kind
 from outside_rule import RULES, forget_rules
 from tiny_families import tiny_original
 from tiny_models import HYBRID, tiny_model, tokens
@@ -23,7 +24,7 @@ from deltazoo.layers import DeltaRuleAttention, GatedDeltaNet, LayerStates, Rule
 from deltazoo.layers.state import MixerState
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.workbench.diagnose import Diagnosis, Figures
-from deltazoo.workbench.diagnose.rule_calls import recorded_calls
+from deltazoo.workbench.diagnose.rule_calls import delta_rule_layers, recorded_calls
 from deltazoo.workbench.rule_files import load_rule_file
 
 HIDDEN, KEYS = 16, 8
@@ -146,14 +147,10 @@ def test_every_rule_beside_matrices(variant: str, options: dict[str, Any]) -> No
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     seen: list[RuleInputs] = []
-    run = layer.apply_rule
-
-    def remember(inputs: RuleInputs, *arguments: Any) -> Any:
-        seen.append(inputs)
-        return run(inputs, *arguments)
-
-    layer.apply_rule = remember  # type: ignore[method-assign]
-    (found,) = deltazoo.diagnose(layer, torch.randn(2, 150, HIDDEN).double()).layers
+    x = torch.randn(2, 150, HIDDEN).double()
+    with torch.no_grad(), recorded_calls({"layer": layer}, lambda _, call: seen.append(call.inputs)):
+        layer(x)
+    (found,) = deltazoo.diagnose(layer, x).layers
     factors, writes = factors_and_writes(layer, seen[0])
     state, product, norms, products = torch.zeros_like(writes[:, 0]), torch.eye(4).double(), [], []
     for token in range(150):
@@ -257,6 +254,32 @@ def test_what_a_layer_raises_leaves_no_hook() -> None:
         deltazoo.diagnose(
             layer, {"hidden_states": torch.randn(1, 3, HIDDEN), "attention_mask": torch.zeros(1, 3).int()}
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_operator_that_may_not_run_is_not_described(kind: str) -> None:
+    """A rule of another kind put into `apply_rule` by hand: reports say so, and a diagnosis is refused."""
+    model = model_of_kind(kind)
+    name, layer = next(iter(delta_rule_layers(model).items()))
+    assert all("did not come with deltazoo" not in found.reason for found in deltazoo.report(model).layers)
+    run = layer.apply_rule
+    layer.apply_rule = lambda *arguments, **options: run(*arguments, **options)
+    found, *others = deltazoo.report(model).layers
+    assert found.name == name and "but apply_rule of this layer did not come with deltazoo" in found.reason
+    assert all("did not come with deltazoo" not in other.reason for other in others)
+    with pytest.raises(ValueError, match=f"apply_rule of {name} was replaced: it may not run"):
+        deltazoo.diagnose(model, tokens(1, 9))
+
+
+def test_a_forward_pass_without_the_operator_is_not_described() -> None:
+    class Skips(DeltaRuleAttention):
+        def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+            return hidden_states
+
+    layer = Skips("delta_net", HIDDEN, 2)
+    assert "but forward of this layer did not come with deltazoo" in deltazoo.report(layer).layers[0].reason
+    with pytest.raises(ValueError, match="which the forward pass of Skips did not call"):
+        deltazoo.diagnose(layer, torch.randn(1, 3, HIDDEN))
 
 
 def test_one_token_of_an_accelerated_model_that_goes_on() -> None:

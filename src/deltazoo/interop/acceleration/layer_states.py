@@ -4,11 +4,10 @@ So a cache stays valid across `accelerate` and `restore`. Beam search, static ca
 own, but for a cache that records tokens to take them back: transformers would take back the convolution's alone.
 """
 
-from typing import Any
 
 from transformers.cache_utils import Cache
 
-from deltazoo.generation.cache import refuse_to_go_back
+from deltazoo.generation.cache import layer_of_cache, not_of_a_linear_layer, refuse_to_go_back
 from deltazoo.layers.state import MixerState
 
 __all__ = ["keep_state", "stored_state"]
@@ -18,11 +17,14 @@ def stored_state(cache: Cache | None, layer_idx: int, taps: int) -> MixerState |
     """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token.
 
     Raises:
+        ValueError: the cache has no states there.
         RuntimeError: the cache records tokens, to take them back.
     """
     if cache is None:
         return None
-    layer: Any = cache.layers[layer_idx]
+    layer = layer_of_cache(cache, layer_idx)
+    if not hasattr(layer, "recurrent_states"):
+        raise not_of_a_linear_layer(layer, layer_idx)
     if layer.record_past:
         refuse_to_go_back()
     if not layer.has_previous_state[0]:

@@ -27,7 +27,7 @@ from deltazoo.interop.acceleration.transformers_layers import (
     Projections,
     arrangement_of,
 )
-from deltazoo.layers.backend_report import RuleDescription, describe_update
+from deltazoo.layers.backend_report import RuleDescription
 from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
@@ -239,8 +239,8 @@ def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> R
     device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)
     device = norm.weight.device if device is None else torch.device(device)
     key_dim, value_dim = _head_dims(layer)
-    update = describe_update(get_variant(arrangement.variant), num_micro_steps=1)
-    return RuleDescription(arrangement.variant, backend, device, norm.weight.dtype, key_dim, value_dim, update)
+    spec, dtype = get_variant(arrangement.variant), norm.weight.dtype
+    return RuleDescription(spec, 1, False, backend, device, dtype, key_dim, value_dim)
 
 
 def _is_plain(norm: nn.Module, original: type[nn.Module]) -> bool:

@@ -18,7 +18,9 @@ from deltazoo.layers.batch_description import (
     describe_shared_batch,
     document_starts,
     positions_in_documents,
+    refuse_empty,
 )
+from deltazoo.models.forward_arguments import refuse_several_documents, take_row_head
 from deltazoo.ops import ContextParallel
 
 __all__ = [
@@ -50,9 +52,10 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     rise by one, as transformers' softmax layers understand them. A packed batch fills no cache.
 
     Raises:
-        ValueError: two descriptions contradict each other, or packing meets padding or a cache.
+        ValueError: no rows or no tokens; two descriptions contradict each other, or packing meets padding or a cache.
         NotImplementedError: other layers of this model would mix the documents.
     """
+    row_head = take_row_head(kwargs)
     call = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     tokens = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
     if tokens is None:
@@ -62,7 +65,9 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     shape = (tokens.shape[0], tokens.shape[1])
     context = getattr(model, "deltazoo_context", None)
     if context is not None:
+        refuse_several_documents(row_head)
         return (), _with_shared_batch(model, call, context, shape, tokens.device)
+    refuse_empty(shape)
     if shape[1] == 1 and not has_explicit_packing(call):
         return None  # a decoding step
     mask = _padding_mask(call.get("attention_mask"), shape[1])
@@ -76,6 +81,8 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             return None
         starts = by_positions
 
+    if row_head is not None and (torch.compiler.is_compiling() or bool(starts[:, 1:].any())):
+        refuse_several_documents(row_head)
     _check_layers(model)
     _drop_padding_mask(call, mask)
     _refuse_cache(call)

@@ -15,6 +15,7 @@ from deltazoo.interop.acceleration.mixer import AcceleratedMixer, accelerated_cl
 from deltazoo.interop.acceleration.packing_hook import describe_documents, layers_over_neighbours
 from deltazoo.interop.acceleration.transformers_layers import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
 from deltazoo.layers.backend_report import ModelReport, RuleDescription, report
+from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
 from deltazoo.ops import resolve_backend
 
 __all__ = ["accelerate", "has_known_layers", "keeps_documents_apart", "restore"]
@@ -65,6 +66,7 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
         if describe_documents not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)
     for around in _models_around(model):
+        tell_of_row_head(around)
         generates: Any = type(around)
         if issubclass(generates, GenerationMixin) and not issubclass(generates, CapturedGeneration):
             around.__class__ = generating_class(generates)
@@ -90,10 +92,8 @@ def restore(model: nn.Module) -> None:
         if isinstance(base, AcceleratedGeneration):
             vars(base).pop("_captured_steps", None)
             base.__class__ = base.original
-        for key, hook in list(base._forward_pre_hooks.items()):
-            if hook is describe_documents:
-                del base._forward_pre_hooks[key]
-                del base._forward_pre_hooks_with_kwargs[key]
+        remove_pre_hook(base, describe_documents)
+        remove_pre_hook(base, tells_of_row_head)
 
 
 def has_known_layers(model: nn.Module) -> bool:

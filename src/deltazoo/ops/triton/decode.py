@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from deltazoo.ops.dtypes import KERNEL_DTYPES
+from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton.launch import Constants
 from deltazoo.ops.triton.launch import launch as launch_kernel
-from deltazoo.ops.triton.operator import Operator
 
 __all__ = ["MAX_KEY_DIM", "Tile", "choose_tile", "launch", "recurrent_step", "recurrent_steps"]
 

@@ -7,8 +7,8 @@ which kernels are chosen. So a segment is computed in the same way however many 
 import torch
 from torch import Tensor
 
+from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton import pipeline
-from deltazoo.ops.triton.operator import Operator
 from deltazoo.ops.triton.pipeline import Kept, Problem, fake_plan
 from deltazoo.ops.triton.plan import Plan
 

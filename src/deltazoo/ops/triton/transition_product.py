@@ -5,9 +5,9 @@ from functools import lru_cache
 import torch
 import triton
 
+from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton.chunk.transition_products import transition_product_kernel
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.operator import Operator
 
 __all__ = ["transition_product"]
 

@@ -124,13 +124,15 @@ def state_does_not_expand(variant: str) -> str | None:
                 continue  # the rule takes no doubled step
             for scale in (0.01, 1.0, 10.0, 1000.0):
                 inputs = _rule_inputs(layer, scale * tokens(256, dtype=dtype))
+                if inputs is None:
+                    return "the layer's forward pass calls no operator: it is no rule of the operator's form"
                 if problem := _expansion(inputs):
                     return problem
     return None
 
 
-def _rule_inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs:
-    """The arguments that the layer passes to the operator."""
+def _rule_inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs | None:
+    """The arguments that the layer passes to the operator; None if it calls none."""
     seen: list[RuleInputs] = []
     run = layer.apply_rule
 
@@ -144,7 +146,7 @@ def _rule_inputs(layer: DeltaRuleAttention, x: Tensor) -> RuleInputs:
         except ValueError:  # the operator refuses some inputs that this check reports
             if not seen:
                 raise
-    return seen[0]
+    return seen[0] if seen else None
 
 
 def _expansion(inputs: RuleInputs) -> str | None:

@@ -1,11 +1,14 @@
 """Run the checks of a rule one after another, each with what it found."""
 
+import traceback
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from deltazoo.spec import get_variant
+from deltazoo.spec import get_variant, registering_module
 from deltazoo.workbench.check.layer_checks import (
     clipped_step_sizes,
     make,
@@ -52,6 +55,8 @@ class Finding(NamedTuple):
     """What is wrong, in a sentence or two; None: the rule passes."""
     remark: str | None = None
     """What is worth knowing about a rule that passes."""
+    error: Exception | None = None
+    """An exception that the check raised, where an earlier check has not raised it in the same place."""
 
 
 def check_rule(variant: str) -> Iterator[Finding]:
@@ -66,24 +71,48 @@ def check_rule(variant: str) -> Iterator[Finding]:
         ValueError: no such variant.
     """
     get_variant(variant)
+    seen: set[Any] = set()
     try:
         make(variant)
     except Exception as error:  # a rule under test may raise anything
-        yield Finding("a layer can be made", _raised(error))
+        yield _raised("a layer can be made", variant, error, seen)
         return
     for title, check in CHECKS.items():
         torch.manual_seed(0)
-        remark, raised = None, False
+        remark = None
         try:
             problem = check(variant)
             if problem is None and title in _REMARKS:
                 remark = _REMARKS[title](variant)
         except Exception as error:
-            problem, raised = _raised(error), True
+            yield _raised(title, variant, error, seen)
+            continue
         yield Finding(title, problem, remark)
-        if title == _REPEATABLE and problem is not None and not raised:
+        if title == _REPEATABLE and problem is not None:
             return
 
 
-def _raised(error: Exception) -> str:
-    return f"raised {type(error).__name__}: {error}"
+def _raised(title: str, variant: str, error: Exception, seen: set[Any]) -> Finding:
+    """What a check raised: where in the rule's file, and with what shapes; in a few words if it is in `seen`."""
+    module = registering_module(variant) or "deltazoo.variants"
+    calls = [call for call in traceback.walk_tb(error.__traceback__) if _is_of(module, call[0])]
+    place = (type(error), calls[-1][1] if calls else str(error))
+    if place in seen:
+        return Finding(title, "raised the same error")
+    seen.add(place)
+    where = _place(*calls[-1]) if calls else f"In no line of {module}: what the rule returned was refused."
+    return Finding(title, f"raised {type(error).__name__}: {error}\n{where}", error=error)
+
+
+def _is_of(module: str, frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__"))
+    return name == module or name.startswith(f"{module}.")
+
+
+def _place(frame: FrameType, line: int) -> str:
+    """File, line and function, with the shapes of the tensors among its arguments."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = {name: frame.f_locals.get(name) for name in names}
+    shapes = [f"{name}: {[*x.shape]} {x.dtype}" for name, x in given.items() if isinstance(x, Tensor)]
+    return f"{code.co_filename}, line {line}, in {code.co_name}({', '.join(shapes)})"

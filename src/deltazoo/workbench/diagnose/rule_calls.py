@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.interop.acceleration.mixer import AcceleratedMixer
 from deltazoo.layers import DeltaRuleAttention, GatedRMSNorm, RuleInputs, Sequences
+from deltazoo.layers.backend_report import replaced_methods
 from deltazoo.layers.norm import GATE_ACTIVATIONS
 from deltazoo.layers.sequences import WHOLE_ROWS, SharedSequences
 from deltazoo.ops.dtypes import at_least_float32
@@ -58,7 +59,8 @@ def recorded_calls(layers: dict[str, Any], receive: Callable[[str, RuleCall], No
 
     Raises:
         NotImplementedError: from the layer, if its rows are shared by several ranks.
-        ValueError: from the layer, if it goes on from the state of earlier tokens.
+        ValueError: a layer whose `apply_rule` was replaced; from the layer, if it goes on from the state of earlier
+            tokens, or calls no operator.
     """
     with ExitStack() as hooks:
         for name, layer in layers.items():
@@ -78,6 +80,9 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -
             raise ValueError("diagnose measures sequences from their first token: pass no past_key_values")
         calls.append((inputs, sequences))
 
+    if "apply_rule" in replaced_methods(layer):
+        raise ValueError(f"diagnose describes the operator, and apply_rule of {name} was replaced: it may not run")
+
     def keep_step_gate(gate: Tensor, *_: Any) -> None:
         gates["step"] = Gate(gate[..., None])
 
@@ -86,6 +91,8 @@ def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -
             gates["output"] = Gate(torch.sigmoid(at_least_float32(gate)), has_upper_bound=activation == "sigmoid")
 
     def finish(*_: Any) -> None:
+        if not calls:
+            raise ValueError(f"diagnose describes the operator, which the forward pass of {name} did not call")
         inputs, sequences = calls.pop()
         lower_bound = getattr(layer, "decay_lower_bound", None)
         if inputs.log_decay is not None and lower_bound is not None:

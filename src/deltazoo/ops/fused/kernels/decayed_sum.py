@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
+from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["decayed_sum"]
 

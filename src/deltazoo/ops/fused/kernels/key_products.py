@@ -15,8 +15,8 @@ import triton.language as tl
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.fused.kernels.rule_keys import keep_tile, key_rows, load_tile
+from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["erase_gain", "squared_norm"]
 

@@ -17,8 +17,8 @@ from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.fused.kernels.rule_keys import keep_tile, key_rows, load_tile, number_of_heads
 from deltazoo.ops.fused.kernels.sigmoid import logistic
+from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["scaled_key", "weighted_squares"]
 

@@ -18,8 +18,8 @@ import triton.language as tl
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.fused.kernels.sum_of_parts import sum_of_parts
+from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["add_rms_norm", "l2_norm", "rms_norm", "rms_norm_linear"]
 

@@ -13,8 +13,8 @@ import triton
 from deltazoo.ops.fused.kernels import L2_NORM_EPS, REFUSAL
 from deltazoo.ops.fused.kernels.short_conv_kernels import short_conv_backward_kernel, short_conv_forward_kernel
 from deltazoo.ops.fused.kernels.sum_of_parts import sum_of_parts
+from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["short_conv", "short_convs"]
 

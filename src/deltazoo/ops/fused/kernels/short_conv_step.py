@@ -15,8 +15,8 @@ from torch import Tensor
 
 from deltazoo.ops.fused.kernels import L2_NORM_EPS
 from deltazoo.ops.fused.kernels.sigmoid import sigmoid
+from deltazoo.ops.operator import Operator
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.operator import Operator
 
 __all__ = ["short_conv_step"]
 

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.sigmoid import logistic
+from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["sigmoid_gate"]
 

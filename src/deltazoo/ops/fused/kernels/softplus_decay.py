@@ -16,8 +16,8 @@ from deltazoo.ops.fused.kernels import REFUSAL
 from deltazoo.ops.fused.kernels.row_blocks import row_blocks
 from deltazoo.ops.fused.kernels.sigmoid import exponential
 from deltazoo.ops.fused.kernels.sum_of_parts import sum_of_parts
+from deltazoo.ops.operator import DifferentiableOperator, Operator
 from deltazoo.ops.triton.launch import Constants, launch
-from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
 
 __all__ = ["exponential_minus_1", "softplus", "softplus_decay"]
 

@@ -1,5 +1,6 @@
 """``deltazoo check RULE.py``: check what every rule of the package promises."""
 
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def check(
+    context: typer.Context,
     rule: Annotated[str, typer.Argument(help="Python file that registers a rule, or the name of a variant.")],
     load: LoadOption = None,
 ) -> None:
@@ -41,6 +43,8 @@ def check(
             if finding.problem is not None:
                 failed += 1
                 console.print(Text(finding.problem), soft_wrap=True)
+            if finding.error is not None and context.find_root().params["traceback"]:
+                console.print(Text("".join(traceback.format_exception(finding.error))), soft_wrap=True)
             if finding.remark is not None:
                 console.print(Text(finding.remark), soft_wrap=True)
     if failed:

@@ -1,4 +1,4 @@
-"""The one way in which functions that launch kernels become operators of torch, with fake results and gradients.
+"""The one way in which functions become operators of torch, with fake results and gradients.
 
 Compilers, dispatch modes, function transforms and tensor subclasses see the operator `torch.ops.deltazoo.NAME`. Plain
 eager calls go around torch's dispatcher, which costs the host more than the launches of a kernel or two.
@@ -16,7 +16,8 @@ from deltazoo.ops.transforms import refuse_second_derivative
 
 __all__ = ["DifferentiableOperator", "Operator"]
 
-# Not torch.library.custom_op: it adds 11 microseconds to a call, a bare Library 3.
+# Not torch.library.custom_op: it adds 11 microseconds to a call, a bare Library 3, and its first call imports the
+# compiler (torch._dynamo), which takes seconds.
 _library = torch.library.Library("deltazoo", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NO_TENSORS = frozenset((type(None), bool, int, float))  # asking for a subclass takes longer
@@ -67,6 +68,10 @@ class Operator:
         """Results of a call that autograd does not record."""
         return (self.overload if _dispatching() else self.launch)(*arguments)
 
+    def differentiate(self, gradients: Callable[..., Any], save: Callable[..., None]) -> None:
+        """Give the overload gradients, by functions as of `torch.library.register_autograd`."""
+        torch.library.register_autograd(f"deltazoo::{self.name}", gradients, setup_context=save, lib=_library)
+
 
 class DifferentiableOperator(Operator):
     """An operator with gradients of first order. Calling it gives its results.
@@ -114,10 +119,7 @@ class DifferentiableOperator(Operator):
             refuse_second_derivative(*refusal)
             return gradients(backward.overload, ctx, *d_results)
 
-        torch.library.register_autograd(
-            f"deltazoo::{self.name}", gradients_from_operator, setup_context=save_from_operator, lib=_library
-        )
-
+        self.differentiate(gradients_from_operator, save_from_operator)
         launch_backward = backward.launch
 
         class Eager(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltazoo.ops.triton.operator import DifferentiableOperator, Operator
+from deltazoo.ops.operator import DifferentiableOperator, Operator
 
 
 def forward(x: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

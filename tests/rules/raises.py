@@ -1,0 +1,13 @@
+"""Wrong: a gate for three value heads, whatever the layer has."""
+
+import torch
+
+from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
+
+
+@register_variant(
+    DeltaRuleSpec(name="raises", paper="none", summary="Wrong.", equation="S_t = S_{t-1}", step_size="euler")
+)
+class Raises(DeltaRuleAttention):
+    def step_gate(self, hidden_states):
+        return super().step_gate(hidden_states) * torch.ones(3)
