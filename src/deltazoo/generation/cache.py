@@ -292,7 +292,7 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
         ValueError: the cache has other layers than the model, and has been used.
     """
     if not isinstance(cache, Cache):
-        raise ValueError(f"the cache must be one of transformers (a Cache), got {type(cache).__name__}")
+        raise ValueError(f"the cache must be a transformers Cache, got {type(cache).__name__}")
     if not cache.layers and cache.layer_class_to_replicate is not None:
         cache.layers.extend(cache.layer_class_to_replicate() for _ in layer_types)
     beyond = cache.layers[len(layer_types) :]  # transformers 5.14 makes a layer per entry of config.layer_types
