@@ -25,7 +25,10 @@ from deltazoo.layers.state import MixerState
 __all__ = [
     "CacheStates",
     "DeltaRuleCacheLayer",
+    "check_cache",
     "is_used",
+    "layer_of_cache",
+    "not_of_a_linear_layer",
     "prepare_cache",
     "prepare_cache_layer",
     "refuse_to_go_back",
@@ -263,6 +266,34 @@ def why_not_shared(cache: Cache | None) -> str | None:
     return None
 
 
+def layer_of_cache(cache: Cache, index: int) -> Any:
+    """Layer `index` of a cache; ValueError if it has fewer."""
+    if index >= len(cache.layers):
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers and the model more: it belongs to another model, or was not "
+            "made with DynamicCache(config=model.config)"
+        )
+    return cache.layers[index]
+
+
+def not_of_a_linear_layer(layer: Any, index: int) -> ValueError:
+    """The error for a cache that holds something else than states where the model has linear layer `index`."""
+    return ValueError(
+        f"layer {index} of the model is linear, but the cache holds a used {type(layer).__name__} there: it belongs to "
+        "another model, or is a prefix of keys and values (prefix tuning), which only softmax layers can attend to"
+    )
+
+
+def check_cache(cache: object, num_layers: int) -> None:
+    """Raise ValueError for anything but a cache of transformers that holds tokens in at most so many layers."""
+    if not isinstance(cache, Cache):
+        raise ValueError(f"the cache must be a transformers Cache, got {type(cache).__name__}")
+    if any(is_used(layer) for layer in cache.layers[num_layers:]):
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers and the model {num_layers}: it belongs to another model"
+        )
+
+
 def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
     """Put a `DeltaRuleCacheLayer` into a fresh cache for every linear layer, in place; prepared ones stay.
 
@@ -273,13 +304,10 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
     Raises:
         ValueError: the cache has other layers than the model, and has been used.
     """
-    if not isinstance(cache, Cache):
-        raise ValueError(f"past_key_values must be a transformers Cache, got {type(cache).__name__}")
+    check_cache(cache, len(layer_types))
     if not cache.layers and cache.layer_class_to_replicate is not None:
         cache.layers.extend(cache.layer_class_to_replicate() for _ in layer_types)
-    beyond = cache.layers[len(layer_types) :]  # transformers 5.14 makes a layer per entry of config.layer_types
-    if not any(is_used(layer) for layer in beyond):
-        del cache.layers[len(layer_types) :]
+    del cache.layers[len(layer_types) :]  # transformers 5.14 makes a layer per entry of config.layer_types
     if len(cache.layers) != len(layer_types):
         raise ValueError(
             f"the cache has {len(cache.layers)} layers and the model {len(layer_types)}: it belongs to another model"
@@ -304,17 +332,11 @@ def prepare_cache_layer(cache: Cache, index: int) -> None:
     """
     if cache.layer_class_to_replicate is not None:
         cache.layers.extend(cache.layer_class_to_replicate() for _ in range(index + 1 - len(cache.layers)))
-    if index >= len(cache.layers):
-        raise ValueError(f"the cache has {len(cache.layers)} layers and the model more: it belongs to another model")
-    layer = cache.layers[index]
+    layer = layer_of_cache(cache, index)
     if isinstance(layer, DeltaRuleCacheLayer):
         return
     if is_used(layer):
-        raise ValueError(
-            f"layer {index} of the model is linear, but the cache holds a used {type(layer).__name__} there: "
-            "it belongs to another model, or is a prefix of keys and values (prefix tuning), which only softmax layers "
-            "can attend to"
-        )
+        raise not_of_a_linear_layer(layer, index)
     if getattr(layer, "record_past", False):
         refuse_to_go_back()
     # Full softmax layers make longer masks than sliding layers have windows.

@@ -16,7 +16,6 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.interop.acceleration.layer_states import keep_state, stored_state
 from deltazoo.interop.acceleration.packing_hook import (
-    EXPLICIT_PACKING,
     POSITIONS,
     SHARED_BATCH,
     has_explicit_packing,
@@ -28,6 +27,7 @@ from deltazoo.interop.acceleration.transformers_layers import (
     arrangement_of,
 )
 from deltazoo.layers.backend_report import RuleDescription, describe_update
+from deltazoo.layers.batch_description import PACKING_ARGUMENTS
 from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
@@ -91,8 +91,8 @@ class AcceleratedMixer:
         positions = kwargs.get(POSITIONS)
         if positions is None and has_explicit_packing(kwargs):
             raise ValueError(
-                f"{type(self).__name__} was given packed documents ({', '.join(EXPLICIT_PACKING)}) that no accelerated "
-                "model around it has described: call the whole model"
+                f"{type(self).__name__} was given packed documents ({', '.join(PACKING_ARGUMENTS)}) that no "
+                "accelerated model around it has described: call the whole model"
             )
         if kwargs.get(SHARED_BATCH) is not None:
             sequences = kwargs[SHARED_BATCH].sequences
@@ -102,7 +102,7 @@ class AcceleratedMixer:
         hidden_states = sequences.arrange(hidden_states)
 
         projections = self.arrangement.project(self, hidden_states)
-        before = stored_state(cache, self.layer_idx, self.conv_kernel_size)
+        before = stored_state(cache, self.layer_idx, self.conv_kernel_size, projections.qkv)
         if positions is None and sequences.whole_rows and self._may_overwrite(before, projections.qkv):
             output = self._step(projections, before)
         else:

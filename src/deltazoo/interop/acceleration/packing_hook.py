@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from deltazoo.generation.cache import check_cache
 from deltazoo.generation.cache_argument import CACHE, cache_in
 from deltazoo.layers.batch_description import (
+    PACKING_ARGUMENTS,
     BatchDescription,
     agreeing_starts,
     checked_position_ids,
@@ -30,9 +32,9 @@ from deltazoo.layers.batch_description import (
 )
 from deltazoo.layers.sequences import describe_sequences
 from deltazoo.ops import ContextParallel
+from deltazoo.ops.validation import check_tensor
 
 __all__ = [
-    "EXPLICIT_PACKING",
     "FORWARD_ARGUMENTS",
     "POSITIONS",
     "SHARED_BATCH",
@@ -43,8 +45,6 @@ __all__ = [
 
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
 """The first arguments of every base model's forward, in order."""
-EXPLICIT_PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
-"""Arguments that say where documents begin and mean nothing else."""
 POSITIONS = "deltazoo_positions"
 """The argument that takes each token's position in its document, `[B, T]` from 0, down to the layers."""
 SHARED_BATCH = "delta_batch"
@@ -72,6 +72,7 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if call.get(SHARED_BATCH) is not None:
         return None  # described already
     shape = (tokens.shape[0], tokens.shape[1])
+    check_tensor("position_ids", call.get("position_ids"))
     context = getattr(model, "deltazoo_context", None)
     if context is not None:
         return (), _with_shared_batch(model, call, context, shape, tokens.device)
@@ -79,7 +80,7 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if shape[1] == 1 and not has_explicit_packing(call):
         return (), _with_padding(call, mask, shape, tokens.device)  # a decoding step
     positions = _text_positions(call.get("position_ids"), shape)
-    found = document_starts(shape, {name: call.get(name) for name in EXPLICIT_PACKING})
+    found = document_starts(shape, {name: call.get(name) for name in PACKING_ARGUMENTS})
     if found:
         starts = _starts_by_all(found, positions, call.get("position_ids"))
     else:
@@ -102,7 +103,7 @@ def _with_shared_batch(
     model: nn.Module, call: dict[str, Any], context: ContextParallel, shape: tuple[int, int], device: torch.device
 ) -> dict[str, Any]:
     """The arguments with a description of this rank's piece of rows that several ranks share."""
-    given = {name: call.pop(name, None) for name in ("attention_mask", "cu_seqlens", "cu_seq_lens_q", "seq_idx")}
+    given = {name: call.pop(name, None) for name in ("attention_mask", *PACKING_ARGUMENTS)}
     positions = _text_positions(call.get("position_ids"), shape)
     wrong = None if cache_in(call) is None else "accelerated models fill no cache on several ranks"
     batch = describe_shared_batch(context, *shape, device, position_ids=positions, wrong_cache=wrong, **given)
@@ -112,8 +113,8 @@ def _with_shared_batch(
 
 
 def has_explicit_packing(arguments: Mapping[str, Any]) -> bool:
-    """Whether one of `EXPLICIT_PACKING` is given."""
-    return any(arguments.get(name) is not None for name in EXPLICIT_PACKING)
+    """Whether one of `PACKING_ARGUMENTS` is given."""
+    return any(arguments.get(name) is not None for name in PACKING_ARGUMENTS)
 
 
 def _read_mask(model: nn.Module, call: dict[str, Any], shape: tuple[int, int]) -> Tensor | None:
@@ -123,6 +124,8 @@ def _read_mask(model: nn.Module, call: dict[str, Any], shape: tuple[int, int]) -
     call["attention_mask"] = attention_mask = whole_numbers(call.get("attention_mask"), layer_types)
     if isinstance(attention_mask, Mapping) and shape[1] == 1:
         return None  # `generate` has prepared it, and its single tokens are real
+    if cache_in(call) is not None:
+        check_cache(cache_in(call), len(config.layer_types))
     mask = current_padding(attention_mask, shape, _num_tokens(cache_in(call)))
     if mask is None or (isinstance(attention_mask, Mapping) and not torch.compiler.is_compiling() and bool(mask.all())):
         return None
