@@ -118,10 +118,10 @@ def foreign_model(family: str, dtype: torch.dtype = torch.float32, **overrides: 
     else:
         config = config_class(**options)
     model_class = getattr(importlib.import_module(f"{package}.modeling_{family}"), model_name)
-    return _with_weights(model_class, config).to(dtype).eval()
+    return with_weights(model_class, config).to(dtype).eval()
 
 
-def _with_weights(model_class: Any, config: Any) -> Any:
+def with_weights(model_class: Any, config: Any) -> Any:
     torch.manual_seed(1)
     model = model_class(config)
     generator = torch.Generator().manual_seed(2)
@@ -147,7 +147,7 @@ def model_with_pictures(family: str) -> Any:
     config = getattr(configuration, f"{name}Config")(
         text_config={**COMMON, **FAMILIES[family][2]}, vision_config=vision, **special
     )
-    return _with_weights(getattr(modeling, f"{name}ForConditionalGeneration"), config).eval()
+    return with_weights(getattr(modeling, f"{name}ForConditionalGeneration"), config).eval()
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
-from foreign_models import COMMON, FAMILIES
+from foreign_models import COMMON, FAMILIES, with_weights
 from tiny_families import tiny_original
 from tiny_models import tiny_named
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import deltazoo
 
+CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+"""The argument for a cache, and the field of outputs, by the name that the installed transformers uses."""
 KINDS = ["pure", "hybrid", "swapped", "accelerated"]
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -21,8 +26,9 @@ def model_of_kind(kind: str, auto_class: Any = AutoModelForCausalLM, **options: 
         model = tiny_original("llama", auto_class, **options)
         deltazoo.swap_attention(model, "gated_deltanet", "1:1")
     elif kind == "accelerated":
-        config = AutoConfig.for_model("qwen3_next", **COMMON, **FAMILIES["qwen3_next"][2], **options)
-        model = auto_class.from_config(config)
+        config = AutoConfig.for_model("qwen3_next", **{**COMMON, **FAMILIES["qwen3_next"][2], **options})
+        # The grouped matrix product of the experts' other implementation does not support float64.
+        model = with_weights(partial(auto_class.from_config, experts_implementation="eager"), config)
         deltazoo.accelerate(model)
     else:
         sizes = _HYBRID if kind == "hybrid" else {}

@@ -25,7 +25,10 @@ from deltazoo.layers.state import MixerState
 __all__ = [
     "CacheStates",
     "DeltaRuleCacheLayer",
+    "check_cache",
     "is_used",
+    "layer_of_cache",
+    "not_of_a_linear_layer",
     "prepare_cache",
     "prepare_cache_layer",
     "refuse_to_go_back",
@@ -281,6 +284,16 @@ def not_of_a_linear_layer(layer: Any, index: int) -> ValueError:
     )
 
 
+def check_cache(cache: object, num_layers: int) -> None:
+    """Raise ValueError for anything but a cache of transformers that holds tokens in at most so many layers."""
+    if not isinstance(cache, Cache):
+        raise ValueError(f"the cache must be a transformers Cache, got {type(cache).__name__}")
+    if any(is_used(layer) for layer in cache.layers[num_layers:]):
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers and the model {num_layers}: it belongs to another model"
+        )
+
+
 def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
     """Put a `DeltaRuleCacheLayer` into a fresh cache for every linear layer, in place; prepared ones stay.
 
@@ -291,13 +304,10 @@ def prepare_cache(cache: Cache, layer_types: Sequence[str]) -> None:
     Raises:
         ValueError: the cache has other layers than the model, and has been used.
     """
-    if not isinstance(cache, Cache):
-        raise ValueError(f"the cache must be a transformers Cache, got {type(cache).__name__}")
+    check_cache(cache, len(layer_types))
     if not cache.layers and cache.layer_class_to_replicate is not None:
         cache.layers.extend(cache.layer_class_to_replicate() for _ in layer_types)
-    beyond = cache.layers[len(layer_types) :]  # transformers 5.14 makes a layer per entry of config.layer_types
-    if not any(is_used(layer) for layer in beyond):
-        del cache.layers[len(layer_types) :]
+    del cache.layers[len(layer_types) :]  # transformers 5.14 makes a layer per entry of config.layer_types
     if len(cache.layers) != len(layer_types):
         raise ValueError(
             f"the cache has {len(cache.layers)} layers and the model {len(layer_types)}: it belongs to another model"

@@ -19,7 +19,7 @@ from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.capture_conditions import why_not_these_arguments, why_not_this_call, why_not_this_model
 from deltazoo.generation.captured_call import CapturedCall
 from deltazoo.generation.kept_steps import KeptSteps
-from deltazoo.layers.batch_description import refuse_empty
+from deltazoo.layers.batch_description import current_padding, refuse_empty, whole_numbers
 
 __all__ = ["CapturedGeneration", "without_single_tokens"]
 
@@ -65,10 +65,15 @@ class CapturedGeneration:
         """As in transformers, but linear layers are told of the padding in every piece of a prompt.
 
         transformers 5.14 tells them of none once the cache holds a state.
+
+        Raises:
+            ValueError: the mask says something else than which tokens are real, which linear layers cannot follow.
         """
+        several_tokens = inputs_embeds.shape[1] > 1  # a single one is never padding, see `without_single_tokens`
+        if several_tokens:
+            current_padding(whole_numbers(attention_mask), (inputs_embeds.shape[0], inputs_embeds.shape[1]), None)
         create = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
         masks = create(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
-        several_tokens = inputs_embeds.shape[1] > 1  # a single one is never padding, see `without_single_tokens`
         if several_tokens and isinstance(masks, dict) and masks.get("linear_attention", ...) is None:
             masks["linear_attention"] = create_recurrent_attention_mask(kwargs["config"], inputs_embeds, attention_mask)
         return masks

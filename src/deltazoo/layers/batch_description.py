@@ -6,7 +6,7 @@ forward pass for own, swapped and accelerated models alike. Two that disagree ar
 the wrong one leaks state from one document into the next.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from deltazoo.layers.sequences import (
     Sequences,
     SharedSequences,
     check_cu_seqlens,
+    check_zeros_and_ones,
     describe_sequences,
     describe_shared,
     readable,
@@ -33,11 +34,15 @@ __all__ = [
     "PACKING_ARGUMENTS",
     "BatchDescription",
     "agreeing_starts",
+    "checked_position_ids",
+    "current_padding",
     "describe_batch",
     "describe_shared_batch",
     "document_starts",
     "positions_in_documents",
     "refuse_empty",
+    "row_positions",
+    "whole_numbers",
 ]
 
 PACKING_ARGUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -126,10 +131,10 @@ def describe_batch(
     """
     shape = (batch_size, num_tokens)
     refuse_empty(shape)
-    attention_mask = _whole_numbers(attention_mask)
-    mask = _current_padding(attention_mask, shape, past_length)
+    attention_mask = whole_numbers(attention_mask)
+    mask = current_padding(attention_mask, shape, past_length)
     cu_seqlens = _one_cu_seqlens(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
-    position_ids = _checked_position_ids(position_ids, shape)
+    position_ids = checked_position_ids(position_ids, shape)
 
     # Ready masks of a model without linear layers do not say where padding is; its positions may look like restarts.
     padding_known = not isinstance(attention_mask, Mapping) or "linear_attention" in attention_mask
@@ -140,7 +145,7 @@ def describe_batch(
         raise ValueError(_NO_CACHE)
     if starts is None:
         if position_ids is None:
-            position_ids = _row_positions(attention_mask, num_tokens, past_length, device)
+            position_ids = row_positions(attention_mask, num_tokens, past_length, device)
         sequences = describe_sequences(batch_size, num_tokens, attention_mask=mask)
         return BatchDescription(sequences, position_ids, attention_mask)
 
@@ -173,18 +178,18 @@ def describe_shared_batch(
     """
 
     def check() -> None:
-        mask = _whole_numbers(attention_mask)
-        if isinstance(mask, Mapping) or (mask is not None and not bool(mask.all())):
+        mask = whole_numbers(attention_mask)
+        if isinstance(mask, Mapping) or (mask is not None and not _checked_tokens(mask)[1]):
             raise ValueError("rows that several ranks share take no padding: pack them with cu_seqlens")
         if seq_idx is not None:
             raise ValueError("rows that several ranks share take cu_seqlens in place of seq_idx")
         if wrong_cache is not None:
             raise ValueError(wrong_cache)
-        _checked_position_ids(position_ids, (batch_size, num_tokens))
+        checked_position_ids(position_ids, (batch_size, num_tokens))
 
     cu_seqlens = _one_cu_seqlens(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k)
     sequences = describe_shared(context, batch_size, num_tokens, cu_seqlens, check, fills_cache=fills_cache)
-    position_ids = _checked_position_ids(position_ids, (batch_size, num_tokens))
+    position_ids = checked_position_ids(position_ids, (batch_size, num_tokens))
     if position_ids is not None and cu_seqlens is None:
         starts = _starts_from_positions(all_tokens(position_ids, sequences.context), None)
         if bool(starts[:, 1:].any()):
@@ -246,16 +251,21 @@ def positions_in_documents(starts: Tensor) -> Tensor:
     return tokens - torch.where(starts, tokens, 0).cummax(1).values
 
 
-def _whole_numbers(
-    attention_mask: Tensor | Mapping[str, Tensor | None] | None,
+def whole_numbers(
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None, layer_types: Collection[str] = LAYER_TYPES
 ) -> Tensor | Mapping[str, Tensor | None] | None:
-    """The mask without fractions, or the ready masks with such a one for linear layers."""
+    """The mask without fractions, or the ready masks with such a one for linear layers.
+
+    Args:
+        attention_mask: as of `describe_batch`.
+        layer_types: that ready masks may be named by.
+    """
     if not isinstance(attention_mask, Mapping):
         check_tensor("attention_mask", attention_mask)
         return _without_fractions(attention_mask)
     for layer_type, mask in attention_mask.items():
-        if layer_type not in LAYER_TYPES:
-            raise ValueError(f"attention_mask: {unknown('layer type', layer_type, LAYER_TYPES)}")
+        if layer_type not in layer_types:
+            raise ValueError(f"attention_mask: {unknown('layer type', layer_type, layer_types)}")
         check_tensor(f"attention_mask[{layer_type!r}]", mask)
     if "linear_attention" not in attention_mask:
         return attention_mask
@@ -275,10 +285,21 @@ def _without_fractions(attention_mask: Tensor | None) -> Tensor | None:
     return real
 
 
-def _current_padding(
-    attention_mask: Tensor | Mapping[str, Tensor | None] | None, shape: tuple[int, int], past_length: int | Tensor
+def current_padding(
+    attention_mask: Tensor | Mapping[str, Tensor | None] | None,
+    shape: tuple[int, int],
+    past_length: int | Tensor | None,
 ) -> Tensor | None:
-    """`[B, T]` bool of the current tokens, or None if all are known to be real."""
+    """`[B, T]` bool of the current tokens, True = real, or None if all are known to be real.
+
+    Args:
+        attention_mask: that `whole_numbers` has made.
+        shape: B and T of the current tokens.
+        past_length: tokens already in the cache; None if nobody has counted them.
+
+    Raises:
+        ValueError: a mask of another shape, over pairs of tokens, or with other values than 0 and 1.
+    """
     if isinstance(attention_mask, Mapping):
         mask = attention_mask.get("linear_attention")
         return None if mask is None else zeros_and_ones(mask[:, -shape[1] :])
@@ -289,15 +310,30 @@ def _current_padding(
             f"attention_mask must have 2 dimensions [batch, tokens] with 1 = real token, got shape "
             f"{tuple(attention_mask.shape)}; a linear layer cannot follow a mask over pairs of tokens"
         )
-    total = past_length + shape[1] if isinstance(past_length, int) else attention_mask.shape[1]
+    if isinstance(past_length, Tensor):
+        past_length = int(past_length) if readable(past_length) else None
+    total = attention_mask.shape[1] if past_length is None else past_length + shape[1]
     if attention_mask.shape != (shape[0], total) or total < shape[1]:
-        raise ValueError(
-            f"attention_mask must have shape {(shape[0], total)}: {past_length} tokens in the cache and {shape[1]} new "
-            f"ones, got {tuple(attention_mask.shape)}"
-        )
-    mask = zeros_and_ones(attention_mask[:, -shape[1] :])
-    # Reading the mask costs one wait for the device per forward pass and saves every layer the work of padding.
-    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+        counted = "" if past_length is None else f": {past_length} tokens in the cache and {shape[1]} new ones"
+        expected = (shape[0], max(total, shape[1]))
+        raise ValueError(f"attention_mask must have shape {expected}{counted}, got {tuple(attention_mask.shape)}")
+    if torch.compiler.is_compiling():
+        return attention_mask[:, -shape[1] :].bool()
+    mask, all_real = _checked_tokens(attention_mask, shape[1])
+    return None if all_real else mask
+
+
+def _checked_tokens(attention_mask: Tensor, num_tokens: int | None = None) -> tuple[Tensor, bool]:
+    """The last columns of a mask `[B, past + T]` as bool, and whether all of them are real.
+
+    Reading that costs one wait for the device per forward pass and saves every layer the work of padding.
+    """
+    current = attention_mask[:, -(num_tokens or attention_mask.shape[1]) :]
+    if attention_mask.dtype == torch.bool or not attention_mask.numel():
+        return current.bool(), bool(current.all())
+    least, most, least_now = torch.stack([*attention_mask.aminmax(), current.amin()]).tolist()
+    check_zeros_and_ones(least, most)
+    return current.bool(), least_now == 1
 
 
 def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
@@ -313,7 +349,8 @@ def _one_cu_seqlens(*candidates: Tensor | None) -> Tensor | None:
     return given[0] if given else None
 
 
-def _checked_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+def checked_position_ids(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """Positions `[B, T]` or `[1, T]`, also of `[T]`; ValueError unless they are of B rows of T tokens."""
     check_tensor("position_ids", position_ids)
     if position_ids is None:
         return None
@@ -391,7 +428,7 @@ def _separate_padding(starts: Tensor, mask: Tensor) -> Tensor:
     return ~mask | (document > real_before) | (tokens == 0)
 
 
-def _row_positions(
+def row_positions(
     attention_mask: Tensor | Mapping[str, Tensor | None] | None,
     num_tokens: int,
     past_length: int | Tensor,

@@ -307,12 +307,18 @@ def zeros_and_ones(mask: Tensor) -> Tensor:
     """A mask of whole numbers as bool; ValueError for values other than 0 and 1, where reading them is free."""
     if mask.dtype == torch.bool:
         return mask
-    if readable(mask) and mask.numel() and not 0 <= int(mask.min()) <= int(mask.max()) <= 1:
+    if readable(mask) and mask.numel():
+        check_zeros_and_ones(int(mask.min()), int(mask.max()))
+    return mask.bool()
+
+
+def check_zeros_and_ones(least: int, most: int) -> None:
+    """Raise ValueError for the least and the largest value of a mask other than 0 and 1."""
+    if not 0 <= least <= most <= 1:
         raise ValueError(
-            f"attention_mask must hold only 0 and 1, got values from {int(mask.min())} to {int(mask.max())}; "
+            f"attention_mask must hold only 0 and 1, got values from {least} to {most}; "
             "for packed documents pass cu_seqlens, or seq_idx to a model"
         )
-    return mask.bool()
 
 
 def readable(x: Tensor) -> bool:

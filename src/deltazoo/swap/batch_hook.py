@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from deltazoo.generation.cache import check_cache
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.models.forward_arguments import describe_arguments, refuse_several_documents, take_row_head
 from deltazoo.ops import ContextParallel
@@ -34,10 +35,11 @@ def _describe(
     names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
     """The hook: `names` are those of the forward pass's positional arguments."""
-    return (), _with_description(dict(zip(names, args, strict=False)) | kwargs, module.deltazoo_context)  # type: ignore[arg-type]
+    return (), _with_description(module, dict(zip(names, args, strict=False)) | kwargs)
 
 
-def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -> dict[str, Any]:
+def _with_description(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    context: ContextParallel | None = model.deltazoo_context
     row_head = take_row_head(kwargs)
     tokens = kwargs.get("input_ids")
     if tokens is None:
@@ -45,7 +47,10 @@ def _with_description(kwargs: dict[str, Any], context: ContextParallel | None) -
     if tokens is None or kwargs.get("delta_batch") is not None:
         return kwargs  # the model raises; the batch is described already
     cache, position_ids = cache_in(kwargs), kwargs.get("position_ids")
-    past_length = 0 if cache is None else cache.get_seq_length()
+    past_length: int | Tensor = 0
+    if cache is not None:
+        check_cache(cache, model.config.num_hidden_layers)
+        past_length = cache.get_seq_length()
     mask = _token_mask(kwargs)
     batch = describe_arguments(context, tokens, cache, past_length, mask, position_ids, kwargs)
     kwargs["delta_batch"] = batch

@@ -97,7 +97,7 @@ def test_only_one_token_of_the_same_dtype_overwrites_the_states(monkeypatch):
     with torch.no_grad():
         cache.update_conv_state(torch.randn(1, qkv.shape[2], 4), 0, conv_kernel_size=4)
         cache.update_recurrent_state(torch.randn(1, 4, 8, 16), 0)
-        before = stored_state(cache, 0, 4)
+        before = stored_state(cache, 0, 4, qkv)
         assert layer._may_overwrite(before, qkv)
         assert not layer._may_overwrite(before, qkv.bfloat16())
         assert not layer._may_overwrite(before, qkv.expand(1, 2, -1))

@@ -4,32 +4,49 @@ So a cache stays valid across `accelerate` and `restore`. Beam search, static ca
 own, but for a cache that records tokens to take them back: transformers would take back the convolution's alone.
 """
 
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from transformers.cache_utils import Cache
-
-from deltazoo.generation.cache import layer_of_cache, not_of_a_linear_layer, refuse_to_go_back
+from deltazoo.generation.cache import (
+    DeltaRuleCacheLayer,
+    layer_of_cache,
+    not_of_a_linear_layer,
+    refuse_to_go_back,
+)
 from deltazoo.layers.state import MixerState
 
 __all__ = ["keep_state", "stored_state"]
 
 
-def stored_state(cache: Cache | None, layer_idx: int, taps: int) -> MixerState | None:
+def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) -> MixerState | None:
     """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token.
 
+    Args:
+        cache: of the model.
+        layer_idx: which layer asks.
+        taps: of its convolution.
+        qkv: `[B, T, C]`, what it convolves now.
+
     Raises:
-        ValueError: the cache has no states there.
+        ValueError: the cache is of another model, or of another number of rows.
         RuntimeError: the cache records tokens, to take them back.
     """
     if cache is None:
         return None
     layer = layer_of_cache(cache, layer_idx)
-    if not hasattr(layer, "recurrent_states"):
+    if not isinstance(layer, LinearAttentionCacheLayerMixin) or isinstance(layer, DeltaRuleCacheLayer):
         raise not_of_a_linear_layer(layer, layer_idx)
     if layer.record_past:
         refuse_to_go_back()
     if not layer.has_previous_state[0]:
         return None
-    return MixerState(layer.conv_states[0][..., -taps:], layer.recurrent_states[0])
+    conv = layer.conv_states[0][..., -taps:]
+    if conv.shape[:2] != (qkv.shape[0], qkv.shape[2]):
+        raise ValueError(
+            f"the convolution state must have shape {(qkv.shape[0], qkv.shape[2], taps)}, got {tuple(conv.shape)}: the "
+            "cache belongs to another model, or has other rows"
+        )
+    return MixerState(conv, layer.recurrent_states[0])
 
 
 def keep_state(cache: Cache, layer_idx: int, state: MixerState) -> None:

@@ -16,7 +16,6 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from deltazoo.generation.cache_argument import takes_cache
 from deltazoo.interop.acceleration.layer_states import keep_state, stored_state
 from deltazoo.interop.acceleration.packing_hook import (
-    EXPLICIT_PACKING,
     POSITIONS,
     SHARED_BATCH,
     has_explicit_packing,
@@ -28,10 +27,11 @@ from deltazoo.interop.acceleration.transformers_layers import (
     arrangement_of,
 )
 from deltazoo.layers.backend_report import RuleDescription
+from deltazoo.layers.batch_description import PACKING_ARGUMENTS
 from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
-from deltazoo.layers.sequences import WHOLE_ROWS, PaddedSequences, Sequences, SharedSequences
+from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, SharedSequences, describe_sequences
 from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
 from deltazoo.layers.state import MixerState, is_decoding_step
 from deltazoo.models.forward_arguments import refuse_dropped
@@ -75,8 +75,8 @@ class AcceleratedMixer:
         Args:
             hidden_states: `[B, T, hidden_size]`.
             cache: that of the model; the layer reads and writes its state there as its original does.
-            attention_mask: `[B, T]` for these tokens, nonzero = real. Padding may be anywhere: it does not influence
-                other positions, and its outputs are zeros.
+            attention_mask: `[B, T]` bool or integer for these tokens, 1 = real. Padding may be anywhere: it does not
+                influence other positions, and its outputs are zeros.
             kwargs: further arguments of the decoder layer; those are read that the model around it has made of the
                 description of the batch.
 
@@ -84,27 +84,25 @@ class AcceleratedMixer:
             `[B, T, hidden_size]`.
 
         Raises:
-            ValueError: packed documents that the model around the layer did not describe.
+            ValueError: packed documents that the model around the layer did not describe; another kind of mask.
             TypeError: an argument that the layer does not know.
         """
         refuse_dropped(self, kwargs, _KNOWN)
         positions = kwargs.get(POSITIONS)
         if positions is None and has_explicit_packing(kwargs):
             raise ValueError(
-                f"{type(self).__name__} was given packed documents ({', '.join(EXPLICIT_PACKING)}) that no accelerated "
-                "model around it has described: call the whole model"
+                f"{type(self).__name__} was given packed documents ({', '.join(PACKING_ARGUMENTS)}) that no "
+                "accelerated model around it has described: call the whole model"
             )
-        # A single token is never padding, so a mask of one column is ignored.
-        sequences: Sequences = WHOLE_ROWS
         if kwargs.get(SHARED_BATCH) is not None:
             sequences = kwargs[SHARED_BATCH].sequences
             positions = sequences.positions
-        elif attention_mask is not None and hidden_states.shape[1] > 1:
-            sequences = PaddedSequences.from_mask(attention_mask)
+        else:
+            sequences = describe_sequences(*hidden_states.shape[:2], attention_mask=attention_mask)
         hidden_states = sequences.arrange(hidden_states)
 
         projections = self.arrangement.project(self, hidden_states)
-        before = stored_state(cache, self.layer_idx, self.conv_kernel_size)
+        before = stored_state(cache, self.layer_idx, self.conv_kernel_size, projections.qkv)
         if positions is None and sequences.whole_rows and self._may_overwrite(before, projections.qkv):
             output = self._step(projections, before)
         else:

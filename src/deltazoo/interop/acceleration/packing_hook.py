@@ -1,9 +1,12 @@
-"""How packed documents reach accelerated layers: a hook finds them in the arguments of the base model's forward pass.
+"""How padding and packed documents reach accelerated layers, from the arguments of the base model's forward pass.
 
 transformers tells its softmax layers where documents begin by `position_ids` that start again, and tells its
-delta-rule layers by other arguments, or not at all. The hook tells both, from whatever the caller passed. The layers
+delta-rule layers by other arguments, or not at all. A hook tells both, from whatever the caller passed. The layers
 get each token's position in its document. A document's first token forgets the state before it, so packed rows take no
 other path than unpacked ones, in any batch size.
+
+Padding is told to delta-rule layers by a mask that transformers leaves out for single tokens, and in older versions for
+all tokens after the first ones. The hook reads the caller's own.
 """
 
 from collections.abc import Mapping
@@ -11,20 +14,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
 
+from deltazoo.generation.cache import check_cache
 from deltazoo.generation.cache_argument import CACHE, cache_in
 from deltazoo.layers.batch_description import (
+    PACKING_ARGUMENTS,
+    BatchDescription,
     agreeing_starts,
+    checked_position_ids,
+    current_padding,
     describe_shared_batch,
     document_starts,
     positions_in_documents,
     refuse_empty,
+    row_positions,
+    whole_numbers,
 )
+from deltazoo.layers.sequences import describe_sequences
 from deltazoo.models.forward_arguments import refuse_several_documents, take_row_head
 from deltazoo.ops import ContextParallel
+from deltazoo.ops.validation import check_tensor
 
 __all__ = [
-    "EXPLICIT_PACKING",
     "FORWARD_ARGUMENTS",
     "POSITIONS",
     "SHARED_BATCH",
@@ -35,24 +47,24 @@ __all__ = [
 
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
 """The first arguments of every base model's forward, in order."""
-EXPLICIT_PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
-"""Arguments that say where documents begin and mean nothing else."""
 POSITIONS = "deltazoo_positions"
 """The argument that takes each token's position in its document, `[B, T]` from 0, down to the layers."""
 SHARED_BATCH = "delta_batch"
-"""The argument that takes a ready description of the batch down to the layers, as in swapped models."""
+"""The argument that takes the description of padding, or of rows that several ranks share, down to the layers."""
 _SPARSE_LAYER_TYPES = {"indexed_attention", "qwen_sparse_attention", "deepseek_sparse_attention"}
 """Softmax layers that choose among pooled tokens: one name since transformers 5.18, one per family before."""
 
 
 def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a base model: find packed documents in the arguments, and tell all layers of them.
+    """Forward pre-hook of a base model: find padding and packed documents in the arguments, and tell all layers.
 
-    Documents are given by `cu_seqlens` or `cu_seq_lens_q` (one row), by `seq_idx`, or by `position_ids` that do not
-    rise by one, as transformers' softmax layers understand them. A packed batch fills no cache.
+    Padding is given by `attention_mask`, `[B, past + T]`. Documents are given by `cu_seqlens` or `cu_seq_lens_q` (one
+    row), by `seq_idx`, or by `position_ids` that do not rise by one, as transformers' softmax layers understand them. A
+    packed batch fills no cache.
 
     Raises:
-        ValueError: no rows or no tokens; two descriptions contradict each other, or packing meets padding or a cache.
+        ValueError: no rows or no tokens; a mask that says something else than which tokens are real; two descriptions
+            contradict each other, or packing meets padding or a cache.
         NotImplementedError: other layers of this model would mix the documents.
     """
     row_head = take_row_head(kwargs)
@@ -63,28 +75,29 @@ def describe_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if call.get(SHARED_BATCH) is not None:
         return None  # described already
     shape = (tokens.shape[0], tokens.shape[1])
+    check_tensor("position_ids", call.get("position_ids"))
     context = getattr(model, "deltazoo_context", None)
     if context is not None:
         refuse_several_documents(row_head)
         return (), _with_shared_batch(model, call, context, shape, tokens.device)
     refuse_empty(shape)
+    mask = _read_mask(model, call, shape)
     if shape[1] == 1 and not has_explicit_packing(call):
-        return None  # a decoding step
-    mask = _padding_mask(call.get("attention_mask"), shape[1])
+        return (), _with_padding(call, mask, shape, tokens.device)  # a decoding step
     positions = _text_positions(call.get("position_ids"), shape)
-    found = document_starts(shape, {name: call.get(name) for name in EXPLICIT_PACKING})
+    found = document_starts(shape, {name: call.get(name) for name in PACKING_ARGUMENTS})
     if found:
         starts = _starts_by_all(found, positions, call.get("position_ids"))
     else:
         by_positions = _starts_by_positions(model, call, positions, mask)
         if by_positions is None:
-            return None
+            return (), _with_padding(call, mask, shape, tokens.device)
         starts = by_positions
 
     if row_head is not None and (torch.compiler.is_compiling() or bool(starts[:, 1:].any())):
         refuse_several_documents(row_head)
     _check_layers(model)
-    _drop_padding_mask(call, mask)
+    _drop_mask(call, mask)
     _refuse_cache(call)
     call[POSITIONS] = positions_in_documents(starts)
     if call.get("position_ids") is None:
@@ -97,7 +110,7 @@ def _with_shared_batch(
     model: nn.Module, call: dict[str, Any], context: ContextParallel, shape: tuple[int, int], device: torch.device
 ) -> dict[str, Any]:
     """The arguments with a description of this rank's piece of rows that several ranks share."""
-    given = {name: call.pop(name, None) for name in ("attention_mask", "cu_seqlens", "cu_seq_lens_q", "seq_idx")}
+    given = {name: call.pop(name, None) for name in ("attention_mask", *PACKING_ARGUMENTS)}
     positions = _text_positions(call.get("position_ids"), shape)
     wrong = None if cache_in(call) is None else "accelerated models fill no cache on several ranks"
     batch = describe_shared_batch(context, *shape, device, position_ids=positions, wrong_cache=wrong, **given)
@@ -107,24 +120,57 @@ def _with_shared_batch(
 
 
 def has_explicit_packing(arguments: Mapping[str, Any]) -> bool:
-    """Whether one of `EXPLICIT_PACKING` is given."""
-    return any(arguments.get(name) is not None for name in EXPLICIT_PACKING)
+    """Whether one of `PACKING_ARGUMENTS` is given."""
+    return any(arguments.get(name) is not None for name in PACKING_ARGUMENTS)
 
 
-def _padding_mask(attention_mask: Any, num_tokens: int) -> Tensor | None:
-    """`[B, T]` bool, True = real, if the caller's mask is about tokens; masks over pairs of tokens are not."""
-    if isinstance(attention_mask, Mapping):
-        attention_mask = attention_mask.get("linear_attention")
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+def _read_mask(model: nn.Module, call: dict[str, Any], shape: tuple[int, int]) -> Tensor | None:
+    """`[B, T]` bool, True = real, or None without padding. The mask in `call` becomes one of whole numbers."""
+    config: Any = model.config
+    layer_types = {"linear_attention", *config.layer_types}
+    call["attention_mask"] = attention_mask = whole_numbers(call.get("attention_mask"), layer_types)
+    if isinstance(attention_mask, Mapping) and shape[1] == 1:
+        return None  # `generate` has prepared it, and its single tokens are real
+    if cache_in(call) is not None:
+        check_cache(cache_in(call), len(config.layer_types))
+    mask = current_padding(attention_mask, shape, _num_tokens(cache_in(call)))
+    if mask is None or (isinstance(attention_mask, Mapping) and not torch.compiler.is_compiling() and bool(mask.all())):
         return None
-    return attention_mask[:, -num_tokens:].bool()
+    return mask
+
+
+def _num_tokens(cache: Any) -> int | Tensor | None:
+    """Tokens in a cache; None if no layer counts them."""
+    if cache is None or not cache.layers:
+        return 0
+    return cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else None
+
+
+def _with_padding(
+    call: dict[str, Any], mask: Tensor | None, shape: tuple[int, int], device: torch.device
+) -> dict[str, Any]:
+    """The arguments of an unpacked batch with a description of the padding.
+
+    Positions count on from a row's first real token, so that padding inside a row turns no keys further.
+    """
+    attention_mask = call["attention_mask"]
+    if attention_mask is None or (mask is None and isinstance(attention_mask, Mapping)):
+        return call
+    if call.get("position_ids") is None:
+        positions = row_positions(attention_mask, shape[1], _num_tokens(cache_in(call)) or 0, device)
+        if isinstance(attention_mask, Tensor):
+            positions = positions + attention_mask.int().argmax(1, keepdim=True)
+        call["position_ids"] = positions
+    sequences = describe_sequences(*shape, attention_mask=mask)
+    return call | {SHARED_BATCH: BatchDescription(sequences, call["position_ids"], attention_mask)}
 
 
 def _text_positions(position_ids: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
     """`[B, T]`; None if there are none, or only those of pictures (three rows: time, height, width)."""
     if position_ids is None or (position_ids.ndim == 3 and position_ids.shape[0] == 3):
         return None
-    return (position_ids[0] if position_ids.ndim == 3 else position_ids).expand(shape)
+    positions = checked_position_ids(position_ids[0] if position_ids.ndim == 3 else position_ids, shape)
+    return None if positions is None else positions.expand(shape)
 
 
 def _starts_by_all(found: Mapping[str, Tensor], positions: Tensor | None, position_ids: Tensor | None) -> Tensor:
@@ -155,13 +201,12 @@ def _starts_by_positions(
         # Values are not known yet. transformers' softmax layers, too, look for documents only where nothing else can be
         # meant, and then do so whatever the values.
         return None if mask is not None or _fills_cache(model, call) else starts
-    padded = mask is not None and not bool(mask.all())
-    if padded or cache_in(call) is not None:
+    if mask is not None or cache_in(call) is not None:
         restarts = positions.diff(dim=1) <= 0
         if mask is not None:
             restarts = restarts & mask[:, 1:] & mask[:, :-1]
         if bool(restarts.any()):
-            other = "padding" if padded else "a cache"
+            other = "a cache" if mask is None else "padding"
             raise ValueError(
                 f"position_ids start again inside a row, which packs documents, and there is {other}: transformers' "
                 "softmax layers do not separate documents then. Pass neither attention_mask nor a cache"
@@ -193,13 +238,12 @@ def _check_layers(model: nn.Module) -> None:
     )
 
 
-def _drop_padding_mask(call: dict[str, Any], mask: Tensor | None) -> None:
+def _drop_mask(call: dict[str, Any], mask: Tensor | None) -> None:
     """A mask without padding says nothing, but would keep softmax layers from looking for documents."""
-    if mask is None:
-        return
-    if torch.compiler.is_compiling() or not bool(mask.all()):
+    if mask is not None:
         raise ValueError("packed documents and padding in one batch: pass no attention_mask, and no padding")
-    call["attention_mask"] = None
+    if isinstance(call["attention_mask"], Tensor):
+        call["attention_mask"] = None
 
 
 def _refuse_cache(call: dict[str, Any]) -> None:
