@@ -112,7 +112,7 @@ def run_processes(count: int, *command: str) -> str:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What four processes found, by check and case."""
     folder = tmp_path_factory.mktemp("context")
-    run_processes(4, str(WORKER), str(folder), "operators", "models", "recomputation", "prefill", "errors")
+    run_processes(4, str(WORKER), str(folder), "operators", "rounding", "models", "recomputation", "prefill", "errors")
     return json.loads((folder / "results.json").read_text())
 
 
@@ -120,8 +120,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 @pytest.mark.feature("context parallelism, four processes")
 def test_operators_give_the_same_bits_on_any_number_of_ranks(results: dict[str, dict[str, Any]]) -> None:
     """Outputs, final states and all gradients, for pieces of uneven lengths on one global grid."""
-    assert len(results["operators"]) == 27
+    assert len(results["operators"]) == 39
     assert {case: names for case, names in results["operators"].items() if names} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.feature("context parallelism, four processes")
+def test_operators_compute_with_a_context_what_they_compute_without_one(results: dict[str, dict[str, Any]]) -> None:
+    assert len(results["rounding"]) == 26
+    assert {case: missed for case, missed in results["rounding"].items() if missed} == {}
 
 
 @pytest.mark.slow
@@ -191,11 +198,22 @@ def test_compiled_code_exchanges_too() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
-def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
-    run_processes(2, str(WORKER), str(tmp_path), "operators")
+def test_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
+    """As on CPUs, of two, three and four as far as there are so many: a context of one rank takes the same kernels."""
+    count = min(torch.cuda.device_count(), 4)
+    run_processes(count, str(WORKER), str(tmp_path), "operators")
     found = json.loads((tmp_path / "results.json").read_text())["operators"]
-    assert len(found) == 9
+    assert len(found) == 15 * (count - 1)
     assert {case: names for case, names in found.items() if names} == {}
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_with_a_context_what_it_computes_without_one(tmp_path: Path) -> None:
+    """Without a context it takes other kernels, fused ones among them, and the bits are others."""
+    run_processes(1, str(WORKER), str(tmp_path), "rounding")
+    found = json.loads((tmp_path / "results.json").read_text())["rounding"]
+    assert len(found) == 30
+    assert {case: missed for case, missed in found.items() if missed} == {}
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ class ContextParallel:
     Results do not depend on the number of ranks: outputs, final states and all gradients have the same bits on 1, 2, 3
     or more ranks as long as the pieces are cut at multiples of the segment length; elsewhere they differ by rounding.
     The reference backend differs by rounding on GPUs, where the order of torch's sums depends on how many there are.
+    Without a context a GPU takes other kernels: the results differ by rounding from those of a context of one rank.
 
     Args:
         group: a process group, or a device mesh of one dimension (`mesh["cp"]`); None: this process alone.
