@@ -213,7 +213,8 @@ def test_nan_stays_in_its_row_and_goes_with_it(kind, way, device):
     model = model_of_kind(kind).to(device)
     sampling = {Way.GREEDY: Sampling(), Way.DRAWN: Sampling(1.0), Way.FILTERED: Sampling(1.0, 20, 0.9)}[way]
     table = RowTable(model, [2], MOST)
-    prompts = PromptRows(model, [2], PIECE, table.empty, padded=True, max_length=MOST)
+    padded = kind != "qwen3_next"  # its experts wait for the device, which a padded pass must not
+    prompts = PromptRows(model, [2], PIECE, table.empty, padded=padded, max_length=MOST)
     ids = tokens(3, 20)
 
     def begin(row, ids):
