@@ -261,8 +261,3 @@ def test_stop_strings(capture_step):
         ids, max_new_tokens=60, do_sample=False, stop_strings=[stop], tokenizer=tokenizer, capture_step=capture_step
     )
     assert made.shape[1] == 7 + first + 1
-
-
-def test_continuous_batching_is_refused():
-    with pytest.raises(NotImplementedError, match="state transformers' continuous batching"):
-        tiny_model("hybrid").generate_batch([[1, 2, 3]])

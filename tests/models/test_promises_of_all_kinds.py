@@ -127,6 +127,11 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], ForwardArguments], Any, str]] =
         ValueError,
         "cu_seqlens and seq_idx place the documents differently, first at row 0, token 3",
     ),
+    "numbers and positions": (
+        lambda model: {"seq_idx": NUMBERS, "position_ids": torch.arange(9)[None]},
+        ValueError,
+        "seq_idx and position_ids place the documents differently, first at row 0, token 3",
+    ),
     "boundaries of two names": (
         lambda model: {"cu_seqlens": BOUNDARIES, "cu_seq_lens_q": OTHER_BOUNDARIES},
         ValueError,
@@ -157,6 +162,11 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], ForwardArguments], Any, str]] =
         "need batch size 1, got 2",
     ),
     "boundaries in a list": (lambda model: {"cu_seqlens": [0, 9]}, TypeError, "cu_seqlens must be a tensor, got list"),
+    "numbers in a list": (
+        lambda model: {"seq_idx": NUMBERS.tolist()},
+        TypeError,
+        "seq_idx must be a tensor, got list",
+    ),
     "too few numbers": (lambda model: {"seq_idx": NUMBERS[:, 1:]}, ValueError, r"seq_idx must have shape \(1, 9\)"),
     "too few positions": (lambda model: {"position_ids": POSITIONS[:, 1:]}, ValueError, "position_ids must have shape"),
     "positions of other rows": (

@@ -115,12 +115,6 @@ def test_fewer_layers(layers, tmp_path):
     assert torch.equal(generate(first), generate(model))
 
 
-@pytest.mark.parametrize("layers", ["all", [1]], ids=str)
-def test_continuous_batching_is_refused(layers):
-    with pytest.raises(NotImplementedError, match="state transformers' continuous batching"):
-        swapped("llama", layers).generate_batch([[1, 2, 3], [4, 5]])
-
-
 def test_a_swapped_model_is_exported_for_any_size():
     model = swapped("llama")
     model.config.use_cache = False

@@ -30,9 +30,11 @@ def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: b
     has an adapter or hooks. `generate` captures its decoding step. Results differ from the original by rounding,
     and in two respects:
 
-    * Packed documents are separated in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `seq_idx` or
-      `position_ids` that start again. They fill no cache.
-    * Padding does not influence other positions, wherever it is. Its outputs in these layers are zeros.
+    * Packed documents are separated in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `cu_seq_lens_k`,
+      `seq_idx` or `position_ids` that start again. They fill no cache.
+    * Padding does not influence other positions, wherever it is, in single tokens too; positions that are not given
+      skip it. Its outputs in these layers are zeros. Masks that say something else than which tokens are real are
+      refused.
 
     Call it before the model is wrapped (DDP, FSDP). Adapters and hooks of accelerate may be added before or after. A
     second call changes the backend.
