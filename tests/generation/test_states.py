@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import deltazoo
 from deltazoo.generation import Decoder
-from deltazoo.generation.states import Snapshot, fork, record, restore, rollback, snapshot
+from deltazoo.generation.states import Snapshot, detach, fork, record, restore, rollback, snapshot
 from deltazoo.generation.static_cache import fixed_cache
 
 SWAPPED = {"swapped_llama": ("llama", "1:1"), "swapped_gemma3": ("gemma3_text", "1:1"), "swapped_all": ("llama", "all")}
@@ -84,6 +84,47 @@ def test_restored_states_go_on_bit_for_bit(case, tmp_path):
     restore(fresh, after.select([1, 0]), rows=[0, 3])
     assert same(snapshot(fresh), after.select([1, 0, 1, 0]))
     assert same(snapshot(fresh, rows=[3, 0]), after)
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_detached_states_go_on_without_their_gradients(case):
+    """Segments compute what the whole does, with the gradients of segments that start from given states."""
+    model = model_of(case)
+    embedded = model.get_input_embeddings()(tokens(2, 12)).detach()
+    with torch.no_grad():
+        whole = model(inputs_embeds=embedded).logits
+
+    def segments(go_on):
+        """Per segment logits, and gradients after its backward pass: of all inputs so far, and of parameters."""
+        model.zero_grad()
+        inputs, cache = [x.clone().requires_grad_() for x in embedded.split(4, dim=1)], None
+        for x in inputs:
+            output = model(inputs_embeds=x, past_key_values=cache, use_cache=True)
+            output.logits.square().mean().backward()
+            cache = go_on(output.past_key_values)
+            gradients = [*(y.grad for y in inputs), *(p.grad for p in model.parameters())]
+            yield output.logits.detach(), [None if g is None else g.clone() for g in gradients]
+
+    def in_a_fresh_cache(cache):
+        fresh = DynamicCache(config=model.config)
+        restore(fresh, snapshot(cache).with_tensors(torch.Tensor.detach))
+        return fresh
+
+    found = list(segments(detach))
+    torch.testing.assert_close(torch.cat([logits for logits, _ in found], dim=1), whole, rtol=1e-4, atol=1e-5)
+    for (_, gradients), (_, wanted) in zip(found, segments(in_a_fresh_cache), strict=True):
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(gradients, wanted, strict=True))
+    first = [gradients[0] for _, gradients in found]
+    assert first[0].abs().sum((0, 2)).all() and all(torch.equal(x, first[0]) for x in first)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        list(segments(lambda cache: cache))
+
+
+def test_an_unknown_kind_of_layer_is_not_detached():
+    cache = DynamicCache()
+    cache.layers.append(object())
+    with pytest.raises(ValueError, match="the contents of a object cannot be taken out of a cache"):
+        detach(cache)
 
 
 def static_cache(model, saved=None, max_length=24):

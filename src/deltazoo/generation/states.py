@@ -41,6 +41,7 @@ from transformers.cache_utils import Cache
 from deltazoo.generation.cache import DeltaRuleCacheLayer, prepare_cache_layer
 from deltazoo.generation.layer_contents import (
     Tensors,
+    detach_contents,
     fill,
     fill_rows,
     kind_of,
@@ -54,7 +55,7 @@ from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import choice_name
 
-__all__ = ["Snapshot", "fork", "record", "restore", "rollback", "snapshot"]
+__all__ = ["Snapshot", "detach", "fork", "record", "restore", "rollback", "snapshot"]
 
 _FORMAT = "deltazoo states"
 _VERSION = "1"
@@ -284,6 +285,23 @@ def _make_ready(cache: Cache, saved: Snapshot) -> None:
 def fork(cache: Cache, n: int) -> None:
     """Make every row n rows, copies side by side, in place; a static cache cannot, restore a fork in another."""
     restore(cache, snapshot(cache).fork(n))
+
+
+def detach(cache: Cache) -> Cache:
+    """The cache, from which no gradient flows to the tokens so far any more, for truncated backpropagation through time.
+
+    It is changed in place, and nothing is copied. A pass over further tokens starts from the same states, and its
+    `backward()` stops there.
+
+    Args:
+        cache: of any model with delta-rule layers, used or not.
+
+    Raises:
+        ValueError: a layer of an unknown kind.
+    """
+    for layer in cache.layers:
+        detach_contents(layer)
+    return cache
 
 
 def record(cache: Cache) -> None:

@@ -6,6 +6,7 @@ own. A cache from which tokens may be taken back gets a layer that can (`Croppab
 
 from typing import Any
 
+import torch
 from transformers.cache_utils import Cache
 
 from deltazoo.generation.recorded_calls import CroppableLinearLayer
@@ -15,13 +16,17 @@ __all__ = ["keep_state", "record_call", "stored_state"]
 
 
 def stored_state(cache: Cache | None, layer_idx: int, taps: int) -> MixerState | None:
-    """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token."""
+    """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token.
+
+    Where gradients are recorded they are copies, since autograd saves them and `keep_state` overwrites the cache's.
+    """
     if cache is None:
         return None
     layer: Any = cache.layers[layer_idx]
     if not layer.has_previous_state[0]:
         return None
-    return MixerState(layer.conv_states[0][..., -taps:], layer.recurrent_states[0])
+    conv, recurrent = layer.conv_states[0][..., -taps:], layer.recurrent_states[0]
+    return MixerState(conv.clone(), recurrent.clone()) if torch.is_grad_enabled() else MixerState(conv, recurrent)
 
 
 def record_call(cache: Cache, layer_idx: int, replay: Replay, num_tokens: int) -> None:
