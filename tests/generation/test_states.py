@@ -482,15 +482,47 @@ class TestFiles:
         with pytest.raises(ValueError, match=f"states of another model: {what} differ"):
             Snapshot.load(path, tiny_model("hybrid", **change))
 
-    def test_other_weights(self, path):
+    @pytest.mark.parametrize("case", ["hybrid", "swapped_llama", ACCELERATED[-1]])
+    def test_other_weights(self, case, tmp_path):
+        """One number anywhere, at its first change beyond the rounding to bfloat16, and none below it."""
+        model = model_of(case)
+        model.register_buffer("bias", torch.rand(3))  # in the state dict, as biases of experts are
+        snapshot(run(model, None, tokens(2, 5))[1]).save(tmp_path / "states", model)
+        for name, x in model.state_dict().items():
+            assert x.dtype == torch.float32, name
+            for place in {0, x.numel() // 2, x.numel() - 1}:
+                number = x.view(-1)[place]  # a part of the weight itself
+                before, rounded = number.clone(), number.bfloat16()
+                number.copy_(rounded)
+                Snapshot.load(tmp_path / "states", model)
+                number.copy_(torch.nextafter(rounded, rounded + 1))
+                with pytest.raises(ValueError, match="states of another model: weights differ"):
+                    Snapshot.load(tmp_path / "states", model)
+                number.copy_(before)
+        Snapshot.load(tmp_path / "states", model)
+
+    def test_weights_changed_after_a_file_was_read(self, path):
         model = tiny_model("hybrid")
-        torch.nn.init.normal_(model.model.layers[0].attn.q_proj.weight)
+        Snapshot.load(path, model)
+        with torch.no_grad():
+            model.lm_head.weight[-1, -1] += 1
         with pytest.raises(ValueError, match="states of another model: weights differ"):
             Snapshot.load(path, model)
 
+    @pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.double(), lambda m: m.bfloat16().float()])
+    @pytest.mark.parametrize("case", ["tied", "hybrid", "swapped_llama", "accelerated_qwen3_next"])
+    def test_a_copy_in_another_dtype_is_the_same_model(self, case, cast, tmp_path):
+        model = model_of(case)
+        snapshot(run(model, None, tokens(2, 5))[1]).save(tmp_path / "states", model)
+        assert Snapshot.load(tmp_path / "states", cast(model)).num_tokens == 5
+
     @pytest.mark.parametrize(
         ("header", "message"),
-        [({}, "holds no states"), ({"format": "deltazoo states", "version": "2"}, "version 2 .* reads 1")],
+        [
+            ({}, "holds no states"),
+            ({"format": "deltazoo states", "version": "1"}, "of an earlier deltazoo, .* run their tokens through"),
+            ({"format": "deltazoo states", "version": "3"}, "version 3 .* reads 2"),
+        ],
     )
     def test_other_files(self, tmp_path, header, message):
         save_file({"x": torch.zeros(1)}, tmp_path / "other", header)

@@ -1,7 +1,8 @@
 """Generation: the loop of `deltazoo.generate`, captured steps for `model.generate`, and the cache of states.
 
 `Decoder` and `generate` run a prompt in pieces and then steps that include the sampling, on a GPU from one CUDA graph.
-`snapshot`, `restore`, `fork`, `detach` and `rollback` treat the states in a cache as values: `deltazoo.generation.states`.
+`snapshot`, `restore`, `fork`, `detach` and `rollback` treat the states in a cache as values
+(`deltazoo.generation.states`).
 """
 
 from deltazoo.generation.decoder import Decoder, generate
