@@ -40,7 +40,7 @@ class Float32Parameters(nn.Module):
         return [p for name in self.float32_parameters if (p := self._parameters.get(name)) is not None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        buffers = [self._buffers.get(name) for name in self.float32_buffers]
+        buffers = [getattr(self, name, None) for name in self.float32_buffers]
         gradients = [parameter.grad for parameter in self.kept_in_float32()]
         kept = [tensor for tensor in (*self.kept_in_float32(), *gradients, *buffers) if tensor is not None]
 

@@ -10,6 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.layers.initialization import short_conv_
+from deltazoo.models.safetensors_only import SafetensorsOnly
 from deltazoo.names import nearest, unknown
 from deltazoo.ops import ContextParallel
 from deltazoo.runtime import RuntimeOptions
@@ -51,7 +52,7 @@ def declare_gates(model: PreTrainedModel) -> None:
         model._fsdp_plan = {**groups, **(getattr(model, "_fsdp_plan", None) or {})}
 
 
-class ModelWithDeltaLayers(PreTrainedModel):
+class ModelWithDeltaLayers(SafetensorsOnly):
     """Initialisation, dtypes and runtime options of delta-rule layers in a transformers model."""
 
     # That of transformers, which knows softmax attention alone; ours is deltazoo.context_parallel.
