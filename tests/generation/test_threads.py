@@ -129,9 +129,15 @@ def test_other_calls_run_the_modules_own_forward_passes(kind, run, monkeypatch):
     assert merged == {held.thread}
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_calls_at_once(kind):
-    """Switching threads as often as Python can, every call gives what it gives alone."""
+def test_many_calls_at_once(kind, captured, request):
+    """Switching threads as often as Python can, every call gives what it gives alone.
+
+    Where `model.generate` captures its step, one call at a time does, and the others run the ordinary loop.
+    """
+    if captured:
+        request.getfixturevalue("captures")
     model = model_of(kind)
     calls = [(run, tokens(1 + i % 2, 3 + i, seed=i)) for i in range(4) for run in (own_loop, ordinary, forward)]
     expected = [run(model, ids) for run, ids in calls]
