@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import deltazoo
 from deltazoo.generation import Decoder
-from deltazoo.generation.states import Snapshot, fork, restore, snapshot
+from deltazoo.generation.states import Snapshot, detach, fork, restore, snapshot
 from deltazoo.generation.static_cache import fixed_cache
 
 SWAPPED = {"swapped_llama": ("llama", "1:1"), "swapped_gemma3": ("gemma3_text", "1:1"), "swapped_all": ("llama", "all")}
@@ -83,6 +83,47 @@ def test_restored_states_go_on_bit_for_bit(case, tmp_path):
     restore(fresh, after.select([1, 0]), rows=[0, 3])
     assert same(snapshot(fresh), after.select([1, 0, 1, 0]))
     assert same(snapshot(fresh, rows=[3, 0]), after)
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_detached_states_go_on_without_their_gradients(case):
+    """Segments compute what the whole does, with the gradients of segments that start from given states."""
+    model = model_of(case)
+    embedded = model.get_input_embeddings()(tokens(2, 12)).detach()
+    with torch.no_grad():
+        whole = model(inputs_embeds=embedded).logits
+
+    def segments(go_on):
+        """Per segment logits, and gradients after its backward pass: of all inputs so far, and of parameters."""
+        model.zero_grad()
+        inputs, cache = [x.clone().requires_grad_() for x in embedded.split(4, dim=1)], None
+        for x in inputs:
+            output = model(inputs_embeds=x, past_key_values=cache, use_cache=True)
+            output.logits.square().mean().backward()
+            cache = go_on(output.past_key_values)
+            gradients = [*(y.grad for y in inputs), *(p.grad for p in model.parameters())]
+            yield output.logits.detach(), [None if g is None else g.clone() for g in gradients]
+
+    def in_a_fresh_cache(cache):
+        fresh = DynamicCache(config=model.config)
+        restore(fresh, snapshot(cache).with_tensors(torch.Tensor.detach))
+        return fresh
+
+    found = list(segments(detach))
+    torch.testing.assert_close(torch.cat([logits for logits, _ in found], dim=1), whole, rtol=1e-4, atol=1e-5)
+    for (_, gradients), (_, wanted) in zip(found, segments(in_a_fresh_cache), strict=True):
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(gradients, wanted, strict=True))
+    first = [gradients[0] for _, gradients in found]
+    assert first[0].abs().sum((0, 2)).all() and all(torch.equal(x, first[0]) for x in first)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        list(segments(lambda cache: cache))
+
+
+def test_an_unknown_kind_of_layer_is_not_detached():
+    cache = DynamicCache()
+    cache.layers.append(object())
+    with pytest.raises(ValueError, match="the contents of a object cannot be taken out of a cache"):
+        detach(cache)
 
 
 def static_cache(model, saved=None, max_length=24):
@@ -326,15 +367,47 @@ class TestFiles:
         with pytest.raises(ValueError, match=f"states of another model: {what} differ"):
             Snapshot.load(path, tiny_model("hybrid", **change))
 
-    def test_other_weights(self, path):
+    @pytest.mark.parametrize("case", ["hybrid", "swapped_llama", ACCELERATED[-1]])
+    def test_other_weights(self, case, tmp_path):
+        """One number anywhere, at its first change beyond the rounding to bfloat16, and none below it."""
+        model = model_of(case)
+        model.register_buffer("bias", torch.rand(3))  # in the state dict, as biases of experts are
+        snapshot(run(model, None, tokens(2, 5))[1]).save(tmp_path / "states", model)
+        for name, x in model.state_dict().items():
+            assert x.dtype == torch.float32, name
+            for place in {0, x.numel() // 2, x.numel() - 1}:
+                number = x.view(-1)[place]  # a part of the weight itself
+                before, rounded = number.clone(), number.bfloat16()
+                number.copy_(rounded)
+                Snapshot.load(tmp_path / "states", model)
+                number.copy_(torch.nextafter(rounded, rounded + 1))
+                with pytest.raises(ValueError, match="states of another model: weights differ"):
+                    Snapshot.load(tmp_path / "states", model)
+                number.copy_(before)
+        Snapshot.load(tmp_path / "states", model)
+
+    def test_weights_changed_after_a_file_was_read(self, path):
         model = tiny_model("hybrid")
-        torch.nn.init.normal_(model.model.layers[0].attn.q_proj.weight)
+        Snapshot.load(path, model)
+        with torch.no_grad():
+            model.lm_head.weight[-1, -1] += 1
         with pytest.raises(ValueError, match="states of another model: weights differ"):
             Snapshot.load(path, model)
 
+    @pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.double(), lambda m: m.bfloat16().float()])
+    @pytest.mark.parametrize("case", ["tied", "hybrid", "swapped_llama", "accelerated_qwen3_next"])
+    def test_a_copy_in_another_dtype_is_the_same_model(self, case, cast, tmp_path):
+        model = model_of(case)
+        snapshot(run(model, None, tokens(2, 5))[1]).save(tmp_path / "states", model)
+        assert Snapshot.load(tmp_path / "states", cast(model)).num_tokens == 5
+
     @pytest.mark.parametrize(
         ("header", "message"),
-        [({}, "holds no states"), ({"format": "deltazoo states", "version": "2"}, "version 2 .* reads 1")],
+        [
+            ({}, "holds no states"),
+            ({"format": "deltazoo states", "version": "1"}, "of an earlier deltazoo, .* run their tokens through"),
+            ({"format": "deltazoo states", "version": "3"}, "version 3 .* reads 2"),
+        ],
     )
     def test_other_files(self, tmp_path, header, message):
         save_file({"x": torch.zeros(1)}, tmp_path / "other", header)

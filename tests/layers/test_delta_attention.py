@@ -18,6 +18,7 @@ from deltazoo.layers import (
     RuleInputs,
     backend_report,
     describe_sequences,
+    make_layer,
     rule,
 )
 from deltazoo.ops import backends
@@ -332,6 +333,28 @@ def test_gradients_flow_through_the_state() -> None:
     layer(x, past_key_values=states)
     layer(later, past_key_values=states).sum().backward()
     assert x.grad is not None and (x.grad.abs().sum((0, 2)) > 0).all()
+
+
+@pytest.mark.parametrize("variant", ["gated_deltanet", "pgdn"])
+def test_detached_states_stop_gradients_and_go_on(variant: str) -> None:
+    """Truncated backpropagation through time, for states with and without an auxiliary one."""
+    layer, states = make_layer(variant, HIDDEN, HEADS, HEAD_DIM, layer_idx=0), LayerStates()
+    x = tokens(9)
+    whole, outputs = layer(x).detach(), []
+    for segment in x.split(3, dim=1):
+        segment.requires_grad_()
+        output = layer(segment, past_key_values=states)
+        output.square().mean().backward()
+        alone = segment.grad.clone()  # type: ignore[union-attr]
+        kept, states = states, states.detach()
+        assert all(before.requires_grad for before in kept.states[0] if before is not None)
+        for before, after in zip(kept.states[0], states.states[0], strict=True):
+            assert before is after is None or (torch.equal(before, after) and not after.requires_grad)
+        layer(x[:, :1], past_key_values=states.snapshot()).sum().backward()
+        assert torch.equal(segment.grad, alone)  # type: ignore[arg-type]
+        outputs.append(output.detach())
+    assert states.num_tokens == {0: 9}
+    torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-4, atol=1e-6)
 
 
 def test_packed_sequences_continue_from_one_state_each() -> None:

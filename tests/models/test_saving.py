@@ -1,12 +1,15 @@
+import copy
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import CASES, CONFIGS, MORE, tiny_config, tiny_model, tiny_named, tokens
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
+from deltazoo import DeltaRuleAttention
 from deltazoo.models import DeltaRuleForCausalLM
+from deltazoo.models.softmax_attention import RotaryEmbedding
 
 CONVOLVED = ["q_proj", "k_proj", "v_proj", "b_proj", "q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "o_proj"]
 FLA_HUB_KEYS = {
@@ -96,6 +99,87 @@ def test_what_stays_float32_is_listed_for_transformers(case):
     wide = {name.rsplit(".", 1)[1] for name, p in model.bfloat16().named_parameters() if p.dtype == torch.float32}
     assert wide == ({"A_log", "dt_bias"} if model.config.spec.decay != "none" else set())
     assert wide <= set(model._keep_in_fp32_modules_strict)
+
+
+def evaluated_in_bfloat16(model):
+    arguments = TrainingArguments("runs/unused", bf16_full_eval=True, report_to="none", use_cpu=True)
+    data = [{"input_ids": x, "labels": x} for x in tokens(2, 6)]
+    Trainer(model, arguments, eval_dataset=data).evaluate()
+    return model
+
+
+CASTS = {
+    "bfloat16": lambda m: m.bfloat16(),
+    "half": lambda m: m.half(),
+    "to dtype": lambda m: m.to(torch.bfloat16),
+    "to device and dtype": lambda m: m.to("cpu", torch.float16),
+    "type": lambda m: m.type(torch.bfloat16),
+    "there and back": lambda m: m.bfloat16().float().bfloat16(),
+    "by way of float64": lambda m: m.double().half(),
+    "a copy": lambda m: copy.deepcopy(m.bfloat16()),
+    "full evaluation": evaluated_in_bfloat16,
+}
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 32}
+ROPES = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "longrope", "factor": 4.0, **LONGROPE},
+]
+
+
+class TestRotaryFrequencies:
+    """A model that is cast has the frequencies of one that is loaded in that dtype: those of float32."""
+
+    @pytest.mark.parametrize("cast", CASTS)
+    def test_a_cast_leaves_them_as_they_are(self, cast, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        model, ids = tiny_model("hybrid"), tokens(1, 600)
+        model.save_pretrained("saved")
+        before = {name: x.clone() for name, x in model.named_buffers()}
+        assert [name.rpartition(".")[2] for name in before] == ["inv_freq", "original_inv_freq"]
+        model = CASTS[cast](model)
+        assert model.dtype in (torch.bfloat16, torch.float16)
+        for name, x in model.named_buffers():
+            assert x.dtype == torch.float32 and torch.equal(x, before[name])
+        loaded = AutoModelForCausalLM.from_pretrained("saved", dtype=model.dtype)
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, loaded(ids).logits)
+        model.save_pretrained("again")
+        again = AutoModelForCausalLM.from_pretrained("again")
+        assert again.dtype == model.dtype and dict(again.named_buffers()).keys() == before.keys()
+        assert all(torch.equal(x, before[name]) for name, x in again.named_buffers())
+
+    @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+    def test_scaled_ones_too_at_any_length(self, rope):
+        """Longer than the trained length, where some are made anew, and back."""
+        config = tiny_config("hybrid", max_position_embeddings=32, rope_parameters={"rope_theta": 1e4, **rope})
+        exact, cast = RotaryEmbedding(config), RotaryEmbedding(config).bfloat16()
+        for length in (20, 90, 20):
+            positions, x = torch.arange(length)[None], torch.zeros(1)
+            for wanted, got in zip(exact(x, positions), cast(x, positions), strict=True):
+                assert torch.equal(got, wanted)
+
+    def test_float64_widens_them(self):
+        rotary = RotaryEmbedding(tiny_config("hybrid"))
+        before = rotary.inv_freq.clone()
+        assert rotary.double().inv_freq.dtype == torch.float64
+        assert torch.equal(rotary.bfloat16().inv_freq, before)
+
+
+def test_a_layers_own_buffer_stays_float32(tmp_path, monkeypatch):
+    """A buffer that a rule declares, cast and loaded."""
+    slopes = torch.linspace(0.1, 0.3, 3)
+    monkeypatch.setattr(
+        DeltaRuleAttention, "make_parameters", lambda self: self.register_buffer("slopes", slopes.clone())
+    )
+    monkeypatch.setattr(DeltaRuleAttention, "float32_buffers", ("slopes",))
+    model = tiny_model("gated_deltanet")
+    model.save_pretrained(tmp_path)
+    for narrow in (model.bfloat16(), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)):
+        assert narrow.model.layers[0].attn.q_proj.weight.dtype == torch.bfloat16
+        assert torch.equal(narrow.model.layers[0].attn.slopes, slopes)
 
 
 @pytest.mark.feature("tied embeddings")

@@ -2,18 +2,23 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from fake_hub import Hub
+from peft import LoraConfig
 from safetensors.torch import load_file
+from tiny_families import tiny_original
 from tiny_models import CONFIGS, HYBRID, tiny_model, tiny_named, tokens
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import LoadStateDictConfig
 
 import deltazoo.models
 from deltazoo.models.auto_map import HEADS, auto_class_name
@@ -301,3 +306,117 @@ class TestNoPickle:
         monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
         with pytest.raises(OSError, match=r"no file named model\.safetensors"):
             AutoModelForCausalLM.from_pretrained(checkpoint, weights_only=True)
+
+
+def in_a_folder(folder, tmp_path, **options):
+    return folder, options
+
+
+def in_a_subfolder(folder, tmp_path, **options):
+    (tmp_path / "repository").mkdir()
+    folder.rename(tmp_path / "repository" / "inside")
+    return tmp_path / "repository", {**options, "subfolder": "inside"}
+
+
+def from_the_hub(folder, tmp_path, **options):
+    """As huggingface_hub keeps what it has downloaded."""
+    repository = tmp_path / "cache" / "models--me--mine"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    folder.rename(repository / "snapshots" / ("0" * 40))
+    return "me/mine", {**options, "cache_dir": str(tmp_path / "cache"), "local_files_only": True}
+
+
+@pytest.mark.feature("no pickle is read")
+class TestShards:
+    """An index of safetensors shards may name any file; only safetensors files in the checkpoint's folder are read."""
+
+    @pytest.fixture(autouse=True)
+    def no_pickle(self, monkeypatch):
+        monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    @staticmethod
+    def checkpoint(model, tmp_path, shard, variant=None):
+        """A checkpoint whose index names `shard` in place of its last one; where the file exists, all is well with it.
+
+        Its configuration does not say the dtype of the weights, so that transformers looks for it in the first shard.
+        """
+        folder = tmp_path / "mine"
+        model.save_pretrained(folder, max_shard_size="8KB", variant=variant)
+        (index,) = folder.glob("*.index*.json")
+        written = json.loads(index.read_text())
+        last = max(written["weight_map"].values())
+        names = {key: shard if name == last else name for key, name in written["weight_map"].items()}
+        index.write_text(json.dumps({**written, "weight_map": names}))
+        target = folder / shard
+        target.parent.mkdir(exist_ok=True)
+        if shard.endswith(".safetensors"):
+            (folder / last).rename(target)
+        else:
+            torch.save(load_file(folder / last), target)
+        config = json.loads((folder / "config.json").read_text())
+        del config["dtype"]
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    @pytest.mark.parametrize("place", [in_a_folder, in_a_subfolder, from_the_hub])
+    @pytest.mark.parametrize("variant", [None, "fp16"])
+    @pytest.mark.parametrize("shard", ["a.bin", "../other.safetensors", "{tmp_path}/other.safetensors"])
+    def test_a_bad_name(self, place, variant, shard, tmp_path):
+        shard = shard.format(tmp_path=tmp_path)
+        folder = self.checkpoint(tiny_named("kda"), tmp_path, shard, variant)
+        path, options = place(folder, tmp_path, variant=variant)
+        with pytest.raises(ValueError, match=re.escape(f"{shard!r} is named as a file of the model's weights")):
+            AutoModelForCausalLM.from_pretrained(path, **options)
+
+    @pytest.mark.parametrize("place", [in_a_folder, in_a_subfolder, from_the_hub])
+    @pytest.mark.parametrize("variant", [None, "fp16"])
+    @pytest.mark.parametrize("shard", ["other.safetensors", "below/other.safetensors"])
+    def test_a_good_name(self, place, variant, shard, tmp_path):
+        model = tiny_named("kda")
+        path, options = place(self.checkpoint(model, tmp_path, shard, variant), tmp_path, variant=variant)
+        loaded = AutoModelForCausalLM.from_pretrained(path, **options).state_dict()
+        assert all(torch.equal(loaded[name], x) for name, x in model.state_dict().items())
+
+    @pytest.mark.parametrize("shard", ["a.bin", "../other.safetensors"])
+    def test_of_a_swapped_model(self, shard, tmp_path):
+        model = tiny_original("llama")
+        deltazoo.swap_attention(model, "gated_deltanet", "1:1")
+        folder = self.checkpoint(model, tmp_path, shard)
+        with pytest.raises(ValueError, match=re.escape(f"{shard!r} is named as a file")):
+            AutoModelForCausalLM.from_pretrained(folder)
+        with pytest.raises(ValueError, match="never read"):
+            AutoModelForCausalLM.from_pretrained(folder, use_safetensors=False)
+
+    def test_of_the_model_below_an_adapter(self, tmp_path):
+        folder = self.checkpoint(tiny_named("kda"), tmp_path, "a.bin")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+        adapter = LoraConfig(target_modules=["q_proj"], base_model_name_or_path=str(folder), task_type="CAUSAL_LM")
+        adapter.save_pretrained(tmp_path / "adapter")
+        with pytest.raises(ValueError, match="'a.bin' is named as a file"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+
+    def test_of_a_pickled_adapter(self):
+        """As `load_adapter` of transformers calls it."""
+        model = tiny_named("kda")
+        with pytest.raises(ValueError, match="'adapter_model.bin' is named as a file"):
+            model._load_pretrained_model(
+                model=model,
+                state_dict=None,
+                checkpoint_files=["../somewhere/adapter_model.bin"],
+                load_config=LoadStateDictConfig(),
+                expected_keys=[],
+            )
+
+    @pytest.mark.filterwarnings("ignore:KDAConfig. keys that do not act:UserWarning")
+    def test_of_an_index_that_the_configuration_names(self, tmp_path):
+        folder = self.checkpoint(tiny_named("kda"), tmp_path, "a.bin")
+        (folder / "model.safetensors.index.json").rename(folder / "other.safetensors.index.json")
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"dtype": "float32", "transformers_weights": "other.safetensors.index.json"}
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="'a.bin' is named as a file"):
+            AutoModelForCausalLM.from_pretrained(folder)

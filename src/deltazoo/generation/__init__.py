@@ -1,11 +1,11 @@
 """Generation: the loop of `deltazoo.generate`, captured steps for `model.generate`, and the cache of states.
 
 `Decoder` and `generate` run a prompt in pieces and then steps that include the sampling, on a GPU from one CUDA graph.
-`snapshot`, `restore` and `fork` treat the states in a cache as values: `deltazoo.generation.states`.
+`snapshot`, `restore`, `fork` and `detach` treat the states in a cache as values: `deltazoo.generation.states`.
 """
 
 from deltazoo.generation.decoder import Decoder, generate
 from deltazoo.generation.sampling import Sampling
-from deltazoo.generation.states import Snapshot, fork, restore, snapshot
+from deltazoo.generation.states import Snapshot, detach, fork, restore, snapshot
 
-__all__ = ["Decoder", "Sampling", "Snapshot", "fork", "generate", "restore", "snapshot"]
+__all__ = ["Decoder", "Sampling", "Snapshot", "detach", "fork", "generate", "restore", "snapshot"]

@@ -72,7 +72,8 @@ def _unusual_module(model: nn.Module) -> str | None:
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if any(not _is_ours(hook) for hook in hooks):
             return f"{name or 'the model'} has a forward hook"
-        if "forward" in vars(module) or module._compiled_call_impl is not None:
+        replaced = vars(module).get("forward")  # ours: for a while, in another thread's step
+        if (replaced is not None and not _is_ours(replaced)) or module._compiled_call_impl is not None:
             return f"the forward pass of {name or 'the model'} has been replaced"
     if "prepare_inputs_for_generation" in vars(model):
         return "prepare_inputs_for_generation has been replaced"
@@ -92,7 +93,7 @@ def _unusual_cache(model: nn.Module) -> str | None:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether a hook is of this package. All that those do for one token happens on the device."""
+    """Whether a hook or forward pass is of this package. All that those do for one token happens on the device."""
     function = getattr(hook, "func", hook)  # the function of a partial
     return getattr(function, "__module__", "").startswith("deltazoo.")
 

@@ -27,6 +27,7 @@ from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.cache_argument import cache_in
 from deltazoo.generation.library_modules import LibraryNorm, block_parts, is_row_norm, is_swiglu
 from deltazoo.generation.merged_projections import JointProduct, MergedProjections, is_plain
+from deltazoo.generation.one_thread import replaced_forwards, replaced_here
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.layers.backend_report import replaced_methods
 from deltazoo.layers.linear_maps import is_hooked, is_plain_sequence
@@ -64,14 +65,11 @@ class FusedBlocks:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Run the blocks fused within this context; those that changed since run their own forward pass."""
-        current = [fused for fused in self.blocks if fused.is_current()]
-        for fused in current:
-            vars(fused.block)["forward"] = fused.forward
+        current = [(fused.block, fused.forward) for fused in self.blocks if fused.is_current()]
         try:
-            yield
+            with replaced_forwards(current):
+                yield
         finally:
-            for fused in current:
-                vars(fused.block).pop("forward", None)
             for fused in self.blocks:  # a current block also makes the norm of a following one that has changed
                 fused.ready = None
 
@@ -259,7 +257,7 @@ class _FusedBlock:
 
     def _served(self, x: Tensor, batch: Any, cache: Cache | None, rotary: Rotary | None) -> Tensor | None:
         """The fused step's output; None if it does not serve the call."""
-        layer = self._cache_layer(batch, cache)
+        layer = self._cache_layer(batch, cache) if replaced_here() else None
         state = None if layer is None else layer.state
         if layer is None or state is None or not self._fits(x, state, rotary):
             return None

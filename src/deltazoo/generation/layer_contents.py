@@ -15,7 +15,17 @@ from deltazoo.generation.cache import DeltaRuleCacheLayer
 from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.layers.state import MixerState
 
-__all__ = ["Tensors", "fill", "fill_rows", "kind_of", "num_rows_of", "tensors_of", "tokens_of", "why_not_fill"]
+__all__ = [
+    "Tensors",
+    "detach_contents",
+    "fill",
+    "fill_rows",
+    "kind_of",
+    "num_rows_of",
+    "tensors_of",
+    "tokens_of",
+    "why_not_fill",
+]
 
 Tensors = Mapping[str, Tensor]
 """Of one layer by name, rows of the batch first; empty before its first token. "conv", "recurrent" and "auxiliary" as
@@ -168,6 +178,15 @@ def fill_rows(layer: Any, tensors: Tensors, rows: Tensor) -> None:
             held.index_copy_(0, rows, new)
         else:
             _replace(layer, name, held.index_copy(0, rows, new))
+
+
+def detach_contents(layer: Any) -> None:
+    """Replace tensors that carry gradients by ones that carry none, over the same memory."""
+    kind_of(layer)  # another kind may keep tensors elsewhere
+    for held in (vars(layer), getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+        for name, x in held.items():
+            if isinstance(x, Tensor) and x.requires_grad:
+                held[name] = x.detach()
 
 
 def _replace(layer: Any, name: str, x: Tensor) -> None:

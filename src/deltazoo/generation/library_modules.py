@@ -9,8 +9,8 @@ less: transformers rounds the norm before its weight, and SiLU before the produc
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from deltazoo.generation.one_thread import replaced_forwards, replaced_here
 from deltazoo.layers.linear_maps import is_hooked
 from deltazoo.ops.fused import MOST_NORM_COLUMNS, fused_kernels_fit, fused_rms_norm, fused_swiglu
 
@@ -35,17 +36,10 @@ class LibraryModules:
         found = ((module, _kernel_of(type(module))) for module in model.modules())
         self._kernels = [(module, kernel) for module, kernel in found if kernel is not None]
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Run them in our kernels within this context, for calls that the kernels take; not those with hooks."""
         current = [(module, kernel) for module, kernel in self._kernels if not is_hooked(module)]
-        for module, kernel in current:
-            vars(module)["forward"] = partial(_run, module, kernel)
-        try:
-            yield
-        finally:
-            for module, _ in current:
-                vars(module).pop("forward", None)
+        return replaced_forwards([(module, partial(_run, module, kernel)) for module, kernel in current])
 
 
 def joint_maps(kind: type[nn.Module]) -> tuple[str, ...]:
@@ -94,7 +88,8 @@ _Kernel = Callable[[Any, Tensor], Tensor | None]
 
 
 def _run(module: nn.Module, kernel: _Kernel, x: Tensor) -> Tensor:
-    output = kernel(module, x) if not torch.is_grad_enabled() and fused_kernels_fit(x) else None
+    serves = replaced_here() and not torch.is_grad_enabled() and fused_kernels_fit(x)
+    output = kernel(module, x) if serves else None
     return type(module).forward(module, x) if output is None else output
 
 

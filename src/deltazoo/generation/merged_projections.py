@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from deltazoo.generation.library_modules import joint_maps
+from deltazoo.generation.one_thread import replaced_forwards, replaced_here
 from deltazoo.layers.linear_maps import is_hooked
 
 __all__ = ["JointProduct", "MergedProjections", "is_plain"]
@@ -70,13 +71,12 @@ class MergedProjections:
         one by one.
         """
         current = [product.is_current() for product in self.products]
-        for product, forwards in compress(zip(self.products, self._forwards, strict=True), current):
-            product.attach(forwards)
         try:
-            yield
+            with replaced_forwards([pair for pairs in compress(self._forwards, current) for pair in pairs]):
+                yield
         finally:
             for product in compress(self.products, current):
-                product.detach()
+                product.forget()
 
 
 class JointProduct:
@@ -106,23 +106,17 @@ class JointProduct:
         parameters = ((owner[name], address) for owner, name, address in self._addresses)
         return all(p is not None and p.data_ptr() == address for p, address in parameters)
 
-    def forwards(self) -> list[Callable[[Tensor], Tensor]]:
-        """Forward passes for the modules, which return their pieces of the product."""
-        return [partial(self._piece, index) for index in range(len(self.linears))]
+    def forwards(self) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]:
+        """The modules, each with a forward pass that returns its piece of the product."""
+        return [(linear, partial(self._piece, index)) for index, linear in enumerate(self.linears)]
 
-    def attach(self, forwards: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        """Give the modules these forward passes, made by `forwards`."""
-        for linear, forward in zip(self.linears, forwards, strict=True):
-            vars(linear)["forward"] = forward
-
-    def detach(self) -> None:
-        """Give the modules their own forward passes back."""
-        for linear in self.linears:
-            vars(linear).pop("forward", None)
+    def forget(self) -> None:
+        """Drop pieces that no module has asked for."""
         self._ready = (None, [])
 
     def _piece(self, index: int, x: Tensor) -> Tensor:
-        # Another thread may use the model at the same time: to train, with gradients, or to decode, with another input.
+        if not replaced_here():
+            return nn.Linear.forward(self.linears[index], x)
         if index == 0 and not torch.is_grad_enabled() and x.numel() <= _MOST_TOKENS * x.shape[-1]:
             self._ready = (x, list(self._multiply(x)))
         source, pieces = self._ready

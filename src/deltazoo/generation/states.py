@@ -23,6 +23,7 @@ many tokens as the batch, and leaves zeros before them, which the caller's atten
 import functools
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -41,6 +42,7 @@ from transformers.cache_utils import Cache
 from deltazoo.generation.cache import DeltaRuleCacheLayer, prepare_cache_layer
 from deltazoo.generation.layer_contents import (
     Tensors,
+    detach_contents,
     fill,
     fill_rows,
     kind_of,
@@ -53,14 +55,16 @@ from deltazoo.generation.row_keys import RowKeyValues
 from deltazoo.layers import DeltaRuleAttention
 from deltazoo.spec import choice_name
 
-__all__ = ["Snapshot", "fork", "restore", "snapshot"]
+__all__ = ["Snapshot", "detach", "fork", "restore", "snapshot"]
 
 _FORMAT = "deltazoo states"
-_VERSION = "1"
+_VERSION = "2"
+_SAMPLED = "1"
+"""Of files with digests of a few numbers of every parameter, which other models may share."""
 _NOT_OF_THE_MODEL = {"architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
 """Keys of a configuration that differ between copies of one model."""
-_SAMPLE = 4
-"""Numbers of each parameter that tell the weights of two models apart."""
+_PIECE = 2**22
+"""Numbers of a weight that are rounded and hashed at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +132,7 @@ class Snapshot:
         return replace(self, layers=layers)
 
     def save(self, path: str | PathLike[str], model: PreTrainedModel) -> None:
-        """Write a safetensors file that `load` accepts for this model alone.
+        """Write a safetensors file that `load` accepts for this model alone. All weights are read, to identify it.
 
         Args:
             path: of the file.
@@ -147,7 +151,7 @@ class Snapshot:
 
     @classmethod
     def load(cls, path: str | PathLike[str], model: PreTrainedModel, device: torch.device | str = "cpu") -> "Snapshot":
-        """Read what `save` has written.
+        """Read what `save` has written. All weights of the model are read, to compare it.
 
         Args:
             path: of the file.
@@ -155,7 +159,7 @@ class Snapshot:
             device: of the tensors.
 
         Raises:
-            ValueError: another kind of file, a part of one, a newer version of the format, or states of a model with
+            ValueError: another kind of file, a part of one, another version of the format, or states of a model with
                 another configuration, other rules or other weights.
         """
         try:
@@ -175,6 +179,11 @@ class Snapshot:
 def _check_header(header: dict[str, str], model: PreTrainedModel, path: object) -> None:
     if header.get("format") != _FORMAT:
         raise ValueError(f"{path} holds no states that Snapshot.save has written")
+    if header["version"] == _SAMPLED:
+        raise ValueError(
+            f"{path} is of an earlier deltazoo, which noted only a few of the model's weights, so it cannot be told "
+            "whether the states are of this model: run their tokens through the model again, and save that snapshot"
+        )
     if header["version"] != _VERSION:
         raise ValueError(f"{path} has version {header['version']} of the format, and this deltazoo reads {_VERSION}")
     differing = [name for name, digest in _identity(model).items() if header.get(name) != digest]
@@ -285,6 +294,23 @@ def fork(cache: Cache, n: int) -> None:
     restore(cache, snapshot(cache).fork(n))
 
 
+def detach(cache: Cache) -> Cache:
+    """The cache, through which no gradient flows to the tokens so far any more.
+
+    For truncated backpropagation through time: a pass over further tokens starts from the same states, and its
+    `backward()` stops there. The cache is changed in place, and nothing is copied.
+
+    Args:
+        cache: of any model with delta-rule layers, used or not.
+
+    Raises:
+        ValueError: a layer of an unknown kind.
+    """
+    for layer in cache.layers:
+        detach_contents(layer)
+    return cache
+
+
 def _row_numbers(rows: Sequence[int] | Tensor, count: int) -> Tensor:
     """Rows as int64 `[M]` on the CPU; ValueError unless all are among `count`."""
     given = torch.as_tensor(rows, device="cpu")
@@ -305,9 +331,10 @@ def _moved(index: Tensor, device: torch.device) -> Tensor:
 
 
 def _identity(model: PreTrainedModel) -> dict[str, str]:
-    """Digests of what a state depends on: configuration, rules, and a few numbers of every parameter.
+    """Digests of what a state depends on: configuration, rules and weights, as they are now.
 
-    The numbers are rounded to bfloat16, so that a model is the same in any dtype.
+    All numbers of all weights count, buffers in the state dict included. They are rounded to bfloat16, so that a
+    float32 model and its bfloat16 copy are the same.
     """
     config: Any = model.config
     keys = {key: value for key, value in config.to_diff_dict().items() if key.lstrip("_") not in _NOT_OF_THE_MODEL}
@@ -316,13 +343,23 @@ def _identity(model: PreTrainedModel) -> dict[str, str]:
         for name, layer in model.named_modules()
         if isinstance(layer, DeltaRuleAttention)
     ]
-    parameters = list(model.named_parameters())
-    away = next((name for name, x in parameters if x.is_meta), None)
+    weights = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+    away = next((name for name, x in weights.items() if x.is_meta), None)
     if away is not None:
         raise ValueError(f"{away} is not in memory, so the model cannot be told from others: load all weights")
-    names = [[name, list(x.shape)] for name, x in parameters]
-    sample = [x.detach().flatten()[:_SAMPLE].to("cpu", torch.bfloat16).float().tolist() for _, x in parameters]
-    return {"configuration": _digest(keys), "rules": _digest(rules), "weights": _digest([names, sample])}
+    different = {id(x): x for x in weights.values()}  # tied weights have several names
+    with ThreadPoolExecutor() as pool:  # hashing large buffers runs without Python's lock
+        digests = dict(zip(different, pool.map(_weight_digest, different.values()), strict=True))
+    described = {name: [list(x.shape), digests[id(x)]] for name, x in weights.items()}
+    return {"configuration": _digest(keys), "rules": _digest(rules), "weights": _digest(described)}
+
+
+def _weight_digest(weight: Tensor) -> str:
+    digest = sha256()
+    for piece in weight.detach().flatten().split(_PIECE):
+        rounded = piece.to(torch.bfloat16) if piece.is_floating_point() else piece
+        digest.update(rounded.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _digest(x: object) -> str:

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from deltazoo.generation.fused_blocks import FusedBlocks
 from deltazoo.generation.library_modules import LibraryModules
 from deltazoo.generation.merged_projections import MergedProjections
+from deltazoo.generation.one_thread import alone_with
 from deltazoo.generation.static_cache import FixedTensors
 
 __all__ = ["CapturedStep", "Fingerprint", "NoWaiting", "capture", "graphs_run_on"]
@@ -181,19 +182,21 @@ class CapturedStep:
     ) -> None:
         self.output: Any = None
         self.cache_tensors = FixedTensors(cache)
-        self._projections = projections = MergedProjections(model)  # kept, as a graph reads the merged weights
-        # Compiled code fuses by itself, and has been traced through the modules' own forward passes.
-        blocks = nullcontext if compiled else FusedBlocks(model, projections).active
-        others = nullcontext if compiled else LibraryModules(model).active
-
-        def merged_step() -> None:
-            with blocks(), others(), projections.active():
-                self.output = step()
-
         changed = [*self.cache_tensors.changed, *changed]
         self._device_index = changed[0].get_device()  # -1 for the CPU, which `torch.cuda.device` leaves alone
-        self._replay = capture(merged_step, changed, generators, compiled=compiled)
-        self._fingerprint = Fingerprint(model)
+        alone = alone_with(model)
+        with alone:
+            self._projections = projections = MergedProjections(model)  # kept, as a graph reads the merged weights
+            # Compiled code fuses by itself, and has been traced through the modules' own forward passes.
+            blocks = nullcontext if compiled else FusedBlocks(model, projections).active
+            others = nullcontext if compiled else LibraryModules(model).active
+
+            def merged_step() -> None:
+                with alone, blocks(), others(), projections.active():
+                    self.output = step()
+
+            self._replay = capture(merged_step, changed, generators, compiled=compiled)
+            self._fingerprint = Fingerprint(model)
 
     def is_valid_for(self, model: Any) -> bool:
         """Whether a replay still does what the model would do now."""
@@ -215,7 +218,8 @@ class Fingerprint:
     def __init__(self, model: Any) -> None:
         modules = list(model.modules())
         self._modules = [weakref.ref(module) for module in modules]
-        with model._optimize_model_for_decode():  # on a GPU experts run in another implementation than for prompts
+        # On a GPU experts run in another implementation than for prompts.
+        with alone_with(model), model._optimize_model_for_decode():
             self._rest = (
                 [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (*model.parameters(), *model.buffers())],
                 [_settings(vars(module)) for module in modules],
@@ -236,9 +240,10 @@ def _settings(values: Any) -> Any:
     """The plain values in nested lists, dicts and dataclasses; the type of everything else."""
     if is_dataclass(values) and not isinstance(values, type | PreTrainedConfig):
         values = vars(values)
+    # Copies, since other threads may add attributes meanwhile.
     if isinstance(values, dict):
-        return {key: _settings(value) for key, value in values.items() if key not in _UNCOMPARED}
+        return {key: _settings(value) for key, value in values.copy().items() if key not in _UNCOMPARED}
     if isinstance(values, list | tuple | set):
-        return [_settings(value) for value in values]
+        return [_settings(value) for value in list(values)]
     plain = isinstance(values, bool | int | float | str | torch.dtype | torch.device | None)
     return values if plain else type(values)

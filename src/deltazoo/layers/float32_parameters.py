@@ -1,4 +1,4 @@
-"""Parameters that keep float32 when the rest of a model is cast to half precision."""
+"""Parameters and buffers that keep float32 when the rest of a model is cast to half precision."""
 
 from collections.abc import Callable
 from typing import ClassVar, Self
@@ -12,14 +12,17 @@ __all__ = ["Float32Parameters"]
 
 
 class Float32Parameters(nn.Module):
-    """A module that declares parameters of its own which are never narrower than float32, and never decayed.
+    """A module that declares parameters and buffers of its own which are never narrower than float32.
 
-    Decay gates need it: `A_log` in bfloat16 puts the decay rate off by up to 1 %. `to`, `half`, `bfloat16` and the like
-    move these parameters but do not narrow them; widening to float64 works as usual.
+    Decay gates need it: `A_log` in bfloat16 puts the decay rate off by up to 1 %. So do rotary frequencies, which
+    multiply positions. `to`, `half`, `bfloat16` and the like move these tensors but do not narrow them; widening to
+    float64 works as usual. The parameters are never decayed either.
     """
 
     float32_parameters: ClassVar[tuple[str, ...]] = ()
     """Names of those parameters; a name the module has no parameter for is skipped."""
+    float32_buffers: ClassVar[tuple[str, ...]] = ()
+    """Names of those buffers; a name the module has no buffer for is skipped."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in `nn.Module`; the declared parameters are widened and marked."""
@@ -37,7 +40,9 @@ class Float32Parameters(nn.Module):
         return [p for name in self.float32_parameters if (p := self._parameters.get(name)) is not None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        kept = [tensor for p in self.kept_in_float32() for tensor in (p, p.grad) if tensor is not None]
+        buffers = [getattr(self, name, None) for name in self.float32_buffers]
+        gradients = [parameter.grad for parameter in self.kept_in_float32()]
+        kept = [tensor for tensor in (*self.kept_in_float32(), *gradients, *buffers) if tensor is not None]
 
         def move_without_narrowing(tensor: Tensor) -> Tensor:
             moved = fn(tensor)

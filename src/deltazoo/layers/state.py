@@ -23,6 +23,10 @@ class MixerState(NamedTuple):
         conv, auxiliary = (None if x is None else x[rows] for x in (self.conv, self.auxiliary))
         return MixerState(conv, self.recurrent[rows], auxiliary)
 
+    def detach(self) -> "MixerState":
+        """The state without the graph that computed it; no tensor is copied."""
+        return MixerState(*(None if x is None else x.detach() for x in self))  # type: ignore[arg-type]
+
 
 class StateStore(Protocol):
     """The interface of `past_key_values`, as layers use it."""
@@ -61,6 +65,12 @@ class LayerStates:
         chosen.num_tokens = dict(self.num_tokens)
         chosen.states = {layer_idx: state.rows(rows) for layer_idx, state in self.states.items()}
         return chosen
+
+    def detach(self) -> "LayerStates":
+        """A copy through which no gradient flows to the tokens so far, for truncated backpropagation through time."""
+        copy = self.snapshot()
+        copy.states = {layer_idx: state.detach() for layer_idx, state in self.states.items()}
+        return copy
 
     def snapshot(self) -> "LayerStates":
         """A copy to return to later. Layers never write into a state they were given, so no tensor is copied."""

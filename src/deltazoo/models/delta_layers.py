@@ -10,6 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
 from deltazoo.layers.initialization import short_conv_
+from deltazoo.models.safetensors_only import SafetensorsOnly
 from deltazoo.names import nearest, unknown
 from deltazoo.ops import ContextParallel
 from deltazoo.runtime import RuntimeOptions
@@ -26,7 +27,7 @@ _GATE_PROJECTIONS = (
 def declare_gates(model: PreTrainedModel) -> None:
     """Tell transformers which parameters of a model's delta-rule layers have a dtype of their own.
 
-    * Parameters that a layer keeps in float32 stay float32 in a model of half precision.
+    * Parameters and buffers that a layer keeps in float32 stay float32 in a model of half precision.
     * FSDP2 gathers parameters in groups of one dtype. In a model of half precision, each module inside a layer with
       float32 parameters is a group, and those parameters are the group of the layer itself.
     * Quantisers leave the projections of step sizes and decays alone. They take them from the list of modules that are
@@ -40,7 +41,7 @@ def declare_gates(model: PreTrainedModel) -> None:
         children = [child for child, _ in layer.named_children()]
         projections |= {f"{name}.{child}" for child in children if child in _GATE_PROJECTIONS}
         kept = {gate for gate in layer.float32_parameters if gate in layer._parameters}
-        float32 |= kept
+        float32 |= {*kept, *layer.float32_buffers}
         if kept:
             layers = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name)
             groups |= dict.fromkeys([*(f"{layers}.{child}" for child in children), layers], "free_full_weight")
@@ -51,7 +52,7 @@ def declare_gates(model: PreTrainedModel) -> None:
         model._fsdp_plan = {**groups, **(getattr(model, "_fsdp_plan", None) or {})}
 
 
-class ModelWithDeltaLayers(PreTrainedModel):
+class ModelWithDeltaLayers(SafetensorsOnly):
     """Initialisation, dtypes and runtime options of delta-rule layers in a transformers model."""
 
     # That of transformers, which knows softmax attention alone; ours is deltazoo.context_parallel.

@@ -1,8 +1,4 @@
-"""Saving, pushing and loading as in transformers, with model cards and without pickles.
-
-Every saved model has a model card, and a card that is not ours stays. Weights are read from safetensors files alone,
-because reading a pickle can run code.
-"""
+"""Saving and pushing as in transformers, with model cards. A card that is not ours stays."""
 
 import inspect
 import os
@@ -10,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard
@@ -26,28 +22,11 @@ __all__ = ["SharedModel"]
 
 
 class SharedModel(PreTrainedModel):
-    """A `PreTrainedModel` that writes model cards and never unpickles."""
+    """A `PreTrainedModel` that writes model cards."""
 
     def refuse_undescribed_layers(self) -> None:
         """Raise ValueError if loading would make other layers than the model has."""
         raise NotImplementedError
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any
-    ) -> Self:
-        """As transformers documents it, from safetensors files only.
-
-        Raises:
-            ValueError: pickled weights are asked for, by `use_safetensors=False` or by the name of a file.
-            OSError: there is no safetensors file.
-        """
-        if kwargs.get("use_safetensors") is False:
-            raise ValueError("use_safetensors=False asks for pickled weights, which are never read; pass nothing")
-        path = pretrained_model_name_or_path
-        if path is not None and os.path.isfile(path) and not os.fspath(path).endswith(".safetensors"):
-            raise ValueError(f"{path} is no safetensors file; pickled weights are never read")
-        return super().from_pretrained(path, *args, **{**kwargs, "use_safetensors": True})
 
     def save_pretrained(  # type: ignore[override]
         self,

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deltazoo.layers.float32_parameters import Float32Parameters
 from deltazoo.layers.rotary import rotate
 from deltazoo.models.configuration import DeltaRuleConfig
 from deltazoo.models.forward_arguments import refuse_dropped
@@ -19,12 +20,13 @@ from deltazoo.runtime import RuntimeOptions
 __all__ = ["RotaryEmbedding", "SoftmaxAttention"]
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Float32Parameters):
     """Cosines and sines of the rotary embedding (arXiv:2104.09864), plain or with any of transformers' scalings.
 
     The attributes have the names by which transformers' RoPE functions and weight initialisation read them.
     """
 
+    float32_buffers = ("inv_freq", "original_inv_freq")
     inv_freq: Tensor
 
     def __init__(self, config: DeltaRuleConfig) -> None:

@@ -114,6 +114,8 @@ def test_a_llama_is_the_same_model(corpus: TextCorpus) -> None:
     with torch.no_grad():
         ours, llama = model(input_ids=tokens).logits, as_llama(model)(input_ids=tokens).logits
     torch.testing.assert_close(ours, llama, rtol=1e-5, atol=1e-5)
+    half = as_llama(model.bfloat16())
+    assert half.dtype == torch.bfloat16 and half.model.rotary_emb.inv_freq.dtype == torch.float32
     with pytest.raises(ValueError, match="only softmax attention becomes a Llama"):
         as_llama(build_model("gated_deltanet", RECIPE.text, corpus.vocab_size))
 

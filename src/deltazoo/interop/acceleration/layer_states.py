@@ -4,6 +4,7 @@ So a cache stays valid across `accelerate` and `restore`. Beam search, static ca
 own, but for a cache that records tokens to take them back: transformers would take back the convolution's alone.
 """
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
@@ -20,6 +21,8 @@ __all__ = ["keep_state", "stored_state"]
 
 def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) -> MixerState | None:
     """The convolution's last inputs `[B, C, taps]` and the recurrent state `[B, HV, K, V]`; None before any token.
+
+    Where gradients are recorded they are copies, since autograd saves them and `keep_state` overwrites the cache's.
 
     Args:
         cache: of the model.
@@ -46,7 +49,8 @@ def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) ->
             f"the convolution state must have shape {(qkv.shape[0], qkv.shape[2], taps)}, got {tuple(conv.shape)}: the "
             "cache belongs to another model, or has other rows"
         )
-    return MixerState(conv, layer.recurrent_states[0])
+    recurrent = layer.recurrent_states[0]
+    return MixerState(conv.clone(), recurrent.clone()) if torch.is_grad_enabled() else MixerState(conv, recurrent)
 
 
 def keep_state(cache: Cache, layer_idx: int, state: MixerState) -> None:

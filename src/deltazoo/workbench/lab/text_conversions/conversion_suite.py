@@ -268,11 +268,11 @@ def _decode(
     """State and decoding of a model with new weights, on a GPU in bfloat16."""
     with torch.device(device):
         model: Any = build_model(SOFTMAX, recipe.text, corpus.vocab_size, seed=0).eval()
+    if model.device.type == "cuda":
+        model.bfloat16()
     if conversion != CONTROL:
         model = as_llama(model)
         swap_attention(model, conversion.rule, layers=conversion.layers)
-    if model.device.type == "cuda":
-        model.bfloat16()
     return DecodingResult(
         rule=conversion.rule,
         layers=conversion.layers,

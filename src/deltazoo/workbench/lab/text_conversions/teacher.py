@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from deltazoo.models import DeltaRuleForCausalLM
 from deltazoo.workbench.lab.configurations import SOFTMAX
@@ -108,7 +108,7 @@ def train_teacher(
 
 
 def as_llama(model: DeltaRuleForCausalLM) -> LlamaForCausalLM:
-    """The same model as transformers' Llama, which is a family that can be swapped.
+    """The same model as transformers' Llama, in its dtype. Llama is a family that can be swapped.
 
     Raises:
         ValueError: a model with other layers than softmax attention.
@@ -118,8 +118,9 @@ def as_llama(model: DeltaRuleForCausalLM) -> LlamaForCausalLM:
         raise ValueError(f"only softmax attention becomes a Llama, got layers {config.layer_types}")
     kept: dict[str, Any] = {name: getattr(config, name) for name in _LLAMA_KEYS}
     no_tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    with torch.device(model.device):
-        llama = LlamaForCausalLM(LlamaConfig(**kept, **no_tokens, rms_norm_eps=config.norm_eps))
+    llama_config = LlamaConfig(**kept, **no_tokens, rms_norm_eps=config.norm_eps)
+    with torch.device(model.device):  # made in its dtype: a later cast would round Llama's rotary frequencies
+        llama = AutoModelForCausalLM.from_config(llama_config, dtype=model.dtype)
     llama.load_state_dict({_llama_name(name): tensor for name, tensor in model.state_dict().items()})
     return llama.eval()
 
