@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from model_kinds import CACHE, KINDS, model_of_kind
 from tiny_families import tiny_original
 from tiny_models import tiny_model, tokens
@@ -363,6 +364,22 @@ def test_a_row_does_not_depend_on_other_rows(model: Any) -> None:
 def test_a_token_does_not_depend_on_later_ones(model: Any) -> None:
     later = torch.cat([IDS[:, :5], tokens(2, 4, seed=1)], 1)
     assert_close(logits(model, IDS)[:, :5], logits(model, later)[:, :5])
+
+
+LABELS = tokens(2, 9, seed=1)
+
+
+def test_labels_may_be_shifted_by_the_caller(model: Any) -> None:
+    """Trainer does so where ranks share rows, and transformers' models hand these labels on to every layer."""
+    expected = F.cross_entropy(logits(model, IDS).flatten(0, 1), LABELS.flatten())
+    assert_close(model(IDS, labels=IDS, shift_labels=LABELS).loss.double(), expected)
+
+
+@pytest.mark.parametrize("kind", ["swapped", "accelerated"])
+def test_the_loss_of_transformers_keeps_its_arguments(kind: str) -> None:
+    model, ignored = model_of_kind(kind), LABELS[0, 1].item()
+    labels = LABELS.masked_fill(LABELS.eq(ignored), -100)
+    assert_close(model(IDS, labels=LABELS, ignore_index=ignored).loss, model(IDS, labels=labels).loss)
 
 
 BATCHES: dict[str, Callable[[], ForwardArguments]] = {

@@ -36,6 +36,8 @@ _PASSED_THROUGH = ("max_length_q", "max_length_k", "num_items_in_batch", "output
 # Callers may pass them to any model. Tokenizers return token types unasked, and a decoder has no embeddings for them.
 # `generate` hands on the tokenizer by which it finds stop strings.
 _WITHOUT_EFFECT = ("is_causal", "labels", "logits_to_keep", "token_type_ids", "tokenizer", "assistant_tokenizer")
+# Models of transformers hand what their loss takes on to every layer.
+_OF_THE_LOSS = ("shift_labels", "ignore_index")
 
 _KNOWN = (*PACKING_ARGUMENTS, *_PASSED_THROUGH, *_WITHOUT_EFFECT)
 
@@ -67,7 +69,7 @@ def refuse_dropped(layer: nn.Module, kwargs: Mapping[str, Any], known: Sequence[
     """
     _refuse_later_tokens(kwargs)
     for key, value in kwargs.items():
-        if value is not None and key not in known and key not in _KNOWN:
+        if value is not None and key not in (*known, *_KNOWN, *_OF_THE_LOSS):
             raise TypeError(
                 f"{type(layer).__name__}.forward() got {key!r}, which it does not know under transformers "
                 f"{transformers.__version__}{did_you_mean(key, (CACHE, *known, *_KNOWN))}"
