@@ -223,7 +223,7 @@ def test_a_gpu_computes_with_a_context_what_it_computes_without_one(tmp_path: Pa
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_a_gpu_that_dies_ends_the_others() -> None:
-    """NCCL raises nothing in Python: its watchdog ends the process some time after the exchange's time limit is over."""
+    """NCCL raises nothing in Python: its watchdog ends the process some time after the limit of the exchange."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--no-python", sys.executable, "-c", DEAD_GPU]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
