@@ -92,6 +92,7 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"norm_eps": -1.0}, "norm_eps must be finite and positive, got -1.0"),
         ({"norm_eps": 0.0}, "norm_eps must be finite and positive, got 0.0"),
         ({"initializer_range": -1.0}, "initializer_range must be finite and at least 0, got -1.0"),
+        ({"conv_initializer_range": -1.0}, "conv_initializer_range must be finite and at least 0, got -1.0"),
         ({"hidden_ratio": 0, "intermediate_size": None}, "hidden_ratio must be finite and positive, got 0"),
         ({**HYBRID, "rope_parameters": {"rope_thetaa": 5.0}}, "rope_parameters: unknown key 'rope_thetaa'; did you"),
         ({**HYBRID, "rope_parameters": {"rope_type": "yarnn"}}, "unknown rope_type 'yarnn'; did you mean 'yarn'"),
@@ -223,6 +224,9 @@ def test_size_of_convolutions_waits_for_convolutions(recwarn):
     with pytest.warns(UserWarning, match=r"are kept: 'conv_size' \(acts with use_short_conv=True\)"):
         config = DeltaRuleConfig(**SIZES, use_short_conv=False, conv_size=7)
     assert config.conv_size == 7 and DeltaRuleForCausalLM(config).model.layers[0].attn.conv_size == 0
+    with pytest.warns(UserWarning, match=r"are kept: 'conv_initializer_range' \(acts with use_short_conv=True\)"):
+        config = DeltaRuleConfig(**SIZES, use_short_conv=False, conv_initializer_range=0.02)
+    assert DeltaRuleForCausalLM(config).model.layers[0].attn.conv_initializer_range is None
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -252,6 +256,7 @@ def test_every_key_acts():
         "expand_v": 1.0,
         "use_short_conv": False,
         "conv_size": 3,
+        "conv_initializer_range": 0.02,
         "use_gate": False,
         "allow_neg_eigval": False,
         "neg_eigval": "erase",

@@ -84,6 +84,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         expand_v: channels of a value head relative to `head_dim`; default as in the variant's paper.
         use_short_conv: short causal convolutions on queries, keys and values.
         conv_size: their kernel size.
+        conv_initializer_range: standard deviation of their initial taps; default uniform within 1 / sqrt(conv_size).
         use_gate: whether the linear layers gate their output; default as in the variant's paper.
         allow_neg_eigval: step sizes up to 2, so that transition eigenvalues reach -1; default as in the variant.
         neg_eigval: `"both"` doubles the step size of erasing and writing, `"erase"` that of erasing alone.
@@ -106,8 +107,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         use_cache: whether a forward pass outside training returns a cache.
         training_data: what the weights were trained on, in words; for the model card.
 
-    The four keys of softmax layers are accepted, with a warning, by a model that has no such layers, and so is another
-    `conv_size` than 4 by one without short convolutions.
+    The four keys of softmax layers are accepted, with a warning, by a model that has no such layers, and so are
+    `conv_initializer_range` and another `conv_size` than 4 by one without short convolutions.
 
     Raises:
         ValueError: for unknown keys (with the nearest known one), unknown names, and sizes that do not fit together.
@@ -135,6 +136,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     expand_v: int | float | None = None
     use_short_conv: bool = True
     conv_size: int = 4
+    conv_initializer_range: float | None = None
     use_gate: bool | None = None
     allow_neg_eigval: bool | None = None
     neg_eigval: str = "both"
@@ -249,6 +251,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             "expand_v": self.expand_v,
             "use_short_conv": self.use_short_conv,
             "conv_size": self.conv_size if self.use_short_conv else type(self).conv_size,  # a layer refuses idle ones
+            "conv_initializer_range": self.conv_initializer_range if self.use_short_conv else None,
             "allow_neg_eigval": self.allow_neg_eigval,
             "neg_eigval": self.neg_eigval,
             "decay_lower_bound": self.decay_lower_bound,
@@ -272,8 +275,10 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             )
         if not 0 < self.norm_eps < math.inf:  # with 0 padding, which gives zeros, makes gradients NaN
             raise ValueError(f"norm_eps must be finite and positive, got {self.norm_eps}")
-        if not 0 <= self.initializer_range < math.inf:
-            raise ValueError(f"initializer_range must be finite and at least 0, got {self.initializer_range}")
+        for name in ("initializer_range", "conv_initializer_range"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
         if self.classifier_dropout is not None and not 0 <= self.classifier_dropout <= 1:
             raise ValueError(f"classifier_dropout must be between 0 and 1, or None, got {self.classifier_dropout}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
@@ -403,6 +408,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             idle = {key: reason for key in _SOFTMAX_KEYS if getattr(self, key)}
         if not self.use_short_conv and self.conv_size != type(self).conv_size:
             idle["conv_size"] = "acts with use_short_conv=True"
+        if not self.use_short_conv and self.conv_initializer_range is not None:
+            idle["conv_initializer_range"] = "acts with use_short_conv=True"
         return idle
 
     def _keys_of_others(self, extra: dict[str, Any]) -> dict[str, str]:
