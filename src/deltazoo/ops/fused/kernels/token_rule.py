@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, wait_for_inputs
 from deltazoo.ops.fused.kernels.softplus_decay import exponential_minus_1, softplus
+from deltazoo.ops.step_size import largest_gain
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["Columns", "RuleShape", "Tile", "choose_tile", "token_rule", "unit_head"]
@@ -90,8 +91,8 @@ class RuleShape(NamedTuple):
         """What the erase gain `beta e . k` is bounded by, as it could exceed that; 0: it cannot."""
         if self.keys in ("feedback", "unit_feedback"):
             return 1.0
-        may_exceed = self.doubled_step or (self.step == "euler" and not self.normalize_k)
-        return 2.0 if may_exceed or self.keys == "query_share" else 0.0
+        may_exceed = self.doubled_step or (self.step == "euler" and not self.normalize_k) or self.keys == "query_share"
+        return largest_gain(decays=self.decay != "none") if may_exceed else 0.0
 
 
 @triton.jit
