@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltazoo.layers import DeltaRuleAttention, make_layer

@@ -121,7 +121,7 @@ def test_gradients_through_the_guard_are_those_of_the_function(variant: str, cha
 @pytest.mark.parametrize("decay", ["scalar", "channel"])
 @pytest.mark.parametrize("log_decay", [-5e-8, -1e-7, -5e-6])
 def test_a_key_repeated_at_the_bound_of_a_decaying_state_does_not_let_it_grow(log_decay: float, decay: str) -> None:
-    """The chunk form rounds every chunk alike; just below a gain of 2 the state shrinks faster than that stretches it."""
+    """The chunk form rounds every chunk alike; just below a gain of 2 the state shrinks faster than that stretches."""
     T, K = 4096, 64
     spec = replace(get_variant("neg_gated_deltanet"), decay=decay)
     k = torch.nn.functional.normalize(torch.randn(16, K), dim=-1).bfloat16().expand(1, T, 16, K)

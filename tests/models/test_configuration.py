@@ -280,6 +280,7 @@ def test_every_key_acts():
         "classifier_dropout": "test_heads",
         "use_cache": "test_cache",
         "mixer_module": "test_outside_rule",
+        "mixer_revision": "test_revisions",
         "training_data": "test_sharing",
         "pad_token_id": "test_padding_token_embeds_to_zero",
         "bos_token_id": "generation",

@@ -461,6 +461,7 @@ class DeltaRuleAttention(Float32Parameters):
             erase_reads=self.spec.erase_reads,
             num_micro_steps=self.num_micro_steps,
             in_place=past.in_place,
+            scale=None if self.spec.scale_queries else 1.0,
             backend=self.backend,
             precision=self._precision(),
         )

@@ -128,6 +128,7 @@ def run_rule(
     erase_reads: str = "decayed",
     num_micro_steps: int = 1,
     in_place: bool = False,
+    scale: float | None = None,
     backend: str | None = None,
     precision: str | None = None,
 ) -> DeltaRuleOutput:
@@ -140,7 +141,7 @@ def run_rule(
         erase_reads: as of `delta_rule`.
         num_micro_steps: steps per token.
         in_place: whether a decoding step may overwrite `state`.
-        backend, precision: of the operator.
+        scale, backend, precision: of the operator.
 
     Returns:
         `[B, T, HV, V]` in v's dtype, and the state after the last token.
@@ -159,12 +160,12 @@ def run_rule(
         "num_micro_steps": num_micro_steps,
     }
     if one_token:
-        step: dict[str, Any] = {"state": state, "inplace": in_place, "backend": backend}
+        step: dict[str, Any] = {"state": state, "inplace": in_place, "scale": scale, "backend": backend}
         if beta is None:
             return linear_attention_step(q, k, v, log_decay, **step)
         return delta_rule_step(q, k, v, beta, log_decay, **correction, **step)
     cu_seqlens = sequences.cu_seqlens if isinstance(sequences, (PackedSequences, SharedSequences)) else None
-    rows: dict[str, Any] = {"initial_state": state, "cu_seqlens": cu_seqlens, "backend": backend}
+    rows: dict[str, Any] = {"initial_state": state, "cu_seqlens": cu_seqlens, "scale": scale, "backend": backend}
     if isinstance(sequences, SharedSequences):
         rows["context"] = sequences.context
     if beta is None:

@@ -75,6 +75,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         mixer_module: the module that registers `mixer`, if that does not come with deltazoo; filled in automatically.
             Loading a config.json does not import it: import it before, or pass its file to the command line with
             `--load`.
+        mixer_revision: number of the variant's revision, for rules that were corrected (docs/rules.md); default the
+            newest. A saved configuration without it has the first.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
         num_hidden_layers: number of blocks; a block is a mixer and an MLP.
@@ -127,6 +129,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     mixer: str = "gated_deltanet"
     mixer_module: str | None = None
+    mixer_revision: int | None = None
     vocab_size: int = 32000
     hidden_size: int = 2048
     num_hidden_layers: int = 24
@@ -164,6 +167,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     def __post_init__(self, **extra: Any) -> None:
         if self.transformers_version is not None:  # a saved configuration; older versions of deltazoo saved them
             extra = without_runtime_options(extra)
+            self.mixer_revision = 1 if self.mixer_revision is None else self.mixer_revision
         self.mixer_module = module_of_variant(self.mixer, self.mixer_module)
         extra = self._take_fla_keys(extra)
         idle = self._keys_of_others(extra)
@@ -234,7 +238,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     @property
     def spec(self) -> DeltaRuleSpec:
         """The spec of the linear layers: that of `mixer`, with the output gate switched as `use_gate` says."""
-        spec = get_variant(self.mixer)
+        spec = get_variant(self.mixer, self.mixer_revision)
         if self.use_gate == (spec.output_gate != "none"):
             return spec
         return replace(spec, output_gate="full" if self.use_gate else "none")
@@ -362,7 +366,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             PreTrainedConfig.validate_rope(with_softmax_heads(self))
 
     def _fill_defaults(self) -> None:
-        spec = get_variant(self.mixer)
+        spec = get_variant(self.mixer, self.mixer_revision)
+        self.mixer_revision = spec.revision
         if self.num_v_heads is None:
             self.num_v_heads = self.num_heads
         if self.head_dim is None:

@@ -81,6 +81,7 @@ def plan_layers(
         shape = read_shape(family, attention, model.config, index)
         options: dict[str, Any] = {
             "variant": variant,
+            "revision": get_variant(variant).revision,
             "num_heads": shape.num_heads,
             "head_dim": shape.head_dim,
             "expand_v": 1.0,

@@ -1,4 +1,4 @@
-"""The layers of Comba: by its equation, and as flash-linear-attention computes it."""
+"""The layers of Comba: by its equation, and as its authors' code and flash-linear-attention compute it."""
 
 from functools import partial
 from typing import ClassVar

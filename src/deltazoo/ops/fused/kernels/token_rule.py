@@ -58,6 +58,8 @@ class RuleShape(NamedTuple):
     low_rank_gate: bool = False
     """The output gate comes from `low_rank_gates`, as a decay per channel always does."""
     normalize_k: bool = True
+    scale_queries: bool = True
+    """By K^-1/2."""
     step: str = "euler"
     """Name of the step size; "none": nothing is erased, and `mixed` has no b."""
     decay_form: str = "softplus"
@@ -375,9 +377,9 @@ def token_rule(
 
 @lru_cache(maxsize=1024)
 def _constants(B: int, M: int, shape: RuleShape, tile: Tile, several_angles: bool, ahead: bool) -> Constants:
-    at = shape.columns
+    at, scale = shape.columns, shape.K**-0.5 if shape.scale_queries else 1.0
     return Constants(
-        B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
+        B * shape.HV * -(-shape.V // tile.columns), scale=scale, M=M, H=shape.H, HV=shape.HV, K=shape.K,
         V=shape.V, GATE_AT=at.gate, DECAY_AT=at.decay, STEP_AT=at.step, KEYS_AT=at.keys, NORMALIZE_Q=shape.normalize_q,
         NORMALIZE_K=shape.normalize_k, STEP=shape.step, KEYS=shape.keys, MICRO_STEPS=shape.micro_steps,
         UNDECAYED=shape.undecayed, TURNED=shape.turned, ANGLE_ROW=several_angles * shape.turned,
