@@ -145,13 +145,13 @@ and configurations, makes them normal with that standard deviation. Authors' mod
 
 flash-linear-attention and transformers start convolutions as they start linear maps, in models of every type.
 Uniform is the default of all, since it was better on text. In bits per byte of Python source (2.5 M parameters, 500
-steps, one seed) it is ahead for all ten rules that we compared: by 0.006 to 0.04 for delta rules with unit keys, `efla`
-and `longhorn`, by 0.09 to 0.17 for `gated_efla`, `gated_longhorn`, `mamba2_style` and `linear_attention`. For rules
-that take keys of any length the start matters most, since the length of a key is its step size: the median eigenvalue of
-`efla` at the start is 0.09 with uniform taps, 0.99 with normal ones. On rows 16 times as long as in training its loss
-rises by 0.45 bits with the first, by 1.05 with the second. On a small task of overwriting the normal start is the better
-one for rules with a decay per head (accuracy of `gated_deltanet` 0.989 against 0.963, means of three seeds), and `efla`
-and `longhorn` solve it with both ([results](../benchmarks/results/conv_starts.json),
+steps, one seed) it is ahead for all ten rules that we compared: by 0.006 to 0.04 for delta rules with unit keys,
+`efla` and `longhorn`, by 0.09 to 0.17 for `gated_efla`, `gated_longhorn`, `mamba2_style` and `linear_attention`. For
+rules that take keys of any length the start matters most, since the length of a key is its step size: the median
+eigenvalue of `efla` at the start is 0.09 with uniform taps, 0.99 with normal ones. On rows 16 times as long as in
+training its loss rises by 0.45 bits with the first, by 1.05 with the second. On a small task of overwriting the normal
+start is the better one for rules with a decay per head (accuracy of `gated_deltanet` 0.989 against 0.963, means of
+three seeds), and `efla` and `longhorn` solve it with both ([results](../benchmarks/results/conv_starts.json),
 `scripts/compare_conv_starts.py`).
 
 ## Rules that were corrected

@@ -513,3 +513,24 @@ def test_a_partial_rotary_factor_of_none_turns_whole_heads():
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": None}
     named = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, **HYBRID, rope_parameters=rope))
     assert torch.equal(named.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
+
+
+def test_revisions():
+    """A new model has the newest revision of its rule; a saved configuration that does not say has the first."""
+    config = DeltaRuleConfig(**SIZES, mixer="eda")
+    assert (config.mixer_revision, config.spec.output_gate) == (2, "full")
+    again = DeltaRuleConfig.from_dict(config.to_dict())
+    assert (again.mixer_revision, again.spec) == (2, config.spec)
+    earlier = {key: value for key, value in config.to_dict().items() if key != "mixer_revision"}
+    loaded = DeltaRuleConfig.from_dict(earlier)
+    assert (loaded.mixer_revision, loaded.spec.output_gate) == (1, "low_rank")
+    assert DeltaRuleConfig.from_dict(loaded.to_dict()).spec == loaded.spec
+    assert DeltaRuleConfig(**SIZES, mixer="eda", mixer_revision=1).spec == loaded.spec
+    with pytest.raises(ValueError, match="variant 'eda' has the revisions 1 to 2, got 3"):
+        DeltaRuleConfig(**SIZES, mixer="eda", mixer_revision=3)
+
+
+def test_new_models_of_pgdn_have_the_authors_shape():
+    config = AutoConfig.for_model("precond_gated_deltanet")
+    assert (config.head_dim, config.expand_v, config.use_gate) == (128, 1, False)
+    assert config.num_heads * config.head_dim == config.hidden_size
