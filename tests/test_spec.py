@@ -214,3 +214,13 @@ def test_a_cell_of_a_notebook_can_run_again() -> None:
         assert registered_layer("cell_rule") is second["CellRule"]
         with pytest.raises(ValueError, match="taken by another spec"):
             exec(CELL, {"__name__": "a_module"})
+
+
+def test_an_earlier_revision_of_a_rule_stays_known() -> None:
+    newest, first = get_variant("eda"), get_variant("eda", revision=1)
+    assert (newest.output_gate, newest.revision) == ("full", 2) and newest is get_variant("eda", revision=2)
+    assert (first.output_gate, first.revision, first.name) == ("low_rank", 1, "eda")
+    with pytest.raises(ValueError, match="variant 'eda' has the revisions 1 to 2, got 3"):
+        get_variant("eda", revision=3)
+    with pytest.raises(ValueError, match="variant 'kda' has the revisions 1 to 1, got 0"):
+        get_variant("kda", revision=0)

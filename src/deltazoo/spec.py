@@ -41,8 +41,9 @@ Layer = TypeVar("Layer", bound=type[Any])
 
 NONEXPANSIVE_MEANING: dict[Nonexpansive, str] = {
     "yes": "no input lets the state grow",
-    "conditional": "one token repeated does not let the state grow, different tokens may",
-    "no": "one token repeated may let the state grow",
+    "conditional": "one token repeated lets the state grow at most by a factor that its keys decide, different tokens "
+    "may let it grow without bound",
+    "no": "one token repeated may let the state grow without bound",
 }
 """`DeltaRuleSpec.nonexpansive` in words."""
 
@@ -79,8 +80,9 @@ class DeltaRuleSpec:
     """Keys, values and step sizes per token, applied one after another; the state decays before the first."""
     nonexpansive: Nonexpansive = "yes"
     """Whether the state stays bounded without writes. "yes": no token lets it grow, whatever the gates are.
-    "conditional": one token repeated keeps it bounded, a product of different tokens need not. "no": one token repeated
-    can make it grow."""
+    "conditional": one token repeated lets it grow at most by one over the cosine of the angle between its two keys, or
+    1 + 2 over it if the erase gain exceeds 1; a product of different tokens has no bound. "no": one token repeated can
+    make it grow without bound."""
     nonexpansive_per_channel: Nonexpansive | None = None
     """The same with one decay per key channel, where it differs."""
     decay_gate: "str | Callable[[Tensor, Tensor, Tensor], Tensor]" = "softplus"
@@ -90,6 +92,8 @@ class DeltaRuleSpec:
     """L2-normalise the query of each head."""
     normalize_k: bool = True
     """L2-normalise the key of each head."""
+    scale_queries: bool = True
+    """Multiply queries by K^-1/2. A norm follows the read-out, so this matters where that norm's epsilon does."""
     allow_neg_eigval: bool = False
     """Double the step size, so that the transition's eigenvalue along the key lies in [-1, 1]."""
     decay_lower_bound: float | None = None
@@ -110,6 +114,8 @@ class DeltaRuleSpec:
     """Value dimension over key dimension, per head, in the paper's language models."""
     hub_model_type: str | None = None
     """`model_type` of published checkpoints, where deltazoo has one; None: `delta_rule` with `mixer: <name>`."""
+    earlier: "DeltaRuleSpec | None" = None
+    """The rule as it was before a correction. Models that were saved with it load with it (`revision`)."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -170,6 +176,11 @@ class DeltaRuleSpec:
         if self.decay == "channel" and self.nonexpansive_per_channel is not None:
             return self.nonexpansive_per_channel
         return self.nonexpansive
+
+    @property
+    def revision(self) -> int:
+        """Number of this spec among the corrections of its rule, from 1; saved with a model."""
+        return 1 if self.earlier is None else self.earlier.revision + 1
 
     @property
     def corrects(self) -> bool:
@@ -271,13 +282,18 @@ def _is_layer_class(layer: object) -> bool:
     return "deltazoo.layers.delta_attention.DeltaRuleAttention" in names
 
 
-def get_variant(name: str) -> DeltaRuleSpec:
-    """The registered variant of that name.
+def get_variant(name: str, revision: int | None = None) -> DeltaRuleSpec:
+    """The registered variant of that name: its newest revision, or the one of that number.
 
     Raises:
-        ValueError: no such variant; the message lists them and names the nearest.
+        ValueError: no such variant, where the message lists them and names the nearest; no such revision.
     """
-    return _entry(name).spec
+    newest = spec = _entry(name).spec
+    while revision is not None and spec.revision > revision and spec.earlier is not None:
+        spec = spec.earlier
+    if revision not in (None, spec.revision):
+        raise ValueError(f"variant {name!r} has the revisions 1 to {newest.revision}, got {revision}")
+    return spec
 
 
 def registered_layer(name: str) -> type[Any] | None:

@@ -5,10 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from deltazoo.layers import DeltaRuleAttention, make_layer
 from deltazoo.layers.initialization import decay_rate_, log_uniform_step_
+from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
 from deltazoo.spec import get_variant, list_variants
+from deltazoo.swap import swap_attention, swapped_layers
 
 
 def spread(values: torch.Tensor, low: float, high: float) -> None:
@@ -50,6 +53,31 @@ def test_weights_start_as_documented() -> None:
     spread(layer.q_conv1d.weight.detach().flatten(), -0.5, 0.5)
     assert torch.equal(layer.o_norm.weight, torch.ones(64))
     assert torch.equal(layer.g_proj[1].bias, torch.zeros(256))
+
+
+def test_short_convolutions_start_normal_where_asked() -> None:
+    """In a layer of its own, in a model whose checkpoint lacks them, and in a swapped layer that starts at random."""
+    config = DeltaRuleConfig(
+        mixer="efla", vocab_size=16, hidden_size=256, num_hidden_layers=1, num_heads=4, conv_initializer_range=0.02
+    )
+    model = DeltaRuleForCausalLM(config)
+    swapped = LlamaForCausalLM(
+        LlamaConfig(vocab_size=16, hidden_size=256, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16)
+    )
+    swap_attention(swapped, "efla", init="random", conv_initializer_range=0.02)
+    layers = [
+        DeltaRuleAttention("efla", 256, 4, conv_initializer_range=0.02),
+        model.model.layers[0].attn,
+        swapped_layers(swapped)[0].delta,
+    ]
+    for convolution in (layers[1].q_conv1d, layers[2].k_conv1d):
+        torch.nn.init.constant_(convolution.weight, torch.nan)
+    model._init_weights(layers[1].q_conv1d)
+    swapped._init_weights(layers[2].k_conv1d)
+    for layer in layers:
+        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
+            weight = layer.get_submodule(name).weight.detach().double()
+            assert weight.std() == pytest.approx(0.02, rel=5 / math.sqrt(2 * weight.numel()))
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,60 @@ def test_guard_counts_value_heads_per_key_head() -> None:
     assert bounded_step(torch.full((1, 1, 4), 2.0), k).flatten().tolist() == [2, 2, 0.5, 0.5]
 
 
-def test_guard_passes_gradients_to_the_gate_only_where_it_does_not_bind() -> None:
+@pytest.mark.parametrize("by_rounding", [False, True])
+def test_guard_passes_gradients_to_the_gate_where_it_does_not_bind_and_else_to_the_key(by_rounding: bool) -> None:
     k = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1).requires_grad_()
     beta = torch.tensor([1.5, 1.5]).view(1, 2, 1).requires_grad_()
-    bounded_step(beta, k).sum().backward()
+    bounded_step(beta, k, by_rounding=by_rounding).sum().backward()
     assert beta.grad is not None and beta.grad.flatten().tolist() == [1, 0]
-    assert k.grad is None
+    assert k.grad is None if by_rounding else k.grad.flatten().tolist() == [0, -0.5]  # of 2 / k^2
+
+
+@pytest.mark.parametrize("length", [0.0, 1e-30, 1e-20, 1e-10, 1.0])
+def test_gradients_of_the_guard_are_finite_for_short_keys(length: float) -> None:
+    k = torch.full((1, 1, 1, 4), length).requires_grad_()
+    bounded_step(torch.ones(1, 1, 1), k).sum().backward()
+    assert k.grad is not None and k.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        *((name, {"allow_neg_eigval": True}) for name in ("pgdn", "pkda", "gated_deltanet", "gated_deltanet2")),
+        *((name, {"normalize_k": False}) for name in ("delta_net", "comba", "q_delta", "pgdn")),
+    ],
+    ids=str,
+)
+def test_gradients_through_the_guard_are_those_of_the_function(variant: str, changes: dict) -> None:
+    """With gates and keys for which it binds at many tokens, where a rule lets it: along a random direction."""
+    spec = replace(get_variant(variant), **changes)
+    layer = make_layer(spec, 16, 2, 8, expand_v=1, initializer_range=0.5, beta_bias=True).double()
+    torch.nn.init.constant_(layer.b_proj.bias, 2.0)
+    x, weight = torch.randn(2, 2, 9, 16, dtype=torch.float64)
+    tensors = [x.requires_grad_(), *layer.parameters()]
+    gradients = torch.autograd.grad((layer(x) * weight).sum(), tensors)
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        direction, values = torch.randn_like(tensor), []
+        with torch.no_grad():
+            for sign in (1, -1):
+                tensor.add_(sign * 1e-6 * direction)
+                values.append((layer(x) * weight).sum())
+                tensor.sub_(sign * 1e-6 * direction)
+        torch.testing.assert_close((gradient * direction).sum(), (values[0] - values[1]) / 2e-6, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("decay", ["scalar", "channel"])
+@pytest.mark.parametrize("log_decay", [-5e-8, -1e-7, -5e-6])
+def test_a_key_repeated_at_the_bound_of_a_decaying_state_does_not_let_it_grow(log_decay: float, decay: str) -> None:
+    """The chunk form rounds every chunk alike; just below a gain of 2 the state shrinks faster than that stretches."""
+    T, K = 4096, 64
+    spec = replace(get_variant("neg_gated_deltanet"), decay=decay)
+    k = torch.nn.functional.normalize(torch.randn(16, K), dim=-1).bfloat16().expand(1, T, 16, K)
+    beta = rule.effective_step(spec, torch.ones(1, T, 16), k, allow_neg_eigval=True)
+    decays = torch.full((1, T, 16) if decay == "scalar" else (1, T, 16, K), log_decay)
+    start = k[:, 0, :, :, None].float()
+    end = delta_rule(k, k, k[..., :1] * 0, beta, decays, initial_state=start, backend="chunkwise").final_state
+    assert (end.norm(dim=(2, 3)) <= start.norm(dim=(2, 3))).all()
 
 
 @pytest.mark.parametrize("name", ["delta_net", "efla", "longhorn"])

@@ -92,6 +92,7 @@ def test_unknown_mixer_is_refused_with_the_nearest_one():
         ({"norm_eps": -1.0}, "norm_eps must be finite and positive, got -1.0"),
         ({"norm_eps": 0.0}, "norm_eps must be finite and positive, got 0.0"),
         ({"initializer_range": -1.0}, "initializer_range must be finite and at least 0, got -1.0"),
+        ({"conv_initializer_range": -1.0}, "conv_initializer_range must be finite and at least 0, got -1.0"),
         ({"hidden_ratio": 0, "intermediate_size": None}, "hidden_ratio must be finite and positive, got 0"),
         ({**HYBRID, "rope_parameters": {"rope_thetaa": 5.0}}, "rope_parameters: unknown key 'rope_thetaa'; did you"),
         ({**HYBRID, "rope_parameters": {"rope_type": "yarnn"}}, "unknown rope_type 'yarnn'; did you mean 'yarn'"),
@@ -223,6 +224,9 @@ def test_size_of_convolutions_waits_for_convolutions(recwarn):
     with pytest.warns(UserWarning, match=r"are kept: 'conv_size' \(acts with use_short_conv=True\)"):
         config = DeltaRuleConfig(**SIZES, use_short_conv=False, conv_size=7)
     assert config.conv_size == 7 and DeltaRuleForCausalLM(config).model.layers[0].attn.conv_size == 0
+    with pytest.warns(UserWarning, match=r"are kept: 'conv_initializer_range' \(acts with use_short_conv=True\)"):
+        config = DeltaRuleConfig(**SIZES, use_short_conv=False, conv_initializer_range=0.02)
+    assert DeltaRuleForCausalLM(config).model.layers[0].attn.conv_initializer_range is None
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -252,6 +256,7 @@ def test_every_key_acts():
         "expand_v": 1.0,
         "use_short_conv": False,
         "conv_size": 3,
+        "conv_initializer_range": 0.02,
         "use_gate": False,
         "allow_neg_eigval": False,
         "neg_eigval": "erase",
@@ -275,6 +280,7 @@ def test_every_key_acts():
         "classifier_dropout": "test_heads",
         "use_cache": "test_cache",
         "mixer_module": "test_outside_rule",
+        "mixer_revision": "test_revisions",
         "training_data": "test_sharing",
         "pad_token_id": "test_padding_token_embeds_to_zero",
         "bos_token_id": "generation",
@@ -507,3 +513,24 @@ def test_a_partial_rotary_factor_of_none_turns_whole_heads():
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": None}
     named = DeltaRuleForCausalLM(DeltaRuleConfig(**SIZES, **HYBRID, rope_parameters=rope))
     assert torch.equal(named.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
+
+
+def test_revisions():
+    """A new model has the newest revision of its rule; a saved configuration that does not say has the first."""
+    config = DeltaRuleConfig(**SIZES, mixer="eda")
+    assert (config.mixer_revision, config.spec.output_gate) == (2, "full")
+    again = DeltaRuleConfig.from_dict(config.to_dict())
+    assert (again.mixer_revision, again.spec) == (2, config.spec)
+    earlier = {key: value for key, value in config.to_dict().items() if key != "mixer_revision"}
+    loaded = DeltaRuleConfig.from_dict(earlier)
+    assert (loaded.mixer_revision, loaded.spec.output_gate) == (1, "low_rank")
+    assert DeltaRuleConfig.from_dict(loaded.to_dict()).spec == loaded.spec
+    assert DeltaRuleConfig(**SIZES, mixer="eda", mixer_revision=1).spec == loaded.spec
+    with pytest.raises(ValueError, match="variant 'eda' has the revisions 1 to 2, got 3"):
+        DeltaRuleConfig(**SIZES, mixer="eda", mixer_revision=3)
+
+
+def test_new_models_of_pgdn_have_the_authors_shape():
+    config = AutoConfig.for_model("precond_gated_deltanet")
+    assert (config.head_dim, config.expand_v, config.use_gate) == (128, 1, False)
+    assert config.num_heads * config.head_dim == config.hidden_size

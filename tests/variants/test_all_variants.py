@@ -285,7 +285,7 @@ OWN_KEYS = {
     "fg2_gdn": [*KDA_KEYS, "w_proj.weight"],
     "gla": ["gk_proj.0.weight", "gk_proj.1.weight", "gk_proj.1.bias", "g_proj.weight"],
     "lightning_attention": ["g_proj.weight"],
-    "eda": [*KDA_KEYS, "erase_proj.0.weight", "erase_proj.1.weight", "erase_b_proj.weight"],
+    "eda": [*KDA_KEYS[:5], "g_proj.weight", "erase_proj.0.weight", "erase_proj.1.weight", "erase_b_proj.weight"],
 }
 
 

@@ -262,13 +262,13 @@ def lightning_attention(weights: Weights, token: Token, head: int, S: Tensor) ->
 Update = Callable[[Weights, Token, int, Tensor], tuple[Tensor, Tensor]]
 UPDATES: dict[str, tuple[Update, Callable]] = {
     "gated_deltaproduct": (gated_deltaproduct, full_silu_gate),
-    "eda": (eda, low_rank_sigmoid_gate),
+    "eda": (eda, full_sigmoid_gate),
     "gated_deltanet2": (gated_deltanet2, low_rank_sigmoid_gate),
     "qed": (qed, low_rank_sigmoid_gate),
     "q_delta": (q_delta, full_silu_gate),
     "comba": (comba, full_sigmoid_gate),
     "comba_unit_erase": (comba_unit_erase, full_sigmoid_gate),
-    "pgdn": (partial(preconditioned, scalar_decay, "a_atk_proj"), full_silu_gate),
+    "pgdn": (partial(preconditioned, scalar_decay, "a_atk_proj"), no_gate),
     "pkda": (partial(preconditioned, channel_decay, "a_proj"), low_rank_sigmoid_gate),
     "fg2_gdn": (fg2_gdn, low_rank_sigmoid_gate),
     "gla": (gla, full_silu_gate),
@@ -289,7 +289,7 @@ def by_hand(variant: str, weights: Weights, x: Tensor, value_dim: int, neg_eigva
         tokens = [Token(*of_token) for of_token in zip(x, q, k, v, strict=True)]
         for t, token in enumerate(tokens):
             S, read = update(weights, token._replace(so_far=tokens[: t + 1]), head, S)
-            o = read / K**0.5
+            o = read if variant == "lightning_attention" else read / K**0.5
             outputs[t, values] = o / (o.square().mean() + 1e-5).sqrt() * weights["o_norm.weight"]
     gated = torch.stack([o * output_gate(weights, x_t) for o, x_t in zip(outputs, x, strict=True)])
     return gated @ weights["o_proj.weight"].T

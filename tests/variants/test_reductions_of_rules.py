@@ -5,24 +5,26 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.layers import DeltaRuleAttention, RuleInputs, make_layer
+from deltazoo.layers import DeltaRuleAttention, LayerStates, RuleInputs, make_layer
 from deltazoo.layers.norm import l2_normalize_both
 from deltazoo.layers.rule import run_rule
 from deltazoo.layers.sequences import WHOLE_ROWS
 from deltazoo.layers.state import StateAccess
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
-from deltazoo.spec import get_variant
+from deltazoo.ops import linear_attention
+from deltazoo.spec import DeltaRuleSpec, get_variant
 
 HIDDEN, HEADS, K, VALUE_HEADS = 12, 2, 8, 4
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
-def make(variant: str, **options: Any) -> DeltaRuleAttention:
+def make(variant: str | DeltaRuleSpec, **options: Any) -> DeltaRuleAttention:
     options = {"num_v_heads": VALUE_HEADS, "expand_v": 1, "initializer_range": 0.5, **options}
     return make_layer(variant, HIDDEN, HEADS, K, **options).double()
 
@@ -93,7 +95,7 @@ def test_gated_deltaproduct_that_erases_and_writes_under_one_key_takes_one_full_
 def test_erase_then_delta_with_a_closed_erase_gate_is_kda() -> None:
     eda, x = make("eda", beta_bias=True), tokens()
     torch.nn.init.constant_(eda.erase_b_proj.bias, -1e4)
-    kda = make("kda", beta_bias=True)
+    kda = make(replace(get_variant("kda"), output_gate="full"), beta_bias=True)
     kda.f_proj, kda.decay_gate = eda.f_proj, eda.decay_gate
     kda.load_state_dict(eda.state_dict(), strict=False)
     torch.testing.assert_close(eda(x), kda(x), **EXACT)
@@ -174,6 +176,29 @@ def test_lightning_attention_decays_by_head_and_layer_alone() -> None:
     for found, factor in zip(decays, (1, 0.5, 0), strict=True):
         assert found is not None
         torch.testing.assert_close(found, (expected * (factor + 1e-5)).expand(2, 21, -1), **EXACT)
+
+
+def test_heads_of_lightning_attention_beyond_a_power_of_two_have_the_rates_of_alibi() -> None:
+    """Four heads at 2^-2 to 2^-8, and the first and third of eight; the earlier revision spreads six evenly."""
+    layer = make_layer("lightning_attention", HIDDEN, 6, K)
+    rates = 0.5 ** torch.tensor([2, 4, 6, 8, 1, 3], dtype=torch.float64)
+    torch.testing.assert_close(-layer.log_decay(tokens())[0, 0], rates * (1 + 1e-5), **EXACT)
+    earlier = make_layer(get_variant("lightning_attention", revision=1), HIDDEN, 6, K)
+    rates = 0.5 ** (torch.arange(1, 7, dtype=torch.float64) * 8 / 6)
+    torch.testing.assert_close(-earlier.log_decay(tokens())[0, 0], rates * (1 + 1e-5), **EXACT)
+
+
+def test_lightning_attention_does_not_scale_queries() -> None:
+    """In whole rows, and a token at a time."""
+    layer, x, states = make("lightning_attention", layer_idx=0), tokens(), LayerStates()
+    q, k, v = (torch.nn.functional.silu(y) for y in (layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)))
+    found = layer.apply_rule(inputs(layer, x), StateAccess(None, None), WHOLE_ROWS).output
+    with patch.object(layer, "_norm_and_gate", lambda output, _: output), torch.no_grad():
+        steps = torch.cat([layer(x[:, t : t + 1], past_key_values=states) for t in range(x.shape[1])], 1)
+        torch.testing.assert_close(steps, layer(x), **EXACT)
+    scaled = inputs(layer, x)
+    expected = linear_attention(scaled.q, scaled.k, scaled.v, scaled.log_decay, scale=1.0).output
+    torch.testing.assert_close(found, expected, **EXACT)
 
 
 def test_a_model_tells_lightning_attention_how_deep_it_is() -> None:

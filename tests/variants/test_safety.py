@@ -16,7 +16,7 @@ from transitions import factors_and_writes, steps
 
 from deltazoo.layers import DeltaRuleAttention, LayerStates, MixerState, RuleInputs, make_layer, rule
 from deltazoo.ops import delta_rule
-from deltazoo.spec import get_variant, list_variants
+from deltazoo.spec import NONEXPANSIVE_MEANING, get_variant, list_variants
 from deltazoo.variants.comba_layer import Comba
 
 HIDDEN, HEADS = 16, 2
@@ -152,6 +152,21 @@ def test_one_token_16k_times(variant: str, decay: str) -> None:
         assert (norm(state - expected) <= 0.01 * (norm(expected) + norm(start) + norm(one_write))).all()
 
 
+def test_one_token_of_a_separate_erase_key_grows_up_to_one_over_the_cosine() -> None:
+    """What "conditional" promises for one token, in the ranges of Gated DeltaNet-2: its key almost at right angles to
+    the erase key `e = b o k`, 4,096 times, and the bound for any number of times."""
+    short = 0.03
+    k = torch.tensor([(1 - short**2) ** 0.5, short], dtype=torch.float64)
+    e = torch.tensor([0.0, 1.0]) * k
+    cosine = (k @ e) / e.norm()
+    T = 4096
+    keys, erase_keys = (x.expand(1, T, 1, 2) for x in (k, e))
+    start, zeros, ones = torch.eye(2).double().view(1, 1, 2, 2), torch.zeros(1, T, 1, 2).double(), torch.ones(1, T, 1)
+    end = delta_rule(keys, keys, zeros, ones.double(), erase_key=erase_keys, initial_state=start).final_state
+    assert 32 < norm(end).item() <= 1 / cosine
+    assert "different tokens may let it grow without bound" in NONEXPANSIVE_MEANING["conditional"]
+
+
 def test_two_tokens_of_a_separate_erase_key_can_grow_together() -> None:
     """Why "conditional" promises nothing for different tokens: each factor has its eigenvalues in [0, 1], the pair has
     not. Keys and gates are in the ranges of Gated DeltaNet-2, `e = b o k` with b in [0, 1]."""
@@ -177,7 +192,7 @@ def test_the_gain_of_a_layer_that_asks_for_fast_precision_stays_below_the_thresh
 ) -> None:
     """Of keys as rounded; where tokens erase under keys of their own, of any two tokens, as the operator counts it."""
     threshold = pytest.importorskip("deltazoo.ops.triton.chunk.inverse", reason="needs Triton").MAX_FAST_GAIN
-    layer = make(variant, 4, dtype)
+    layer = make(variant, 64, dtype)  # unit keys of few channels are longer once rounded
     if isinstance(layer, Comba):  # the feedback all the way open
         torch.nn.init.constant_(layer.decay, 10.0)
     inputs = run(layer, torch.cat([scale * torch.randn(4, 64, HIDDEN) for scale in SCALES]).to(dtype))

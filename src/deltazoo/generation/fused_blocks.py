@@ -364,6 +364,7 @@ class _FusedBlock:
             columns=Columns(column("g_proj"), column(form.decay_gate), column("b_proj"), *key_columns[:1]),
             low_rank_gate=spec.output_gate == "low_rank",
             normalize_k=spec.normalize_k,
+            scale_queries=spec.scale_queries,
             step=spec.step_size,
             decay_form=form.decay,
             keys=form.keys,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.layers.float32_parameters import Float32Parameters
-from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal, short_conv_
+from deltazoo.layers.initialization import Initializer, decay_rate_, log_uniform_step_, normal
 from deltazoo.layers.layer_options import check_convolutions, check_decay, check_sizes, check_steps, check_types
 from deltazoo.layers.linear_maps import called_as_is, is_hooked, is_plain_sequence, linear_maps
 from deltazoo.layers.norm import GatedRMSNorm, RMSNorm, fuses_rows, l2_normalize, l2_normalize_both
@@ -72,6 +72,8 @@ class DeltaRuleAttention(Float32Parameters):
         expand_v: channels per value head over `head_dim`; the variant's own unless given.
         use_short_conv: short convolutions on q, k and v; without them the activation alone.
         conv_size: taps of the short convolutions.
+        conv_initializer_range: standard deviation of their initial taps; unless given, they are uniform within
+            1 / sqrt(conv_size).
         activation: of q, k and v, after the convolution: "silu" as in the papers, or "identity".
         allow_neg_eigval: double the step size (arXiv:2411.12537); the variant's own unless given.
         neg_eigval: with `allow_neg_eigval`, what is doubled. "both": erase and write, as the paper's code and the Hub
@@ -132,6 +134,7 @@ class DeltaRuleAttention(Float32Parameters):
         expand_v: float | None = None,
         use_short_conv: bool = True,
         conv_size: int = 4,
+        conv_initializer_range: float | None = None,
         activation: str = "silu",
         allow_neg_eigval: bool | None = None,
         neg_eigval: str = "both",
@@ -161,6 +164,7 @@ class DeltaRuleAttention(Float32Parameters):
         self.expand_v = self.spec.expand_v if expand_v is None else expand_v
         self.head_v_dim = round(self.head_k_dim * self.expand_v)
         self.conv_size = conv_size if use_short_conv else 0
+        self.conv_initializer_range = conv_initializer_range
         self.activation = activation
         self._activate = activation_function(activation)
         self.allow_neg_eigval = self.spec.allow_neg_eigval if allow_neg_eigval is None else allow_neg_eigval
@@ -177,7 +181,7 @@ class DeltaRuleAttention(Float32Parameters):
         self.backend = backend
         self.fused_kernels = fused_kernels
         check_sizes(self)
-        check_convolutions(use_short_conv, conv_size)
+        check_convolutions(use_short_conv, conv_size, conv_initializer_range)
         check_steps(self, beta_bias)
         check_decay(self, of_its_own=type(self).make_decay_gate is not DeltaRuleAttention.make_decay_gate)
 
@@ -188,10 +192,9 @@ class DeltaRuleAttention(Float32Parameters):
         self.k_proj = linear(hidden_size, key_dim)
         self.v_proj = linear(hidden_size, written_dim)
         if use_short_conv:
-            convolution = partial(ShortConvolution, kernel_size=conv_size, activation=activation, fused=fused_kernels)
-            self.q_conv1d = convolution(query_dim, unit_heads=self._unit_heads(self.spec.normalize_q))
-            self.k_conv1d = convolution(key_dim, unit_heads=self._unit_heads(self.spec.normalize_k))
-            self.v_conv1d = convolution(written_dim)
+            self.q_conv1d = self.short_convolution(query_dim, unit_heads=self._unit_heads(self.spec.normalize_q))
+            self.k_conv1d = self.short_convolution(key_dim, unit_heads=self._unit_heads(self.spec.normalize_k))
+            self.v_conv1d = self.short_convolution(written_dim)
         if self.spec.corrects:
             self.b_proj = nn.Linear(hidden_size, self.projected_steps * self.num_v_heads, bias=beta_bias)
         self.make_decay_gate()
@@ -448,6 +451,7 @@ class DeltaRuleAttention(Float32Parameters):
             erase_reads=self.spec.erase_reads,
             num_micro_steps=self.num_micro_steps,
             in_place=past.in_place,
+            scale=None if self.spec.scale_queries else 1.0,
             backend=self.backend,
             precision=self._precision(),
         )
@@ -488,6 +492,17 @@ class DeltaRuleAttention(Float32Parameters):
     def _unit_heads(self, normalize: bool) -> int:
         """Channels per head that the convolution normalises, 0 if it does not. A rotation afterwards keeps the norm."""
         return self.head_k_dim if normalize else 0
+
+    def short_convolution(self, channels: int, *, unit_heads: int = 0) -> ShortConvolution:
+        """A convolution with the layer's options; `unit_heads` as of `ShortConvolution`."""
+        return ShortConvolution(
+            channels,
+            self.conv_size,
+            self.activation,
+            unit_heads=unit_heads,
+            fused=self.fused_kernels,
+            initializer_range=self.conv_initializer_range,
+        )
 
     def make_decay_gate(self) -> None:
         """Make the parameters that `log_decay` reads. A subclass that overrides one overrides both."""
@@ -550,7 +565,8 @@ class DeltaRuleAttention(Float32Parameters):
         if self.decay_lower_bound is not None:
             known["A_log"] = nn.init.zeros_  # the bounded gate starts from a plain sigmoid
         for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
-            known[f"{name}.weight"] = short_conv_
+            if self.conv_size:
+                known[f"{name}.weight"] = getattr(self, name).initialize_
 
         def initializer(name: str) -> Initializer:
             return known.get(name) or (nn.init.zeros_ if name.endswith(".bias") else linear)

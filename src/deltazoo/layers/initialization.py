@@ -30,10 +30,16 @@ def normal(std: float) -> Initializer:
     return partial(nn.init.normal_, std=std)
 
 
-def short_conv_(weight: Tensor) -> None:
-    """nn.Conv1d's default for `[channels, 1, taps]`: uniform within 1 / sqrt(taps)."""
+def short_conv_(weight: Tensor, std: float | None = None) -> None:
+    """Taps `[channels, 1, taps]`: normal with that standard deviation; None: uniform within 1 / sqrt(taps).
+
+    The second is nn.Conv1d's, and what every rule starts with: docs/rules.md#how-the-short-convolutions-start.
+    """
     bound = weight.shape[-1] ** -0.5
-    nn.init.uniform_(weight, -bound, bound)
+    if std is None:
+        nn.init.uniform_(weight, -bound, bound)
+    else:
+        nn.init.normal_(weight, std=std)
 
 
 def decay_rate_(A_log: Tensor, rate_range: tuple[float, float]) -> None:

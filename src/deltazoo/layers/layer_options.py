@@ -21,7 +21,7 @@ _WHOLE_NUMBERS = {
 }
 _NUMBERS = {
     **dict.fromkeys(("norm_eps", "initializer_range"), int | float),
-    **dict.fromkeys(("expand_v", "decay_lower_bound"), int | float | None),
+    **dict.fromkeys(("expand_v", "decay_lower_bound", "conv_initializer_range"), int | float | None),
 }
 _SWITCHES = {
     **dict.fromkeys(("use_short_conv", "beta_bias"), bool),
@@ -39,8 +39,9 @@ def check_types(options: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} must be {expected}, got {value!r}")
     if not 0 < options["norm_eps"] < math.inf:  # with 0 the norm of a zero vector, as padding gives, has no gradient
         raise ValueError(f"norm_eps must be finite and positive, got {options['norm_eps']}")
-    if not 0 <= options["initializer_range"] < math.inf:
-        raise ValueError(f"initializer_range must be finite and at least 0, got {options['initializer_range']}")
+    for name in ("initializer_range", "conv_initializer_range"):
+        if options[name] is not None and not 0 <= options[name] < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {options[name]}")
     for name in ("expand_v", "decay_lower_bound"):
         if options[name] is not None and not math.isfinite(options[name]):
             raise ValueError(f"{name} must be finite, got {options[name]}")
@@ -48,12 +49,14 @@ def check_types(options: Mapping[str, Any]) -> None:
         raise ValueError(unknown("backend", options["backend"], BACKENDS))
 
 
-def check_convolutions(use_short_conv: bool, conv_size: int) -> None:
-    """The taps of the short convolutions; 4, the default, may be given to a layer without any."""
+def check_convolutions(use_short_conv: bool, conv_size: int, initializer_range: float | None) -> None:
+    """The taps of the short convolutions and their start; 4 taps, the default, may be given to a layer without any."""
     if use_short_conv and conv_size < 1:
         raise ValueError(f"conv_size must be at least 1, got {conv_size}: use_short_conv=False leaves convolutions out")
     if not use_short_conv and conv_size != 4:
         raise ValueError(f"conv_size={conv_size} acts only with use_short_conv=True")
+    if not use_short_conv and initializer_range is not None:
+        raise ValueError(f"conv_initializer_range={initializer_range} acts only with use_short_conv=True")
 
 
 def check_sizes(layer: "DeltaRuleAttention") -> None:

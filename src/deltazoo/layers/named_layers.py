@@ -22,6 +22,7 @@ class LayerOptions(TypedDict, total=False):
     expand_v: float | None
     use_short_conv: bool
     conv_size: int
+    conv_initializer_range: float | None
     activation: str
     allow_neg_eigval: bool | None
     neg_eigval: str

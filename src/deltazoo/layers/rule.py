@@ -88,12 +88,19 @@ class RuleInputs(NamedTuple):
             k=spread(self.k), v=spread(self.v), beta=spread(self.beta), erase_key=spread(self.erase_key)
         )
 
-    def bounded(self, largest_gain: float = 2.0, *, fused: bool = False) -> "RuleInputs":
-        """With step sizes that keep the erase gain `beta e . k` at `largest_gain` or below (`bounded_step`)."""
+    def bounded(
+        self, largest_gain: float | None = None, *, by_rounding: bool = False, fused: bool = False
+    ) -> "RuleInputs":
+        """With step sizes that keep the erase gain `beta e . k` at `largest_gain` or below (`bounded_step`).
+
+        Unless given, the bound is that of `deltazoo.ops.step_size.largest_gain`.
+        """
         if self.beta is None:
             return self
-        beta = bounded_step(self.beta, self.k, self.erase_key, largest_gain=largest_gain, fused=fused)
-        return self._replace(beta=beta)
+        if largest_gain is None:
+            largest_gain = step_size.largest_gain(decays=self.log_decay is not None)
+        bound: dict[str, Any] = {"largest_gain": largest_gain, "by_rounding": by_rounding, "fused": fused}
+        return self._replace(beta=bounded_step(self.beta, self.k, self.erase_key, **bound))
 
     def mask_padding(self, sequences: Sequences) -> "RuleInputs":
         """Padding tokens neither write to, erase from, nor decay the state."""
@@ -117,6 +124,7 @@ def run_rule(
     erase_reads: str = "decayed",
     num_micro_steps: int = 1,
     in_place: bool = False,
+    scale: float | None = None,
     backend: str | None = None,
     precision: str | None = None,
 ) -> DeltaRuleOutput:
@@ -129,7 +137,7 @@ def run_rule(
         erase_reads: as of `delta_rule`.
         num_micro_steps: steps per token.
         in_place: whether a decoding step may overwrite `state`.
-        backend, precision: of the operator.
+        scale, backend, precision: of the operator.
 
     Returns:
         `[B, T, HV, V]` in v's dtype, and the state after the last token.
@@ -148,12 +156,12 @@ def run_rule(
         "num_micro_steps": num_micro_steps,
     }
     if one_token:
-        step: dict[str, Any] = {"state": state, "inplace": in_place, "backend": backend}
+        step: dict[str, Any] = {"state": state, "inplace": in_place, "scale": scale, "backend": backend}
         if beta is None:
             return linear_attention_step(q, k, v, log_decay, **step)
         return delta_rule_step(q, k, v, beta, log_decay, **correction, **step)
     cu_seqlens = sequences.cu_seqlens if isinstance(sequences, (PackedSequences, SharedSequences)) else None
-    rows: dict[str, Any] = {"initial_state": state, "cu_seqlens": cu_seqlens, "backend": backend}
+    rows: dict[str, Any] = {"initial_state": state, "cu_seqlens": cu_seqlens, "scale": scale, "backend": backend}
     if isinstance(sequences, SharedSequences):
         rows["context"] = sequences.context
     if beta is None:
@@ -192,8 +200,10 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
             )
     if allow_neg_eigval:
         beta = 2 * beta
-    if allow_neg_eigval or step_size.may_expand(function, unit_keys=spec.normalize_k):
-        beta = bounded_step(beta, k, fused=fused)
+    expands = step_size.may_expand(function, unit_keys=spec.normalize_k)
+    if allow_neg_eigval or expands:
+        largest_gain = step_size.largest_gain(decays=spec.decay != "none")
+        beta = bounded_step(beta, k, largest_gain=largest_gain, by_rounding=not expands, fused=fused)
     return beta
 
 
@@ -210,33 +220,44 @@ def precision_for(spec: DeltaRuleSpec, *, allow_neg_eigval: bool) -> str | None:
 
 
 def bounded_step(
-    beta: Tensor, k: Tensor, erase_key: Tensor | None = None, *, largest_gain: float = 2.0, fused: bool = False
+    beta: Tensor,
+    k: Tensor,
+    erase_key: Tensor | None = None,
+    *,
+    largest_gain: float = 2.0,
+    by_rounding: bool = False,
+    fused: bool = False,
 ) -> Tensor:
     """`min(beta, 2 / (e . k))`: keeps the eigenvalue `1 - beta e . k` of the transition at -1 or above.
 
     A unit key rounded to bfloat16 has `|k|^2` up to 1.002. With beta = 2 its eigenvalue is then -1.004, and a token
     repeated 4,096 times grows the state about a millionfold. The bound is taken from the keys as rounded, in float32.
-    For gradients it is a constant: it binds only where the gate is saturated. With an erase key of its own a token
-    repeated stays bounded, but a product of different tokens may grow (`DeltaRuleSpec.nonexpansive`). Where `e . k` is
-    not positive no step size keeps the eigenvalue at 1 or below, and beta stays.
+    With an erase key of its own a token repeated stays bounded, but a product of different tokens may grow
+    (`DeltaRuleSpec.nonexpansive`). Where `e . k` is not positive no step size keeps the eigenvalue at 1 or below, and
+    beta stays.
 
     Args:
         beta: `[B, T, HV]` float32.
         k: `[B, T, H, K]` as the operator will see it.
         erase_key: the same for e; None: e = k.
         largest_gain: in place of 2. A rule that reads the state before its decay has the eigenvalue
-            `exp(g) - beta e . k`, which 1 keeps at -1 or above.
-        fused: a kernel computes `e . k`.
+            `exp(g) - beta e . k`, which 1 keeps at -1 or above; one with a decay takes
+            `deltazoo.ops.step_size.largest_gain`.
+        by_rounding: only a saturated gate and the rounding of keys bring beta above the bound, which is a constant for
+            gradients then. Else they go through it to the keys.
+        fused: a kernel computes `e . k` for a constant bound.
 
     Returns:
         `[B, T, HV]`, in beta's dtype.
     """
     e = k if erase_key is None else erase_key
-    if fused:
+    if by_rounding:
+        k, e = k.detach(), e.detach()
+    if fused and by_rounding:
         gain = fused_erase_gain(k, e)
     else:
-        gain = (at_least_float32(k.detach()) * at_least_float32(e.detach())).sum(-1)
-    bound = largest_gain / gain.clamp_min(torch.finfo(gain.dtype).tiny)
+        gain = (at_least_float32(k) * at_least_float32(e)).sum(-1)
+    bound = largest_gain / gain.clamp_min(1e-15)  # its square, in the gradient, is a number of float32
     return clip_step(beta, step_size.of_value_heads(bound, beta.shape[2]).to(beta.dtype))
 
 

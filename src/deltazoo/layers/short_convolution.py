@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltazoo.layers.initialization import short_conv_
 from deltazoo.layers.linear_maps import PLAIN_WEIGHTS, is_hooked
 from deltazoo.layers.norm import l2_normalize
 from deltazoo.layers.recompute import recomputable
@@ -142,6 +143,7 @@ class ShortConvolution(nn.Module):
         unit_heads: divide the output by the L2 norm of every head of so many channels; 0 leaves it as it is.
         fused: one Triton kernel each way instead of plain torch; None: wherever it runs, unless the state wants a
             gradient.
+        initializer_range: standard deviation of the initial taps; None: uniform, as in nn.Conv1d.
 
     Attributes:
         weight: `[channels, 1, kernel_size]` as in nn.Conv1d; the last tap belongs to the current token.
@@ -155,6 +157,7 @@ class ShortConvolution(nn.Module):
         *,
         unit_heads: int = 0,
         fused: bool | None = False,
+        initializer_range: float | None = None,
     ) -> None:
         super().__init__()
         if type(kernel_size) is not int or kernel_size < 1:  # Python takes True for 1
@@ -165,7 +168,12 @@ class ShortConvolution(nn.Module):
         self.activate = activation_function(activation)
         self.unit_heads = unit_heads
         self.set_fused(fused)
+        self.initializer_range = initializer_range
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
+
+    def initialize_(self, weight: Tensor) -> None:
+        """Fill the taps as the module starts them."""
+        short_conv_(weight, self.initializer_range)
 
     def set_fused(self, fused: bool | None) -> None:
         """Choose between the Triton kernel and plain torch."""

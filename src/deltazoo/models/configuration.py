@@ -76,6 +76,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         mixer_module: the module that registers `mixer`, if that does not come with deltazoo; filled in automatically.
             Loading a config.json does not import it: import it before, or pass its file to the command line with
             `--load`.
+        mixer_revision: number of the variant's revision, for rules that were corrected (docs/rules.md); default the
+            newest. A saved configuration without it has the first.
         vocab_size: number of tokens.
         hidden_size: width of the residual stream.
         num_hidden_layers: number of blocks; a block is a mixer and an MLP.
@@ -85,6 +87,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         expand_v: channels of a value head relative to `head_dim`; default as in the variant's paper.
         use_short_conv: short causal convolutions on queries, keys and values.
         conv_size: their kernel size.
+        conv_initializer_range: standard deviation of their initial taps; default uniform within 1 / sqrt(conv_size).
         use_gate: whether the linear layers gate their output; default as in the variant's paper.
         allow_neg_eigval: step sizes up to 2, so that transition eigenvalues reach -1; default as in the variant.
         neg_eigval: `"both"` doubles the step size of erasing and writing, `"erase"` that of erasing alone.
@@ -107,8 +110,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
         use_cache: whether a forward pass outside training returns a cache.
         training_data: what the weights were trained on, in words; for the model card.
 
-    The four keys of softmax layers are accepted, with a warning, by a model that has no such layers, and so is another
-    `conv_size` than 4 by one without short convolutions.
+    The four keys of softmax layers are accepted, with a warning, by a model that has no such layers, and so are
+    `conv_initializer_range` and another `conv_size` than 4 by one without short convolutions.
 
     Raises:
         ValueError: for unknown keys (with the nearest known one), unknown names, and sizes that do not fit together.
@@ -127,6 +130,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
 
     mixer: str = "gated_deltanet"
     mixer_module: str | None = None
+    mixer_revision: int | None = None
     vocab_size: int = 32000
     hidden_size: int = 2048
     num_hidden_layers: int = 24
@@ -136,6 +140,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     expand_v: int | float | None = None
     use_short_conv: bool = True
     conv_size: int = 4
+    conv_initializer_range: float | None = None
     use_gate: bool | None = None
     allow_neg_eigval: bool | None = None
     neg_eigval: str = "both"
@@ -163,6 +168,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     def __post_init__(self, **extra: Any) -> None:
         if self.transformers_version is not None:  # a saved configuration; older versions of deltazoo saved them
             extra = without_runtime_options(extra)
+            self.mixer_revision = 1 if self.mixer_revision is None else self.mixer_revision
         self.mixer_module = module_of_variant(self.mixer, self.mixer_module)
         extra = self._take_fla_keys(extra)
         idle = self._keys_of_others(extra)
@@ -233,7 +239,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
     @property
     def spec(self) -> DeltaRuleSpec:
         """The spec of the linear layers: that of `mixer`, with the output gate switched as `use_gate` says."""
-        spec = get_variant(self.mixer)
+        spec = get_variant(self.mixer, self.mixer_revision)
         if self.use_gate == (spec.output_gate != "none"):
             return spec
         return replace(spec, output_gate="full" if self.use_gate else "none")
@@ -250,6 +256,7 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             "expand_v": self.expand_v,
             "use_short_conv": self.use_short_conv,
             "conv_size": self.conv_size if self.use_short_conv else type(self).conv_size,  # a layer refuses idle ones
+            "conv_initializer_range": self.conv_initializer_range if self.use_short_conv else None,
             "allow_neg_eigval": self.allow_neg_eigval,
             "neg_eigval": self.neg_eigval,
             "decay_lower_bound": self.decay_lower_bound,
@@ -273,8 +280,10 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             )
         if not 0 < self.norm_eps < math.inf:  # with 0 padding, which gives zeros, makes gradients NaN
             raise ValueError(f"norm_eps must be finite and positive, got {self.norm_eps}")
-        if not 0 <= self.initializer_range < math.inf:
-            raise ValueError(f"initializer_range must be finite and at least 0, got {self.initializer_range}")
+        for name in ("initializer_range", "conv_initializer_range"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
         if self.classifier_dropout is not None and not 0 <= self.classifier_dropout <= 1:
             raise ValueError(f"classifier_dropout must be between 0 and 1, or None, got {self.classifier_dropout}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
@@ -358,7 +367,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             PreTrainedConfig.validate_rope(with_softmax_heads(self))
 
     def _fill_defaults(self) -> None:
-        spec = get_variant(self.mixer)
+        spec = get_variant(self.mixer, self.mixer_revision)
+        self.mixer_revision = spec.revision
         if self.num_v_heads is None:
             self.num_v_heads = self.num_heads
         if self.head_dim is None:
@@ -404,6 +414,8 @@ class DeltaRuleConfig(AutoMapConfig, PreTrainedConfig):
             idle = {key: reason for key in _SOFTMAX_KEYS if getattr(self, key)}
         if not self.use_short_conv and self.conv_size != type(self).conv_size:
             idle["conv_size"] = "acts with use_short_conv=True"
+        if not self.use_short_conv and self.conv_initializer_range is not None:
+            idle["conv_initializer_range"] = "acts with use_short_conv=True"
         return idle
 
     def _keys_of_others(self, extra: dict[str, Any]) -> dict[str, str]:

@@ -9,7 +9,6 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from deltazoo.layers import DeltaRuleAttention, ShortConvolution
-from deltazoo.layers.initialization import short_conv_
 from deltazoo.models.safetensors_only import SafetensorsOnly
 from deltazoo.names import nearest, unknown
 from deltazoo.ops import ContextParallel
@@ -115,6 +114,6 @@ class ModelWithDeltaLayers(SafetensorsOnly):
             module.init_parameters(self.config.initializer_range)
         elif isinstance(module, ShortConvolution):
             if not getattr(module.weight, "_is_hf_initialized", False):
-                short_conv_(module.weight)
+                module.initialize_(module.weight)
         else:
             super()._init_weights(module)

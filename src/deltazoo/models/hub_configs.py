@@ -127,9 +127,7 @@ class PrecondGatedDeltaNetConfig(_NamedConfig):
 
     model_type: ClassVar[str] = "precond_gated_deltanet"
     mixer: str = "pgdn"
-    num_hidden_layers: int = 21
-    num_heads: int = 6
-    head_dim: int | None = 256
+    head_dim: int | None = 128
 
 
 @strict

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deltazoo.layers import DeltaRuleAttention, RMSNorm, ShortConvolution, layer_class
+from deltazoo.layers import DeltaRuleAttention, RMSNorm, layer_class
 from deltazoo.layers.initialization import Initializer
 from deltazoo.layers.rule import StepForm
 from deltazoo.spec import DeltaRuleSpec
@@ -65,8 +65,7 @@ class DropInDeltaAttention(DeltaRuleAttention):
             setattr(self, f"{name}_proj", nn.Linear(hidden_size, width, bias=qkv_bias))
             if self.conv_size:
                 # Without the L2 norm, which comes after the original attention's norms.
-                convolution = ShortConvolution(width, self.conv_size, self.activation, fused=self.fused_kernels)
-                setattr(self, f"{name}_conv1d", convolution)
+                setattr(self, f"{name}_conv1d", self.short_convolution(width))
         self.o_proj = nn.Linear(self.o_proj.in_features, hidden_size, bias=o_bias)
         if gate_bias:
             self.g_proj = nn.Linear(hidden_size, self.o_proj.in_features)

@@ -19,8 +19,8 @@ __all__ = ["LayerPlan", "check_layer_options", "plan_layers"]
 
 _DECIDED = frozenset({"self", "variant", "hidden_size", "layer_idx", "initializer_range", "beta_bias"})
 """Options of layers that follow from the layer's index, the original weights or arguments of `swap_attention`."""
-_SIZES = ("num_heads", "head_dim", "num_v_heads", "expand_v", "num_micro_steps")
-"""Options that copied weights decide."""
+_SIZES = ("num_heads", "head_dim", "num_v_heads", "expand_v", "num_micro_steps", "conv_initializer_range")
+"""Options that copied weights decide; convolutions start as the identity then."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ def plan_layers(
         shape = read_shape(family, attention, model.config, index)
         options: dict[str, Any] = {
             "variant": variant,
+            "revision": get_variant(variant).revision,
             "num_heads": shape.num_heads,
             "head_dim": shape.head_dim,
             "expand_v": 1.0,

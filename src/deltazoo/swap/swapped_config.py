@@ -9,6 +9,7 @@ from deltazoo.models.auto_map import AutoMapConfig
 from deltazoo.models.lora_targets import offer_lora_targets
 from deltazoo.models.runtime_keys import without_runtime_options
 from deltazoo.runtime import RUNTIME_OPTIONS
+from deltazoo.spec import get_variant
 from deltazoo.swap.drop_in_layer import drop_in_class
 from deltazoo.swap.families import ModelFamily
 from deltazoo.swap.swapped_attention import SwappedAttention
@@ -64,8 +65,8 @@ def build_swapped_attention(
 ) -> SwappedAttention:
     """The module for one slot, from what the configuration records; parameters start as in the variant's paper."""
     options = dict(options)
-    rope = options.pop("rope")
-    delta = drop_in_class(options["variant"])(
-        hidden_size=config.hidden_size, layer_idx=index, initializer_range=config.initializer_range, **options
+    rope, variant = options.pop("rope"), get_variant(options.pop("variant"), options.pop("revision", 1))
+    delta = drop_in_class(variant)(
+        variant, config.hidden_size, layer_idx=index, initializer_range=config.initializer_range, **options
     )
     return SwappedAttention(delta, family, index, rope=rope, teacher=teacher)

@@ -13,6 +13,7 @@ from deltazoo.layers.initialization import Initializer, nearly_zero_rows_
 from deltazoo.layers.recompute import recomputable
 from deltazoo.ops.dtypes import at_least_float32, wide_dtype
 from deltazoo.ops.fused import fused_sigmoid_gate
+from deltazoo.ops.step_size import largest_gain
 from deltazoo.spec import choice_name
 
 __all__ = ["ChannelGates"]
@@ -65,4 +66,7 @@ class ChannelGates(DeltaRuleAttention):
     def whole_step(self, k: Tensor, v: Tensor, erase_key: Tensor | None = None) -> Tensor:
         """A step size of one, `[B, T, HV]`, or less where doubled gates let the erase gain exceed 2."""
         step = torch.ones(v.shape[:3], dtype=wide_dtype(v), device=v.device)
-        return bounded_step(step, k, erase_key, fused=self.runs_fused(k)) if self.allow_neg_eigval else step
+        if not self.allow_neg_eigval:
+            return step
+        gain, units = largest_gain(decays=True), self.spec.normalize_k
+        return bounded_step(step, k, erase_key, largest_gain=gain, by_rounding=units, fused=self.runs_fused(k))

@@ -1,4 +1,4 @@
-"""The layers of Comba: by its equation, and as flash-linear-attention computes it."""
+"""The layers of Comba: by its equation, and as its authors' code and flash-linear-attention compute it."""
 
 from functools import partial
 from typing import ClassVar
@@ -47,7 +47,7 @@ class Comba(DeltaRuleAttention):
         """As Gated DeltaNet, with query and erase key from both numbers."""
         q, k, erase_key = self.query_and_keys(q, k)
         inputs = super().rule_inputs(hidden_states, q, k, v)._replace(erase_key=erase_key)
-        return inputs.bounded(largest_gain=1.0, fused=self.runs_fused(k))  # a rounded unit key may be longer than one
+        return inputs.bounded(1.0, by_rounding=self.spec.normalize_k, fused=self.runs_fused(k))
 
     def step_form(self) -> StepForm | None:
         """As `query_and_keys`."""

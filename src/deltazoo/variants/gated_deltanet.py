@@ -4,8 +4,8 @@
 
 DeltaNet overwrites one key at a time; the gate can also clear the whole state at once. The output is an RMSNorm per
 head times SiLU of a full-rank gate. Two shapes are in use: heads of 256 with values twice as wide (6 heads at width
-2048; the default here and in the Hub configs), and the authors' 9 heads of 192 with `expand_v` 2 and a bias on
-`b_proj` for their 1.3B model.
+2048; the default here and in the Hub configs), and the authors' 9 heads with `expand_v` 2 and a bias on `b_proj`: heads
+of 200 in their model of 1.3 B parameters (width 2400), of 192 in its hybrid with softmax attention (width 2304).
 
 Paper: Yang et al. 2024, arXiv:2412.06464; exp(A_log) starts uniform on (0, 16].
 Hub: fla-hub/gated_deltanet-*.

@@ -4,10 +4,12 @@
 
 KDA erases and writes with one number per head. Here b_t, one number per key channel, chooses what a token erases, and
 w_t, one per value channel, what it writes; both are sigmoids of full projections of the input. With all channels equal
-to one gate it is KDA. With grouped value heads b belongs to the key head, decay and w to the value head.
+to one gate it is KDA. With grouped value heads b belongs to the key head, decay and w to the value head; the decay of
+flash-linear-attention's layer belongs to the key head as well.
 
-Safety: conditional. The erase gain `sum b k^2` is in [0, 1], but the erase key `b * k` is not parallel to k, so a
-product of different tokens may grow; decay bounds such models.
+Safety: conditional. The erase gain `sum b k^2` is in [0, 1], but the erase key `b * k` is not parallel to k. One token
+repeated can therefore let the state grow, by one over the cosine of the angle between the two keys (33-fold in 4,096
+repeats in the tests), and a product of different tokens without bound. Decay bounds such models.
 
 `allow_neg_eigval` doubles b alone, as in flash-linear-attention's layer, whose parameter names these are.
 

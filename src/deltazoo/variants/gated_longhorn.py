@@ -3,8 +3,8 @@
     S_t = (I - beta_t k_t k_t^T) exp(g_t) S_{t-1} + beta_t k_t v_t^T,     beta_t = b_t / (1 + b_t |k_t|^2)
 
 Gated DeltaNet with the step size of `longhorn`, and keys of any length. No paper has it: the code of Gated DeltaNet
-(NVlabs) and that of Kaczmarz linear attention offer this step beside their own, without figures. The layer is Gated
-DeltaNet's.
+(NVlabs) and that of Kaczmarz linear attention offer this step beside their own, without figures. Theirs does not
+normalise the query, whose length the norm of the output removes. The layer is Gated DeltaNet's.
 
 The state never grows by itself: the eigenvalue along the key is in (0, 1].
 

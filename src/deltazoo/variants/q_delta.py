@@ -4,9 +4,10 @@
 
 What the state answers to the key plus lambda times what it answers to the query is taken from the value.
 `lambda = sigmoid(lamb_proj(x) - 0.9)` per token and key head, about 0.29 at the start; lambda = 0 is Gated DeltaNet.
-The authors' own code for decoding leaves lambda out and does not normalise q and k; here decoding computes what
-training does. `allow_neg_eigval` is refused: the authors' code doubles lambda with it, and the erase gain
-`beta (1 + lambda k.q)` could then be negative.
+With grouped value heads the authors' code has a lambda per value head, this one per key head. The authors' own code
+for decoding leaves lambda out and does not normalise q and k; here decoding computes what training does.
+`allow_neg_eigval` is refused: the authors' code doubles lambda with it, and the erase gain `beta (1 + lambda k.q)`
+could then be negative.
 
 Safety: conditional with one decay per head as here, no with one per channel. The erase gain is in [0, 2].
 

@@ -39,7 +39,8 @@ class QDelta(DeltaRuleAttention):
         """As Gated DeltaNet, with the erase key `k + lambda q`."""
         inputs = super().rule_inputs(hidden_states, q, k, v)
         erase_key = recomputable(self._erase_key, self.project("lamb_proj", hidden_states), q, k)
-        return inputs._replace(erase_key=erase_key).bounded(fused=self.runs_fused(k))
+        units = self.spec.normalize_q and self.spec.normalize_k
+        return inputs._replace(erase_key=erase_key).bounded(by_rounding=units, fused=self.runs_fused(k))
 
     def _erase_key(self, logit: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if self.runs_fused(k):

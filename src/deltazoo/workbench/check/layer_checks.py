@@ -214,26 +214,24 @@ def same_in_chunks_as_by_definition(variant: str) -> str | None:
 
 def same_gradients_as_finite_differences(variant: str) -> str | None:
     """Compare the derivatives along random directions, of the input and every parameter, with finite differences."""
-    # Gradients treat the bound of `bounded_step` as a constant; finite differences would not.
-    with patch.object(rule, "clip_step", lambda beta, bound: beta):
-        layer, x = make(variant), tokens(9).requires_grad_()
-        weight = torch.randn(2, 9, HIDDEN, dtype=torch.float64)
-        tensors = {"the input": x, **{repr(name): p for name, p in layer.named_parameters()}}
-        gradients = torch.autograd.grad((layer(x) * weight).sum(), list(tensors.values()))
-        for (name, tensor), gradient in zip(tensors.items(), gradients, strict=True):
-            direction, size = torch.randn_like(tensor), 1e-6
-            slopes = []
-            with torch.no_grad():
-                for sign in (1, -1):
-                    tensor.add_(sign * size * direction)
-                    slopes.append((layer(x) * weight).sum())
-                    tensor.sub_(sign * size * direction)
-            expected, found = (slopes[0] - slopes[1]) / (2 * size), (gradient * direction).sum()
-            if not (found - expected).abs() <= 1e-5 * (1 + expected.abs()):
-                return (
-                    f"the gradient of {name} is wrong: along a random direction it says {found:.6g}, and finite "
-                    f"differences say {expected:.6g} (a rule that casts float64 to float32 cannot agree with them)"
-                )
+    layer, x = make(variant), tokens(9).requires_grad_()
+    weight = torch.randn(2, 9, HIDDEN, dtype=torch.float64)
+    tensors = {"the input": x, **{repr(name): p for name, p in layer.named_parameters()}}
+    gradients = torch.autograd.grad((layer(x) * weight).sum(), list(tensors.values()))
+    for (name, tensor), gradient in zip(tensors.items(), gradients, strict=True):
+        direction, size = torch.randn_like(tensor), 1e-6
+        slopes = []
+        with torch.no_grad():
+            for sign in (1, -1):
+                tensor.add_(sign * size * direction)
+                slopes.append((layer(x) * weight).sum())
+                tensor.sub_(sign * size * direction)
+        expected, found = (slopes[0] - slopes[1]) / (2 * size), (gradient * direction).sum()
+        if not (found - expected).abs() <= 1e-5 * (1 + expected.abs()):
+            return (
+                f"the gradient of {name} is wrong: along a random direction it says {found:.6g}, and finite "
+                f"differences say {expected:.6g} (a rule that casts float64 to float32 cannot agree with them)"
+            )
     return None
 
 

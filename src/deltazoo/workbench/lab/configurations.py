@@ -92,6 +92,7 @@ OPTIONS: dict[str, tuple[str, _Option]] = {
     "unit-key": ("unit key", _spec(normalize_k=True)),
     "scalar-decay": ("scalar decay", _spec(decay="scalar")),
     "channel-decay": ("channel decay", _spec(decay="channel")),
+    "normal-conv": ("convolutions from normal 0.02", _set(conv_initializer_range=0.02)),
     "slow-decay": ("decay from ~1", _spec(dt_range=(1e-6, 1e-4))),
     "bounded-decay": ("bounded decay", _set(decay_lower_bound=-5.0)),
     "x2": ("2 steps", _set(num_micro_steps=2)),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deltazoo.ops.fused.kernels.launch_ahead import launch_options, launches_ahead, wait_for_inputs
 from deltazoo.ops.fused.kernels.softplus_decay import exponential_minus_1, softplus
+from deltazoo.ops.step_size import largest_gain
 from deltazoo.ops.triton.launch import Constants, launch
 
 __all__ = ["Columns", "RuleShape", "Tile", "choose_tile", "token_rule", "unit_head"]
@@ -57,6 +58,8 @@ class RuleShape(NamedTuple):
     low_rank_gate: bool = False
     """The output gate comes from `low_rank_gates`, as a decay per channel always does."""
     normalize_k: bool = True
+    scale_queries: bool = True
+    """By K^-1/2."""
     step: str = "euler"
     """Name of the step size; "none": nothing is erased, and `mixed` has no b."""
     decay_form: str = "softplus"
@@ -90,8 +93,8 @@ class RuleShape(NamedTuple):
         """What the erase gain `beta e . k` is bounded by, as it could exceed that; 0: it cannot."""
         if self.keys in ("feedback", "unit_feedback"):
             return 1.0
-        may_exceed = self.doubled_step or (self.step == "euler" and not self.normalize_k)
-        return 2.0 if may_exceed or self.keys == "query_share" else 0.0
+        may_exceed = self.doubled_step or (self.step == "euler" and not self.normalize_k) or self.keys == "query_share"
+        return largest_gain(decays=self.decay != "none") if may_exceed else 0.0
 
 
 @triton.jit
@@ -374,9 +377,9 @@ def token_rule(
 
 @lru_cache(maxsize=1024)
 def _constants(B: int, M: int, shape: RuleShape, tile: Tile, several_angles: bool, ahead: bool) -> Constants:
-    at = shape.columns
+    at, scale = shape.columns, shape.K**-0.5 if shape.scale_queries else 1.0
     return Constants(
-        B * shape.HV * -(-shape.V // tile.columns), scale=shape.K**-0.5, M=M, H=shape.H, HV=shape.HV, K=shape.K,
+        B * shape.HV * -(-shape.V // tile.columns), scale=scale, M=M, H=shape.H, HV=shape.HV, K=shape.K,
         V=shape.V, GATE_AT=at.gate, DECAY_AT=at.decay, STEP_AT=at.step, KEYS_AT=at.keys, NORMALIZE_Q=shape.normalize_q,
         NORMALIZE_K=shape.normalize_k, STEP=shape.step, KEYS=shape.keys, MICRO_STEPS=shape.micro_steps,
         UNDECAYED=shape.undecayed, TURNED=shape.turned, ANGLE_ROW=several_angles * shape.turned,
