@@ -118,7 +118,7 @@ class CapturedCall:
                 self.steps.record_failure(self.model, error)
                 return self.forward(**kwargs)
         self.steps.last = "captured"
-        return CausalLMOutputWithPast(logits=decoding.replay(kwargs), **{CACHE: decoding.cache})
+        return CausalLMOutputWithPast(logits=decoding.replay(kwargs), **{CACHE: decoding.cache})  # type: ignore[arg-type]
 
 
 def _is_filled(cache: Any) -> bool:

@@ -195,7 +195,7 @@ class DeltaRuleModel(DeltaRulePreTrainedModel):
         hidden_states = inputs_embeds
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(hidden_states, batch=batch, softmax=softmax, **{CACHE: cache})
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})  # type: ignore[arg-type]
 
     def describe(
         self,

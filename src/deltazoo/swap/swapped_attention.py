@@ -100,8 +100,8 @@ class SwappedAttention(nn.Module):
             cache = kwargs.pop(self._cache_argument, None)
         refuse_dropped(self, kwargs, _LEFT_TO_THE_MODEL)
         if delta_batch is None:
-            told = {"attention_mask": attention_mask, **{name: kwargs.get(name) for name in PACKING_ARGUMENTS}}
-            told = [name for name, value in told.items() if value is not None]
+            telling = {"attention_mask": attention_mask, **{name: kwargs.get(name) for name in PACKING_ARGUMENTS}}
+            told = [name for name, value in telling.items() if value is not None]
             if told:
                 raise ValueError(
                     f"{type(self).__name__} was given {', '.join(told)}, and no model around it has described the "

@@ -111,12 +111,12 @@ class SwappedModel(ModelWithDeltaLayers):
 class SwappedGeneration(CapturedGeneration, GenerationMixin):
     """Generation with swapped layers."""
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
+    def prepare_inputs_for_generation(
         self, input_ids: Tensor, *, attention_mask: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """As in the original. Padding also stays known where masks are prepared ahead of the model."""
-        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
-            input_ids,  # type: ignore[arg-type]
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             **kwargs,

@@ -4,6 +4,8 @@ So a cache stays valid across `accelerate` and `restore`. Beam search, static ca
 own, but for a cache that records tokens to take them back: transformers would take back the convolution's alone.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
@@ -43,13 +45,14 @@ def stored_state(cache: Cache | None, layer_idx: int, taps: int, qkv: Tensor) ->
         refuse_to_go_back()
     if not layer.has_previous_state[0]:
         return None
-    conv = layer.conv_states[0][..., -taps:]
+    conv: Any = layer.conv_states[0]
+    conv = conv[..., -taps:]
     if conv.shape[:2] != (qkv.shape[0], qkv.shape[2]):
         raise ValueError(
             f"the convolution state must have shape {(qkv.shape[0], qkv.shape[2], taps)}, got {tuple(conv.shape)}: the "
             "cache belongs to another model, or has other rows"
         )
-    recurrent = layer.recurrent_states[0]
+    recurrent: Any = layer.recurrent_states[0]
     return MixerState(conv.clone(), recurrent.clone()) if torch.is_grad_enabled() else MixerState(conv, recurrent)
 
 
