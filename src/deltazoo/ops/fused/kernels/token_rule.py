@@ -58,8 +58,6 @@ class RuleShape(NamedTuple):
     low_rank_gate: bool = False
     """The output gate comes from `low_rank_gates`, as a decay per channel always does."""
     normalize_k: bool = True
-    scale_queries: bool = True
-    """By K^-1/2."""
     step: str = "euler"
     """Name of the step size; "none": nothing is erased, and `mixed` has no b."""
     decay_form: str = "softplus"
@@ -87,6 +85,8 @@ class RuleShape(NamedTuple):
     """What is erased is read before the decay."""
     turned: int = 0
     """The first channels of queries and keys, which a rotary embedding turns before they are normalised."""
+    scale_queries: bool = True
+    """By K^-1/2."""
 
     @property
     def largest_gain(self) -> float:
