@@ -321,6 +321,9 @@ def check_errors(groups: dict[int, Any]) -> dict[str, Any]:
 
     layer = DeltaRuleAttention("gated_deltanet", 16, 2)
     deltazoo.context_parallel(layer, context)
+    model = tiny_model("gated_deltanet")
+    deltazoo.context_parallel(model, context)
+    documents = 1 + torch.arange(64)[None] // 40
     cases: dict[str, Any] = {
         "boundaries": lambda: call(cu_seqlens=torch.tensor([0, 100])),
         "other boundaries": lambda: call(cu_seqlens=torch.tensor([0, 60 + RANK, 128])),
@@ -332,6 +335,7 @@ def check_errors(groups: dict[int, Any]) -> dict[str, Any]:
         "no step size on one rank": lambda: call(beta=RANK == 0),
         "another read on one rank": lambda: call(erase_reads="decayed" if RANK == 0 else "later"),
         "packed rows": lambda: layer(torch.randn(2, 64, 16), cu_seqlens=torch.tensor([0, 128])),
+        "documents in the mask": lambda: model(documents, attention_mask=documents),
         "mask on one rank": lambda: layer(torch.randn(2, 64, 16), torch.ones(2, 64) if RANK else None),
     }
     found = {}

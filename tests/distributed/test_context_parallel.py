@@ -178,6 +178,7 @@ def test_a_prompt_that_ranks_share_fills_a_cache_on_each(results: dict[str, dict
         ("no step size on one rank", "beta must be a tensor, got None"),
         ("another read on one rank", "unknown erase_reads 'later'"),
         ("packed rows", "packed sequences (cu_seqlens) need batch size 1, got 2"),
+        ("documents in the mask", "attention_mask must hold only 0 and 1, got values from 1 to 2"),
         ("mask on one rank", "rows that several ranks share take no attention_mask"),
     ],
 )
