@@ -155,12 +155,11 @@ def _description(module: nn.Module) -> RuleDescription | None:
 
 def replaced_methods(layer: nn.Module) -> list[str]:
     """Names of a layer's methods on the way to the operator that are not deltazoo's: it may not run as described."""
-    own = ["apply_rule"] if "apply_rule" in vars(layer) else []
-    for name in ("forward", "_mix", "apply_rule"):
-        method = getattr(type(layer), name, None)
-        if method is not None and name not in own and method.__module__.partition(".")[0] != "deltazoo":
-            own.append(name)
-    return own
+    replaced = {"apply_rule"} & {*vars(layer)}
+    if isinstance(layer, DeltaRuleAttention):  # layers of other libraries describe themselves
+        methods = {name: getattr(type(layer), name) for name in ("forward", "_mix", "apply_rule")}
+        replaced |= {name for name, method in methods.items() if method.__module__.partition(".")[0] != "deltazoo"}
+    return sorted(replaced)
 
 
 def describe_update(spec: DeltaRuleSpec, num_micro_steps: int) -> str:
