@@ -59,6 +59,20 @@ def test_the_old_name_is_taken_with_a_warning(model: Any) -> None:
             model(IDS[:, 7:], cache=cache)
 
 
+@pytest.mark.skipif(CACHE != "cache", reason="this version of transformers has one name")
+def test_two_caches_are_refused(model: Any) -> None:
+    """As PEFT's prefix tuning hands them over. A head of transformers drops one, with a warning of its own."""
+    caches = {name: DynamicCache(config=model.config) for name in ("cache", "past_key_values")}
+    with pytest.raises(ValueError, match="Both `past_key_values` and `cache` are set|are two caches"):
+        model.base_model(IDS, **caches)
+    if "deltazoo" in type(model).forward.__module__:
+        with pytest.raises(ValueError, match="Both `past_key_values` and `cache` are set"):
+            model(IDS, **caches)
+    else:
+        with pytest.warns(FutureWarning, match="Both `past_key_values` and `cache` are set"):
+            model(IDS, **caches)
+
+
 @pytest.mark.parametrize("name", ["past_key_value", "cache_parameters", "state", "padding_mask", "cu_seq_lens"])
 def test_an_unknown_argument_is_refused(model: Any, name: str) -> None:
     with pytest.raises(TypeError, match=f"{name!r}"):

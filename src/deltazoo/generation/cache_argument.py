@@ -26,14 +26,14 @@ _NO_LONGER_TAKEN = "5.40.0"
 def takes_cache(old_name: str = _OLD_NAME) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator for a method with the parameter `cache`, which gives it the name that transformers uses.
 
-    Where that is `cache`, the old name is taken too, with transformers' own warning. Where it is the old one, `cache`
-    is an argument that nobody knows.
+    Where that is `cache`, the old name is taken too, with transformers' own warning; both at once are a ValueError.
+    Where it is the old one, `cache` is an argument that nobody knows.
 
     Args:
         old_name: the parameter's name before transformers 5.24.
     """
     if CACHE == "cache":
-        return deprecate_kwarg(old_name, _NO_LONGER_TAKEN, new_name="cache")
+        return deprecate_kwarg(old_name, _NO_LONGER_TAKEN, new_name="cache", raise_if_both_names=True)
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -56,6 +56,12 @@ def takes_cache(old_name: str = _OLD_NAME) -> Callable[[Callable[..., Any]], Cal
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Cache | None:
-    """The cache among a model's keyword arguments, under either name that this version of transformers takes."""
-    cache = arguments.get(CACHE)
-    return arguments.get(_OLD_NAME) if cache is None else cache
+    """The cache among a model's keyword arguments, under either name that this version of transformers takes.
+
+    Raises:
+        ValueError: there are two, of which transformers would use one.
+    """
+    cache, old = arguments.get(CACHE), arguments.get(_OLD_NAME)
+    if cache is not None and old is not None and old is not cache:
+        raise ValueError(f"{CACHE} and {_OLD_NAME} are two caches, and a model takes one: pass {CACHE} alone")
+    return old if cache is None else cache
