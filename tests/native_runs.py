@@ -34,6 +34,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**COMMON, **GDN, **MOE, "intermediate_size": 48, "mlp_only_layers": [0]},
     "qwen3_5_text": {**COMMON, **GDN, "head_dim": 8, "intermediate_size": 48},
     "qwen3_5_moe_text": {**COMMON, **GDN, **MOE},
+    "lara_mini": {**COMMON, **GDN, **MOE},
     "olmo_hybrid": {**COMMON, **GDN, "intermediate_size": 48},
     "kimi_linear": {
         **{**COMMON, **MLA, **KIMI_MOE, "intermediate_size": 48, "moe_intermediate_size": 16},
