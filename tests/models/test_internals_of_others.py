@@ -108,6 +108,9 @@ INTERNALS = (
     ),
     Internal("_optimize_model_for_decode", "transformers:GenerationMixin", "experts in decoding"),
     Internal("_prepare_cache_for_generation", "transformers:GenerationMixin", "overridden: our cache layers"),
+    Internal(
+        "_update_model_kwargs_for_generation", "transformers:GenerationMixin", "overridden: the last logits are kept"
+    ),
     Internal("_supports_logits_to_keep", "transformers:GenerationMixin", "logits of the last token alone"),
     # Swapping, acceleration, adapters.
     Internal("_hf_hook", "accelerate.hooks", "the device of offloaded weights"),
@@ -153,7 +156,6 @@ INTERNALS = (
     Internal("_global_forward_hooks", "torch.nn.modules.module", "hooks on all modules"),
     Internal("_global_forward_pre_hooks", "torch.nn.modules.module", "hooks on all modules"),
     Internal("_has_any_global_hook", "torch.nn.modules.module", "hooks on all modules"),
-    Internal("_init_fn", "torch.library:CustomOpDef", "an operator's function, below its registration"),
     Internal("_make", "typing:NamedTuple", "a record from a list of its fields"),
     Internal("_ops", "torch", "operators by name in recomputation under torch.compile"),
     Internal("_parameters", "torch.nn.modules.module", "a layer's own parameters, replaced or looked up"),

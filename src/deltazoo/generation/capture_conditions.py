@@ -70,10 +70,11 @@ def _unusual_module(model: nn.Module) -> str | None:
         return "there are forward hooks for all modules"
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if any(not _is_ours(hook) for hook in hooks):
+        if any(not _is_of("deltazoo.", hook) for hook in hooks):
             return f"{name or 'the model'} has a forward hook"
-        replaced = vars(module).get("forward")  # ours: for a while, in another thread's step
-        if (replaced is not None and not _is_ours(replaced)) or module._compiled_call_impl is not None:
+        replaced = vars(module).get("forward")
+        of_a_step = _is_of("deltazoo.generation.", replaced)  # for a while, in another thread
+        if (replaced is not None and not of_a_step) or module._compiled_call_impl is not None:
             return f"the forward pass of {name or 'the model'} has been replaced"
     if "prepare_inputs_for_generation" in vars(model):
         return "prepare_inputs_for_generation has been replaced"
@@ -92,10 +93,10 @@ def _unusual_cache(model: nn.Module) -> str | None:
     return None
 
 
-def _is_ours(hook: Any) -> bool:
-    """Whether a hook or forward pass is of this package. All that those do for one token happens on the device."""
+def _is_of(package: str, hook: Any) -> bool:
+    """Whether a hook or forward pass is of this package. All that our hooks do for one token happens on the device."""
     function = getattr(hook, "func", hook)  # the function of a partial
-    return getattr(function, "__module__", "").startswith("deltazoo.")
+    return getattr(function, "__module__", "").startswith(package)
 
 
 def why_not_these_arguments(kwargs: Mapping[str, Any]) -> str | None:

@@ -202,7 +202,8 @@ def effective_step(spec: DeltaRuleSpec, b: Tensor, k: Tensor, *, allow_neg_eigva
         beta = 2 * beta
     expands = step_size.may_expand(function, unit_keys=spec.normalize_k)
     if allow_neg_eigval or expands:
-        largest_gain = step_size.largest_gain(decays=spec.decay != "none")
+        # Layers with erase keys of their own bound the gain under those.
+        largest_gain = step_size.largest_gain(decays=spec.decay != "none" and spec.erase_key == "tied")
         beta = bounded_step(beta, k, largest_gain=largest_gain, by_rounding=not expands, fused=fused)
     return beta
 

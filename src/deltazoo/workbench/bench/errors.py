@@ -49,7 +49,7 @@ def plain_torch(
         `output`, `final_state`, and `d_<name>` of every input.
     """
     # Called below the registered operators, inside which a function mode has no effect.
-    forward, backward = (getattr(sys.modules["deltazoo.ops.chunkwise"], n)._init_fn for n in ("forward", "backward"))
+    forward, backward = (getattr(sys.modules["deltazoo.ops.chunkwise"], n) for n in ("_forward", "_backward"))
     q, k, v, beta = (inputs[name] for name in ("q", "k", "v", "beta"))
     log_decay, initial_state = inputs.get("log_decay"), inputs.get("initial_state")
     assert q is not None and k is not None
