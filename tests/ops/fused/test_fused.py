@@ -552,7 +552,7 @@ class Layer:
         return {"y": y.detach(), "cached": cached, **dict(zip(("x", *names), gradients, strict=True))}
 
 
-SUMS_OF_FEW = ("A_log", "dt_bias", "log_atk_scale")
+SUMS_OF_FEW = ("A_log", "dt_bias", "A_log_atk", "dt_bias_atk", "log_atk_scale")
 """Gradients that sum up a few terms which cancel: one draw's error is chance, so `check_sums_of_few` takes several."""
 
 HALF = torch.float16
