@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from pathlib import Path
 from typing import Any
 
+from deltazoo.generation.cache_argument import CACHE
 from deltazoo.workbench.train.config import RunConfig
 from deltazoo.workbench.train.yaml_config import from_mapping
 
@@ -50,6 +52,11 @@ def losses(config: RunConfig, resume: bool = False) -> dict[str, list[float]]:
 
     history = train(config, resume=resume).log_history
     return {key: [entry[key] for entry in history if key in entry] for key in COMPARED}
+
+
+def for_the_installed_version(source: str) -> str:
+    """Python source of a page, where the argument `cache` has the name that the newest transformers uses."""
+    return re.sub(r"\bcache=|(?<=\.)cache\b", lambda name: name[0].replace("cache", CACHE), source)
 
 
 def run_python(source: str, folder: Path, result: str) -> Any:

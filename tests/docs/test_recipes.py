@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from fake_hub import Hub
+from tiny_runs import for_the_installed_version
 
 from deltazoo import spec
-from deltazoo.generation.cache_argument import CACHE
 
 ROOT = Path(__file__).resolve().parents[2]
 # Also inside lists, where blocks are indented.
@@ -38,9 +38,7 @@ def python_blocks(text: str) -> list[tuple[str, str | None]]:
     for block in BLOCK.finditer(text):
         if not block[1]:
             output = OUTPUT.match(text, block.end())
-            source = "\n" * text.count("\n", 0, block.start(2)) + textwrap.dedent(block[2])
-            if CACHE != "cache":  # pages have the name of the newest transformers
-                source = re.sub(r"\bcache=|(?<=\.)cache\b", lambda name: name[0].replace("cache", CACHE), source)
+            source = "\n" * text.count("\n", 0, block.start(2)) + for_the_installed_version(textwrap.dedent(block[2]))
             blocks.append((source, output and output[1]))
     return blocks
 

@@ -9,7 +9,7 @@ import torch
 from script_modules import load_script
 from several_processes import run_in_processes
 from tiny_models import tiny_model
-from tiny_runs import run_python
+from tiny_runs import for_the_installed_version, run_python
 
 render_several_gpus = load_script("render_several_gpus")
 
@@ -19,7 +19,7 @@ def test_the_page_shows_the_committed_results() -> None:
 
 
 def test_blocks_for_two_processes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = render_several_gpus.PAGE.read_text(encoding="utf-8")
+    text = for_the_installed_version(render_several_gpus.PAGE.read_text(encoding="utf-8"))
     blocks = [part.split("```python\n")[1].split("\n```")[0] for part in text.split("<!-- not run: needs two")[1:]]
     assert len(blocks) == 6
     tiny_model("hybrid_kda", vocab_size=258, num_heads=2).save_pretrained(tmp_path / "my_model")
