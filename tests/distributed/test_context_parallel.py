@@ -145,7 +145,7 @@ def test_models_compute_what_one_rank_computes(results: dict[str, dict[str, Any]
     distances, rounding = results["models"]["distances"], results["models"]["rounding"]
     assert len(distances) == 22
     # Sums over up to 256 tokens in another order. The decay gates' gradients are the least exact; how exact is chance
-    # in one batch. One rank is as far from float64 as in the worst of a model's batches, and several may be twice as far,
+    # in one batch. One rank is as far from float64 as in the worst of a model's batches, several may be twice as far,
     # on the other side.
     worst = {model: max(x for case, x in rounding.items() if case.startswith(model)) for model in MODELS}
     limits = {case: max(2e-4, 3 * worst[case.partition(",")[0]]) for case in distances}
