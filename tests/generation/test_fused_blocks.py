@@ -149,7 +149,7 @@ def test_interpreted(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     here = Path(__file__).parent
-    run_python(CHILD, str(here), str(here.parent), *INTERPRETED, timeout=300)
+    run_python(CHILD, str(here), str(here.parent), *INTERPRETED, timeout=900)
 
 
 def swapped_model(family: str, rule: str, options: dict[str, Any]) -> Any:

@@ -732,7 +732,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     here = Path(__file__).resolve()
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[2]), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, str(here), str(path)], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, str(here), str(path)], env=environment, check=True, timeout=900)
     return torch.load(path)
 
 
