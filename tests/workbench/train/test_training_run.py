@@ -110,6 +110,22 @@ def test_a_resumed_run_has_the_losses_of_an_unbroken_one(text: Path, tmp_path: P
         assert torch.equal(expected, found), name
 
 
+def test_a_run_of_an_earlier_revision_goes_on_as_it_began(text: Path, tmp_path: Path) -> None:
+    """Of three heads: lightning attention's rates differ between its revisions, and its parameters do not."""
+    sizes = {"mixer": "lightning_attention", "hidden_size": 48, "num_heads": 3, "expand_v": 1.0}
+    unbroken = train(run_config(text, tmp_path / "unbroken", model={**sizes, "mixer_revision": 1}))
+    config = run_config(text, tmp_path / "broken", model={**sizes, "mixer_revision": 1})
+    with stopping_after(6), pytest.raises(KeyboardInterrupt):
+        train(config)
+    for path in (tmp_path / "broken").rglob("*"):  # as before there were revisions
+        if path.name in ("config.json", "training.yaml", "config.yaml"):
+            kept = [x for x in path.read_text("utf-8").splitlines() if "mixer_revision" not in x]
+            path.write_text("\n".join(kept), "utf-8")
+    resumed = train(run_config(text, tmp_path / "broken", model=sizes), resume=True)
+    assert losses(resumed.log_history) == losses(unbroken.log_history)
+    assert AutoModelForCausalLM.from_pretrained(resumed.model_path).config.mixer_revision == 1
+
+
 def test_a_diagnosed_run_has_the_losses_of_another(text: Path, tmp_path: Path) -> None:
     """The figures are logged beside the losses, also by a run that goes on, and change nothing."""
     plain = train(run_config(text, tmp_path / "plain"))

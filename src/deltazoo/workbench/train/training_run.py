@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,8 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
     processes.wait_for_everyone()  # all have checked the folder before one writes into it
     with processes.main_process_first():
         tokenizer = _tokenizer(config, corpus, folder, resume or not processes.is_main_process)
-    trainer = _trainer(config, arguments, source, corpus, tokenizer)
+    as_begun = config if latest is None else _with_saved_revision(config, latest)
+    trainer = _trainer(as_begun, arguments, source, corpus, tokenizer)
     if latest is not None:
         say(f"the finished model is gone: made again from {latest}" if finished else f"going on from {latest}")
     with no_transformers_bars():
@@ -129,6 +130,15 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
         write_whole(folder / RESULT, as_json(values, indent=1))
     processes.wait_for_everyone()
     return result
+
+
+def _with_saved_revision(config: RunConfig, checkpoint: Path) -> RunConfig:
+    """The configuration for the revision of the rule that a checkpoint was trained with: files before there were several
+    name none, and have the first."""
+    if config.architecture is not None:
+        return config
+    saved = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    return replace(config, model={**config.model, "mixer_revision": saved.get("mixer_revision") or 1})
 
 
 def device_name(device: torch.device) -> str:
