@@ -133,8 +133,10 @@ def train(config: RunConfig, *, resume: bool = False) -> TrainingResult:
 
 
 def _with_saved_revision(config: RunConfig, checkpoint: Path) -> RunConfig:
-    """The configuration for the revision of the rule that a checkpoint was trained with: files before there were several
-    name none, and have the first."""
+    """The configuration with the revision of the rule that a checkpoint was trained with.
+
+    Files from before there were several name none, and have the first.
+    """
     if config.architecture is not None:
         return config
     saved = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
