@@ -14,14 +14,14 @@ NEWEST := .venv-newest
 HARNESS := .venv-harness
 
 # What versions of transformers and the packages around it can break: models, training, swapping, recipes.
-ACROSS_VERSIONS := tests/models tests/generation tests/distributed tests/interop tests/workbench/train \
-	tests/workbench/serve tests/workbench/cli tests/swap tests/docs
+ACROSS_VERSIONS := tests/models tests/generation tests/distributed tests/compat tests/training \
+	tests/serving tests/cli tests/swap tests/docs
 
 # The definition, every variant (a layer, its equation, a frozen checkpoint), a kernel interpreted, a swap, saving and
 # loading, the command line.
 QUICK := tests/test_*.py tests/ops/test_reference.py tests/ops/test_chunkwise.py tests/ops/test_reductions.py \
-	tests/ops/triton/test_delta_rule.py tests/variants tests/layers/test_delta_attention.py tests/models/test_saving.py \
-	tests/swap/test_surgery.py tests/workbench/cli/test_cli.py
+	tests/ops/triton/test_delta_rule.py tests/rules tests/layers/test_delta_attention.py tests/models/test_saving.py \
+	tests/swap/test_surgery.py tests/cli/test_cli.py
 
 .PHONY: quickstart quick test test-oldest test-newest harness-test compile-test gpu-test lab lint docs docs-serve wheel wheel-test clean
 
@@ -43,7 +43,7 @@ test-newest:  ## the same on the newest versions that a fresh install takes toda
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 $(ACROSS_VERSIONS) $(ARGS)
 
 harness-test: $(HARNESS)/.installed  ## the recipe of docs/evaluation.md with lm-evaluation-harness, in an environment of its own
-	OMP_NUM_THREADS=1 $(HARNESS)/bin/python -m pytest -m harness tests/workbench/evaluate/test_harness.py $(ARGS)
+	OMP_NUM_THREADS=1 $(HARNESS)/bin/python -m pytest -m harness tests/training/test_harness.py $(ARGS)
 
 compile-test: $(INSTALLED)  ## every kernel at many head sizes compiled for cards that are not here (registers, shared memory), and run on a model of one
 	$(BIN)/python -m pytest -n 2 -m sweep $(ARGS)

@@ -27,11 +27,11 @@ from triton.runtime.jit import JITFunction
 from deltazoo.ops import delta_rule
 from deltazoo.ops.triton import pipeline
 from deltazoo.ops.triton.tiling import tiles_for
-from deltazoo.workbench.bench.errors import relative_error
-from deltazoo.workbench.bench.inputs import make_inputs
-from deltazoo.workbench.bench.operator_options import GATE_KINDS
-from deltazoo.workbench.bench.shapes import TABLE, Shape
-from deltazoo.workbench.bench.timing import CudaTimer
+from deltazoo.checks.errors import relative_error
+from benchmarks.inputs import make_inputs
+from benchmarks.operator_options import GATE_KINDS
+from benchmarks.shapes import TABLE, Shape
+from benchmarks.timing import CudaTimer
 
 
 def tile(stages: int | None = None, **options: Any) -> dict[str, Any]:

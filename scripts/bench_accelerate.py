@@ -37,9 +37,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import deltazoo
 from deltazoo.generation import Decoder
 from deltazoo.generation.cache_argument import CACHE
-from deltazoo.workbench.bench.result_files import write_results
-from deltazoo.workbench.bench.timing import now
-from deltazoo.workbench.provenance import describe_run
+from benchmarks.result_files import write_results
+from benchmarks.timing import now
+from benchmarks.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]

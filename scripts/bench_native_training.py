@@ -67,8 +67,8 @@ def main() -> int:
     if not args.fla:
         sys.modules["fla"] = None  # type: ignore[assignment]  # importing it fails, and transformers takes its own code
 
-    from deltazoo.workbench.bench.result_files import write_results
-    from deltazoo.workbench.provenance import describe_run
+    from benchmarks.result_files import write_results
+    from benchmarks.provenance import describe_run
 
     suffix = "_small" * args.small + "_fla" * args.fla
     out = args.out or RESULTS / f"native_training_{args.device}{suffix}.json"
@@ -89,9 +89,9 @@ def measure(preset: str, way: str, device: torch.device, num_rows: int | None, s
     """Tokens per second (median, least, most), peak memory and losses of some training steps."""
     import deltazoo
     from deltazoo.layers import parameter_groups
-    from deltazoo.workbench.presets import presets
-    from deltazoo.workbench.train import load_config
-    from deltazoo.workbench.train.model import build_model
+    from deltazoo.training.presets import presets
+    from deltazoo.training import load_config
+    from deltazoo.training.model import build_model
 
     config = load_config(presets()[preset])
     settings = config.training
@@ -139,7 +139,7 @@ def measure(preset: str, way: str, device: torch.device, num_rows: int | None, s
 
 def make_batch(num_rows: int, length: int, *, packed: bool) -> dict[str, torch.Tensor]:
     """Random tokens in rows, packed as `deltazoo train` packs them, or with one document in each row."""
-    from deltazoo.workbench.train.packed_rows import collate_side_by_side
+    from deltazoo.training.packed_rows import collate_side_by_side
 
     generator = np.random.default_rng(0)
     rows = []

@@ -11,8 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
-from deltazoo.workbench.lab.text.building import build_corpus, installed_sources, read_pins
-from deltazoo.workbench.lab.text.text_corpus import default_corpus_path
+from experiments.text.building import build_corpus, installed_sources, read_pins
+from experiments.text.text_corpus import default_corpus_path
 
 ROOT = Path(__file__).resolve().parents[1]
 MANIFEST = ROOT / "benchmarks" / "results" / "text_corpus.json"

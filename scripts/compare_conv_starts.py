@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from deltazoo.workbench.lab.configurations import parse_configuration
-from deltazoo.workbench.lab.experiment import Experiment
-from deltazoo.workbench.lab.fitting import run_configuration
-from deltazoo.workbench.lab.suites.family import BYTES_FAMILY
-from deltazoo.workbench.lab.suites.mini import OVERWRITE_MINI
+from experiments.configurations import parse_configuration
+from experiments.experiment import Experiment
+from experiments.fitting import run_configuration
+from experiments.suites.family import BYTES_FAMILY
+from experiments.suites.mini import OVERWRITE_MINI
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "conv_starts.json"
 RULES = (

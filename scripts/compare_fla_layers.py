@@ -5,7 +5,7 @@
     python scripts/compare_fla_layers.py --device cpu --small     # a quick try: its own functions fail on a CPU
 
 The layers' code is the library's. For "ours" the functions and modules that it imports are replaced, in this process
-alone, by those of `deltazoo.interop.fla`, and the layer loads the weights of "theirs". Errors are relative to the layer
+alone, by those of `deltazoo.compat.fla`, and the layer loads the weights of "theirs". Errors are relative to the layer
 in float32 on our functions: root mean square of the difference over that of the exact values, of the output and of the
 gradient of the input and of each parameter. Measured in eager mode, in turns. Writes a JSON file with the machine, the
 versions and the commit after every layer.
@@ -34,11 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.interop import fla as ours
-from deltazoo.workbench.bench.errors import relative_error
-from deltazoo.workbench.bench.result_files import write_results
-from deltazoo.workbench.bench.timing import timer_for
-from deltazoo.workbench.provenance import describe_run
+from deltazoo.compat import fla as ours
+from deltazoo.checks.errors import relative_error
+from benchmarks.result_files import write_results
+from benchmarks.timing import timer_for
+from benchmarks.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {

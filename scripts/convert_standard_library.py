@@ -33,18 +33,18 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
 from deltazoo.swap import swap_attention
-from deltazoo.workbench.bench.result_files import write_results
-from deltazoo.workbench.convert.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
-from deltazoo.workbench.convert.conversion_config import STAGES, FineTuningConfig, load_conversion
-from deltazoo.workbench.convert.layer_ranking import rank_layers
-from deltazoo.workbench.evaluate.recall_probes import cut_passages, probe_copying, probe_recall
-from deltazoo.workbench.provenance import describe_run
-from deltazoo.workbench.train.config import TokenizerConfig
-from deltazoo.workbench.train.corpus import read_corpus
-from deltazoo.workbench.train.packed_rows import spread
-from deltazoo.workbench.train.run_folder import has_saved
-from deltazoo.workbench.train.text import open_text
-from deltazoo.workbench.train.tokenizer import build_tokenizer
+from benchmarks.result_files import write_results
+from deltazoo.training.conversion import ConversionText, convert, read_stage, run_stage, stage_as_run
+from deltazoo.training.conversion_config import STAGES, FineTuningConfig, load_conversion
+from deltazoo.training.layer_ranking import rank_layers
+from deltazoo.training.recall_probes import cut_passages, probe_copying, probe_recall
+from benchmarks.provenance import describe_run
+from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.corpus import read_corpus
+from deltazoo.training.packed_rows import spread
+from deltazoo.training.run_folder import has_saved
+from deltazoo.training.text import open_text
+from deltazoo.training.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARE_OF_TOKENS = 0.1

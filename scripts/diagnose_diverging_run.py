@@ -26,10 +26,10 @@ from transformers import Trainer, TrainingArguments
 import deltazoo
 from deltazoo import DeltaRuleAttention, DeltaRuleSpec, register_variant
 from deltazoo.models import DeltaRuleConfig, DeltaRuleForCausalLM
-from deltazoo.workbench.diagnose import Diagnosis
-from deltazoo.workbench.diagnose.diagnosis_picture import draw_records
-from deltazoo.workbench.figures import BLUE, GREY, ORANGE, new_figure, save_figure
-from deltazoo.workbench.provenance import describe_run
+from deltazoo.diagnosis import Diagnosis
+from deltazoo.diagnosis.diagnosis_picture import draw_records
+from deltazoo.training.figures import BLUE, GREY, ORANGE, new_figure, save_figure
+from benchmarks.provenance import describe_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "diagnosis_cpu.json"

@@ -194,9 +194,9 @@ def save_model(folder: Path, device: str, kind: str, size: str) -> None:
     """A model with random weights in bfloat16 (on a CPU float32), and a tokenizer of its vocabulary."""
     import torch
 
-    from deltazoo.workbench.bench.model_candidates import SIZES, candidates
-    from deltazoo.workbench.train.text import Document
-    from deltazoo.workbench.train.tokenizer import train_bpe
+    from benchmarks.model_candidates import SIZES, candidates
+    from deltazoo.training.text import Document
+    from deltazoo.training.tokenizer import train_bpe
 
     taking_part, _ = candidates(SIZES[size], ["gated_deltanet"], ["qwen3-next"], device)
     torch.manual_seed(0)
@@ -220,7 +220,7 @@ def generate_rows(
     import torch
 
     from deltazoo.generation import Decoder
-    from deltazoo.workbench.serve.model_loading import load_for_serving
+    from deltazoo.serving.model_loading import load_for_serving
 
     model, tokenizer = load_for_serving(str(path), device)
     source = Prompts(path, prompt_tokens)
@@ -245,7 +245,7 @@ def generate_rows(
 
 def add_rows(path: Path, label: str, rows: Iterable[dict[str, Any]], device: str, commit: str) -> None:
     """Add rows to a result file as they come, with where they were measured."""
-    from deltazoo.workbench.provenance import describe_run
+    from benchmarks.provenance import describe_run
 
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": []}
     run = asdict(describe_run(device=device, commit=commit, command=sys.argv[1:]))

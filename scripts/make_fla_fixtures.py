@@ -1,10 +1,10 @@
-"""Tiny float32 models of flash-linear-attention with random weights, and their logits: what tests/interop loads.
+"""Tiny float32 models of flash-linear-attention with random weights, and their logits: what tests/compat loads.
 
     python scripts/make_fla_fixtures.py FOLDER
 
 writes a folder per model: `config.json` and `model.safetensors` as that library saves them, and `expected.safetensors`
 with `tokens` `[2, 40]` and `logits` `[2, 40, vocabulary]`. Needs a GPU and flash-linear-attention 0.6.0; deltazoo is
-not used. tests/interop/fla_checkpoints holds what it wrote on a GPU.
+not used. tests/compat/fla_checkpoints holds what it wrote on a GPU.
 
 Rows are short enough for that library's recurrent kernels, which compute in float32; its chunk kernels use TF32 or
 refuse float32. Every parameter is random, those of the gates and norms included.

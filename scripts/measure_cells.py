@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from deltazoo.ops import delta_rule
-from deltazoo.workbench.bench.errors import relative_errors
-from deltazoo.workbench.bench.result_files import one_line, write_results
-from deltazoo.workbench.bench.selfcheck import Case, case_inputs
-from deltazoo.workbench.bench.timing import Timer, timer_for
-from deltazoo.workbench.provenance import describe_run
+from deltazoo.checks.errors import relative_errors
+from benchmarks.result_files import one_line, write_results
+from deltazoo.checks.kernel_check import Case, case_inputs
+from benchmarks.timing import Timer, timer_for
+from benchmarks.provenance import describe_run
 
 BASE = Case("scalar", 128, 128, B=8, T=4096, H=16, HV=16)
 LENGTHS = (512, 4096, 1, 7391, 4384, 8192, 8192)

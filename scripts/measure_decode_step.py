@@ -27,7 +27,7 @@ from torch import Tensor
 from deltazoo.ops import reference
 from deltazoo.ops.triton import decode
 from deltazoo.ops.triton.decode import Tile
-from deltazoo.workbench.provenance import git_commit
+from benchmarks.provenance import git_commit
 
 DEVICE = "cuda"
 SCALE = 128**-0.5

@@ -20,9 +20,9 @@ import torch
 
 from deltazoo.layers import DeltaRuleAttention, LayerStates, make_layer
 from deltazoo.spec import list_variants
-from deltazoo.workbench.bench.result_files import write_results
-from deltazoo.workbench.bench.timing import timer_for
-from deltazoo.workbench.provenance import describe_run
+from benchmarks.result_files import write_results
+from benchmarks.timing import timer_for
+from benchmarks.provenance import describe_run
 
 SIZES = {"B": 8, "T": 4096, "hidden_size": 2048, "num_heads": 16, "head_dim": 128}
 DECODED_ROWS = 64

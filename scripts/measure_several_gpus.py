@@ -51,11 +51,11 @@ import deltazoo
 from deltazoo.distributed import clip_grad_norm_, fully_shard_model, local_batch
 from deltazoo.layers import make_layer, parameter_groups
 from deltazoo.ops import ContextParallel, delta_rule
-from deltazoo.workbench.bench.inputs import make_inputs
-from deltazoo.workbench.bench.model_candidates import SIZES, candidates
-from deltazoo.workbench.bench.shapes import Shape
-from deltazoo.workbench.bench.timing import captured, now
-from deltazoo.workbench.provenance import describe_run
+from benchmarks.inputs import make_inputs
+from benchmarks.model_candidates import SIZES, candidates
+from benchmarks.shapes import Shape
+from benchmarks.timing import captured, now
+from benchmarks.provenance import describe_run
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_GPU else torch.device("cpu")

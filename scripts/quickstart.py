@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 
-from deltazoo.workbench.bench.result_files import write_results
-from deltazoo.workbench.provenance import describe_run
-from deltazoo.workbench.train.run_folder import has_saved
+from benchmarks.result_files import write_results
+from benchmarks.provenance import describe_run
+from deltazoo.training.run_folder import has_saved
 
 ROOT = Path(__file__).resolve().parents[1]
 console = Console()

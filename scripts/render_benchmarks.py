@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from deltazoo.workbench.bench.operator_page import write_page
-from deltazoo.workbench.bench.operator_results import OperatorResults
+from benchmarks.operator_page import write_page
+from benchmarks.operator_results import OperatorResults
 
 ROOT = Path(__file__).resolve().parent.parent
 

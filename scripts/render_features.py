@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from deltazoo.workbench.markdown import table
-from deltazoo.workbench.provenance import git_commit
+from benchmarks.markdown import table
+from benchmarks.provenance import git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "features.json"
@@ -41,7 +41,7 @@ LEGEND = """\
 {cells}
 
 A family is a rule, under its own model type (`kda`, ...) or as a mixer of `delta_rule`. Rules without a column run the
-same code; `tests/variants` has gradients, caches, padding, packing and parameters of each. A hybrid mixes linear and
+same code; `tests/rules` has gradients, caches, padding, packing and parameters of each. A hybrid mixes linear and
 softmax layers. [models.md](models.md), [generation.md](generation.md) and [training.md](training.md) show how each
 feature is used. `scripts/render_features.py` writes this page from runs of `tests/models`.
 """

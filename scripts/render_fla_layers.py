@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.markdown import table, with_part
+from benchmarks.markdown import table, with_part
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "fla_layers_h200.json"

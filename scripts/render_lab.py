@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from deltazoo.workbench.lab.lab_page import write_page
-from deltazoo.workbench.lab.lab_records import Record, read_records
-from deltazoo.workbench.lab.measurements import read_measurements
-from deltazoo.workbench.lab.suite_selection import select
-from deltazoo.workbench.lab.suites import SUITES
+from experiments.lab_page import write_page
+from experiments.lab_records import Record, read_records
+from experiments.measurements import read_measurements
+from experiments.suite_selection import select
+from experiments.suites import SUITES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

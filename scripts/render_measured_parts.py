@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.markdown import filled, table, with_part
-from deltazoo.workbench.provenance import Run
+from benchmarks.markdown import filled, table, with_part
+from benchmarks.provenance import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from deltazoo.workbench.bench.model_page import write_model_page
-from deltazoo.workbench.bench.model_results import ModelResults
+from benchmarks.model_page import write_model_page
+from benchmarks.model_results import ModelResults
 
 ROOT = Path(__file__).resolve().parent.parent
 

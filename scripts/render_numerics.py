@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.markdown import table
+from benchmarks.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

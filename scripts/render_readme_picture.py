@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.bench.operator_results import OperatorResults, OperatorRow
-from deltazoo.workbench.bench.shapes import TABLE
-from deltazoo.workbench.figures import BLUE, GREY, ORANGE, PINK, new_figure, save_figure
-from deltazoo.workbench.provenance import Run
+from benchmarks.operator_results import OperatorResults, OperatorRow
+from benchmarks.shapes import TABLE
+from deltazoo.training.figures import BLUE, GREY, ORANGE, PINK, new_figure, save_figure
+from benchmarks.provenance import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -11,9 +11,9 @@ from typing import Any
 
 import deltazoo  # noqa: F401  # registers the rules
 from deltazoo.spec import list_variants
-from deltazoo.workbench.bench.operator_results import OperatorResults
-from deltazoo.workbench.markdown import table
-from deltazoo.workbench.provenance import Run
+from benchmarks.operator_results import OperatorResults
+from benchmarks.markdown import table
+from benchmarks.provenance import Run
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,8 +15,8 @@ from typing import Any
 
 import deltazoo  # noqa: F401  # registers the rules
 from deltazoo.spec import NONEXPANSIVE_MEANING, DeltaRuleSpec, choice_name, get_variant, list_variants, registered_layer
-from deltazoo.workbench.figures import BLUE, GREY, ORANGE, PINK, new_figure, save_figure
-from deltazoo.workbench.markdown import picture, table
+from deltazoo.training.figures import BLUE, GREY, ORANGE, PINK, new_figure, save_figure
+from benchmarks.markdown import picture, table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "rules.md"
@@ -120,7 +120,7 @@ each learn on tasks: [lab.md](lab.md).
 size comes from a gate, a sigmoid of the token: `euler` takes it as it is, the others make it depend on the length of
 the key ([math.md](math.md#4-step-sizes)), "doubled" reaches 2 instead of 1. `fg2_gdn`, `gated_deltanet2` and `qed` have
 gates per channel in place of one number per head. `lines` is the length of the rule's file in
-`src/deltazoo/variants/`, docstring included, and that of its layer's file where its spec alone does not say everything,
+`src/deltazoo/rules/`, docstring included, and that of its layer's file where its spec alone does not say everything,
 with those that it builds on: some rules share them.
 
 """
@@ -177,7 +177,7 @@ through [`deltazoo.accelerate`](other_libraries.md).
 
 {not_here}
 
-`scripts/render_rules.py` writes this page from the specs in `src/deltazoo/variants/`.
+`scripts/render_rules.py` writes this page from the specs in `src/deltazoo/rules/`.
 """
 
 
@@ -253,7 +253,7 @@ def lines(spec: DeltaRuleSpec) -> str:
     own = [next(file for file in files if f'name="{spec.name}"' in file.read_text())]
     layers = inspect.getmro(registered_layer(spec.name) or object)
     layer_files = [
-        Path(inspect.getfile(layer)) for layer in layers if layer.__module__.startswith("deltazoo.variants.")
+        Path(inspect.getfile(layer)) for layer in layers if layer.__module__.startswith("deltazoo.rules.")
     ]
     own += dict.fromkeys(layer_files)  # two layers may be in one file
     return " + ".join(str(len(file.read_text().splitlines())) for file in own)

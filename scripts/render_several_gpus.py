@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.figures import PALETTE, new_figure, save_figure
-from deltazoo.workbench.markdown import picture, table, with_part
-from deltazoo.workbench.provenance import Run
+from deltazoo.training.figures import PALETTE, new_figure, save_figure
+from benchmarks.markdown import picture, table, with_part
+from benchmarks.provenance import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

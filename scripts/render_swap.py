@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deltazoo.workbench.convert.conversion_plots import draw_conversion, draw_ranking
-from deltazoo.workbench.convert.layer_ranking import LayerScore, Ranking
-from deltazoo.workbench.figures import BLUE, GREEN, GREY, ORANGE, PINK, new_figure, save_figure
-from deltazoo.workbench.markdown import picture, table, with_part
+from deltazoo.training.conversion_plots import draw_conversion, draw_ranking
+from deltazoo.training.layer_ranking import LayerScore, Ranking
+from deltazoo.training.figures import BLUE, GREEN, GREY, ORANGE, PINK, new_figure, save_figure
+from benchmarks.markdown import picture, table, with_part
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "conversions.md"

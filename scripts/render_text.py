@@ -6,10 +6,10 @@ python scripts/render_text.py
 import json
 from pathlib import Path
 
-from deltazoo.workbench.lab.text.results import TextResults
-from deltazoo.workbench.lab.text.text_page import write_text_page
-from deltazoo.workbench.lab.text_conversions.conversion_page import write_conversion_page
-from deltazoo.workbench.lab.text_conversions.conversion_results import ConversionResults
+from experiments.text.results import TextResults
+from experiments.text.text_page import write_text_page
+from experiments.text_conversions.conversion_page import write_conversion_page
+from experiments.text_conversions.conversion_results import ConversionResults
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "text.jsonl"

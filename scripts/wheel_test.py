@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 USE = """
 import deltazoo, torch
 from deltazoo.layers import GatedDeltaNet
-from deltazoo.workbench.presets import presets
+from deltazoo.training.presets import presets
 assert "site-packages" in deltazoo.__file__, deltazoo.__file__
 assert "quickstart_cpu" in presets(), "the presets are missing from the wheel"
 y = GatedDeltaNet(hidden_size=64, num_heads=2, head_dim=32)(torch.randn(1, 70, 64))

@@ -8,7 +8,7 @@ from io import StringIO
 
 import pytest
 
-from deltazoo.workbench.cli import main
+from deltazoo.cli import main
 
 
 def call(*arguments: str) -> int:

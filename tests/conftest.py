@@ -17,8 +17,8 @@ ON_ONE_WORKER = (
     "tests/ops/fused/test_fused.py",
     "tests/ops/triton/test_decode.py",
     "tests/ops/triton/test_delta_rule.py",
-    "tests/workbench/bench/test_model_bench.py",
-    "tests/workbench/convert/test_conversion.py",
+    "tests/benchmarks/test_model_bench.py",
+    "tests/training/test_conversion.py",
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tiny_serving
 
-from deltazoo.workbench.serve import (
+from deltazoo.serving import (
     Counters,
     EngineError,
     EngineStopped,
@@ -23,7 +23,7 @@ from deltazoo.workbench.serve import (
     Status,
     Stream,
 )
-from deltazoo.workbench.serve.requests import Output, TokenLogprob
+from deltazoo.serving.requests import Output, TokenLogprob
 
 CONTEXT = 5000
 

@@ -9,8 +9,8 @@ from foreign_models import has_fused_convolution
 from tiny_runs import run_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from deltazoo.workbench.train import RunConfig
-from deltazoo.workbench.train.yaml_config import from_mapping
+from deltazoo.training import RunConfig
+from deltazoo.training.yaml_config import from_mapping
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32,

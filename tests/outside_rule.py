@@ -1,4 +1,4 @@
-"""A rule that lies outside the package, in tests/rules, loaded as a user would load it."""
+"""A rule that lies outside the package, in tests/broken_rules, loaded as a user would load it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from deltazoo import spec
-from deltazoo.workbench.rule_files import load_rule_file
+from deltazoo.cli.rule_files import load_rule_file
 
-RULES = Path(__file__).parent / "rules"
+RULES = Path(__file__).parent / "broken_rules"
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def test_importing_loads_neither_triton_nor_the_training_side() -> None:
     """torch itself loads triton once it compiles or calls a custom operator; our import does not."""
     code = "import sys, deltazoo.ops, deltazoo.layers\nprint(*sys.modules, sep='\\n')"
     loaded = set(run_python(code).split())
-    assert not loaded & {"triton", "datasets", "matplotlib", "deltazoo.workbench.train", "deltazoo.workbench.cli"}
+    assert not loaded & {"triton", "datasets", "matplotlib", "deltazoo.training", "deltazoo.cli"}
 
 
 def test_a_first_call_does_not_import_the_compiler() -> None:

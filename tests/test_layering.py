@@ -51,7 +51,7 @@ OUTSIDE: dict[str, set[str]] = {
 }
 
 # Everything else imports one of these packages inside a function, and only where Triton runs.
-MAY_IMPORT_TRITON = ("deltazoo.ops.triton", "deltazoo.ops.fused.kernels", "deltazoo.workbench.bench")
+MAY_IMPORT_TRITON = ("deltazoo.ops.triton", "deltazoo.ops.fused.kernels", "benchmarks")
 
 SEPARATE_BACKENDS = ("reference", "chunkwise", "triton")
 
@@ -198,9 +198,9 @@ def test_no_drawer_for_odds_and_ends() -> None:
         ("deltazoo.layers.norm", "from deltazoo import delta_rule"),
         ("deltazoo.layers.norm", "import deltazoo"),
         ("deltazoo.layers.norm", "from transformers import PreTrainedModel"),
-        ("deltazoo.variants.kda", "import deltazoo.models"),
-        ("deltazoo.models.modeling", "from deltazoo.workbench.train import train"),
-        ("deltazoo.swap.surgery", "from deltazoo.workbench.train import train"),
+        ("deltazoo.rules.kda", "import deltazoo.models"),
+        ("deltazoo.models.modeling", "from deltazoo.training import train"),
+        ("deltazoo.swap.surgery", "from deltazoo.training import train"),
         ("deltazoo.models.modeling", "import triton.language as tl"),
     ],
 )

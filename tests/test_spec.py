@@ -184,7 +184,7 @@ def test_a_layer_class_may_be_named_and_is_imported_when_it_is_used(own_registry
 
 
 def test_variants_are_listed_without_torch() -> None:
-    code = "import sys, deltazoo.variants, deltazoo.spec as s; print(len(s.list_variants()), 'torch' in sys.modules)"
+    code = "import sys, deltazoo.rules, deltazoo.spec as s; print(len(s.list_variants()), 'torch' in sys.modules)"
     number, has_torch = run_python(code).split()
     assert int(number) >= len(NINE) and has_torch == "False"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deltazoo.generation.cache_argument import CACHE
-from deltazoo.workbench.train.config import RunConfig
-from deltazoo.workbench.train.yaml_config import from_mapping
+from deltazoo.training.config import RunConfig
+from deltazoo.training.yaml_config import from_mapping
 
 FILES = (
     "abc.py bisect.py contextlib.py copy.py dis.py fnmatch.py functools.py heapq.py keyword.py opcode.py operator.py "
@@ -48,7 +48,7 @@ COMPARED = ("loss", "grad_norm", "eval_loss", "diagnose_gain_max", "diagnose_sta
 
 def losses(config: RunConfig, resume: bool = False) -> dict[str, list[float]]:
     """Run it; the history of what ought to be the same however many processes there are."""
-    from deltazoo.workbench.train import train
+    from deltazoo.training import train
 
     history = train(config, resume=resume).log_history
     return {key: [entry[key] for entry in history if key in entry] for key in COMPARED}

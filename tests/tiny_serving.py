@@ -7,8 +7,8 @@ from tiny_models import tiny_model
 from transformers import PreTrainedTokenizerBase
 
 from deltazoo.models import DeltaRuleForCausalLM
-from deltazoo.workbench.train.config import TokenizerConfig
-from deltazoo.workbench.train.tokenizer import build_tokenizer
+from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.tokenizer import build_tokenizer
 
 
 @functools.cache

@@ -17,18 +17,21 @@ from deltazoo._lazy import lazy_names
 from deltazoo.spec import DeltaRuleSpec, get_variant, list_variants, register_variant
 
 if TYPE_CHECKING:  # the names below, for editors and type checkers
+    from deltazoo import checks as checks
+    from deltazoo import compat as compat
+    from deltazoo import diagnosis as diagnosis
     from deltazoo import distributed as distributed
     from deltazoo import generation as generation
-    from deltazoo import interop as interop
     from deltazoo import layers as layers
     from deltazoo import models as models
     from deltazoo import ops as ops
+    from deltazoo import serving as serving
     from deltazoo import swap as swap
-    from deltazoo import workbench as workbench
+    from deltazoo import training as training
     from deltazoo.distributed import context_parallel as context_parallel
     from deltazoo.generation import generate as generate
-    from deltazoo.interop import accelerate as accelerate
-    from deltazoo.interop import restore as restore
+    from deltazoo.compat import accelerate as accelerate
+    from deltazoo.compat import restore as restore
     from deltazoo.layers import EFLA as EFLA
     from deltazoo.layers import DeltaNet as DeltaNet
     from deltazoo.layers import DeltaRuleAttention as DeltaRuleAttention
@@ -49,8 +52,8 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from deltazoo.ops import linear_attention_step as linear_attention_step
     from deltazoo.swap import swap_attention as swap_attention
     from deltazoo.swap import unswap_attention as unswap_attention
-    from deltazoo.workbench.diagnose import DiagnoseCallback as DiagnoseCallback
-    from deltazoo.workbench.diagnose import diagnose as diagnose
+    from deltazoo.diagnosis import DiagnoseCallback as DiagnoseCallback
+    from deltazoo.diagnosis import diagnose as diagnose
 
 __all__ = [
     "EFLA",
@@ -90,7 +93,7 @@ __version__ = "0.2.0"
 _NAMES = {
     "distributed": ("context_parallel",),
     "generation": ("generate",),
-    "interop": ("accelerate", "restore"),
+    "compat": ("accelerate", "restore"),
     "layers": (
         "EFLA",
         "DeltaNet",
@@ -106,19 +109,22 @@ _NAMES = {
     "models": ("DeltaRuleConfig", "DeltaRuleForCausalLM", "DeltaRuleModel"),
     "ops": ("DeltaRuleOutput", "delta_rule", "delta_rule_step", "linear_attention", "linear_attention_step"),
     "swap": ("swap_attention", "unswap_attention"),
-    "workbench.diagnose": ("DiagnoseCallback", "diagnose"),
+    "diagnosis": ("DiagnoseCallback", "diagnose"),
 }
 """Public names by the subpackage from which each is imported on first access."""
 
 _SUBPACKAGES = (
+    "checks",
+    "compat",
+    "diagnosis",
     "distributed",
     "generation",
-    "interop",
     "layers",
     "models",
     "ops",
+    "serving",
     "swap",
-    "workbench",
+    "training",
 )
 """Subpackages that are attributes of `deltazoo`, imported on first access too."""
 

@@ -26,7 +26,7 @@ from deltazoo.distributed import clip_grad_norm_
 from deltazoo.distributed.together import CallTogether
 from deltazoo.layers import parameter_groups
 from deltazoo.models import DeltaRuleForCausalLM
-from deltazoo.workbench.rule_files import load_rule_file
+from deltazoo.cli.rule_files import load_rule_file
 
 # float64, so that what remains is an error and not rounding; a vocabulary that two processes can share evenly.
 DTYPE, EVEN_VOCABULARY = torch.float64, VOCAB + 1
@@ -137,7 +137,7 @@ def main(folder: Path, cases: list[str]) -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     dist.init_process_group(ONE_THREAD_GLOO)
-    load_rule_file(Path(__file__).parents[1] / "rules" / "trapezoid.py")
+    load_rule_file(Path(__file__).parents[1] / "broken_rules" / "trapezoid.py")
     OPTIONS["outside"] = {"mixer": "trapezoid"}
     results = {case: check(case, folder) for case in cases}
     if dist.get_rank() == 0:

@@ -20,9 +20,9 @@ from tiny_runs import losses, losses_of_steps, run_config, sharded_and_divided, 
 from transformers import AutoModelForCausalLM
 
 from deltazoo.models import DeltaRuleForCausalLM
-from deltazoo.workbench.train import RunConfig, load_config, save_config
-from deltazoo.workbench.train.checkpoint_files import checkpoints
-from deltazoo.workbench.train.division import Division, divide_rows
+from deltazoo.training import RunConfig, load_config, save_config
+from deltazoo.training.checkpoint_files import checkpoints
+from deltazoo.training.division import Division, divide_rows
 
 CLOSE = 2e-5
 """Relative; AdamW divides by the gradient's size, so rounding of small gradients shows after a few steps."""

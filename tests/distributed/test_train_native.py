@@ -13,7 +13,7 @@ from several_processes import run_in_processes
 from tiny_runs import losses, write_text_folder
 from transformers import AutoModelForCausalLM
 
-from deltazoo.workbench.train import RunConfig, TokenizerConfig
+from deltazoo.training import RunConfig, TokenizerConfig
 
 ARCHITECTURES = [name for name in ("olmo_hybrid", "kimi_linear") if name in INSTALLED]
 """One decay per head and rotary positions; one decay per channel, latent attention and experts."""
@@ -59,8 +59,8 @@ def gates_in_forward(architecture: str) -> set[torch.dtype]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from deltazoo.distributed import fully_shard_model
-    from deltazoo.workbench.train.model import build_model
-    from deltazoo.workbench.train.tokenizer import build_tokenizer
+    from deltazoo.training.model import build_model
+    from deltazoo.training.tokenizer import build_tokenizer
 
     PartialState()
     section = {"architecture": architecture, **SECTIONS[architecture]}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from deltazoo.workbench.cli.app import build_app
+from deltazoo.cli.app import build_app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from script_modules import load_script
 
-from deltazoo.interop import fla
+from deltazoo.compat import fla
 
 render = load_script("render_fla_layers")
 TEXT = render.PAGE.read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from script_modules import load_script
 
-from deltazoo.workbench.markdown import END_OF_PART
+from benchmarks.markdown import END_OF_PART
 
 render = load_script("render_measured_parts")
 

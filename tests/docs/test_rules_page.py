@@ -7,10 +7,10 @@ from pathlib import Path
 from script_modules import ROOT, load_script
 
 from deltazoo.spec import list_variants
-from deltazoo.workbench.lab.configurations import SOFTMAX
-from deltazoo.workbench.lab.text.results import TextResults
-from deltazoo.workbench.lab.text.text_comparison import compare
-from deltazoo.workbench.lab.text.text_configurations import hybrid_of
+from experiments.configurations import SOFTMAX
+from experiments.text.results import TextResults
+from experiments.text.text_comparison import compare
+from experiments.text.text_configurations import hybrid_of
 
 render = load_script("render_rules")
 

@@ -190,7 +190,7 @@ ALWAYS_FAST = {
     "comba", "comba_unit_erase", "delta_net", "eda", "efla", "fg2_gdn", "gated_deltanet", "gated_deltanet2",
     "gated_efla", "gated_longhorn", "kaczmarz", "kda", "longhorn",
 }  # fmt: skip
-"""Rules whose erase gain never exceeds 1; tests/variants/test_safety.py shows it."""
+"""Rules whose erase gain never exceeds 1; tests/rules/test_safety.py shows it."""
 
 
 @pytest.mark.parametrize("variant", [name for name in list_variants() if get_variant(name).corrects])

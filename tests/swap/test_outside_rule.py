@@ -20,11 +20,11 @@ import deltazoo
 from deltazoo.layers import DeltaRuleAttention, layer_class, parameters_without_decay
 from deltazoo.spec import DeltaRuleSpec, get_variant, register_variant
 from deltazoo.swap import swapped_layers
-from deltazoo.workbench.convert.conversion import convert
-from deltazoo.workbench.convert.conversion_config import ConversionConfig
-from deltazoo.workbench.train.config import TokenizerConfig
-from deltazoo.workbench.train.tokenizer import build_tokenizer
-from deltazoo.workbench.train.yaml_config import from_mapping
+from deltazoo.training.conversion import convert
+from deltazoo.training.conversion_config import ConversionConfig
+from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.yaml_config import from_mapping
 
 pytestmark = pytest.mark.usefixtures("trapezoid")
 

@@ -2,7 +2,7 @@
 
     A' = exp(log_decay) A + sigmoid(b) k * k      r = log(A' + 1e-6) - log_scale      key = 1.5^(-r / (1 + |r|)) * k
 
-with k by its L2 norm, and `log_decay` as in `token_rule`. Source: arXiv:2604.21100, and `deltazoo.variants.pgdn`.
+with k by its L2 norm, and `log_decay` as in `token_rule`. Source: arXiv:2604.21100, and `deltazoo.rules.pgdn`.
 """
 
 from collections.abc import Sequence

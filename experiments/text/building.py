@@ -1,0 +1,191 @@
+"""Building the text of the suite from Python packages: near-copies dropped, packages held out, tokenized.
+
+Nothing of it is distributed: everyone builds it from the packages that are installed, and the hash tells whether it is
+the same text.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.text.text_corpus import TextCorpus
+from deltazoo.training.text import Document
+from deltazoo.training.tokenizer import begin_id, encode_documents, train_bpe
+
+__all__ = ["SourceFile", "build_corpus", "installed_sources", "read_pins"]
+
+_SHINGLE = 3
+_COPIED = 0.5
+_LETTERS = 0.4
+_IDENTIFIER = re.compile(rb"(?<![A-Za-z0-9_\x80-\xff])[A-Za-z_][A-Za-z0-9_]*")
+_SHORTEST = 3
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One Python file of a package."""
+
+    package: str
+    version: str
+    path: str
+    text: str
+
+
+def read_pins(constraints: Path) -> dict[str, str]:
+    """Package -> version of the lines `package==version` of a constraints file."""
+    return dict(line.split("==") for line in constraints.read_text().splitlines() if "==" in line)
+
+
+def installed_sources(pins: Mapping[str, str]) -> Iterator[SourceFile]:
+    """The Python files of installed packages, ordered by package and path.
+
+    Args:
+        pins: package -> version.
+
+    Raises:
+        ValueError: a package is not installed, or in another version.
+    """
+    for package, version in sorted(pins.items(), key=lambda pin: pin[0].lower()):
+        try:
+            found = metadata.distribution(package)
+        except metadata.PackageNotFoundError:
+            raise ValueError(f"the text needs {package}=={version}, which is not installed") from None
+        if found.version.partition("+")[0] != version:  # torch names its CUDA version behind a plus
+            raise ValueError(f"the text needs {package}=={version}, installed is {found.version}")
+        paths = sorted(str(path) for path in found.files or () if path.suffix == ".py" and path.parts[0] != "..")
+        for path in paths:
+            try:
+                text = Path(str(found.locate_file(path))).read_text(encoding="utf-8")
+            except UnicodeDecodeError:  # test data in other encodings
+                continue
+            yield SourceFile(package, version, path, text)
+
+
+def build_corpus(sources: Iterable[SourceFile], held_out: Sequence[str], vocab_size: int) -> TextCorpus:
+    """Tokenize the files worth keeping.
+
+    A file is dropped if it has fewer than three lines, if letters are less than 40% of its characters (a table of
+    data), or if half of its runs of three lines occur in files kept before it (a near-copy). Lines are compared without
+    their indentation, empty ones left out. Training files come first, so that no held-out file is a copy of one.
+
+    Args:
+        sources: the files.
+        held_out: packages that are not trained on.
+        vocab_size: of the byte-level BPE, which is trained on the training part.
+
+    Raises:
+        ValueError: a package to be held out is not among the sources, or one part is empty.
+    """
+    parts: dict[bool, list[SourceFile]] = {False: [], True: []}
+    for source in sources:
+        parts[source.package in held_out].append(source)
+    if missing := set(held_out) - {source.package for source in parts[True]}:
+        raise ValueError(f"packages to hold out are not among the sources: {', '.join(sorted(missing))}")
+    counts: dict[str, Counter[str]] = {}
+    seen: set[int] = set()
+    kept = {part: list(_worth_keeping(files, seen, counts)) for part, files in parts.items()}
+    if not all(kept.values()):
+        raise ValueError("nothing is left to train on, or nothing held out")
+
+    documents = {
+        part: [Document(source.path, source.text, source.path) for source in files] for part, files in kept.items()
+    }
+    tokenizer = train_bpe(documents[False], vocab_size)
+    encoded = {part: encode_documents(tokenizer, files) for part, files in documents.items()}
+    vocabulary = tokenizer.get_vocab()
+    token_bytes = np.zeros(len(vocabulary), dtype=np.uint8)
+    for token, number in vocabulary.items():  # the byte-level alphabet writes every byte as one character
+        token_bytes[number] = len(token) if number not in tokenizer.all_special_ids else 0
+    for part, files in kept.items():
+        for source, tokens in zip(files, encoded[part], strict=True):
+            counts[source.package]["tokens"] += len(tokens)
+            size = int(token_bytes[tokens].sum(dtype=np.int64))
+            assert size == len(source.text.encode()), source.path
+            assert tokens[0] == begin_id(tokenizer)
+
+    starts = np.cumsum([0, *(len(tokens) for tokens in encoded[True])])[:-1]
+    known = {name for source in kept[False] for name in _IDENTIFIER.findall(source.text.encode())}
+    return TextCorpus(
+        train=np.concatenate(encoded[False]).astype(np.uint16),
+        held_out=np.concatenate(encoded[True]).astype(np.uint16),
+        token_bytes=token_bytes,
+        file_starts=starts.astype(np.int32),
+        new_identifiers=_new_identifiers(kept[True], encoded[True], token_bytes, known),
+        tokenizer=tokenizer.backend_tokenizer.to_str(),
+        manifest=_manifest(kept, counts, vocab_size),
+    )
+
+
+def _worth_keeping(
+    files: Iterable[SourceFile], seen: set[int], counts: dict[str, Counter[str]]
+) -> Iterator[SourceFile]:
+    for source in files:
+        count = counts.setdefault(source.package, Counter())
+        size = len(source.text.encode())
+        lines = [line.strip() for line in source.text.splitlines()]
+        lines = [line for line in lines if line]
+        if len(lines) < _SHINGLE:
+            reason = "short"
+        elif _share_of_letters(source.text) < _LETTERS:
+            reason = "tables"
+        else:
+            # Python's own hash of a text differs from process to process, but what is equal does not.
+            runs = [hash(tuple(lines[i : i + _SHINGLE])) for i in range(len(lines) - _SHINGLE + 1)]
+            reason = "copies" if sum(run in seen for run in runs) > _COPIED * len(runs) else "kept"
+            if reason == "kept":
+                seen.update(runs)
+        count[f"{reason}_files"] += 1
+        count[f"{reason}_bytes"] += size
+        if reason == "kept":
+            yield source
+
+
+def _share_of_letters(text: str) -> float:
+    visible = [character for character in text if not character.isspace()]
+    return sum(character.isalpha() for character in visible) / max(1, len(visible))
+
+
+def _new_identifiers(
+    files: Sequence[SourceFile], encoded: Sequence[np.ndarray], token_bytes: np.ndarray, known: set[bytes]
+) -> np.ndarray:
+    """As `TextCorpus.new_identifiers`: ASCII identifiers of at least three tokens that occur in no training file."""
+    numbers: dict[bytes, int] = {}
+    found = []
+    first_token = 0
+    for source, tokens in zip(files, encoded, strict=True):
+        begins = np.cumsum([0, *token_bytes[tokens].tolist()])
+        for match in _IDENTIFIER.finditer(source.text.encode()):
+            if match.group() in known:
+                continue
+            # The last token that begins at the identifier's first byte or before it; the beginning token has no bytes.
+            first = int(np.searchsorted(begins, match.start(), side="right")) - 1
+            last = int(np.searchsorted(begins, match.end(), side="right")) - 1  # the first token that reaches beyond
+            completing = last - first - 1
+            if completing + 1 >= _SHORTEST:
+                found.append((first_token + first, completing, numbers.setdefault(match.group(), len(numbers))))
+        first_token += len(tokens)
+    return np.array(found, dtype=np.int32).reshape(-1, 3)
+
+
+def _manifest(kept: dict[bool, list[SourceFile]], counts: dict[str, Counter[str]], vocab_size: int) -> dict[str, Any]:
+    versions = {source.package: source.version for files in kept.values() for source in files}
+    held_out = {source.package for source in kept[True]}
+    return {
+        "vocab_size": vocab_size,
+        "packages": [
+            {
+                "package": package,
+                "version": versions[package],
+                "part": "held out" if package in held_out else "training",
+                **dict(sorted(count.items())),
+            }
+            for package, count in counts.items()
+            if package in versions
+        ],
+    }

@@ -1,0 +1,369 @@
+"""Comparison of a backend's kernels with the chunk form in float64, on this machine.
+
+Compilers have produced wrong code for kernels of this kind, without an error and only on some GPUs. Such code is wrong
+by much more than rounding, so the bounds here are generous: a few rounding errors of the input type, and 0.05 where one
+key repeats with a step size near 2, which amplifies rounding in any chunk form. Every case also runs twice and must
+give the same bits, because a race between threads shows as different bits. Groups of cases run in processes of their
+own: they compile side by side, and a kernel that breaks its process does not stop the others.
+
+A few tokens can make up nearly all of a gradient, the last ones where decay is strong or one key repeats. If their
+terms happen to cancel, the gradient is several times smaller than usual, and rounding the operands of products costs
+any chunk form more than these bounds. A tensor beyond its bound may therefore err by twice what plain torch does with
+operands rounded to the input type, plus two roundings. With step sizes above 1 it may not: there kernels keep more
+than one 16-bit term, and plain torch with one is of no use as a measure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltazoo.ops import delta_rule, delta_rule_step
+from deltazoo.checks.errors import plain_torch, relative_error
+from benchmarks.result_files import one_line
+
+__all__ = ["DTYPES", "Case", "Verdict", "case_inputs", "case_results", "cases", "check_case", "run_selfcheck"]
+
+_TOLERANCE = {torch.bfloat16: 4 * 2**-8, torch.float16: 8 * 2**-11, torch.float32: 1e-4}
+_HARD_TOLERANCE = 0.05
+_COMMAND = ["-m", "deltazoo.checks.kernel_check"]
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TOLERANCE}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `beta` None draws step sizes in (0, 1); `lengths` packs sequences into one row, in tokens.
+
+    `erase` is the erase key: the key ("tied"), the key times a number in [0, 1] per channel ("gated"), a unit vector
+    anywhere ("free") or at right angles to the key ("orthogonal"), or the negative of the key ("opposite"). `step` is a
+    call of `delta_rule_step`, T = 1 with a state and without gradients.
+    """
+
+    decay: str
+    K: int
+    V: int
+    dtype: str = "bfloat16"
+    B: int = 2
+    T: int = 150
+    H: int = 2
+    HV: int = 2
+    keys: str = "random"
+    beta: float | None = None
+    mean_log_decay: float = -0.05
+    lengths: tuple[int, ...] = ()
+    initial_state: bool = False
+    precision: str | None = None
+    step: bool = False
+    erase: str = "tied"
+    erase_reads: str = "decayed"
+    num_micro_steps: int = 1
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error, in the root-mean-square sense, that passes."""
+        return _TOLERANCE[DTYPES[self.dtype]] if self.keys == "random" else _HARD_TOLERANCE
+
+    @property
+    def has_plain_scale(self) -> bool:
+        """Whether the error of plain torch with rounded operands may widen the bound."""
+        return not self.step and self.precision != "strict" and (self.beta is None or self.beta <= 1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the case gives `delta_rule` and `plain_torch` besides tensors."""
+        return {"erase_reads": self.erase_reads, "num_micro_steps": self.num_micro_steps}
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Cases of one group need mostly the same kernels."""
+        update = self.erase != "tied", self.erase_reads, self.num_micro_steps
+        return self.decay, self.K, self.V, self.dtype, self.precision, *update
+
+    def __str__(self) -> str:
+        parts = ["step", f"{self.decay} decay"] if self.step else [f"{self.decay} decay"]
+        parts += [f"B{self.B} T{self.T} H{self.H}/{self.HV} K{self.K} V{self.V}", self.dtype]
+        parts += [f"{self.keys} keys"] if self.keys != "random" else []
+        parts += [f"{self.erase} erase keys"] if self.erase != "tied" else []
+        parts += ["undecayed"] if self.erase_reads == "undecayed" else []
+        parts += [f"{self.num_micro_steps} micro-steps"] if self.num_micro_steps > 1 else []
+        parts += [f"beta {self.beta:g}"] if self.beta is not None else []
+        parts += [f"mean log-decay {self.mean_log_decay:g}"] if self.mean_log_decay != Case.mean_log_decay else []
+        parts += [f"packed {self.lengths}"] if self.lengths else []
+        parts += ["initial state"] if self.initial_state else []
+        parts += [self.precision] if self.precision else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst tensor of a case: its relative error against float64, or what went wrong instead."""
+
+    case: str
+    tensor: str
+    error: float
+    tolerance: float
+    message: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """False for NaN, too."""
+        return self.message is None and self.error <= self.tolerance
+
+
+def cases() -> list[Case]:
+    """Every kind of decay, head size, dtype and way of launching that has its own kernels, on easy and hard inputs."""
+    found: list[Case] = []
+    for decay in ("none", "scalar", "channel"):
+        plain = Case(decay, 128, 128)
+        found += [
+            plain,
+            replace(plain, B=8, H=16, HV=16, T=130),  # as many programs as fill a GPU
+            replace(plain, B=1, T=4160),  # few heads, long: split sequences
+            replace(plain, HV=4, initial_state=True),
+            replace(plain, B=1, T=300, lengths=(70, 0, 1, 229), initial_state=True),
+            replace(plain, T=1, initial_state=True),  # without a state the decay has no gradient to compare
+            Case(decay, 64, 64),
+            Case(decay, 64, 64, B=8, H=16, HV=16),
+            Case(decay, 16, 24, T=80),
+            Case(decay, 96, 33, T=100),
+            Case(decay, 96, 97, T=100),
+            Case(decay, 256, 512, T=100),
+            Case(decay, 128, 128, dtype="float16"),
+            Case(decay, 64, 64, dtype="float32"),
+        ]
+        step = replace(plain, T=1, initial_state=True, step=True)
+        found += [step, replace(step, B=1, HV=8), replace(step, B=64, K=64, V=64), replace(step, K=96, V=33)]
+        if decay != "none":
+            found += [replace(plain, mean_log_decay=mean) for mean in (-1e-4, -5.0, -25.0)]
+        hard = replace(plain, T=600, mean_log_decay=-1e-3)
+        found += [
+            replace(hard, keys=keys, beta=beta)
+            for keys, beta in (("repeated", 1.5), ("repeated", 2.0), ("alternating", 1.9), ("correlated", 2.0))
+        ]
+        found += _update_cases(decay)
+    return found
+
+
+def _update_cases(decay: str) -> list[Case]:
+    """Erase keys of their own, reads before the decay, and micro-steps: each alone, and all together."""
+    gated, two = Case(decay, 128, 128, erase="gated", initial_state=True), Case(decay, 128, 128, num_micro_steps=2)
+    together = replace(gated, erase_reads="decayed" if decay == "none" else "undecayed", num_micro_steps=3, T=70)
+    found = [
+        gated,
+        replace(gated, B=8, H=16, HV=16, T=130),  # as many programs as fill a GPU
+        replace(gated, B=1, T=4160),  # few heads, long: split sequences
+        replace(gated, erase="free", beta=0.3),
+        replace(gated, erase="orthogonal", beta=0.3),
+        replace(gated, erase="opposite", beta=0.05),
+        replace(gated, T=600, keys="repeated", beta=1.0, mean_log_decay=-1e-3),
+        two,
+        replace(two, B=8, H=16, HV=16, T=66),
+        replace(two, B=1, T=2080),
+        replace(two, T=300, keys="repeated", beta=2.0, mean_log_decay=-1e-3),
+        together,
+        replace(together, B=1, T=100, HV=4, lengths=(20, 0, 1, 79)),
+        replace(together, K=64, V=64),
+        replace(together, K=96, V=33),
+        replace(together, K=256, V=512),
+        replace(together, dtype="float16"),
+        replace(together, K=64, V=64, dtype="float32"),
+        replace(gated, T=1, step=True),
+        replace(together, T=1, step=True, B=1, HV=8),
+    ]
+    if decay != "none":
+        undecayed = replace(gated, erase_reads="undecayed")
+        found += [replace(undecayed, mean_log_decay=mean) for mean in (-1e-4, -0.05, -5.0, -25.0)]
+        found += [replace(undecayed, erase="tied"), replace(together, mean_log_decay=-5.0)]
+    return found
+
+
+def run_selfcheck(
+    *, backend: str, device: str, jobs: int, selected: list[Case] | None = None, report: Callable[[Verdict], None]
+) -> list[Verdict]:
+    """Check every case and report each verdict.
+
+    Args:
+        backend, device: what to check, and where.
+        jobs: processes at a time; 0 runs everything in this process.
+        selected: other cases than `cases()`.
+        report: receives the verdicts.
+
+    Returns:
+        the verdicts, group by group.
+    """
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases() if selected is None else selected:
+        groups.setdefault(case.group, []).append(case)
+    if jobs == 0:
+        return [_reported(judge(case, backend, device), report) for group in groups.values() for case in group]
+    with ThreadPoolExecutor(jobs) as pool:
+        batches = pool.map(lambda group: _in_own_process(group, backend, device), groups.values())
+        return [_reported(verdict, report) for batch in batches for verdict in batch]
+
+
+def _reported(verdict: Verdict, report: Callable[[Verdict], None]) -> Verdict:
+    report(verdict)
+    return verdict
+
+
+def judge(case: Case, backend: str, device: str) -> Verdict:
+    """The verdict on one case; an exception is a failure with its message."""
+    try:
+        errors = check_case(case, backend, device)
+        bounds = dict.fromkeys(errors, case.tolerance)
+        if case.has_plain_scale and any(case.tolerance < error < float("inf") for error in errors.values()):
+            bounds |= plain_bounds(case, device)
+    except Exception as error:  # a broken kernel may raise anything
+        return Verdict(str(case), "-", float("inf"), case.tolerance, one_line(error))
+    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name] / bounds[name]))
+    return Verdict(str(case), worst, errors[worst], bounds[worst])
+
+
+def check_case(case: Case, backend: str, device: str) -> dict[str, float]:
+    """Relative errors of the output, the final state and every gradient against float64 on the same rounded inputs.
+
+    `repeat` is 0 if a second run gave the same bits, else infinity.
+    """
+    inputs, cu_seqlens, d_output, d_state = case_inputs(case, device)
+    options: dict[str, Any] = {"step": True} if case.step else {"cu_seqlens": cu_seqlens}
+    options |= case.options
+    precision: dict[str, Any] = {} if case.precision is None else {"precision": case.precision}
+    actual = case_results(inputs, d_output, d_state, backend=backend, **options, **precision)
+    again = case_results(inputs, d_output, d_state, backend=backend, **options, **precision)
+    errors = _errors(actual, inputs, d_output, d_state, options)
+    same = all(torch.equal(actual[name], again[name]) for name in actual)
+    return {**errors, "repeat": 0.0 if same else float("inf")}
+
+
+def plain_bounds(case: Case, device: str) -> dict[str, float]:
+    """Bounds by what plain torch reaches with rounded operands; none is below the tolerance of the case."""
+    inputs, cu_seqlens, d_output, d_state = case_inputs(case, device)
+    options = {"cu_seqlens": cu_seqlens, **case.options}
+    errors = _errors(plain_torch(inputs, d_output, d_state, **options), inputs, d_output, d_state, options)
+    rounding = torch.finfo(DTYPES[case.dtype]).eps / 2
+    return {name: max(case.tolerance, 2 * error + 2 * rounding) for name, error in errors.items()}
+
+
+def _errors(
+    found: dict[str, Tensor],
+    inputs: dict[str, Tensor | None],
+    d_output: Tensor,
+    d_state: Tensor,
+    options: dict[str, Any],
+) -> dict[str, float]:
+    exact_inputs = {name: None if tensor is None else tensor.double() for name, tensor in inputs.items()}
+    exact = case_results(exact_inputs, d_output.double(), d_state.double(), backend="chunkwise", **options)
+    return {name: relative_error(found[name], exact[name]) for name in exact}
+
+
+def case_inputs(case: Case, device: str) -> tuple[dict[str, Tensor | None], Tensor | None, Tensor, Tensor]:
+    """Tensors of a case by name, `cu_seqlens`, and gradients of the output and of the final state."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = DTYPES[case.dtype]
+    B, T, H, HV, K, V = case.B, case.T, case.H, case.HV, case.K, case.V
+    S = T * case.num_micro_steps
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    keys = normal(B, S, H, K)
+    if case.keys == "repeated":
+        keys = keys[:, :1].expand(B, S, H, K)
+    elif case.keys == "alternating":
+        keys = keys[:, torch.arange(S, device=device) % 2]
+    elif case.keys == "correlated":
+        keys = 0.9**0.5 * keys[:, :1] + 0.1**0.5 * keys
+    elif case.keys != "random":
+        raise ValueError(f"unknown kind of keys {case.keys!r}, expected random, repeated, alternating or correlated")
+    log_decay = None
+    if case.decay != "none":
+        size = (B, T, HV, K) if case.decay == "channel" else (B, T, HV)
+        log_decay = 2 * case.mean_log_decay * torch.rand(size, generator=generator, device=device)
+        if case.keys == "random" and T > 1:
+            log_decay[:, T // 2] = -torch.inf  # everything before is forgotten
+    beta = normal(B, S, HV).sigmoid() if case.beta is None else torch.full((B, S, HV), case.beta, device=device)
+    N = len(case.lengths) or B
+    cu_seqlens = None
+    if case.lengths:
+        cu_seqlens = torch.tensor([0, *case.lengths], device=device).cumsum(0)
+    k = F.normalize(keys, dim=-1)
+    inputs = {
+        "q": F.normalize(normal(B, T, H, K), dim=-1).to(dtype),
+        "k": k.to(dtype),
+        "v": normal(B, S, HV, V).to(dtype),
+        "beta": beta,
+        "log_decay": log_decay,
+        "initial_state": normal(N, HV, K, V) if case.initial_state else None,
+        "erase_key": None if case.erase == "tied" else _erase_key(case.erase, k, generator).to(dtype),
+    }
+    return inputs, cu_seqlens, normal(B, T, HV, V).to(dtype), normal(N, HV, K, V)
+
+
+def _erase_key(kind: str, k: Tensor, generator: torch.Generator) -> Tensor:
+    if kind == "opposite":
+        return -k
+    if kind == "gated":
+        return k * torch.rand(k.shape, generator=generator, device=k.device)
+    e = torch.randn(k.shape, generator=generator, device=k.device)
+    if kind == "orthogonal":
+        e = e - (e * k).sum(-1, keepdim=True) * k
+    elif kind != "free":
+        raise ValueError(f"unknown kind of erase key {kind!r}, expected tied, gated, free, orthogonal or opposite")
+    return F.normalize(e, dim=-1)
+
+
+def case_results(
+    inputs: dict[str, Tensor | None], d_output: Tensor, d_state: Tensor, *, step: bool = False, **options: Any
+) -> dict[str, Tensor]:
+    """Output, final state, and unless it is a `step` the gradient `d_<name>` of every input, of one call.
+
+    `options` are further arguments of `delta_rule` or `delta_rule_step`.
+    """
+    if step:
+        state = inputs["initial_state"]
+        arguments = {name: tensor for name, tensor in inputs.items() if name != "initial_state"}
+        with torch.no_grad():
+            output, state = delta_rule_step(**arguments, state=state, **options)  # type: ignore[arg-type]
+        return {"output": output, "final_state": state}
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items() if tensor is not None}
+    output, state = delta_rule(**{**inputs, **leaves}, **options)  # type: ignore[arg-type]
+    gradients = torch.autograd.grad([output, state], list(leaves.values()), [d_output.to(output.dtype), d_state])
+    named = {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {"output": output.detach(), "final_state": state.detach(), **named}
+
+
+def _in_own_process(group: list[Case], backend: str, device: str) -> list[Verdict]:
+    done = subprocess.run(
+        [sys.executable, *_COMMAND, backend, device],
+        input=json.dumps([asdict(case) for case in group]),
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    verdicts = [Verdict(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    lost = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    missing = [Verdict(str(case), "-", float("inf"), case.tolerance, lost) for case in group[len(verdicts) :]]
+    return verdicts + missing
+
+
+def main() -> None:
+    """Judge the cases given as JSON on standard input; print one JSON line per verdict."""
+    backend, device = sys.argv[1:]
+    for content in json.load(sys.stdin):
+        case = Case(**{**content, "lengths": tuple(content["lengths"])})
+        print(json.dumps(asdict(judge(case, backend, device))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

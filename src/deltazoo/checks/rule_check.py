@@ -1,0 +1,118 @@
+"""Run the checks of a rule one after another, each with what it found."""
+
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.spec import get_variant, registering_module
+from deltazoo.checks.layer_checks import (
+    clipped_step_sizes,
+    make,
+    parameters_are_filled_and_act,
+    same_decoded,
+    same_gradients_as_finite_differences,
+    same_in_chunks_as_by_definition,
+    same_packed,
+    same_padded,
+    same_twice,
+    sees_no_future,
+    state_does_not_expand,
+)
+from deltazoo.checks.model_checks import same_after_reload, same_generated, swaps
+
+__all__ = ["CHECKS", "Finding", "check_rule"]
+
+_REPEATABLE = "the same call twice = the same output"
+
+CHECKS: dict[str, Callable[[str], str | None]] = {
+    _REPEATABLE: same_twice,
+    "every parameter is filled and acts": parameters_are_filled_and_act,
+    "no token reads the future": sees_no_future,
+    "the state does not expand": state_does_not_expand,
+    "chunk form = definition": same_in_chunks_as_by_definition,
+    "gradients = finite differences": same_gradients_as_finite_differences,
+    "decoding = training": same_decoded,
+    "padded = alone": same_padded,
+    "packed = alone": same_packed,
+    "generation with a cache = without": same_generated,
+    "reloaded = saved": same_after_reload,
+    "swapped into a Llama": swaps,
+}
+"""The checks, in order: title -> function from a variant's name to what is wrong with it, None if nothing."""
+
+_REMARKS = {"the state does not expand": clipped_step_sizes}
+
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    title: str
+    problem: str | None
+    """What is wrong, in a sentence or two; None: the rule passes."""
+    remark: str | None = None
+    """What is worth knowing about a rule that passes."""
+    error: Exception | None = None
+    """An exception that the check raised, where an earlier check has not raised it in the same place."""
+
+
+def check_rule(variant: str) -> Iterator[Finding]:
+    """Check a registered variant; findings come as they are made.
+
+    A rule whose layers cannot be made gets no check; one whose results differ from call to call gets no further one.
+
+    Args:
+        variant: its name.
+
+    Raises:
+        ValueError: no such variant.
+    """
+    get_variant(variant)
+    seen: set[Any] = set()
+    try:
+        make(variant)
+    except Exception as error:  # a rule under test may raise anything
+        yield _raised("a layer can be made", variant, error, seen)
+        return
+    for title, check in CHECKS.items():
+        torch.manual_seed(0)
+        remark = None
+        try:
+            problem = check(variant)
+            if problem is None and title in _REMARKS:
+                remark = _REMARKS[title](variant)
+        except Exception as error:
+            yield _raised(title, variant, error, seen)
+            continue
+        yield Finding(title, problem, remark)
+        if title == _REPEATABLE and problem is not None:
+            return
+
+
+def _raised(title: str, variant: str, error: Exception, seen: set[Any]) -> Finding:
+    """What a check raised: where in the rule's file, and with what shapes; in a few words if it is in `seen`."""
+    module = registering_module(variant) or "deltazoo.rules"
+    calls = [call for call in traceback.walk_tb(error.__traceback__) if _is_of(module, call[0])]
+    place = (type(error), calls[-1][1] if calls else str(error))
+    if place in seen:
+        return Finding(title, "raised the same error")
+    seen.add(place)
+    where = _place(*calls[-1]) if calls else f"In no line of {module}: what the rule returned was refused."
+    return Finding(title, f"raised {type(error).__name__}: {error}\n{where}", error=error)
+
+
+def _is_of(module: str, frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__"))
+    return name == module or name.startswith(f"{module}.")
+
+
+def _place(frame: FrameType, line: int) -> str:
+    """File, line and function, with the shapes of the tensors among its arguments."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = {name: frame.f_locals.get(name) for name in names}
+    shapes = [f"{name}: {[*x.shape]} {x.dtype}" for name, x in given.items() if isinstance(x, Tensor)]
+    return f"{code.co_filename}, line {line}, in {code.co_name}({', '.join(shapes)})"

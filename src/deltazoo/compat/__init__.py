@@ -1,0 +1,18 @@
+"""Models, checkpoints and functions of other libraries: run on our operators, or read as ours."""
+
+from typing import TYPE_CHECKING
+
+from deltazoo._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from deltazoo.compat import fla
+    from deltazoo.compat.transformers import accelerate, restore
+    from deltazoo.compat.fla_checkpoints import load_fla_checkpoint
+
+__all__ = ["accelerate", "fla", "load_fla_checkpoint", "restore"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {"transformers": ("accelerate", "restore"), "fla_checkpoints": ("load_fla_checkpoint",)},
+    subpackages=("fla",),
+)

@@ -1,0 +1,423 @@
+"""The rules' functions of flash-linear-attention: `chunk_*` and `fused_recurrent_*` of DeltaNet, Gated DeltaNet, KDA.
+
+Ours choose the way to compute by themselves, so the two forms of a rule give the same results, and both have gradients.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.compat.fla.fla_arguments import refuse_context_parallelism, require_boundaries, take_state_layout
+from deltazoo.layers.norm import l2_normalize
+from deltazoo.layers.state import is_decoding_step
+from deltazoo.ops import delta_rule, delta_rule_step
+from deltazoo.ops.decay import bounded_decay, softplus_decay
+from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.ops.fused import fused_kernels_fit, fused_softplus_decay
+
+__all__ = [
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "chunk_kda",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
+    "fused_recurrent_kda",
+    "l2norm",
+]
+
+
+def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
+    """`x / sqrt(sum x^2 + eps)` over the last axis, computed in float32.
+
+    Args:
+        x: `[..., D]`.
+        eps: added to the sum of squares.
+        output_dtype: of the result; None: x's.
+    """
+    if output_dtype is None:
+        return l2_normalize(x, eps, fused=None)
+    return l2_normalize(at_least_float32(x), eps, fused=None).to(output_dtype)
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule without decay (DeltaNet), as `deltazoo.delta_rule` computes it.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, H, V]`.
+        beta: `[B, T, H]`, the step size itself, after its sigmoid.
+        scale: factor on q, `K ** -0.5` unless given.
+        initial_state: `[N, H, K, V]`; N = B, or the number of packed sequences.
+        output_final_state: return the final state; otherwise None is returned in its place.
+        use_qk_l2norm_in_kernel: first `l2norm` q and k.
+        cu_seqlens: `[N + 1]`, boundaries of sequences packed along T, with B = 1.
+        cu_seqlens_cpu: a copy of them. Like `chunk_size` a hint that changes no result.
+        kwargs: hints of flash-linear-attention, and `head_first=False`.
+
+    Returns:
+        `[B, T, H, V]` in q's dtype, and the final state `[N, H, K, V]` float32 or None.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together, or are unknown.
+    """
+    if take_state_layout("chunk_delta_rule", False, kwargs):
+        raise TypeError("chunk_delta_rule takes and returns states [N, H, K, V] alone, not transpose_state_layout=True")
+    require_boundaries(cu_seqlens, cu_seqlens_cpu)
+    _require_gate("chunk_delta_rule", "beta", beta, v, per_channel=False)
+    return _apply(q, k, v, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+
+
+def fused_recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_delta_rule`; one token after a state, without gradients, is computed by `deltazoo.delta_rule_step`.
+
+    Args:
+        q, k, v, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens: as `chunk_delta_rule`.
+        beta: `[B, T, H]`; ones unless given.
+
+    Raises:
+        NotImplementedError: a step size per value channel.
+    """
+    beta = _step_size("fused_recurrent_delta_rule", beta, v)
+    return _apply(q, k, v, beta, None, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule with one decay per head (Gated DeltaNet), as `deltazoo.delta_rule` computes it.
+
+    Args:
+        q, k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`, HV a multiple of H.
+        g: `[B, T, HV]`, log-decay, natural logarithm, at most 0. With `use_gate_in_kernel` what the gate reads.
+        beta: `[B, T, HV]`, the step size; with `use_beta_sigmoid_in_kernel` what the sigmoid reads.
+        scale: factor on q, `K ** -0.5` unless given.
+        initial_state: `[N, HV, K, V]`; N = B, or the number of packed sequences.
+        output_final_state: return the final state; otherwise None is returned in its place.
+        use_qk_l2norm_in_kernel: first `l2norm` q and k.
+        use_beta_sigmoid_in_kernel: the step size is `sigmoid(beta)`.
+        allow_neg_eigval: the step size is `2 * sigmoid(beta)`; needs `use_beta_sigmoid_in_kernel`.
+        state_v_first: the initial and the final state are `[N, HV, V, K]`.
+        cu_seqlens: `[N + 1]`, boundaries of sequences packed along T, with B = 1.
+        cu_seqlens_cpu, chunk_indices: of the same boundaries. Like `chunk_size` hints that change no result.
+        cp_context: None.
+        kwargs: `use_gate_in_kernel=True` with `A_log` `[HV]` and, if wanted, `dt_bias` `[HV]`: the log-decay is
+            `-exp(A_log) * softplus(g + dt_bias)`; without it they are not read. Also hints, `head_first=False`, and
+            `transpose_state_layout`, the old name of `state_v_first`.
+
+    Returns:
+        `[B, T, HV, V]` in q's dtype, and the final state float32 or None. A state with V first is a transposed view.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together, or are unknown.
+        NotImplementedError: a `cp_context`.
+    """
+    name = "chunk_gated_delta_rule"
+    gate = {key: kwargs.pop(key, None) for key in ("use_gate_in_kernel", "A_log", "dt_bias")}
+    state_v_first = take_state_layout(name, state_v_first, kwargs)
+    refuse_context_parallelism(name, cp_context)
+    require_boundaries(cu_seqlens, cu_seqlens_cpu)
+    _require_gate(name, "g", g, v, per_channel=False)
+    _require_gate(name, "beta", beta, v, per_channel=False)
+    beta = _activated_step(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if gate["use_gate_in_kernel"]:
+        g = _log_decay(g, gate["A_log"], gate["dt_bias"])
+    return _apply(
+        q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first
+    )
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gated_delta_rule`; one token after a state, without gradients, is computed by `deltazoo.delta_rule_step`.
+
+    Arguments as there, and:
+
+    Args:
+        g: `[B, T, HV]`; no decay per head unless given.
+        gk: `[B, T, HV, K]`, log-decay per key channel, added to g.
+        gv: None.
+        beta: `[B, T, HV]`; ones unless given.
+
+    Raises:
+        NotImplementedError: `gv`, or a step size per value channel.
+        ValueError, TypeError: as `chunk_gated_delta_rule`.
+    """
+    name = "fused_recurrent_gated_delta_rule"
+    state_v_first = take_state_layout(name, state_v_first, kwargs)
+    if gv is not None:
+        raise NotImplementedError(f"{name} has no decay per value channel (gv): {_WIDTH_ONE}")
+    beta = _activated_step(_step_size(name, beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if g is not None:
+        _require_gate(name, "g", g, v, per_channel=False)
+    if use_gate_in_kernel:
+        if g is None:
+            raise ValueError(f"{name} with use_gate_in_kernel=True needs g, which the gate reads")
+        g = _log_decay(g, A_log, dt_bias)
+    if gk is not None:
+        _require_gate(name, "gk", gk, v, per_channel=True)
+        g = gk if g is None else at_least_float32(g)[..., None] + gk
+    return _apply(
+        q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first
+    )
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule with one decay per key channel (Kimi Delta Attention), as `deltazoo.delta_rule` computes it.
+
+    Arguments as in `chunk_gated_delta_rule`, and:
+
+    Args:
+        g: `[B, T, HV, K]`.
+        use_gate_in_kernel: the log-decay is `-exp(A_log) * softplus(g + dt_bias)` with `A_log` `[HV]` and, if wanted,
+            `dt_bias` `[HV * K]` among `kwargs`; without it they are not read.
+        lower_bound: with `use_gate_in_kernel`, the log-decay is `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`,
+            where `A_log` may be left out.
+        safe_gate, disable_recompute: hints that change no result.
+        return_intermediate_states, use_graph: False.
+        max_num_seqs: read with `use_graph` alone.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together, or are unknown.
+        NotImplementedError: `cp_context`, `return_intermediate_states` or `use_graph`.
+    """
+    A_log, dt_bias = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None)
+    state_v_first = take_state_layout("chunk_kda", state_v_first, kwargs)
+    refuse_context_parallelism("chunk_kda", cp_context)
+    require_boundaries(cu_seqlens, cu_seqlens_cpu)
+    if return_intermediate_states:
+        raise NotImplementedError(
+            "chunk_kda returns no state of every chunk: call it on one piece after another with "
+            "output_final_state=True, each from the state of the piece before"
+        )
+    if use_graph:
+        raise NotImplementedError(
+            "chunk_kda needs no use_graph: capture the call without it. cu_seqlens must then end at the number of "
+            "tokens, so give the padding at the end a sequence of its own"
+        )
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError("safe_gate=True with use_gate_in_kernel=True needs lower_bound, the least log-decay")
+    _require_gate("chunk_kda", "g", g, v, per_channel=True)
+    _require_gate("chunk_kda", "beta", beta, v, per_channel=False)
+    beta = _activated_step(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if use_gate_in_kernel:
+        g = _log_decay(g, A_log, dt_bias, lower_bound)
+    return _apply(
+        q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first
+    )
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_kda`; one token after a state, without gradients, is computed by `deltazoo.delta_rule_step`.
+
+    Arguments as there; `A_log` and `dt_bias` are read with `use_gate_in_kernel` alone.
+
+    Raises:
+        NotImplementedError: a step size per value channel.
+        ValueError, TypeError: as `chunk_kda`.
+    """
+    name = "fused_recurrent_kda"
+    state_v_first = take_state_layout(name, state_v_first, kwargs)
+    _require_gate(name, "g", g, v, per_channel=True)
+    beta = _activated_step(_step_size(name, beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if use_gate_in_kernel:
+        g = _log_decay(g, A_log, dt_bias, lower_bound)
+    return _apply(
+        q, k, v, beta, g, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, state_v_first
+    )
+
+
+chunk_gdn = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+_WIDTH_ONE = (
+    "make every value channel a head of its own, v.flatten(2)[..., None], with a beta and a g for each of these heads, "
+    "and give the output its shape back with view_as(v)"
+)
+
+
+def _apply(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    normalize: bool,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Normalise if wanted, call the operator, and return the state in the layout that was asked for."""
+    dtype = q.dtype
+    if normalize:
+        q, k = l2norm(q), l2norm(k)
+    if initial_state is not None and state_v_first:
+        initial_state = initial_state.mT
+    if initial_state is not None and cu_seqlens is None and is_decoding_step(v):
+        output, state = delta_rule_step(q, k, v, beta, log_decay, state=initial_state, scale=scale)
+    else:
+        output, state = delta_rule(
+            q, k, v, beta, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
+        )
+    if not output_final_state:
+        return output.to(dtype), None
+    return output.to(dtype), state.mT if state_v_first else state
+
+
+def _step_size(function: str, beta: Tensor | None, v: Tensor) -> Tensor:
+    """`[B, T, HV]`, ones for None."""
+    if beta is None:
+        return v.new_ones(v.shape[:3], dtype=torch.float32)
+    if beta.shape == v.shape:
+        raise NotImplementedError(f"{function} has no step size per value channel (beta of v's shape): {_WIDTH_ONE}")
+    _require_gate(function, "beta", beta, v, per_channel=False)
+    return beta
+
+
+def _activated_step(beta: Tensor, use_sigmoid: bool, allow_neg_eigval: bool) -> Tensor:
+    if allow_neg_eigval and not use_sigmoid:
+        raise ValueError(
+            "allow_neg_eigval=True doubles sigmoid(beta) and needs use_beta_sigmoid_in_kernel=True: for a beta that "
+            "went through its sigmoid before, pass 2 * beta"
+        )
+    if not use_sigmoid:
+        return beta
+    beta = torch.sigmoid(at_least_float32(beta))
+    return 2 * beta if allow_neg_eigval else beta
+
+
+def _log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> Tensor:
+    """The log-decay of a gate, float32 (float64 stays), of `A_log` and `dt_bias` of any shape with as many elements."""
+    if A_log is None:
+        if lower_bound is None:
+            raise ValueError("use_gate_in_kernel=True needs A_log, the logarithm of the decay rate of each value head")
+        A_log = g.new_zeros(g.shape[2], dtype=torch.float32)
+    if dt_bias is None:
+        dt_bias = g.new_zeros(g.shape[2:].numel(), dtype=torch.float32)
+    A_log, dt_bias = A_log.flatten(), dt_bias.flatten()
+    if lower_bound is not None:
+        return bounded_decay(g, A_log, dt_bias, lower_bound)
+    return (fused_softplus_decay if fused_kernels_fit(g) else softplus_decay)(g, A_log, dt_bias)
+
+
+def _require_gate(function: str, name: str, gate: Tensor, v: Tensor, *, per_channel: bool) -> None:
+    """Raise ValueError unless a gate has one value per value head, or per key channel of it."""
+    if not isinstance(gate, Tensor):
+        raise TypeError(f"{name} of {function} must be a tensor, got {type(gate).__name__}")
+    if gate.shape[:3] != v.shape[:3] or gate.ndim != 3 + per_channel:
+        expected = ", ".join(map(str, v.shape[:3])) + per_channel * ", K"
+        hint = f"; {_OTHER_DECAY[function]}" if name == "g" else ""
+        raise ValueError(f"{name} of {function} must have shape [{expected}], got {tuple(gate.shape)}{hint}")
+
+
+_OTHER_DECAY = {
+    "chunk_gated_delta_rule": "chunk_kda takes a decay per key channel",
+    "fused_recurrent_gated_delta_rule": "gk is the decay per key channel",
+    "chunk_kda": "chunk_gated_delta_rule takes a decay per head",
+    "fused_recurrent_kda": "fused_recurrent_gated_delta_rule takes a decay per head",
+}

@@ -1,0 +1,237 @@
+"""The short causal convolution of flash-linear-attention: `causal_conv1d` and the module `ShortConvolution`.
+
+Its state holds the last W inputs, one more than the convolution reads, where ours holds W - 1.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltazoo.compat.fla.fla_arguments import refuse_context_parallelism, require_boundaries
+from deltazoo.layers.sequences import PackedSequences, Sequences, describe_sequences
+from deltazoo.layers.short_convolution import causal_sum, last_inputs, packing_of
+from deltazoo.names import unknown
+from deltazoo.ops.fused import fused_kernels_fit, fused_short_conv
+
+__all__ = ["ShortConvolution", "causal_conv1d"]
+
+_ACTIVATIONS = ("silu", "swish")
+_BACKENDS = ("triton", "cuda", "mix")
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool | None = False,
+    activation: str | None = None,
+    backend: str | None = "triton",
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal depthwise convolution: `y_t = activation(sum_i w_i x_{t-i} + bias) + residual_t`.
+
+    One Triton kernel each way on an NVIDIA GPU with the activation, without a bias, and unless the initial state wants
+    a gradient; plain torch otherwise. Computed in float32.
+
+    Args:
+        x: `[B, T, D]`, or `[B, T, H, D / H]`.
+        weight: `[D, W]`; the last tap belongs to the current token.
+        bias: `[D]`.
+        residual: of x's shape, added after the activation.
+        initial_state: `[N, D, W]`, the last W inputs before each row or packed sequence, oldest first.
+        output_final_state: return the last W inputs; otherwise None is returned in their place.
+        activation: "silu" or "swish", which are the same, or None.
+        backend: "triton", "cuda" or "mix": of flash-linear-attention, changes no result.
+        cu_seqlens: `[N + 1]`, boundaries of sequences packed along T, with B = 1.
+        cu_seqlens_cpu, chunk_indices: of the same boundaries; hints that change no result.
+        cp_context: None.
+        kwargs: none.
+
+    Returns:
+        The output in x's shape and dtype, and the state `[N, D, W]` in x's dtype or None.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together, or are unknown.
+        NotImplementedError: a `cp_context`.
+    """
+    refuse_context_parallelism("causal_conv1d", cp_context)
+    require_boundaries(cu_seqlens, cu_seqlens_cpu)
+    if kwargs.pop("seq_idx", None) is not None:
+        raise ValueError("causal_conv1d takes boundaries of sequences as cu_seqlens, not as seq_idx")
+    if kwargs:
+        raise TypeError(unknown("argument of causal_conv1d", next(iter(kwargs)), ("seq_idx",)))
+    if activation is not None and activation not in _ACTIVATIONS:
+        raise ValueError(f"{unknown('activation', activation, _ACTIVATIONS)}, None")
+    if backend not in _BACKENDS:
+        raise ValueError(unknown("backend", backend, _BACKENDS))
+    if weight is None or weight.ndim != 2 or x.ndim < 3 or x.shape[2:].numel() != len(weight):
+        shape = None if weight is None else tuple(weight.shape)
+        raise ValueError(f"expected x [B, T, D] and weight [D, W], got {tuple(x.shape)} and {shape}")
+    tokens = x.flatten(2)
+    sequences = describe_sequences(*tokens.shape[:2], cu_seqlens=cu_seqlens)
+    past = _past(tokens, initial_state, weight.shape[1], sequences)
+    y = _convolve(tokens, weight, bias, None if initial_state is None else past, activation, sequences).view(x.shape)
+    if residual is not None:
+        if residual.shape != x.shape:
+            raise ValueError(f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+        y = y + residual
+    return y.to(x.dtype), last_inputs([tokens], past, sequences) if output_final_state else None
+
+
+def _past(x: Tensor, state: Tensor | None, width: int, sequences: Sequences) -> Tensor:
+    """The inputs before each row or sequence with time before channels, `[N, W, D]`; zeros if there is no state."""
+    num_sequences = sequences.num_sequences if isinstance(sequences, PackedSequences) else x.shape[0]
+    if state is None:
+        return x.new_zeros(num_sequences, width, x.shape[2])
+    expected = (num_sequences, x.shape[2], width)
+    if state.shape != expected:
+        raise ValueError(f"the convolution's state must have shape {expected} [N, D, W], got {tuple(state.shape)}")
+    return state.transpose(1, 2).to(x.dtype)
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, activation: str | None, sequences: Sequences
+) -> Tensor:
+    """`[B, T, D]` in x's dtype from the kernel, else in float32 (float64 stays); `past` None means zeros."""
+    if bias is None and x.numel() and fused_kernels_fit(x, past):
+        before = None if past is None else past[:, 1:].transpose(1, 2)
+        known = "identity" if activation is None else "silu"
+        return fused_short_conv(x, weight, before, activation=known, **packing_of(sequences))
+    if past is None:
+        past = _past(x, None, weight.shape[1], sequences)
+    total = causal_sum(x, weight[:, None], past[:, 1:], sequences)
+    if bias is not None:
+        total = total + bias
+    return total if activation is None else F.silu(total)
+
+
+class ShortConvolution(nn.Conv1d):
+    """`causal_conv1d` as a module, with the parameters of nn.Conv1d: `weight` `[D, 1, W]`, and `bias` `[D]` if wanted.
+
+    Args:
+        hidden_size: D, channels.
+        kernel_size: W, taps per channel.
+        bias: with a bias.
+        activation: "silu" or "swish", which are the same, or None.
+        backend: "triton" or "cuda": of flash-linear-attention, changes no result.
+        device, dtype: of the parameters.
+        kwargs: `use_fast_conv1d`, which flash-linear-attention reads no more either.
+
+    Raises:
+        ValueError, TypeError: an unknown activation, backend or argument.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        bias: bool = False,
+        activation: str | None = "silu",
+        backend: str | None = "triton",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.pop("use_fast_conv1d", None)
+        if kwargs:
+            raise TypeError(unknown("argument of ShortConvolution", next(iter(kwargs)), ("use_fast_conv1d",)))
+        super().__init__(
+            hidden_size,
+            hidden_size,
+            kernel_size,
+            padding=kernel_size - 1,
+            groups=hidden_size,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+        if activation is not None and activation not in _ACTIVATIONS:
+            raise ValueError(f"{unknown('activation', activation, _ACTIVATIONS)}, None")
+        if backend not in _BACKENDS[:2]:
+            raise ValueError(unknown("backend", backend, _BACKENDS[:2]))
+        self.hidden_size = hidden_size
+        self.activation = activation
+        self.backend = backend
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        chunk_indices: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Convolve the inputs.
+
+        Args:
+            x: `[B, T, D]`.
+            residual: of x's shape, added after the activation.
+            mask: `[B, T]`, factor of each token before the convolution; not with `cu_seqlens`.
+            cache: `[N, D, W]`, the last W inputs before x. With one token per sequence and without gradients the new
+                inputs are written there.
+            output_final_state: return the last W inputs, else None; `cache` itself where it was written.
+            cu_seqlens, chunk_indices, kwargs: as of `causal_conv1d`.
+        """
+        if mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError(
+                    "mask and cu_seqlens both say which tokens belong together: pass one of them, not both"
+                )
+            x = x * mask[..., None].to(x.dtype)
+        in_place = cache is not None and not torch.is_grad_enabled() and _one_token_each(x, cu_seqlens)
+        y, state = causal_conv1d(
+            x,
+            self.weight.squeeze(1),
+            self.bias,
+            residual,
+            cache,
+            output_final_state or in_place,
+            self.activation,
+            self.backend,
+            cu_seqlens,
+            chunk_indices=chunk_indices,
+            **kwargs,
+        )
+        if in_place:
+            assert cache is not None and state is not None
+            state = cache.copy_(state)
+        return y, state if output_final_state else None
+
+    def step(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cache: Tensor | None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` of one token per sequence, for inference."""
+        with torch.no_grad():
+            return self(x, residual, None, cache, output_final_state, cu_seqlens)
+
+    @property
+    def state_size(self) -> int:
+        """Elements of the state of one sequence."""
+        return self.hidden_size * self.kernel_size[0]
+
+    def extra_repr(self) -> str:
+        """Channels, taps, activation and backend, for printing."""
+        return f"{super().extra_repr()}, activation={self.activation}, backend={self.backend}"
+
+
+def _one_token_each(x: Tensor, cu_seqlens: Tensor | None) -> bool:
+    num_tokens = x.shape[0] * x.shape[1]
+    if cu_seqlens is None:
+        return num_tokens == x.shape[0]
+    return num_tokens == len(cu_seqlens) - 1 and bool((cu_seqlens.diff() == 1).all())

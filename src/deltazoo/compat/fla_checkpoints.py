@@ -1,0 +1,93 @@
+"""Checkpoints of fla-hub, old and new, as models of ours.
+
+The parameter names of today's fla-hub checkpoints are ours, so the Auto classes load them. Older ones have other names:
+`load_fla_checkpoint` reads both.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from deltazoo.compat.missing_weights import refuse_missing_weights
+from deltazoo.models.hub_classes import model_class_of
+from deltazoo.models.hub_configs import config_class_of
+from deltazoo.models.modeling import DeltaRuleForCausalLM
+
+__all__ = ["load_fla_checkpoint", "modernize_state_dict"]
+
+
+def load_fla_checkpoint(path: str | Path, **kwargs: Any) -> DeltaRuleForCausalLM:
+    """A causal language model from an fla-hub checkpoint of any age, even while fla's classes own the Auto classes.
+
+    Checkpoints in today's names need no more than `from_pretrained`. What `save_pretrained` writes carries those names.
+
+    Args:
+        path: a directory with `config.json` and safetensors files.
+        kwargs: for `from_pretrained`, such as `dtype`.
+
+    Raises:
+        ValueError: the directory holds no safetensors files, or a model type that is not ours; a file of its index or a
+            weight is missing.
+    """
+    path = Path(path)
+    values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = config_class_of(values.get("model_type"), path).from_dict(values)
+    files = _weight_files(path)
+    if not files:
+        raise ValueError(f"no safetensors files in {path}; pickled weights are not read")
+    state = {name: x for file in files for name, x in load_file(file).items()}
+    model_class = model_class_of(type(config), "ForCausalLM")
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=modernize_state_dict(state), output_loading_info=True, **kwargs
+    )
+    refuse_missing_weights(info["missing_keys"], path)
+    return model
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Those that the index names; all if there is none, or one file of all weights beside an older index."""
+    index = path / "model.safetensors.index.json"
+    if not index.is_file() or (path / "model.safetensors").is_file():
+        return sorted(path.glob("*.safetensors"))
+    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if absent := [name for name in names if not (path / name).is_file()]:
+        raise ValueError(f"{path} lacks {', '.join(absent)}, which {index.name} names")
+    return [path / name for name in names]
+
+
+# Names that older fla-hub checkpoints and Moonshot's Kimi Linear use for parameters of a mixer.
+_OLD_NAMES = (
+    (re.compile(r"\.attn\.norm\.weight$"), ".attn.o_norm.weight"),
+    (re.compile(r"\.attn\.g_norm\.weight$"), ".attn.g_norm_swish_gate.weight"),
+    (re.compile(r"\.attn\.([fg])_a_proj\."), r".attn.\1_proj.0."),
+    (re.compile(r"\.attn\.([fg])_b_proj\."), r".attn.\1_proj.1."),
+)
+_GATE_AND_UP = re.compile(r"\.mlp\.gate_proj\.weight$")
+
+
+def modernize_state_dict(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of an older fla-hub checkpoint under the names of today; those of a current one pass unchanged.
+
+    Older ones call the output norm `norm`, keep the MLP's gate and up projections in one matrix, carry a parameter `D`
+    that nothing read (Comba's, beside `decay`, is another), give `A_log` axes of length one, and name the two halves of
+    a low-rank projection `*_a`, `*_b`. GLA models made with `fuse_norm=False` call the output norm `g_norm`.
+    """
+    modern: dict[str, Tensor] = {}
+    for name, x in state.items():
+        for pattern, replacement in _OLD_NAMES:
+            name = pattern.sub(replacement, name)
+        up = _GATE_AND_UP.sub(".mlp.up_proj.weight", name)
+        if name.endswith(".attn.D") and f"{name.removesuffix('D')}decay" not in state:
+            continue
+        if name.endswith(".attn.A_log"):
+            modern[name] = x.flatten()
+        elif up != name and up not in state:
+            modern[name], modern[up] = x.chunk(2)
+        else:
+            modern[name] = x
+    return modern

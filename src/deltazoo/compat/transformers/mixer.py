@@ -1,0 +1,297 @@
+"""A delta-rule layer of transformers that keeps its modules and weights and computes with `deltazoo.ops`.
+
+Accelerating replaces the class of a layer by a subclass with another `forward`. Nothing is copied, and setting the
+class back undoes it. The subclasses are attributes of this module, so that accelerated models can be pickled.
+"""
+
+import importlib
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from deltazoo.generation.cache_argument import takes_cache
+from deltazoo.compat.transformers.layer_states import keep_state, stored_state
+from deltazoo.compat.transformers.packing_hook import (
+    POSITIONS,
+    SHARED_BATCH,
+    has_explicit_packing,
+)
+from deltazoo.compat.transformers.transformers_layers import (
+    LAYER_ARRANGEMENTS,
+    LayerArrangement,
+    Projections,
+    arrangement_of,
+)
+from deltazoo.layers.backend_report import RuleDescription
+from deltazoo.layers.batch_description import PACKING_ARGUMENTS
+from deltazoo.layers.linear_maps import is_hooked
+from deltazoo.layers.norm import l2_normalize_both
+from deltazoo.layers.rule import RuleInputs, effective_step, precision_for, run_rule
+from deltazoo.layers.sequences import WHOLE_ROWS, Sequences, SharedSequences, describe_sequences
+from deltazoo.layers.short_convolution import depthwise_sum, last_inputs
+from deltazoo.layers.state import MixerState, is_decoding_step
+from deltazoo.models.forward_arguments import refuse_dropped
+from deltazoo.ops import DeltaRuleOutput
+from deltazoo.ops.context.token_exchange import tokens_before
+from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.ops.fused import fused_gated_rms_norm, fused_kernels_fit, fused_short_conv, fused_short_conv_step
+from deltazoo.spec import get_variant
+
+__all__ = ["AcceleratedMixer", "accelerated_class", "rule_of"]
+
+_PREFIX = "Accelerated"
+_KNOWN = (POSITIONS, SHARED_BATCH, "position_ids", "position_embeddings", "use_cache", "output_router_logits")
+"""Arguments that decoder layers pass down: what the model's hook has made, and what says nothing to a linear layer."""
+
+
+class AcceleratedMixer:
+    """The methods that every accelerated subclass adds to a layer class of transformers."""
+
+    original: ClassVar[type[nn.Module]]
+    """The class of transformers."""
+    arrangement: ClassVar[LayerArrangement]
+    input_projections: ClassVar[tuple[str, ...]]
+    """The linear maps of the layer's input, which captured steps merge."""
+    deltazoo_backend: str | None = None
+    """Of the operator: None, "triton", "chunkwise" or "reference"."""
+    deltazoo_fused_kernels: bool | None = None
+    """Triton kernels for the convolution, the decay gate and the gated norm."""
+
+    @force_accelerate_hooks("conv1d")
+    @takes_cache("cache_params")
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        cache: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Mix the tokens, with the arguments and the cache of the original layer.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            cache: that of the model; the layer reads and writes its state there as its original does.
+            attention_mask: `[B, T]` bool or integer for these tokens, 1 = real. Padding may be anywhere: it does not
+                influence other positions, and its outputs are zeros.
+            kwargs: further arguments of the decoder layer; those are read that the model around it has made of the
+                description of the batch.
+
+        Returns:
+            `[B, T, hidden_size]`.
+
+        Raises:
+            ValueError: packed documents that the model around the layer did not describe; another kind of mask.
+            TypeError: an argument that the layer does not know.
+        """
+        refuse_dropped(self, kwargs, _KNOWN)
+        positions = kwargs.get(POSITIONS)
+        if positions is None and has_explicit_packing(kwargs):
+            raise ValueError(
+                f"{type(self).__name__} was given packed documents ({', '.join(PACKING_ARGUMENTS)}) that no "
+                "accelerated model around it has described: call the whole model"
+            )
+        if kwargs.get(SHARED_BATCH) is not None:
+            sequences = kwargs[SHARED_BATCH].sequences
+            positions = sequences.positions
+        else:
+            sequences = describe_sequences(*hidden_states.shape[:2], attention_mask=attention_mask)
+        hidden_states = sequences.arrange(hidden_states)
+
+        projections = self.arrangement.project(self, hidden_states)
+        before = stored_state(cache, self.layer_idx, self.conv_kernel_size, projections.qkv)
+        if positions is None and sequences.whole_rows and self._may_overwrite(before, projections.qkv):
+            output = self._step(projections, before)
+        else:
+            output = self._mix(projections, before, sequences, positions, cache)
+        output = self._norm_and_gate(output, projections.output_gate)
+        output = self.get_submodule(self.arrangement.output)(output.flatten(2))
+        return sequences.restore(output)
+
+    def _mix(
+        self: Any,
+        projections: Projections,
+        before: MixerState | None,
+        sequences: Sequences,
+        positions: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor:
+        """The rule's output `[B, T, HV, V]`; the state after the last token goes to the cache."""
+        qkv, window = self._convolve(projections.qkv, before, sequences, positions)
+        q, k, v = self._heads(qkv, projections)
+        inputs = self._rule_inputs(*l2_normalize_both(q, k), v, projections).mask_padding(sequences)
+        if positions is not None and not isinstance(sequences, SharedSequences):
+            inputs = _forget_at_starts(inputs, positions)
+        output, new_state = self.apply_rule(inputs, before, sequences)
+        if cache is not None:
+            keep_state(cache, self.layer_idx, MixerState(window, new_state))
+        return output
+
+    def _may_overwrite(self: Any, before: MixerState | None, qkv: Tensor) -> bool:
+        """Whether a call is one token per row, whose kernels may write over the states in the cache."""
+        if before is None or not is_decoding_step(qkv):
+            return False
+        conv: Any = before.conv
+        if conv.dtype != qkv.dtype or before.recurrent.dtype != torch.float32:
+            return False
+        return conv.is_contiguous() and before.recurrent.is_contiguous() and self.fuses(qkv, conv)
+
+    def _step(self: Any, projections: Projections, state: MixerState) -> Tensor:
+        """As `_mix` for one token per row, in fewer launches; overwrites the state."""
+        widths, heads, window = _widths(projections), _head_dims(self)[:1] * 2, state.conv
+        parts, weights = projections.qkv.split(widths, dim=-1), self.conv1d.weight[:, 0].split(widths)
+        assert window is not None
+        qkv, _ = fused_short_conv_step(parts, weights, window, head_dims=heads, inplace=True)
+        inputs = self._rule_inputs(*self._heads(qkv, projections), projections)
+        return self.apply_rule(inputs, state, in_place=True).output
+
+    def apply_rule(
+        self: Any,
+        inputs: RuleInputs,
+        before: MixerState | None,
+        sequences: Sequences = WHOLE_ROWS,
+        *,
+        in_place: bool = False,
+    ) -> DeltaRuleOutput:
+        """Call the operator: `[B, T, HV, V]`, and the state after the last token."""
+        described = sequences if isinstance(sequences, SharedSequences) else WHOLE_ROWS
+        state = None if before is None else before.recurrent
+        precision = precision_for(get_variant(self.arrangement.variant), allow_neg_eigval=self._doubles_steps())
+        return run_rule(
+            inputs, state, described, in_place=in_place, backend=self.deltazoo_backend, precision=precision
+        )  # fmt: skip
+
+    def _convolve(
+        self: Any, qkv: Tensor, before: MixerState | None, sequences: Sequences, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The convolved `[B, T, C]`, and the last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
+        state, past = None if before is None else before.conv, self._inputs_before(qkv, before, sequences)
+        window = self._window(qkv, past, sequences)
+        shared = isinstance(sequences, SharedSequences)
+        if not shared and self.fuses(qkv, state) and (positions is None or state is None):
+            older = None if state is None else past[:, 1:].transpose(1, 2)
+            return _fused_convolution(qkv, self.conv1d.weight[:, 0], older, positions), window
+        history = torch.cat([past[:, 1:], qkv], dim=1)
+        return F.silu(depthwise_sum(history, self.conv1d.weight, positions)).to(qkv.dtype), window
+
+    def _inputs_before(self: Any, qkv: Tensor, before: MixerState | None, sequences: Sequences) -> Tensor:
+        """The `conv_kernel_size` inputs before each row, `[B, taps, C]`, zeros where there are none."""
+        taps = self.conv_kernel_size
+        if isinstance(sequences, SharedSequences):
+            return tokens_before((qkv,), taps, sequences.context)[0]
+        if before is None or before.conv is None:
+            return qkv.new_zeros(qkv.shape[0], taps, qkv.shape[2])
+        return before.conv.transpose(1, 2).to(qkv.dtype)
+
+    def _window(self: Any, qkv: Tensor, past: Tensor, sequences: Sequences) -> Tensor:
+        """The last `conv_kernel_size` real inputs of each row, `[B, C, taps]`."""
+        is_piece = isinstance(sequences, SharedSequences)  # all tokens of such a piece are real
+        return last_inputs([qkv], past, WHOLE_ROWS if is_piece else sequences)
+
+    def _heads(self: Any, qkv: Tensor, projections: Projections) -> list[Tensor]:
+        """q, k and v of the convolved `[B, T, C]`, each `[B, T, heads, head dimension]`."""
+        key_dim, value_dim = _head_dims(self)
+        parts = qkv.split(_widths(projections), dim=-1)
+        return [x.unflatten(-1, (-1, dim)) for x, dim in zip(parts, (key_dim, key_dim, value_dim), strict=True)]
+
+    def _rule_inputs(self: Any, q: Tensor, k: Tensor, v: Tensor, projections: Projections) -> RuleInputs:
+        beta = effective_step(
+            get_variant(self.arrangement.variant),
+            self.step_gate(projections),
+            k,
+            allow_neg_eigval=self._doubles_steps(),
+        )
+        return RuleInputs(q, k, v, beta, projections.log_decay)
+
+    def _doubles_steps(self: Any) -> bool:
+        return getattr(self, "allow_neg_eigval", False)  # not every layer class has it
+
+    def step_gate(self: Any, projections: Projections) -> Tensor:
+        """The gate that the rule turns into the step size, `[B, T, HV]` float32."""
+        return torch.sigmoid(at_least_float32(projections.step_gate))
+
+    def _norm_and_gate(self: Any, output: Tensor, gate: Tensor) -> Tensor:
+        norm = self.get_submodule(self.arrangement.norm)
+        activation = getattr(norm, "activation", "silu")  # older versions know no other
+        if not (self.fuses(output) and activation in ("silu", "sigmoid") and _is_plain(norm, self.original)):
+            return norm(output, gate)
+        return fused_gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, activation)
+
+    def fuses(self: Any, x: Tensor, state: Tensor | None = None) -> bool:
+        """Whether fused kernels compute on a tensor, after the convolution's state if there is one."""
+        wanted = self.deltazoo_fused_kernels
+        return fused_kernels_fit(x, state) if wanted is None else wanted
+
+    def describe_rule(self: Any) -> RuleDescription:
+        """How the layer calls the operator, for `deltazoo.report`."""
+        return rule_of(self, self.arrangement, self.deltazoo_backend)
+
+
+def rule_of(layer: Any, arrangement: LayerArrangement, backend: str | None) -> RuleDescription:
+    """How a layer of that arrangement, accelerated or not, calls the operator."""
+    norm = layer.get_submodule(arrangement.norm)  # never quantised
+    # If weights are offloaded, a hook of accelerate has the device on which the layer runs.
+    device = getattr(getattr(norm, "_hf_hook", None), "execution_device", None)
+    device = norm.weight.device if device is None else torch.device(device)
+    key_dim, value_dim = _head_dims(layer)
+    spec, dtype = get_variant(arrangement.variant), norm.weight.dtype
+    return RuleDescription(spec, 1, False, backend, device, dtype, key_dim, value_dim)
+
+
+def _is_plain(norm: nn.Module, original: type[nn.Module]) -> bool:
+    """Whether the norm is the original model's own class, without an adapter or a hook; FLA's norm is not."""
+    return not is_hooked(norm) and type(norm).__module__ == original.__module__
+
+
+def _head_dims(layer: Any) -> tuple[int, int]:
+    """K and V; transformers has separate names only where they may differ."""
+    if hasattr(layer, "head_k_dim"):
+        return layer.head_k_dim, layer.head_v_dim
+    return layer.head_dim, layer.head_dim
+
+
+def _widths(projections: Projections) -> list[int]:
+    """Channels of q, k and v."""
+    values = projections.output_gate.shape[2:].numel()
+    keys = (projections.qkv.shape[-1] - values) // 2
+    return [keys, keys, values]
+
+
+def _fused_convolution(x: Tensor, weight: Tensor, older: Tensor | None, positions: Tensor | None) -> Tensor:
+    """One kernel for convolution and SiLU; with `positions` `[B, T]`, no tap reaches past a document's first token."""
+    if positions is None:
+        return fused_short_conv(x, weight, older)
+    # Documents are numbered by their first token, so that nothing has to be counted on the device.
+    tokens = torch.arange(x.shape[0] * x.shape[1] + 1, device=x.device)
+    first_tokens = tokens[:-1] - positions.expand(x.shape[:2]).flatten()
+    joined = x.flatten(0, 1)[None]
+    return fused_short_conv(joined, weight, sequence=first_tokens, cu_seqlens=tokens.int()).view_as(x)
+
+
+def _forget_at_starts(inputs: RuleInputs, positions: Tensor) -> RuleInputs:
+    """Begin every document with an empty state: a log-decay of -inf is a sequence boundary, and has no gradient."""
+    log_decay: Any = inputs.log_decay
+    starts = (positions == 0).reshape(*positions.shape, *[1] * (log_decay.ndim - 2))
+    return inputs._replace(log_decay=log_decay.masked_fill(starts, -torch.inf))
+
+
+def accelerated_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The accelerated subclass of a layer class in `LAYER_ARRANGEMENTS`, made once."""
+    name = _PREFIX + original.__name__
+    if name not in globals():
+        arrangement: Any = arrangement_of(original)
+        members = {"__module__": __name__, "original": original, "arrangement": arrangement}
+        members["input_projections"] = arrangement.inputs
+        globals()[name] = type(name, (AcceleratedMixer, original), members)
+    return globals()[name]
+
+
+def __getattr__(name: str) -> Any:
+    arrangement = LAYER_ARRANGEMENTS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+    if arrangement is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modeling = importlib.import_module(f"transformers.models.{arrangement.family}.modeling_{arrangement.family}")
+    return accelerated_class(getattr(modeling, name.removeprefix(_PREFIX)))

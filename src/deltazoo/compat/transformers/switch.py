@@ -1,0 +1,180 @@
+"""`accelerate` and `restore`: check all layers, then set their accelerated class, or set the original class again."""
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
+
+from deltazoo.generation.captured_generation import CapturedGeneration
+from deltazoo.compat.transformers.generating_model import AcceleratedGeneration, generating_class
+from deltazoo.compat.transformers.mixer import AcceleratedMixer, accelerated_class, rule_of
+from deltazoo.compat.transformers.packing_hook import describe_documents, layers_over_neighbours
+from deltazoo.compat.transformers.transformers_layers import LAYER_ARRANGEMENTS, LayerArrangement, arrangement_of
+from deltazoo.layers.backend_report import ModelReport, RuleDescription, report
+from deltazoo.models.forward_arguments import remove_pre_hook, tell_of_row_head, tells_of_row_head
+from deltazoo.ops import resolve_backend
+
+__all__ = ["accelerate", "has_known_layers", "keeps_documents_apart", "restore"]
+
+
+def accelerate(model: nn.Module, *, backend: str | None = None, fused_kernels: bool | None = None) -> ModelReport:
+    """Run the delta-rule layers of a transformers model on `deltazoo.ops`, in place.
+
+    Only the computation changes: modules, parameters, state dict, cache and saved files stay the model's own, and other
+    models of the same class are not changed. Projections and gates still run as the model's modules, so adapters and
+    quantised layers act. We compute the rule and the short convolution, and with fused kernels the gated norm unless it
+    has an adapter or hooks. `generate` captures its decoding step. Results differ from the original by rounding,
+    and in two respects:
+
+    * Packed documents are separated in every layer, whether given by `cu_seqlens`, `cu_seq_lens_q`, `cu_seq_lens_k`,
+      `seq_idx` or `position_ids` that start again. They fill no cache.
+    * Padding does not influence other positions, wherever it is, in single tokens too; positions that are not given
+      skip it. Its outputs in these layers are zeros. Masks that say something else than which tokens are real are
+      refused.
+
+    Call it before the model is wrapped (DDP, FSDP). Adapters and hooks of accelerate may be added before or after. A
+    second call changes the backend.
+
+    Args:
+        model: any transformers model, or a module that contains one.
+        backend: of the operator: None takes triton where it can run and chunkwise elsewhere.
+        fused_kernels: Triton kernels for the convolution (of rows without padding), the decay gate and the
+            gated norm, as in `deltazoo.ops.fused`: True, on NVIDIA GPUs only; None, wherever they run; False, nowhere.
+
+    Returns:
+        What `deltazoo.report(model)` says: the backend of each layer, and why.
+
+    Raises:
+        ValueError: no known layer, or one that cannot be accelerated; the model is unchanged then.
+        NotImplementedError: the named backend, or the fused kernels, cannot run a layer.
+    """
+    found = [(module, known, name) for name, module in model.named_modules() if (known := _arrangement(module))]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no delta-rule layer of transformers; known: {_known_layers()}")
+    bases = [_base_model(model, name) for _, _, name in found]
+    for module, known, name in found:
+        _check(module, known, name, backend, fused_kernels)
+
+    for module, _, _ in found:
+        if not isinstance(module, AcceleratedMixer):
+            _become(module, accelerated_class(type(module)))
+        module.deltazoo_backend = backend
+        module.deltazoo_fused_kernels = fused_kernels
+    for base in bases:
+        if describe_documents not in base._forward_pre_hooks.values():
+            base.register_forward_pre_hook(describe_documents, with_kwargs=True, prepend=True)
+    for around in _models_around(model):
+        tell_of_row_head(around)
+        generates: Any = type(around)
+        if issubclass(generates, GenerationMixin) and not issubclass(generates, CapturedGeneration):
+            around.__class__ = generating_class(generates)
+    return report(model)
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `accelerate` exactly.
+
+    Args:
+        model: as given to `accelerate`, or a copy of it.
+
+    Raises:
+        ValueError: nothing in it is accelerated.
+    """
+    accelerated = [module for module in model.modules() if isinstance(module, AcceleratedMixer)]
+    if not accelerated:
+        raise ValueError(f"{type(model).__name__} has no accelerated layer to restore")
+    for module in accelerated:
+        del module.deltazoo_backend, module.deltazoo_fused_kernels
+        _become(module, module.original)
+    for base in model.modules():
+        if isinstance(base, AcceleratedGeneration):
+            vars(base).pop("_captured_steps", None)
+            base.__class__ = base.original
+        remove_pre_hook(base, describe_documents)
+        remove_pre_hook(base, tells_of_row_head)
+
+
+def has_known_layers(model: nn.Module) -> bool:
+    """Whether a model has delta-rule layers of transformers that `accelerate` knows, accelerated or not."""
+    return any(_arrangement(module) is not None for module in model.modules())
+
+
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Whether a causal language model is accelerated and takes packed documents."""
+    accelerated = any(isinstance(module, AcceleratedMixer) for module in model.modules())
+    return accelerated and layers_over_neighbours(model.base_model.config) is None
+
+
+def _arrangement(module: nn.Module) -> LayerArrangement | None:
+    return module.arrangement if isinstance(module, AcceleratedMixer) else arrangement_of(type(module))
+
+
+def _known_layers() -> str:
+    return ", ".join(f"{arrangement.family} ({name})" for name, arrangement in LAYER_ARRANGEMENTS.items())
+
+
+def _base_model(model: nn.Module, name: str) -> PreTrainedModel:
+    """The innermost transformers model around a layer: its forward pass gets the whole batch."""
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        ancestor = model.get_submodule(path)
+        if isinstance(ancestor, PreTrainedModel):
+            return ancestor
+    raise ValueError(
+        f"{name or type(model).__name__} is in no transformers model: accelerate the model that contains it"
+    )
+
+
+def _models_around(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """All transformers models in a module that contain accelerated layers."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and any(isinstance(x, AcceleratedMixer) for x in module.modules()):
+            yield module
+
+
+def _check(module: Any, known: LayerArrangement, name: str, backend: str | None, fused_kernels: bool | None) -> None:
+    if not hasattr(module, "conv1d"):
+        raise ValueError(
+            f"{name}: transformers {transformers.__version__} arranges {type(module).__name__} in a way of its own "
+            "(separate convolutions, another cache); accelerating it needs a newer version"
+        )
+    if module.activation not in ("silu", "swish"):
+        raise ValueError(f"{name}: our convolution uses SiLU, but the layer has activation {module.activation!r}")
+    if module.conv1d.bias is not None:
+        raise ValueError(f"{name}: our convolution has no bias, but the layer's has one")
+    own = module.__dict__.get("forward")
+    if own is not None and not _is_own_forward(module, own) and not hasattr(module, "_hf_hook"):
+        raise ValueError(f"{name}: its forward has been replaced by {own!r}, which accelerating would undo")
+    rule = rule_of(module, known, backend)
+    _resolve(rule, backend)
+    if fused_kernels:
+        best, reason = _resolve(rule, None)
+        if best != "triton":
+            raise NotImplementedError(f"{name}: the fused kernels run where the triton backend does, but {reason}")
+
+
+def _resolve(rule: RuleDescription, backend: str | None) -> tuple[str, str]:
+    return resolve_backend(
+        backend,
+        device=rule.device,
+        dtype=rule.dtype,
+        head_k_dim=rule.head_k_dim,
+        head_v_dim=rule.head_v_dim,
+    )
+
+
+def _become(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change the class of a module, and the bound methods that hooks of accelerate keep."""
+    kept = [key for key in ("forward", "_old_forward") if _is_own_forward(module, module.__dict__.get(key))]
+    module.__class__ = cls
+    for key in kept:
+        module.__dict__[key] = module.__class__.forward.__get__(module)
+
+
+def _is_own_forward(module: nn.Module, method: Any) -> bool:
+    return isinstance(method, MethodType) and method.__func__ is type(module).forward

@@ -1,0 +1,159 @@
+"""What the delta-rule layers of a model pass to the operator, and their gates, recorded during a forward pass."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.compat.transformers.mixer import AcceleratedMixer
+from deltazoo.layers import DeltaRuleAttention, GatedRMSNorm, RuleInputs, Sequences
+from deltazoo.layers.backend_report import replaced_methods
+from deltazoo.layers.norm import GATE_ACTIVATIONS
+from deltazoo.layers.sequences import WHOLE_ROWS, SharedSequences
+from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.spec import DeltaRuleSpec, get_variant
+from deltazoo.rules.channel_gates import ChannelGates
+
+__all__ = ["Gate", "RuleCall", "delta_rule_layers", "recorded_calls"]
+
+_ERASE_GATE = "erase_b_proj"
+"""The linear map to the gate of a step that only erases, in rules that have one (`eda`)."""
+
+
+class Gate(NamedTuple):
+    """The values of one kind of gate."""
+
+    values: Tensor
+    """`[B, T, heads, c]` in [0, 1], after the sigmoid: c gates per head and token, by key or value heads; with
+    micro-steps the heads of the first step come first."""
+    has_upper_bound: bool = True
+    """False for SiLU, `x * sigmoid(x)`, which is shut where the sigmoid is, and has no upper end."""
+
+
+class RuleCall(NamedTuple):
+    """One call of the operator by a layer."""
+
+    spec: DeltaRuleSpec
+    num_micro_steps: int
+    inputs: RuleInputs
+    """As the layer passes them: tokens of padded rows moved to the front, micro-steps side by side in the heads."""
+    sequences: Sequences
+    gates: dict[str, Gate]
+    """By what they gate: "step", "erase", "write", "decay", "output", as far as the rule has them."""
+
+
+def delta_rule_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers by their path in the model: ours, those of swapped models, accelerated ones of transformers."""
+    return {
+        name or type(module).__name__: module
+        for name, module in model.named_modules()
+        if isinstance(module, (DeltaRuleAttention, AcceleratedMixer))
+    }
+
+
+@contextmanager
+def recorded_calls(layers: dict[str, Any], receive: Callable[[str, RuleCall], None]) -> Iterator[None]:
+    """Inside, every forward pass of one of the layers ends with `receive(name, call)`.
+
+    Raises:
+        NotImplementedError: from the layer, if its rows are shared by several ranks.
+        ValueError: a layer whose `apply_rule` was replaced; from the layer, if it goes on from the state of earlier
+            tokens, or calls no operator.
+    """
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(_recorded(name, layer, receive))
+        yield
+
+
+@contextmanager
+def _recorded(name: str, layer: Any, receive: Callable[[str, RuleCall], None]) -> Iterator[None]:
+    calls: list[tuple[RuleInputs, Sequences]] = []
+    gates: dict[str, Gate] = {}
+
+    def keep_inputs(_: Any, inputs: RuleInputs, past: Any, sequences: Sequences = WHOLE_ROWS) -> None:
+        if isinstance(sequences, SharedSequences):
+            raise NotImplementedError("diagnose needs whole sequences: call it without context parallelism")
+        if past is not None and past.recurrent is not None:
+            raise ValueError("diagnose measures sequences from their first token: pass no past_key_values")
+        calls.append((inputs, sequences))
+
+    if "apply_rule" in replaced_methods(layer):
+        raise ValueError(f"diagnose describes the operator, and apply_rule of {name} was replaced: it may not run")
+
+    def keep_step_gate(gate: Tensor, *_: Any) -> None:
+        gates["step"] = Gate(gate[..., None])
+
+    def keep_output_gate(gate: Tensor, activation: Any) -> None:
+        if activation in GATE_ACTIVATIONS:
+            gates["output"] = Gate(torch.sigmoid(at_least_float32(gate)), has_upper_bound=activation == "sigmoid")
+
+    def finish(*_: Any) -> None:
+        if not calls:
+            raise ValueError(f"diagnose describes the operator, which the forward pass of {name} did not call")
+        inputs, sequences = calls.pop()
+        lower_bound = getattr(layer, "decay_lower_bound", None)
+        if inputs.log_decay is not None and lower_bound is not None:
+            share = inputs.log_decay / lower_bound
+            gates["decay"] = Gate(share if share.ndim == 4 else share[..., None])
+        receive(name, RuleCall(spec, getattr(layer, "num_micro_steps", 1), inputs, sequences, dict(gates)))
+        gates.clear()
+
+    ours = isinstance(layer, DeltaRuleAttention)
+    with ExitStack() as hooks:
+        hooks.enter_context(_observed(layer, "apply_rule", keep_inputs))
+        if not isinstance(layer, ChannelGates):
+            hooks.enter_context(_observed(layer, "step_gate", keep_step_gate))
+        if ours:
+            spec, norm = layer.spec, layer.o_norm
+            if isinstance(norm, GatedRMSNorm):
+                keep = norm.register_forward_pre_hook(lambda _, inputs: keep_output_gate(inputs[1], norm.activation))
+                hooks.callback(keep.remove)
+            for gate_name, projection, heads in _gate_maps(layer):
+                hooks.callback(projection.register_forward_hook(_keep_map(gates, gate_name, heads)).remove)
+        else:
+            spec = get_variant(layer.arrangement.variant)
+            activation = getattr(layer.get_submodule(layer.arrangement.norm), "activation", "silu")
+
+            def keep_gate(_: Any, output: Tensor, gate: Tensor) -> None:
+                keep_output_gate(gate, activation)
+
+            hooks.enter_context(_observed(layer, "_norm_and_gate", keep_gate))
+        hooks.callback(layer.register_forward_hook(finish).remove)
+        yield
+
+
+def _gate_maps(layer: DeltaRuleAttention) -> list[tuple[str, nn.Module, int]]:
+    """The linear maps to gates that no method of the layer gives out: name, map and number of heads."""
+    if isinstance(layer, ChannelGates):
+        return [("erase", layer.b_proj, layer.num_heads), ("write", layer.w_proj, layer.num_v_heads)]
+    projection = getattr(layer, _ERASE_GATE, None)
+    return [] if projection is None else [("erase", projection, layer.num_v_heads)]
+
+
+def _keep_map(gates: dict[str, Gate], name: str, heads: int) -> Callable[..., None]:
+    def keep(module: nn.Module, arguments: Any, logit: Tensor) -> None:
+        gates[name] = Gate(torch.sigmoid(at_least_float32(logit)).unflatten(-1, (heads, -1)))
+
+    return keep
+
+
+@contextmanager
+def _observed(layer: Any, method: str, observer: Callable[..., None]) -> Iterator[None]:
+    """Call `observer(result, *arguments)` after each call of the method of this one layer."""
+    function, own = getattr(layer, method), method in vars(layer)
+
+    def observed(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        observer(result, *arguments)
+        return result
+
+    vars(layer)[method] = observed
+    try:
+        yield
+    finally:
+        vars(layer).pop(method)
+        if own:
+            vars(layer)[method] = function

@@ -1,5 +1,0 @@
-"""transformers' own delta-rule models on our operators: `accelerate` and `restore`."""
-
-from deltazoo.interop.acceleration.switch import accelerate, has_known_layers, keeps_documents_apart, restore
-
-__all__ = ["accelerate", "has_known_layers", "keeps_documents_apart", "restore"]

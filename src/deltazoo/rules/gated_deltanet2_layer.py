@@ -1,0 +1,40 @@
+"""The layer of Gated DeltaNet-2."""
+
+from torch import Tensor
+
+from deltazoo.layers import RuleInputs
+from deltazoo.layers.rule import StepForm
+from deltazoo.rules.channel_gates import ChannelGates
+
+__all__ = ["GatedDeltaNet2"]
+
+
+class GatedDeltaNet2(ChannelGates):
+    """Erases under the gated key, and writes the gated value under the key."""
+
+    gain_at_most_one = True
+
+    def make_parameters(self) -> None:
+        """The gates, unless an option cannot act on them."""
+        if self.neg_eigval == "erase":
+            raise ValueError(
+                f"variant {self.spec.name!r} has a gate for the erase alone, which allow_neg_eigval doubles: "
+                "neg_eigval='erase' cannot act"
+            )
+        super().make_parameters()
+
+    def rule_inputs(self, hidden_states: Tensor, q: Tensor, k: Tensor, v: Tensor) -> RuleInputs:
+        """Erase under the gated key, write the gated value, with a step size of one."""
+        erase_gate, write_gate = self.channel_gates(hidden_states)
+        erase_key = self.erase_key(erase_gate, q, k)
+        beta = self.whole_step(k, v, erase_key)
+        return RuleInputs(q, k, self.gated(write_gate, v), beta, self.log_decay(hidden_states), erase_key)
+
+    def step_form(self) -> StepForm | None:
+        """As `rule_inputs`."""
+        form = super().step_form()
+        return form and form._replace(keys="gated", key_maps=("w_proj",))
+
+    def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """The erase key `b * k`, from the gate before its sigmoid; both `[B, T, H, K]`, the key's dtype."""
+        return self.gated(erase_gate, k, self.largest_key_gate)

@@ -1,0 +1,37 @@
+"""Q-Delta: Gated DeltaNet that corrects the state by the error of its key and of its query together.
+
+    S_t = (I - beta_t k_t x_t^T) exp(g_t) S_{t-1} + beta_t k_t v_t^T,     x_t = k_t + lambda_t q_t
+
+What the state answers to the key plus lambda times what it answers to the query is taken from the value.
+`lambda = sigmoid(lamb_proj(x) - 0.9)` per token and key head, about 0.29 at the start; lambda = 0 is Gated DeltaNet.
+With grouped value heads the authors' code has a lambda per value head, this one per key head. The authors' own code
+for decoding leaves lambda out and does not normalise q and k; here decoding computes what training does.
+`allow_neg_eigval` is refused: the authors' code doubles lambda with it, and the erase gain `beta (1 + lambda k.q)`
+could then be negative.
+
+Safety: conditional with one decay per head as here, no with one per channel. The erase gain is in [0, 2].
+
+Paper: arXiv:2606.08804, eq. 17 to 20. The offset 0.9 is the authors' code's; another is reported from the appendix.
+"""
+
+from deltazoo.spec import DeltaRuleSpec, register_variant
+
+Q_DELTA = register_variant(
+    DeltaRuleSpec(
+        name="q_delta",
+        paper="Q-Delta: Beyond Key-Value Associative State Evolution, arXiv:2606.08804",
+        summary="Gated DeltaNet that corrects by the error of key and query together.",
+        equation="S_t = (I - b_t k_t x_t^T) exp(g_t) S_{t-1} + b_t k_t v_t^T, x_t = k_t + lambda_t q_t",
+        step_size="euler",
+        decay="scalar",
+        erase_key="separate",
+        nonexpansive="conditional",
+        nonexpansive_per_channel="no",
+        output_gate="full",
+        gate_activation="silu",
+        decay_rate_range=(0.0, 16.0),
+        head_dim=128,
+        expand_v=2.0,
+    ),
+    layer="deltazoo.rules.q_delta_layer.QDelta",
+)

@@ -1,0 +1,55 @@
+"""The layer of QED."""
+
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.layers.initialization import Initializer
+from deltazoo.layers.recompute import recomputable
+from deltazoo.layers.rule import StepForm
+from deltazoo.ops.dtypes import at_least_float32
+from deltazoo.ops.fused import fused_rule_keys
+from deltazoo.rules.gated_deltanet2_layer import GatedDeltaNet2
+
+__all__ = ["QED"]
+
+
+class QED(GatedDeltaNet2):
+    """Gated DeltaNet-2 with `theta` `[H]`, the weight of the query's direction before its sigmoid."""
+
+    float32_parameters = (*GatedDeltaNet2.float32_parameters, "theta")
+    tensor_parallel: ClassVar = {**GatedDeltaNet2.tensor_parallel, "theta": "heads"}
+
+    def make_parameters(self) -> None:
+        """As Gated DeltaNet-2, and `theta`."""
+        super().make_parameters()
+        self.theta = nn.Parameter(torch.empty(self.num_heads))
+
+    def initializers(self, initializer_range: float | None = None) -> dict[str, Initializer]:
+        """`theta` starts at -2."""
+        return {**super().initializers(initializer_range), "theta": partial(nn.init.constant_, val=-2.0)}
+
+    def step_form(self) -> StepForm | None:
+        """As `erase_key`."""
+        form = super().step_form()
+        return form and form._replace(keys="gated_query", key_parameters=("theta",))
+
+    def erase_key(self, erase_gate: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """`b * k + lambda (I - k k^T) (b * q)`, computed in float32 and rounded once to the key's dtype."""
+        return recomputable(self._erase_key, erase_gate, q, k, self.theta)
+
+    def _erase_key(self, gate: Tensor, q: Tensor, k: Tensor, theta: Tensor) -> Tensor:
+        largest = self.largest_key_gate
+        if self.runs_fused(k):
+            return fused_rule_keys(q, k, "gated_query", gate=gate, parameters=(theta,), largest=largest)[2]
+        return _erase_key(gate, q, k, theta, largest)
+
+
+def _erase_key(gate: Tensor, q: Tensor, k: Tensor, theta: Tensor, largest: float) -> Tensor:
+    b = largest * torch.sigmoid(at_least_float32(gate))
+    share = 0.25 * torch.sigmoid(theta.to(b.dtype))[:, None]
+    key, gated_query = k.to(b.dtype), b * q
+    along_key = (key * gated_query).sum(-1, keepdim=True)
+    return (b * key + share * (gated_query - along_key * key)).to(k.dtype)

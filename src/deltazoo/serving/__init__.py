@@ -1,0 +1,45 @@
+"""Serving models: an engine with continuous batching and a prefix cache of states, and OpenAI's HTTP API before it.
+
+The HTTP server needs the extra `serve`; the engine does not.
+"""
+
+from typing import TYPE_CHECKING
+
+from deltazoo._lazy import lazy_names
+from deltazoo.serving.requests import (
+    Counters,
+    EngineError,
+    EngineStopped,
+    Piece,
+    QueueFull,
+    Request,
+    RequestError,
+    Status,
+    TokenLogprob,
+)
+from deltazoo.serving.stream import Stream
+
+if TYPE_CHECKING:
+    from deltazoo.serving.engine import Engine
+    from deltazoo.serving.http_app import create_app
+    from deltazoo.serving.http_server import background_server
+
+__all__ = [
+    "Counters",
+    "Engine",
+    "EngineError",
+    "EngineStopped",
+    "Piece",
+    "QueueFull",
+    "Request",
+    "RequestError",
+    "Status",
+    "Stream",
+    "TokenLogprob",
+    "background_server",
+    "create_app",
+]
+
+__getattr__ = lazy_names(
+    __name__, {"engine": ("Engine",), "http_app": ("create_app",), "http_server": ("background_server",)}
+)

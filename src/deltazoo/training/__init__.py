@@ -1,0 +1,40 @@
+"""Training, conversion and evaluation: from one YAML file to a model on disk, through the HF Trainer.
+
+Reading configurations and text imports no torch; the other names are imported on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from deltazoo._lazy import lazy_names
+from deltazoo.training.config import (
+    DataConfig,
+    OptimizationConfig,
+    RunConfig,
+    TokenizerConfig,
+    load_config,
+    save_config,
+)
+
+if TYPE_CHECKING:
+    from deltazoo.training.monitor import TrainingDiverged
+    from deltazoo.training.score import Score, score_documents
+    from deltazoo.training.training_run import TrainingResult, train
+
+__all__ = [
+    "DataConfig",
+    "OptimizationConfig",
+    "RunConfig",
+    "Score",
+    "TokenizerConfig",
+    "TrainingDiverged",
+    "TrainingResult",
+    "load_config",
+    "save_config",
+    "score_documents",
+    "train",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {"monitor": ("TrainingDiverged",), "score": ("Score", "score_documents"), "training_run": ("TrainingResult", "train")},
+)

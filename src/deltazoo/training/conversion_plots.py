@@ -1,0 +1,77 @@
+"""Plots of a conversion: the losses of all stages, and the ranking of the layers."""
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deltazoo.training.layer_ranking import Ranking
+from deltazoo.training.figures import BLACK, BLUE, GREY, ORANGE, new_figure, save_figure
+
+__all__ = ["draw_conversion", "draw_ranking"]
+
+_PANEL = 4.6  # inches
+_LOSSES = {
+    "align": "relative squared error of a layer",
+    "distill": "KL to the original and\nweighted text loss, nats",
+    "finetune": "loss on text, nats per token",
+}
+
+
+def draw_conversion(
+    path: Path, histories: Mapping[str, Sequence[Mapping[str, Any]]], scores: Mapping[str, float], title: str
+) -> Path:
+    """One panel per stage: its own loss on the left axis, held-out bits per byte of the whole model on the right.
+
+    Args:
+        path: where the PNG goes.
+        histories: stage -> the Trainer's log history, in the order of the stages.
+        scores: bits per byte of all held-out rows, for ``original``, ``transfer`` and each stage. The Trainer's
+            history has those of some rows, which may differ slightly.
+        title: above the plot.
+    """
+    count = len(histories)
+    columns = min(5, 2 * count - 1)  # of the legend, which is as wide as three panels in one line
+    figure, panels = new_figure(count, width=_PANEL * count, height=3.9 + 0.3 * math.ceil(5 / columns))
+    rights = [axis.twinx() for axis in panels]
+    for axis, right, (stage, history) in zip(panels, rights, histories.items(), strict=True):
+        losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+        bits = [(entry["step"], entry["eval_bits_per_byte"]) for entry in history if "eval_bits_per_byte" in entry]
+        axis.plot(*zip(*losses, strict=True), color=BLUE, linewidth=1.5, label="the stage's loss (left)")
+        right.plot(*zip(*bits, strict=True), "o--", color=ORANGE, markersize=4, label="held-out, some rows (right)")
+        right.plot(losses[-1][0], scores[stage], "*", color=ORANGE, markersize=13, label="held-out, all rows (right)")
+        right.axhline(scores["original"], color=BLACK, linestyle=":", label="original, all rows (right)")
+        right.axhline(scores["transfer"], color=GREY, linestyle="-.", label="after transfer, all rows (right)")
+        axis.set(xlabel="optimizer step", title=stage)
+        axis.set_ylabel(_LOSSES[stage], color=BLUE)
+        right.set_ylabel("held-out bits per byte", color=ORANGE)
+    low = min(axis.get_ylim()[0] for axis in rights)
+    high = max(axis.get_ylim()[1] for axis in rights)
+    for right in rights:
+        right.set_ylim(low, high)
+    lines = [*panels[0].get_lines(), *rights[0].get_lines()]
+    figure.legend(lines, [line.get_label() for line in lines], loc="outside lower center", ncols=columns, frameon=False)
+    figure.suptitle(textwrap.fill(title, 44 * count))
+    return save_figure(figure, path, dpi=150)
+
+
+def draw_ranking(path: Path, ranking: Ranking, chosen: Sequence[int] = ()) -> Path:
+    """Each layer's rise in loss as a bar, filled for chosen layers.
+
+    Args:
+        path: where the PNG goes.
+        ranking: the measured losses.
+        chosen: layers to mark; all bars are filled if there is none.
+    """
+    figure, [axis] = new_figure(1, width=max(5.0, 0.45 * len(ranking.layers) + 2), height=3.8)
+    for score in ranking.layers:
+        filled = not chosen or score.layer in chosen
+        axis.bar(score.layer, score.rise, color=BLUE if filled else "white", edgecolor=BLUE)
+    axis.axhline(0, color=BLACK, linewidth=0.8)
+    axis.set_xticks([score.layer for score in ranking.layers])
+    axis.set(xlabel="layer swapped alone, after transfer", ylabel="rise in loss, nats per token")
+    legend = "\nfilled: chosen" if chosen else ""
+    axis.set_title(f"{ranking.variant}; original: {ranking.loss:.3f} nats per token{legend}", fontsize=10)
+    axis.grid(False, axis="x")
+    return save_figure(figure, path, dpi=150)

@@ -1,0 +1,361 @@
+"""Small conversions on real text: every stage improves the model; a killed conversion resumes with equal results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import write_text_folder
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainerCallback,
+)
+
+import deltazoo.training.conversion as conversion
+from deltazoo.swap import swap_attention, swapped_layers
+from deltazoo.training import conversion_plots
+from deltazoo.training.conversion import ConversionResult, ConversionText, convert, run_stage
+from deltazoo.training.conversion_config import ConversionConfig, FineTuningConfig
+from deltazoo.training.conversion_plots import draw_conversion
+from deltazoo.training.stage_trainers import choose_trained_parameters, divergence, original_of, teacher_forced
+from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.packed_rows import collate_side_by_side
+from deltazoo.training.tokenizer import build_tokenizer
+from deltazoo.training.trainer import PackedTrainer
+from deltazoo.training.yaml_config import from_mapping
+
+STAGE = {"row_length": 48, "rows_per_batch": 4, "log_every": 2, "evaluate_every": 8, "evaluation_rows": 4}
+STAGE |= {"precision": "fp32", "weight_decay": 0.0}
+
+
+def recipe(text: Path, output: Path) -> ConversionConfig:
+    values = {
+        "output": str(output),
+        "data": {"text": str(text), "validation_fraction": 0.2, "max_validation_bytes": 3000},
+        "align": {**STAGE, "steps": 16, "learning_rate": 1e-2, "save_every": 8},
+        "distill": {**STAGE, "steps": 16, "learning_rate": 3e-3, "save_every": 8},
+        "finetune": {**STAGE, "steps": 4, "learning_rate": 3e-4, "save_every": 4},
+    }
+    return from_mapping(ConversionConfig, values)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, and a Llama of a few thousand parameters trained on a little of it."""
+    folder = tmp_path_factory.mktemp("conversion")
+    config = recipe(write_text_folder(folder / "text", bytes_per_file=8000), folder / "unused")
+    corpus_text = ConversionText(config.data, build_tokenizer(TokenizerConfig("byte"), []))
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_size=320), corpus_text.corpus.train)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, bos_token_id=0, eos_token_id=1))
+    stage = from_mapping(FineTuningConfig, {**STAGE, "steps": 120, "learning_rate": 1e-2, "save_every": 120})
+    run = stage.as_run(folder / "teacher", "softmax", folder / "teacher", config.data, seed=0)
+    run_stage(model, ConversionText(config.data, tokenizer), stage, run)
+    return folder
+
+
+def fresh(home: Path, variant: str = "gated_deltanet", **options: Any) -> tuple[Any, Any]:
+    """The trained Llama with all its layers swapped, and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(home / "teacher" / "model")
+    swap_attention(model, variant, keep_teacher=True, **options)
+    return model, AutoTokenizer.from_pretrained(home / "teacher" / "model")
+
+
+@pytest.fixture(scope="module")
+def unbroken(home: Path) -> ConversionResult:
+    return convert(*fresh(home), recipe(home / "text", home / "unbroken"))
+
+
+def losses(result: ConversionResult, stage: str) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in result.stages[stage].history if "loss" in entry}
+
+
+def batch(home: Path) -> dict[str, torch.Tensor]:
+    _, tokenizer = fresh(home)
+    text = ConversionText(recipe(home / "text", home).data, tokenizer)
+    found = collate_side_by_side(text.validation_rows(48)[:4])
+    return {name: found[name] for name in ("input_ids", "position_ids")}
+
+
+def test_alignment_brings_each_layer_closer_to_its_teacher(unbroken: ConversionResult) -> None:
+    found = losses(unbroken, "align")
+    assert found[16] < 0.8 * found[2]
+
+
+def test_each_stage_scores_better_than_the_transfer_alone(unbroken: ConversionResult) -> None:
+    scores = unbroken.scores
+    assert list(scores) == ["original", "transfer", "align", "distill", "finetune"]
+    assert scores["original"] < scores["transfer"]
+    assert scores["align"] < scores["transfer"]
+    assert scores["distill"] < scores["transfer"]
+    assert scores["finetune"] < scores["transfer"]
+
+
+def test_the_distillation_loss_falls(unbroken: ConversionResult) -> None:
+    found = losses(unbroken, "distill")
+    assert found[16] < found[2]
+
+
+def test_the_result_is_a_checkpoint_of_its_own(home: Path, unbroken: ConversionResult) -> None:
+    model = AutoModelForCausalLM.from_pretrained(unbroken.model_path)
+    assert sorted(swapped_layers(model)) == [0, 1]
+    text = ConversionText(recipe(home / "text", home).data, AutoTokenizer.from_pretrained(unbroken.model_path))
+    stage = recipe(home / "text", home).stages[-1]
+    assert text.bits_per_byte(model, stage) == unbroken.scores["finetune"]
+    model.lm_head.weight.data[7] = float("nan")
+    with pytest.raises(FloatingPointError, match="negative log-likelihood of the held-out text is nan"):
+        text.bits_per_byte(model, stage)
+
+
+def test_all_curves_come_in_one_picture(unbroken: ConversionResult, tmp_path: Path) -> None:
+    histories = {name: stage.history for name, stage in unbroken.stages.items()}
+    path = draw_conversion(tmp_path / "loss.png", histories, unbroken.scores, "a conversion")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("names", [("finetune",), ("align", "distill"), ("align", "distill", "finetune")])
+def test_nothing_written_in_the_picture_is_cut_off(
+    unbroken: ConversionResult, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(conversion_plots, "save_figure", lambda figure, path, dpi: drawn.append(figure))
+    histories = {name: unbroken.stages[name].history for name in names}
+    draw_conversion(Path("unused"), histories, unbroken.scores, "kda in 12 of 24 attention slots of " + "folder/" * 8)
+    [figure] = drawn
+    figure.draw_without_rendering()
+    everything, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert everything.x0 >= 0 and everything.y0 >= 0
+    assert everything.x1 <= width and everything.y1 <= height
+    labels = [axis.yaxis.label.get_window_extent() for axis in figure.axes]
+    assert all(label.height <= figure.axes[0].bbox.height for label in labels), "no longer than the axis"
+
+
+@contextmanager
+def dying(monkeypatch: pytest.MonkeyPatch, stage: str, after: int) -> Iterator[None]:
+    """Kill the process in that stage after this many steps; 0: before the stage begins."""
+
+    class Plug(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == after:
+                raise KeyboardInterrupt
+
+    make = conversion._trainer
+
+    def with_plug(*args: Any) -> PackedTrainer:
+        if args[2].section != stage:
+            return make(*args)
+        if not after:
+            raise KeyboardInterrupt
+        trainer = make(*args)
+        trainer.add_callback(Plug())
+        return trainer
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(conversion, "_trainer", with_plug)
+        yield
+
+
+@pytest.mark.parametrize(("stage", "after"), [("align", 11), ("distill", 0), ("distill", 11)])
+def test_a_killed_conversion_goes_on_as_if_nothing_had_happened(
+    home: Path, unbroken: ConversionResult, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str, after: int
+) -> None:
+    config = recipe(home / "text", tmp_path / "run")
+    with dying(monkeypatch, stage, after):
+        convert(*fresh(home), config)
+    result = convert(*fresh(home), config, resume=True)
+    assert result.scores == unbroken.scores
+    for name in ("align", "distill", "finetune"):
+        assert losses(result, name) == losses(unbroken, name)
+
+
+def test_a_finished_conversion_is_only_reported_again(home: Path, unbroken: ConversionResult) -> None:
+    before = (unbroken.model_path / "model.safetensors").stat().st_mtime_ns
+    again = convert(*fresh(home), recipe(home / "text", home / "unbroken"), resume=True)
+    assert again.scores == unbroken.scores
+    assert (unbroken.model_path / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("lost", [("align/result.json",), ("align/model", "model")])
+def test_what_is_lost_of_a_finished_stage_is_made_again_from_its_checkpoint(
+    home: Path, unbroken: ConversionResult, tmp_path: Path, lost: tuple[str, ...]
+) -> None:
+    shutil.copytree(unbroken.model_path.parent, tmp_path / "run")
+    for name in lost:
+        path = tmp_path / "run" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = convert(*fresh(home), recipe(home / "text", tmp_path / "run"), resume=True)
+    assert losses(again, "align") == losses(unbroken, "align")
+    assert again.model_path == tmp_path / "run" / "model"
+    for model in ("model", "align/model"):
+        folders = (tmp_path / "run", unbroken.model_path.parent)
+        found, expected = (AutoModelForCausalLM.from_pretrained(folder / model).state_dict() for folder in folders)
+        assert all(torch.equal(x, found[name]) for name, x in expected.items())
+
+
+def test_a_run_goes_on_only_as_it_began(home: Path, unbroken: ConversionResult) -> None:
+    config = recipe(home / "text", home / "unbroken")
+    with pytest.raises(ValueError, match="already holds a run"):
+        convert(*fresh(home), config)
+    with pytest.raises(ValueError, match="began with another swap"):
+        convert(*fresh(home, "kda"), config, resume=True)
+    with pytest.raises(ValueError, match=r"distill.steps was 16 and is 15"):
+        convert(*fresh(home), replace(config, distill=replace(config.distill, steps=15)), resume=True)
+
+
+def test_what_kept_no_original_cannot_be_converted(home: Path, tmp_path: Path) -> None:
+    config = recipe(home / "text", tmp_path / "run")
+    model, tokenizer = fresh(home)
+    with pytest.raises(ValueError, match="has no swapped layer"):
+        convert(original_of(model), tokenizer, config)
+    model = AutoModelForCausalLM.from_pretrained(home / "teacher" / "model")
+    swap_attention(model, "delta_net")
+    with pytest.raises(ValueError, match="has not kept it"):
+        convert(model, tokenizer, config)
+    with (
+        pytest.raises(ValueError, match=r"layers \[0, 1\] were swapped without keeping"),
+        teacher_forced(swapped_layers(model).values()),
+    ):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_read_for_another_recipe_is_refused(home: Path, tmp_path: Path) -> None:
+    model, tokenizer = fresh(home)
+    config = recipe(home / "text", tmp_path / "run")
+    text = ConversionText(replace(config.data, validation_fraction=0.3), tokenizer)
+    with pytest.raises(ValueError, match="the recipe asks for"):
+        convert(model, tokenizer, config, text=text)
+
+
+def test_several_processes_are_refused(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Arguments:
+        world_size = 2
+
+    monkeypatch.setattr(conversion, "training_arguments", lambda run: Arguments())
+    with pytest.raises(ValueError, match="this is one of 2"):
+        convert(*fresh(home), recipe(home / "text", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_beyond_the_learned_positions_are_refused(home: Path, tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_positions=47, n_embd=32, n_layer=1, n_head=2))
+    swap_attention(model, "gated_deltanet", keep_teacher=True)
+    with pytest.raises(ValueError, match="rows of align.row_length=48 exceed the 47 learned positions"):
+        convert(model, fresh(home)[1], recipe(home / "text", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_16_bit_parameters_are_refused(home: Path, tmp_path: Path) -> None:
+    model, tokenizer = fresh(home)
+    with pytest.raises(ValueError, match="bfloat16"):
+        convert(model.bfloat16(), tokenizer, recipe(home / "text", tmp_path / "run"))
+
+
+def test_under_teacher_forcing_the_model_is_the_original(home: Path) -> None:
+    model, _ = fresh(home)
+    inputs = batch(home)
+    with teacher_forced(swapped_layers(model).values()) as errors:
+        forced = model(**inputs, use_cache=False).logits
+    assert torch.equal(forced, original_of(model)(**inputs, use_cache=False).logits)
+    assert len(errors) == 2
+    assert not torch.equal(forced, model(**inputs, use_cache=False).logits), "the hooks are gone afterwards"
+    assert len(errors) == 2
+
+
+def test_alignment_runs_without_dropout(home: Path, tmp_path: Path) -> None:
+    """Dropout in the frozen embedding and softmax layers would add noise to the targets."""
+    path = home / "teacher" / "model"
+    model = AutoModelForCausalLM.from_pretrained(path, attention_dropout=0.5)
+    swap_attention(model, "gated_deltanet", [1], keep_teacher=True)
+    config = recipe(home / "text", tmp_path)
+    text = ConversionText(config.data, AutoTokenizer.from_pretrained(path))
+    run = config.align.as_run(tmp_path, "gated_deltanet", path, config.data, seed=0)
+    trainer = conversion._trainer(model, text, config.align, run, None)
+    with teacher_forced(swapped_layers(model).values()) as errors, torch.no_grad():
+        model.eval()(**batch(home), use_cache=False)
+    assert trainer.compute_loss(model.train(), batch(home)).item() == errors[0].item()
+    with teacher_forced(swapped_layers(model).values()) as noisy, torch.no_grad():
+        model.train()(**batch(home), use_cache=False)
+    assert noisy[0] != errors[0], "the model has dropout"
+
+
+def test_each_layer_learns_from_its_own_error_alone(home: Path) -> None:
+    model, _ = fresh(home)
+    choose_trained_parameters(model, recipe(home / "text", home).stages[0])
+    with teacher_forced(swapped_layers(model).values()) as errors:
+        model(**batch(home), use_cache=False)
+    errors[1].backward()
+    touched = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert touched
+    assert all("layers.1.self_attn.delta." in name for name in touched)
+
+
+def test_what_is_trained_is_what_the_stage_says(home: Path) -> None:
+    model, _ = fresh(home)
+    align, distill, _ = recipe(home / "text", home).stages
+    choose_trained_parameters(model, align)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if ".delta." in name}
+    choose_trained_parameters(model, distill)
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(p.requires_grad for layer in swapped_layers(model).values() for p in layer.teacher.parameters())
+
+
+def test_the_divergence_is_that_of_the_definition() -> None:
+    found, wanted = torch.randn(2, 2, 5, 7, dtype=torch.float64)
+    p, q = wanted.softmax(-1), found.softmax(-1)
+    expected = (p * (p / q).log()).sum(-1).mean()
+    # The function works in float32: 7 terms of order 1, each rounded to 2^-24.
+    assert abs(divergence(found, wanted).double() - expected) < 7 * 2**-22
+    assert divergence(wanted, wanted) == 0
+
+
+def test_the_text_adds_its_weight_to_the_divergence(home: Path, tmp_path: Path) -> None:
+    """The added cross-entropy equals the loss that transformers reports for the same labels."""
+    model, tokenizer = fresh(home)
+    config = recipe(home / "text", tmp_path)
+    text = ConversionText(config.data, tokenizer)
+    inputs = collate_side_by_side(text.validation_rows(48)[:4])
+    assert inputs["labels"].eq(-100).sum() > 0
+    found = []
+    for weight in (0.0, 0.25):
+        stage = replace(config.distill, text_weight=weight)
+        run = stage.as_run(tmp_path, "gated_deltanet", home / "teacher" / "model", config.data, seed=0)
+        trainer = conversion._trainer(model, text, stage, run, original_of(model))
+        found.append(trainer.compute_loss(model, dict(inputs)).item())
+    wanted = model(**inputs, use_cache=False).loss.item()
+    # Means over some hundred tokens in float32, summed in another order.
+    assert found[1] - found[0] == pytest.approx(0.25 * wanted, rel=1e-5)
+
+
+def test_packed_documents_do_not_reach_each_other(home: Path) -> None:
+    """In batches of rows, neither softmax attention, nor the recurrence, nor padding at the end."""
+    model, _ = fresh(home, layers=[1])
+    rows = [
+        {"input_ids": torch.arange(5, 25).numpy(), "starts": torch.tensor([0, 8]).numpy()},
+        {"input_ids": torch.arange(40, 50).numpy(), "starts": torch.tensor([0]).numpy()},
+    ]
+    inputs = collate_side_by_side(rows)
+    assert inputs["labels"].eq(-100).sum() == 3 + 10  # three beginnings, ten of padding
+    logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
+    for row, span in ((0, slice(0, 8)), (0, slice(8, 20)), (1, slice(0, 10))):
+        alone = model(input_ids=inputs["input_ids"][row : row + 1, span], use_cache=False).logits
+        torch.testing.assert_close(logits[row : row + 1, span], alone)
+
+
+def test_scores_survive_on_disk(unbroken: ConversionResult) -> None:
+    written = unbroken.model_path.parent / "scores.json"
+    assert json.loads(written.read_text()) == unbroken.scores

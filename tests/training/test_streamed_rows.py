@@ -1,0 +1,78 @@
+"""Streamed rows: endless, and resumed at a saved position without reading earlier records."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from deltazoo.training.config import DataConfig, TokenizerConfig
+from deltazoo.training.streamed_rows import StreamedRows
+from deltazoo.training.text import Records, is_held_out, open_text
+from deltazoo.training.tokenizer import build_tokenizer
+
+TEXTS = [f"text {i} " + "ab" * (5 * i % 40) for i in range(25)]
+ROW = 32
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return build_tokenizer(TokenizerConfig(kind="byte"), [])
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return DataConfig(text=str(path), streaming=True, max_validation_bytes=100, validation_fraction=0.2)
+
+
+def stream(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> StreamedRows:
+    source = open_text(data)
+    assert isinstance(source, Records)
+    return StreamedRows(source, data, tokenizer, ROW, remembered=20)
+
+
+def as_lists(rows: list[dict[str, np.ndarray]]) -> list[tuple[Any, Any]]:
+    return [(row["input_ids"].tolist(), row["starts"].tolist()) for row in rows]
+
+
+def test_rows_hold_the_training_documents_in_order_and_begin_again(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    training = [text for text in TEXTS if not is_held_out(text, data.validation_fraction)]
+    assert 0 < len(training) < len(TEXTS)
+    expected = "".join(training).encode() * 3
+    rows = itertools.islice(stream(data, tokenizer), len(expected) // ROW)
+    ids = np.concatenate([row["input_ids"] for row in rows])
+    text_ids = ids[(ids != tokenizer.bos_token_id) & (ids != tokenizer.eos_token_id)]
+    assert expected.decode().startswith(tokenizer.decode(text_ids.tolist()))
+    assert len(text_ids) > 2 * len(expected) // 3 * 0.9, "the stream must have begun a third time"
+
+
+@pytest.mark.parametrize("done", [1, 7, 30])
+def test_a_saved_position_continues_with_the_same_rows(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, done: int
+) -> None:
+    unbroken = stream(data, tokenizer)
+    rows = list(itertools.islice(unbroken, done + 12))
+    position = json.loads(json.dumps(unbroken.position_after(done)))
+    resumed = stream(data, tokenizer)
+    resumed.go_to(position)
+    assert as_lists(list(itertools.islice(resumed, 12))) == as_lists(rows[done:])
+    assert json.loads(json.dumps(resumed.position_after(done + 12))) == json.loads(
+        json.dumps(unbroken.position_after(done + 12))
+    )
+
+
+def test_only_the_latest_positions_are_kept(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = stream(data, tokenizer)
+    list(itertools.islice(rows, 40))
+    with pytest.raises(KeyError):
+        rows.position_after(19)
+    assert rows.position_after(21)["num_rows"] == 21

@@ -1,0 +1,105 @@
+"""Tokenizers restore every text, byte for byte, and are trained on no held-out text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_hub import names_asked
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from deltazoo.training.config import TokenizerConfig
+from deltazoo.training.text import Document, standard_library
+from deltazoo.training.tokenizer import BOS, EOS, build_tokenizer, encode_documents, train_bpe
+
+HARD = "plain, \ttabs\r\n  indents, ünïcödé 語 🙂, \x00 control, <|bos|> and <|eos|> spelled out   "
+
+
+def document(text: str) -> Document:
+    return Document("name", text, "name")
+
+
+@pytest.fixture(scope="module")
+def library() -> list[Document]:
+    return [document for document in standard_library().documents() if document.name in ("ast.py", "textwrap.py")]
+
+
+@pytest.fixture(scope="module")
+def bpe(library: list[Document]) -> PreTrainedTokenizerFast:
+    return train_bpe(library, 600)
+
+
+@pytest.fixture(scope="module")
+def byte() -> PreTrainedTokenizerFast:
+    tokenizer = build_tokenizer(TokenizerConfig(kind="byte"), [])
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte"])
+def test_texts_come_back_unchanged(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    (ids,) = encode_documents(tokenizer, [document(HARD)])
+    assert tokenizer.decode(ids[1:].tolist()) == HARD
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.bos_token_id not in ids[1:], "a document that spells <|bos|> must not begin a new one"
+    assert tokenizer.eos_token_id not in ids
+
+
+def test_the_byte_tokenizer_has_one_token_per_byte(byte: PreTrainedTokenizerFast) -> None:
+    assert len(byte) == 258
+    (ids,) = encode_documents(byte, [document(HARD)])
+    assert len(ids) == 1 + len(HARD.encode())
+
+
+def test_the_bpe_has_the_size_asked_for_and_compresses(bpe: PreTrainedTokenizerFast, library: list[Document]) -> None:
+    assert len(bpe) == 600
+    (ids,) = encode_documents(bpe, library[:1])
+    assert ids.dtype == np.uint16
+    assert len(ids) < 0.6 * len(library[0].text)
+
+
+def test_training_is_repeatable(bpe: PreTrainedTokenizerFast, library: list[Document]) -> None:
+    assert train_bpe(library, 600).get_vocab() == bpe.get_vocab()
+
+
+def test_the_end_is_added_on_request(bpe: PreTrainedTokenizerFast) -> None:
+    (with_end,) = encode_documents(bpe, [document("abc")], with_end=True)
+    (without,) = encode_documents(bpe, [document("abc")])
+    assert with_end.tolist() == [*without.tolist(), bpe.eos_token_id]
+
+
+def test_it_saves_as_a_fast_tokenizer(bpe: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    bpe.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.is_fast
+    assert loaded(HARD)["input_ids"] == bpe(HARD)["input_ids"]
+    assert loaded("x")["input_ids"][0] == loaded.bos_token_id, "a prompt begins as every training document does"
+    assert (loaded.bos_token, loaded.eos_token, loaded.padding_side) == (BOS, EOS, "left")
+    pretrained = build_tokenizer(TokenizerConfig(kind="pretrained", path=str(tmp_path)), [])
+    assert pretrained.get_vocab() == bpe.get_vocab()
+
+
+def test_too_little_text_for_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"yields only \d+ tokenizer entries.*asks for 5000"):
+        train_bpe([document("hello hello")], 5000)
+
+
+def test_the_sample_limits_what_the_tokenizer_reads() -> None:
+    texts = [document("abcabcabc " * 20), document("xyzxyzxyz " * 20)]
+    vocabulary = train_bpe(texts, 261, max_bytes=100).get_vocab()
+    assert any("ab" in token or "bc" in token for token in vocabulary)
+    assert not any("xy" in token or "yz" in token for token in vocabulary)
+
+
+def test_a_missing_pretrained_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        build_tokenizer(TokenizerConfig(kind="pretrained", path=str(tmp_path)), [])
+
+
+def test_a_tokenizer_that_is_nowhere_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = names_asked(monkeypatch)
+    with pytest.raises(ValueError, match="there is no folder 'runs/tokenizer', and the Hub cannot be asked"):
+        build_tokenizer(TokenizerConfig("pretrained", path="runs/tokenizer"), [])
+    assert asked == ["runs/tokenizer"]

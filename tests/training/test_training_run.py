@@ -1,0 +1,511 @@
+"""Whole runs: they learn, resume with the losses of an uninterrupted run, and survive kills and full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import run_config, write_text_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from deltazoo.training import RunConfig, TrainingDiverged, load_config, save_config, train
+from deltazoo.training.checkpoint_files import SaveError, checkpoints
+from deltazoo.training.interruption import TrainingInterrupted
+from deltazoo.training.monitor import Monitor
+from deltazoo.training.trainer import PackedTrainer, training_arguments
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_folder(tmp_path_factory.mktemp("text") / "library")
+
+
+@pytest.fixture(scope="module")
+def records(text: Path) -> Path:
+    path = text.parent / "records.jsonl"
+    lines = (json.dumps({"text": file.read_text()[:4000]}) for file in sorted(text.iterdir()))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def losses(history: list[dict[str, Any]]) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+
+
+@contextmanager
+def doing_after(step: int, action: Callable[[], None]) -> Iterator[None]:
+    """Inside, every new trainer calls this in the middle of its next step."""
+
+    class Plug(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step - 1:
+                action()
+
+    original = PackedTrainer.__init__
+
+    def with_plug(self: PackedTrainer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.add_callback(Plug())
+
+    PackedTrainer.__init__ = with_plug  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PackedTrainer.__init__ = original  # type: ignore[method-assign]
+
+
+def stopping_after(step: int) -> AbstractContextManager[None]:
+    """Inside, the process of every new trainer is killed after that step."""
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    return doing_after(step + 1, die)
+
+
+def test_a_run_learns_and_leaves_a_model_for_transformers(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run", training={"steps": 40, "save_every": 20, "keep_checkpoints": 1})
+    result = train(config)
+    by_step = losses(result.log_history)
+    assert len(by_step) == 40
+    assert by_step[40] < by_step[1] - 0.4
+    validation = [entry["eval_loss"] for entry in result.log_history if "eval_loss" in entry]
+    assert len(validation) == 10
+    assert validation[-1] < validation[0]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-40"]
+    assert result.tokens_per_step == 96
+    model = AutoModelForCausalLM.from_pretrained(result.model_path)
+    tokenizer = AutoTokenizer.from_pretrained(result.model_path)
+    assert model.config.model_type == "gated_deltanet"
+    assert len(tokenizer) == model.config.vocab_size == 320
+    assert sum(parameter.numel() for parameter in model.parameters()) == result.num_parameters
+    assert f"{result.corpus.description}; 40 steps of 96 tokens." in (result.model_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("rows_per_step", [2, 4])
+def test_a_resumed_run_has_the_losses_of_an_unbroken_one(text: Path, tmp_path: Path, rows_per_step: int) -> None:
+    changes: dict[str, Any] = {"training": {"rows_per_step": rows_per_step, "steps": 12}}
+    unbroken = train(run_config(text, tmp_path / "unbroken", **changes))
+    config = run_config(text, tmp_path / "broken", **changes)
+    with stopping_after(6), pytest.raises(KeyboardInterrupt):
+        train(config)
+    assert [path.name for path in checkpoints(tmp_path / "broken")] == ["checkpoint-4"]
+    resumed = train(config, resume=True)
+    assert losses(resumed.log_history) == losses(unbroken.log_history)
+    first, second = (AutoModelForCausalLM.from_pretrained(run.model_path) for run in (unbroken, resumed))
+    for (name, expected), found in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(expected, found), name
+
+
+def test_a_run_of_an_earlier_revision_goes_on_as_it_began(text: Path, tmp_path: Path) -> None:
+    """Of three heads: lightning attention's rates differ between its revisions, and its parameters do not."""
+    sizes = {"mixer": "lightning_attention", "hidden_size": 48, "num_heads": 3, "expand_v": 1.0}
+    unbroken = train(run_config(text, tmp_path / "unbroken", model={**sizes, "mixer_revision": 1}))
+    config = run_config(text, tmp_path / "broken", model={**sizes, "mixer_revision": 1})
+    with stopping_after(6), pytest.raises(KeyboardInterrupt):
+        train(config)
+    for path in (tmp_path / "broken").rglob("*"):  # as before there were revisions
+        if path.name in ("config.json", "training.yaml", "config.yaml"):
+            kept = [x for x in path.read_text("utf-8").splitlines() if "mixer_revision" not in x]
+            path.write_text("\n".join(kept), "utf-8")
+    resumed = train(run_config(text, tmp_path / "broken", model=sizes), resume=True)
+    assert losses(resumed.log_history) == losses(unbroken.log_history)
+    assert AutoModelForCausalLM.from_pretrained(resumed.model_path).config.mixer_revision == 1
+
+
+def test_a_diagnosed_run_has_the_losses_of_another(text: Path, tmp_path: Path) -> None:
+    """The figures are logged beside the losses, also by a run that goes on, and change nothing."""
+    plain = train(run_config(text, tmp_path / "plain"))
+    config = run_config(text, tmp_path / "diagnosed", training={"diagnose_every": 2})
+    with stopping_after(6), pytest.raises(KeyboardInterrupt):
+        train(config)
+    found = train(config, resume=True)
+    assert losses(found.log_history) == losses(plain.log_history)
+    growth = {x["step"]: x["diagnose_state_norm_max"] for x in found.log_history if "diagnose_state_norm_max" in x}
+    assert [*growth] == [0, 2, 4, 6, 8] and len({*growth.values()}) == 5
+
+
+def test_a_resumed_stream_has_the_losses_of_an_unbroken_one(records: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"data": {"streaming": True}, "training": {"steps": 10}}
+    unbroken = train(run_config(records, tmp_path / "unbroken", **changes))
+    config = run_config(records, tmp_path / "broken", **changes)
+    with stopping_after(7), pytest.raises(KeyboardInterrupt):
+        train(config)
+    resumed = train(config, resume=True)
+    assert losses(resumed.log_history) == losses(unbroken.log_history)
+
+
+def test_a_killed_process_loses_nothing_saved(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run", training={"steps": 400})
+    save_config(config, tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "deltazoo", "train", str(tmp_path / "config.yaml")]
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 240
+    while not checkpoints(tmp_path / "run") and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    _, complaints = process.communicate()
+    assert process.returncode == -signal.SIGKILL, complaints.decode()
+    saved = checkpoints(tmp_path / "run")[-1]
+    reached = int(saved.name.removeprefix("checkpoint-"))
+    assert 0 < reached < 400
+    AutoModelForCausalLM.from_pretrained(saved)
+    state = json.loads((saved / "trainer_state.json").read_text())
+    assert losses(state["log_history"]).keys() == set(range(1, reached + 1))
+    with stopping_after(reached + 1), pytest.raises(KeyboardInterrupt):
+        train(config, resume=True)
+
+
+@pytest.mark.parametrize("kind", ["text", "records"])
+def test_two_processes_have_the_losses_of_one(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    source = request.getfixturevalue(kind)
+    changes: dict[str, Any] = {"data": {"streaming": kind == "records"}}
+    alone = train(run_config(source, tmp_path / "one", **changes, training={"rows_per_step": 4}))
+    save_config(
+        run_config(source, tmp_path / "two", **changes, training={"rows_per_step": 4}), tmp_path / "config.yaml"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "deltazoo", "train", str(tmp_path / "config.yaml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    together = json.loads((tmp_path / "two" / "result.json").read_text())
+    assert losses(together["log_history"]) == pytest.approx(losses(alone.log_history), rel=1e-6)
+    assert [path.name for path in checkpoints(tmp_path / "two")] == ["checkpoint-4", "checkpoint-8"]
+
+
+def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_whole(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run", training={"steps": 8})
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class FillDisk(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+
+    original = PackedTrainer.__init__
+
+    def with_full_disk(self: PackedTrainer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.add_callback(FillDisk())
+
+    PackedTrainer.__init__ = with_full_disk  # type: ignore[method-assign]
+    try:
+        with pytest.raises(SaveError) as caught:
+            train(config)
+    finally:
+        PackedTrainer.__init__ = original  # type: ignore[method-assign]
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert "could not save" in str(caught.value)
+    assert "checkpoint-4 is whole" in str(caught.value)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+    assert not list((tmp_path / "run").glob(".unfinished*"))
+    assert losses(train(config, resume=True).log_history).keys() == set(range(1, 9))
+
+
+def test_a_finished_run_is_reported_again_without_training(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run")
+    first = train(config)
+    written = (first.model_path / "model.safetensors").stat().st_mtime_ns
+    again = train(config, resume=True)
+    assert again == first
+    assert (first.model_path / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_the_model_of_a_finished_run_is_made_again_from_its_last_checkpoint(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run")
+    first = train(config)
+    weights = (first.model_path / "model.safetensors").read_bytes()
+    shutil.rmtree(first.model_path)
+    assert train(config, resume=True) == first
+    assert (first.model_path / "model.safetensors").read_bytes() == weights
+    for left in (first.model_path, *checkpoints(tmp_path / "run")):
+        shutil.rmtree(left)
+    with pytest.raises(ValueError, match="no checkpoint to go on from is left"):
+        train(config, resume=True)
+
+
+@pytest.mark.parametrize("content", ['{"log_hist', "[1]", '{"seconds": 1}'])
+def test_a_damaged_result_is_named_and_made_again(text: Path, tmp_path: Path, content: str) -> None:
+    config = run_config(text, tmp_path / "run")
+    first = train(config)
+    (tmp_path / "run" / "result.json").write_text(content)
+    with pytest.raises(ValueError, match=r"run/result.json is damaged: .*Remove it"):
+        train(config, resume=True)
+    (tmp_path / "run" / "result.json").unlink()
+    assert losses(train(config, resume=True).log_history) == losses(first.log_history)
+
+
+def test_a_stream_killed_before_its_result_was_written_ends_where_it_was(records: Path, tmp_path: Path) -> None:
+    config = run_config(records, tmp_path / "run", data={"streaming": True})
+    first = train(config)
+    (tmp_path / "run" / "result.json").unlink()
+    assert losses(train(config, resume=True).log_history) == losses(first.log_history)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4", "checkpoint-8"]
+
+
+@pytest.mark.parametrize("source", ["text", "records"])
+def test_more_steps_go_on_beyond_the_end(source: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """With a constant learning rate, an extended run equals one with as many steps from the beginning."""
+    changes: dict[str, Any] = {"data": {"streaming": source == "records"}}
+
+    def config(folder: str, steps: int, evaluate_every: int = 4) -> RunConfig:
+        training = {"steps": steps, "schedule": "constant", "warmup": 0.0, "evaluate_every": evaluate_every}
+        return run_config(request.getfixturevalue(source), tmp_path / folder, **changes, training=training)
+
+    at_once = train(config("at_once", 12))
+    train(config("extended", 8))
+    extended = train(config("extended", 12, evaluate_every=2), resume=True)
+    assert losses(extended.log_history) == losses(at_once.log_history)
+    validated = [entry["step"] for entry in extended.log_history if "eval_loss" in entry]
+    assert validated == [4, 8, 10, 12], "the new interval acts from here on"
+    models = [AutoModelForCausalLM.from_pretrained(run.model_path).state_dict() for run in (at_once, extended)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert load_config(tmp_path / "extended" / "config.yaml").training.steps == 12
+    assert train(config("extended", 12), resume=True) == extended
+    with pytest.raises(ValueError, match="has reached step 12, and training.steps is 8"):
+        train(config("extended", 8), resume=True)
+
+
+def test_nothing_to_resume_is_said(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nothing to resume in .*run: no checkpoint was saved there"):
+        train(run_config(text, tmp_path / "run"), resume=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ("data", {"text": "/nowhere"}),
+        ("tokenizer", {"vocab_size": 100_000}),
+        ("tokenizer", {"kind": "pretrained", "vocab_size": None, "path": "./nowhere"}),
+        ("model", {"hiden_size": 32}),
+        ("model", {"num_v_heads": 3}),
+        ("model", {"hidden_size": "abc"}),
+    ],
+)
+def test_what_cannot_be_trained_leaves_nothing_behind(
+    text: Path, tmp_path: Path, section: str, keys: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError):
+        train(run_config(text, tmp_path / "run", **{section: keys}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_saved_nothing_leaves_its_folder_free(text: Path, tmp_path: Path) -> None:
+    with stopping_after(2), pytest.raises(KeyboardInterrupt):
+        train(run_config(text, tmp_path / "run"))
+    other = run_config(text, tmp_path / "run", tokenizer={"vocab_size": 300}, training={"steps": 1})
+    assert len(AutoTokenizer.from_pretrained(train(other).model_path)) == 300
+
+
+def test_a_configuration_of_somebody_else_is_not_overwritten(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("my: own")
+    with pytest.raises(ValueError, match="is there already"):
+        train(run_config(text, tmp_path))
+    assert (tmp_path / "config.yaml").read_text() == "my: own"
+
+
+@pytest.mark.parametrize("name", ["tokenizer/vocab.txt", "loss.png", "text.json"])
+def test_what_a_run_would_replace_is_not_replaced(text: Path, tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("my own")
+    with pytest.raises(ValueError, match=f"{name.partition('/')[0]} is there already and of no run that began"):
+        train(run_config(text, tmp_path))
+    assert file.read_text() == "my own" and not (tmp_path / "config.yaml").exists()
+
+
+def test_a_run_without_its_configuration_is_not_resumed(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run")
+    train(config)
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"cannot be resumed: .*config.yaml, the configuration .* is missing"):
+        train(config, resume=True)
+
+
+@pytest.fixture
+def signals_heard() -> Iterator[None]:
+    """Shells start background jobs with SIGINT ignored, which must stay ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("signals_heard")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_a_checkpoint_that_the_run_goes_on_from(
+    text: Path, tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = {"training": {"steps": 9, "log_every": 2}}
+    config = run_config(text, tmp_path / "run", **changes)
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with doing_after(3, lambda: signal.raise_signal(number)), pytest.raises(TrainingInterrupted) as caught:
+        train(config)
+    assert caught.value.signal == number
+    assert caught.value.checkpoint == tmp_path / "run" / "checkpoint-3"
+    assert "stopping after this step" in capsys.readouterr().err
+    assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    resumed, unbroken = train(config, resume=True), train(run_config(text, tmp_path / "unbroken", **changes))
+    found, expected = (AutoModelForCausalLM.from_pretrained(run.model_path).state_dict() for run in (resumed, unbroken))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert list(losses(resumed.log_history)) == [2, 3, 4, 6, 8, 9], "every trained step is logged"
+
+
+@pytest.mark.usefixtures("signals_heard")
+def test_a_second_signal_ends_the_run_at_once(text: Path, tmp_path: Path) -> None:
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+
+    with doing_after(6, twice), pytest.raises(TrainingInterrupted) as caught:
+        train(run_config(text, tmp_path / "run"))
+    assert (caught.value.signal, caught.value.checkpoint) == (signal.SIGTERM, None)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"])
+def test_a_damaged_checkpoint_is_named_before_anything_is_trained(text: Path, tmp_path: Path, name: str) -> None:
+    config = run_config(text, tmp_path / "run")
+    with stopping_after(6), pytest.raises(KeyboardInterrupt):
+        train(config)
+    file = tmp_path / "run" / "checkpoint-4" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(
+        ValueError, match=rf"{name} is damaged or incomplete.*remove the folder .*checkpoint-4 to start"
+    ):
+        train(config, resume=True)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-4 holds no "):
+        train(config, resume=True)
+
+
+def test_a_folder_with_a_run_is_not_overwritten(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run")
+    train(config)
+    with pytest.raises(ValueError, match=r"already holds a run: go on with --resume"):
+        train(config)
+
+
+def test_resuming_with_another_configuration_names_the_difference(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, tmp_path / "run")
+    train(config)
+    other = replace(config, training=replace(config.training, learning_rate=1e-4, keep_checkpoints=5))
+    with pytest.raises(ValueError, match=r"another configuration: training.learning_rate was 0.003 and is 0.0001$"):
+        train(other, resume=True)
+
+
+def test_resuming_on_changed_text_is_refused(text: Path, tmp_path: Path) -> None:
+    copied = write_text_folder(tmp_path / "text")
+    config = run_config(copied, tmp_path / "run")
+    train(config)
+    (copied / "abc.py").write_text("changed")
+    with pytest.raises(ValueError, match="no longer the text"):
+        train(config, resume=True)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PackedTrainer.compute_loss
+
+    def broken(self: PackedTrainer, *args: Any, **kwargs: Any) -> Any:
+        loss = original(self, *args, **kwargs)
+        return loss * float("nan") if self.state.global_step == 5 else loss
+
+    monkeypatch.setattr(PackedTrainer, "compute_loss", broken)
+    with pytest.raises(TrainingDiverged, match=r"the training loss is nan at step 6.*lower training.learning_rate"):
+        train(run_config(text, tmp_path / "run"))
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+
+
+def test_gradients_that_are_no_numbers_stop_the_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last step, whose loss is still a number and whose update leaves NaN in the weights."""
+    original = PackedTrainer.compute_loss
+
+    def broken(self: PackedTrainer, *args: Any, **kwargs: Any) -> Any:
+        loss = original(self, *args, **kwargs)
+        first = next(self._model.parameters()).flatten()[0]
+        return loss + (0 * first).sqrt() if self.state.global_step == 7 else loss
+
+    monkeypatch.setattr(PackedTrainer, "compute_loss", broken)
+    with pytest.raises(TrainingDiverged, match=r"the norm of the gradients is nan at step 8: lower"):
+        train(run_config(text, tmp_path / "run"))
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_held_out_loss_that_is_no_number_stops_the_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltazoo.training.trainer.score_rows", lambda *_, **__: (float("inf"), 10))
+    with pytest.raises(TrainingDiverged, match=r"the held-out loss is inf at step 4"):
+        train(run_config(text, tmp_path / "run"))
+    assert not checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "message"),
+    [
+        ("model", {"mixer": "gated_deltanett"}, r"did you mean 'gated_deltanet'"),
+        ("model", {"hiden_size": 32}, r"did you mean 'hidden_size'"),
+        ("model", {"num_heads": 0}, "num_heads must be"),
+        ("tokenizer", {"vocab_size": 100_000}, "asks for 100000"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(
+    text: Path, tmp_path: Path, section: str, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(run_config(text, tmp_path / "run", **{section: keys}))
+
+
+def test_gradients_can_be_recomputed_and_give_the_same_losses(text: Path, tmp_path: Path) -> None:
+    plain = train(run_config(text, tmp_path / "plain"))
+    saving = train(run_config(text, tmp_path / "saving", training={"gradient_checkpointing": True}))
+    assert losses(saving.log_history) == pytest.approx(losses(plain.log_history), rel=1e-5)
+
+
+def test_bf16_trains_and_keeps_the_parameters_in_fp32(text: Path, tmp_path: Path) -> None:
+    exact = train(run_config(text, tmp_path / "fp32", training={"steps": 20}))
+    rounded = train(run_config(text, tmp_path / "bf16", training={"steps": 20, "precision": "bf16"}))
+    assert rounded.precision == "bf16"
+    model = AutoModelForCausalLM.from_pretrained(rounded.model_path)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert losses(rounded.log_history) != losses(exact.log_history)
+    # bf16 has 8 bits of mantissa; the losses of twenty steps may drift by a few roundings of a loss near 5.
+    assert losses(rounded.log_history)[20] == pytest.approx(losses(exact.log_history)[20], rel=4 * 2**-8)
+
+
+def test_one_process_never_splits_a_packed_batch_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config: RunConfig = run_config(tmp_path, tmp_path / "run")
+    arguments = training_arguments(config)
+    arguments._n_gpu = 8
+    assert arguments.train_batch_size == 16, "eight GPUs would mean DataParallel"
+    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", property(lambda self: self._n_gpu))
+    monkeypatch.setattr("transformers.TrainingArguments.device", property(lambda self: torch.device("cpu")))
+    monkeypatch.setattr("transformers.TrainingArguments.__post_init__", lambda self: setattr(self, "_n_gpu", 8))
+    assert training_arguments(config).n_gpu == 1
+
+
+def test_the_clock_leaves_out_pauses() -> None:
+    monitor = Monitor(tokens_per_step=10)
+    monitor._began = time.perf_counter()
+    with monitor.pause():
+        time.sleep(0.2)
+    assert monitor.seconds < 0.1
